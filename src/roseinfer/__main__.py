@@ -1,0 +1,8 @@
+"""`python -m roseinfer`: the same as the `roseinfer` command."""
+
+import sys
+
+from roseinfer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

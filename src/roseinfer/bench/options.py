@@ -1,0 +1,99 @@
+"""The benchmarks' flags: the seeds' names, which are other names for options of the tree wherever it has one."""
+
+import argparse
+from pathlib import Path
+
+from roseinfer.config_sources import Given
+from roseinfer.flags import Parser, add_config_flags, give, number, positives
+
+DEFAULTS = {"scheduler.max_num_seqs": Given("8", "the benchmarks' default")}  # the seeds' own, so reports compare
+
+
+def add_streaming(parser: Parser) -> None:
+    """Flags of `bench streaming`."""
+    group = _add_workload(parser)
+    group.add_argument("--pretok", action="store_true", help="tokenise before the clock starts")
+    group.add_argument(
+        "--tokenize-workers",
+        type=number(int),
+        default=0,
+        metavar="N",
+        help="0: tokenise inside the submission; N: tokenise N at a time while the submission returns",
+    )
+    group.add_argument(
+        "--submit-interval-ms", type=number(float), default=0.0, metavar="MS", help="0, the default, is a burst"
+    )
+    group.add_argument(
+        "--submit-schedule",
+        choices=("absolute", "relative"),
+        default="absolute",
+        help="absolute: request i is due at i intervals, however late the one before was; relative: sleep in between",
+    )
+    group.add_argument(
+        "--max-inflight-requests", type=number(int, least=1), metavar="N", help="refuse more unfinished ones than this"
+    )
+    engine = _add_engine(parser)
+    give(engine, "--stream-interval", "server.stream_interval", "Flush a stream every so many tokens. Default: 1.")
+    give(engine, "--prefill-max-tokens", "scheduler.max_prefill_tokens", "Most prefill tokens in one step.")
+    give(engine, "--prefill-admission-policy", "scheduler.admission", "Order of admission. Default: fifo.")
+    give(engine, "--prefill-admission-lookahead", "scheduler.lookahead", "How many waiting requests pack considers.")
+    give(engine, "--prefill-force-fifo-every", "scheduler.fifo_every", "Under pack, how often the oldest goes first.")
+    give(engine, "--max-active-requests", "scheduler.max_active_seqs", "Sequences that hold KV blocks.")
+    add_config_flags(parser, with_short=False)
+
+
+def add_scheduler(parser: Parser) -> None:
+    """Flags of `bench scheduler`."""
+    group = _add_workload(parser)
+    group.add_argument(
+        "--mode",
+        choices=("online", "offline"),
+        default="online",
+        help="online: each request on its own, with its latency; offline: all prompts as one batch, throughput only",
+    )
+    _add_engine(parser)
+    add_config_flags(parser, with_short=False)
+
+
+def _add_workload(parser: Parser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("workload")
+    count = number(int, least=1)
+    group.add_argument("--prompt", default="Hello", metavar="TEXT", help="default: Hello")
+    group.add_argument(
+        "--prompt-repeats",
+        type=positives,
+        default=[1],
+        metavar="N,N",
+        help="request i repeats the prompt as often as the i-th of these, in turn, so lengths mix",
+    )
+    group.add_argument("--unique-prompts", action="store_true", help="end each prompt with its number: no prefix hits")
+    group.add_argument("--num-requests", type=count, default=16, metavar="N", help="default: 16")
+    group.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="for each request; default: 64")
+    group.add_argument("--warmup-runs", type=number(int), default=1, metavar="N", help="not measured; default: 1")
+    group.add_argument("--repeat-runs", type=count, default=1, metavar="N", help="measured; default: 1")
+    group.add_argument(
+        "--no-reset-prefix-cache", action="store_true", help="let a run hit prefixes that the runs before it computed"
+    )
+    group.add_argument("--no-stop-on-eos", action="store_true", help="always generate --max-new-tokens")
+    group.add_argument("--do-sample", action="store_true", help="sample; greedy otherwise")
+    group.add_argument("--temperature", type=number(float), default=1.0, metavar="T", help="with --do-sample")
+    group.add_argument("--top-k", type=number(int), default=0, metavar="K", help="with --do-sample; 0 keeps all")
+    group.add_argument(
+        "--top-p", type=number(float, least=1e-6, most=1), default=1.0, metavar="P", help="with --do-sample"
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="also write the report, with all settings, as JSON")
+    return group
+
+
+def _add_engine(parser: Parser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("engine, by the seeds' names")
+    give(group, "--hf-model-id", "model.path", "Model. Default: the embedded one.")
+    give(group, "--device", "runner.device", "cpu or cuda. Default: auto.")
+    give(group, "--bf16", "model.dtype", "bfloat16.", const="bfloat16")
+    give(group, "--max-batch-size", "scheduler.max_num_seqs", "Sequences decoded in one step. Default: 8.")
+    give(group, "--prefill-max-batch-size", "scheduler.max_prefill_seqs", "Sequences admitted in one step.")
+    give(group, "--no-prefix-cache", "cache.prefix_caching", "Compute every prompt anew.", const="false")
+    give(group, "--nvtx", "observe.nvtx", "Mark the phases of each step for Nsight.", const="true")
+    group.add_argument("--paged-attn", action="store_true", help="accepted; attention is always paged here")
+    group.add_argument("--cuda-graph", action="store_true", help="a warning says so where there is no CUDA graph")
+    return group

@@ -1,0 +1,107 @@
+"""One benchmark from arguments to report: engine up, warm-up, measured runs, lines, JSON."""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from roseinfer import __version__
+from roseinfer.bench import report, workload
+from roseinfer.bench.runs import Run, StepLog
+from roseinfer.config_sources import LoadedConfig
+from roseinfer.errors import ConfigError
+from roseinfer.llm import LLM, Prompt
+from roseinfer.progress import Progress
+
+Measure = Callable[[Sequence[Prompt], str], Run]  # of prompts and a cache salt
+Pools = Callable[[Run], Sequence[report.Pool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An engine that is up, and the workload that was asked for."""
+
+    arguments: argparse.Namespace
+    llm: LLM
+    log: StepLog
+    texts: list[str]
+
+    def measure(
+        self, prompts: Sequence[Prompt], measure: Measure, tell: Callable[[Run], None], pools_of: Pools
+    ) -> None:
+        """Warm-up runs, then measured ones, each told as soon as it is over; at the end their spread and the JSON."""
+        arguments = self.arguments
+        for i in range(1, arguments.warmup_runs + 1):
+            say(f"=== warmup {i}/{arguments.warmup_runs} ===")
+            self._run(f"warmup {i}/{arguments.warmup_runs}", prompts, measure)
+        runs = []
+        for i in range(1, arguments.repeat_runs + 1):
+            if arguments.repeat_runs > 1:
+                say(f"=== run {i}/{arguments.repeat_runs} ===")
+            runs.append(self._run(f"run {i}/{arguments.repeat_runs}", prompts, measure))
+            tell(runs[-1])
+        if len(runs) > 1:
+            say(*report.spread_lines(runs, pools_of))
+        if arguments.json is not None:
+            self._write_json(arguments.json, runs, pools_of)
+
+    def _run(self, name: str, prompts: Sequence[Prompt], measure: Measure) -> Run:
+        # A fresh salt is a fresh prefix cache: nothing that an earlier run computed can be hit.
+        salt = "" if self.arguments.no_reset_prefix_cache else name
+        with Progress(name, total=len(prompts) * self.arguments.max_new_tokens) as progress:
+            self.log.clear(progress)
+            return replace(measure(prompts, salt), steps=self.log.steps)
+
+    def header(self) -> dict[str, Any]:
+        """What both reports begin with."""
+        return {"Model": self.llm.config.model.path, "Device": self.llm.info.device}
+
+    def setting(self) -> dict[str, Any]:
+        """The engine and the host, without which no two reports can be compared."""
+        info, config = self.llm.info, self.llm.config
+        threads = config.runner.num_threads or len(os.sched_getaffinity(0))
+        return {
+            "Engine": f"{info.dtype}, {info.attention} attention, {config.engine.transport} transport, "
+            f"{info.num_blocks} blocks of {info.block_size}",
+            "Host": f"{platform.machine()}, {threads} threads, Python {platform.python_version()}, "
+            f"torch {version('torch')}, roseinfer {__version__}",
+        }
+
+    def _write_json(self, file: Path, runs: Sequence[Run], pools_of: Pools) -> None:
+        arguments = vars(self.arguments)
+        options = {key: value for key, value in arguments.items() if isinstance(value, str | int | float | list)}
+        settings = {**self.header(), **self.setting(), "arguments": options, "config": asdict(self.llm.config)}
+        try:
+            report.write_json(file, settings, runs, pools_of)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--json") from None
+
+
+@contextmanager
+def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -> Iterator[Session]:
+    """The engine, with room for the whole workload; `options` go to `LLM`."""
+    if arguments.cuda_graph:
+        sys.stderr.write("warning: --cuda-graph has no effect: this version captures no CUDA graphs\n")
+    texts = workload.prompts_of(arguments)
+    config = workload.with_planned_blocks(loaded, texts, arguments.max_new_tokens)
+    log = StepLog()
+    with Progress(f"loading {config.model.path}") as progress:
+        llm = LLM(
+            config,
+            observers=[log],
+            on_progress=lambda event: progress.update(what=event.detail or event.stage),
+            **options,
+        )
+    with llm:
+        yield Session(arguments, llm, log, texts)
+
+
+def say(*lines: str) -> None:
+    """To standard output, at once: a benchmark may be read while it runs."""
+    print("\n".join(lines), flush=True)

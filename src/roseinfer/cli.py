@@ -1,0 +1,181 @@
+"""The command line: turns arguments into a `Config` and a call of one front door, and errors into exit codes.
+
+Exit codes: 0 done or drained, 2 something the user gave cannot be used, 70 the engine failed, 130 interrupted.
+Heavy libraries are imported by the command that needs them, after its arguments have been understood.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from roseinfer import __version__
+from roseinfer.config_sources import Given, LoadedConfig, build, gather
+from roseinfer.errors import EngineError, RoseinferError
+from roseinfer.flags import Parser, add_config_flags, given_by, number
+
+EXIT_USAGE = 2
+EXIT_ENGINE = 70
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:2] == ["engine", "--fd"]:  # the child of the process transport: it must be up before all else
+        from roseinfer.wiring import engine_main
+
+        return engine_main(int(arguments[2]))
+    given: dict[str, Given] = {}
+    try:
+        parsed = _parser().parse_args(arguments)
+        given.update(parsed.defaults)
+        given.update(gather(given_by(parsed), os.environ, parsed.config))
+        return int(parsed.run(parsed, build(given)))
+    except EngineError as error:
+        return _fail(error, given, EXIT_ENGINE)
+    except RoseinferError as error:
+        return _fail(error, given, EXIT_USAGE)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `| head`; silence Python's flush at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
+    """One line that names the value and whoever gave it."""
+    where = ""
+    if error.param is not None:
+        source = f" (from {given[error.param].source})" if error.param in given else ""
+        where = f"{error.param}{source}: "
+    print(f"roseinfer: {where}{error.message}", file=sys.stderr)
+    return code
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="roseinfer", description="An LLM inference server; every millisecond of latency has a name.")
+    parser.add_argument("--version", action="version", version=f"roseinfer {__version__}")
+    parser.set_defaults(parser=parser, config=None, defaults={})
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="COMMAND")
+
+    def command(name: str, help: str) -> Parser:  # noqa: A002
+        sub = commands.add_parser(name, help=help, description=help)
+        assert isinstance(sub, Parser)
+        sub.set_defaults(parser=sub)
+        return sub
+
+    _add_serve(command("serve", "Serve the OpenAI API, until SIGTERM or Ctrl-C."))
+    _add_generate(command("generate", "Continue one prompt and stream the text to standard output."))
+    _add_chat(command("chat", "Talk to the model; /help lists the commands."))
+    _add_bench(command("bench", "Measure the engine, without HTTP."))
+    _add_config(command("config", "Print the configuration, its JSON Schema or its documentation."))
+    return parser
+
+
+def _add_serve(parser: Parser) -> None:
+    parser.set_defaults(run=_serve)
+    add_config_flags(parser)
+
+
+def _serve(_: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer import wiring
+
+    return wiring.serve(loaded.config)
+
+
+def _add_generate(parser: Parser) -> None:
+    parser.set_defaults(run=_generate)
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    _add_sampling_flags(parser, temperature=0.0)
+    add_config_flags(parser)
+
+
+def _generate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer import terminal
+
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    return terminal.generate(loaded.config, prompt, terminal.Style.of(arguments))
+
+
+def _add_chat(parser: Parser) -> None:
+    parser.set_defaults(run=_chat)
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    _add_sampling_flags(parser, temperature=0.7)
+    add_config_flags(parser)
+
+
+def _chat(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer import terminal
+
+    return terminal.chat(loaded.config, arguments.system, terminal.Style.of(arguments))
+
+
+def _add_sampling_flags(parser: Parser, *, temperature: float) -> None:
+    group = parser.add_argument_group("sampling")
+    whole, real = number(int), number(float)
+    group.add_argument(
+        "--max-tokens", type=number(int, least=1), metavar="N", help="default: 256, or what the context has room for"
+    )
+    group.add_argument(
+        "--temperature", type=real, default=temperature, metavar="T", help=f"0 is greedy; default: {temperature:g}"
+    )
+    group.add_argument(
+        "--top-p", type=number(float, least=1e-6, most=1), default=1.0, metavar="P", help="keep the likeliest mass P"
+    )
+    group.add_argument("--top-k", type=whole, default=0, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
+    group.add_argument("--seed", type=whole, metavar="S", help="the same seed gives the same text; default: a new one")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+
+
+def _add_bench(parser: Parser) -> None:
+    from roseinfer.bench import options
+
+    kinds = parser.add_subparsers(required=True, metavar="BENCHMARK", dest="BENCHMARK")
+    for name, help_text, add_flags, run in (
+        (
+            "streaming",
+            "Requests on a schedule, each streamed: latency and its parts.",
+            options.add_streaming,
+            _streaming,
+        ),
+        ("scheduler", "A batch of requests at once, online or offline.", options.add_scheduler, _scheduler),
+    ):
+        sub = kinds.add_parser(name, help=help_text, description=help_text)
+        assert isinstance(sub, Parser)
+        add_flags(sub)
+        sub.set_defaults(parser=sub, run=run, defaults=options.DEFAULTS)
+
+
+def _streaming(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.bench import streaming
+
+    return streaming.run(arguments, loaded)
+
+
+def _scheduler(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.bench import scheduler
+
+    return scheduler.run(arguments, loaded)
+
+
+def _add_config(parser: Parser) -> None:
+    parser.add_argument(
+        "what", choices=("show", "schema", "docs"), help="merged tree with sources; JSON Schema; Markdown"
+    )
+    parser.set_defaults(run=_config)
+    add_config_flags(parser)
+
+
+def _config(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer import config_docs
+
+    match arguments.what:
+        case "show":
+            print(config_docs.show(loaded), end="")
+        case "schema":
+            print(json.dumps(config_docs.json_schema(), indent=2))
+        case _:
+            print(config_docs.markdown(), end="")
+    return 0

@@ -1,0 +1,295 @@
+"""The front end's side of the engine: streams of token outputs by request id, and the timelines that go with them."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from roseinfer.engine.transport import Transport
+from roseinfer.errors import ConfigError, EngineDead, EngineError, EngineFailed, NotReady
+from roseinfer.messages import (
+    Abort,
+    EngineFailure,
+    EngineInfo,
+    Event,
+    Request,
+    StartupProgress,
+    StepOutput,
+    TokenOutput,
+)
+from roseinfer.records import FinishReason, Observer, RequestTimeline
+
+
+class EngineClient(Protocol):
+    """What the server needs of an engine, wherever it runs. All methods belong to one event loop."""
+
+    async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
+        """Start the engine and wait until it is warm.
+
+        Raises ConfigError for a value the user gave, EngineFailed or EngineDead otherwise.
+        """
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine reported when it became ready. Raises NotReady before."""
+
+    @property
+    def trouble(self) -> str | None:
+        """None while the engine is alive and makes progress; else one phrase: it died, or no step came in time."""
+
+    async def wait_dead(self) -> EngineError:
+        """Return once the engine has died, with the reason; pending for as long as it lives."""
+
+    def open_timeline(self, timeline: RequestTimeline) -> None:
+        """A request was received: tell the observers. Each opened timeline must be closed exactly once."""
+
+    def generate(
+        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+    ) -> AsyncGenerator[list[TokenOutput], None]:
+        """Run the requests and yield their outputs as they come, all that is due in one list.
+
+        `timelines[i]`, already open, belongs to `requests[i]` and gets the engine's stamps. The generator ends after
+        the last request finished. Closing it early (cancellation, `aclose`) aborts whatever has not finished. Raises
+        EngineFailed or EngineDead when the engine goes down.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """End one request; its last output, with reason abort, still comes through `generate`."""
+
+    def close_timeline(self, timeline: RequestTimeline) -> None:
+        """The server's part is over: every stamp and, unless the engine's own holds, the finish reason is set.
+
+        The observers hear of it as soon as the engine's part has ended too.
+        """
+
+    async def close(self) -> None:
+        """Stop the engine. Idempotent."""
+
+
+class _Mailbox:
+    """Outputs on their way to one `generate` call: a list that is taken whole, and one wake-up for all in it."""
+
+    __slots__ = ("_arrived", "_error", "_outputs")
+
+    def __init__(self) -> None:
+        self._outputs: list[TokenOutput] = []
+        self._error: EngineError | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, output: TokenOutput) -> None:
+        self._outputs.append(output)
+        self._arrived.set()
+
+    def fail(self, error: EngineError) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def take(self) -> list[TokenOutput]:
+        """All that is due, at least one. Raises the engine's error once everything before it was taken."""
+        await self._arrived.wait()
+        if not self._outputs and self._error is not None:
+            raise self._error
+        self._arrived.clear()
+        if self._error is not None:
+            self._arrived.set()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One opened timeline, and which of its two sides have ended."""
+
+    timeline: RequestTimeline
+    mailbox: _Mailbox | None = None  # while `generate` runs it
+    is_in_engine: bool = False
+    is_closed: bool = False
+
+
+class AsyncEngine:
+    """`EngineClient` over a transport: the one place where a step's output is taken apart and handed out.
+
+    Everything runs on one event loop, so there is no lock; a step costs one wake-up for each stream it advanced.
+    """
+
+    def __init__(self, transport: Transport, observer: Observer, step_timeout_s: float) -> None:
+        self._transport = transport
+        self._observer = observer
+        self._step_timeout_ns = int(step_timeout_s * 1e9)
+        self._entries: dict[str, _Entry] = {}
+        self._num_in_engine = 0
+        self._last_progress_ns = 0
+        self._info: EngineInfo | None = None
+        self._on_progress: Callable[[StartupProgress], None] | None = None
+        self._started: asyncio.Future[EngineInfo] | None = None
+        self._dead: asyncio.Future[EngineError] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise NotReady("the engine is starting")
+        return self._info
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine has not told the end of."""
+        return self._num_in_engine
+
+    @property
+    def trouble(self) -> str | None:
+        if self._dead is not None and self._dead.done():
+            return self._dead.result().message
+        if self._num_in_engine and time.monotonic_ns() - self._last_progress_ns > self._step_timeout_ns:
+            return f"no engine step for {self._step_timeout_ns / 1e9:g} s with work in flight"
+        return None
+
+    async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
+        loop = asyncio.get_running_loop()
+        self._on_progress = on_progress
+        self._started, self._dead = loop.create_future(), loop.create_future()
+        await self._transport.start(self._on_event, self._on_death)
+        self._info = await self._started
+        return self._info
+
+    async def wait_dead(self) -> EngineError:
+        assert self._dead is not None, "wait_dead before start"
+        return await asyncio.shield(self._dead)
+
+    async def close(self) -> None:
+        await self._transport.close()
+        if self._dead is not None and not self._dead.done():
+            self._go_down(EngineDead("the engine was stopped"))
+
+    # --- timelines --------------------------------------------------------------------------------------------------
+
+    def open_timeline(self, timeline: RequestTimeline) -> None:
+        assert timeline.request_id not in self._entries, f"request id {timeline.request_id} is in use"
+        self._entries[timeline.request_id] = _Entry(timeline)
+        self._observer.on_start(timeline)
+
+    def close_timeline(self, timeline: RequestTimeline) -> None:
+        entry = self._entries[timeline.request_id]
+        entry.is_closed = True
+        self._conclude(entry)
+
+    def _conclude(self, entry: _Entry) -> None:
+        if entry.is_closed and not entry.is_in_engine:
+            del self._entries[entry.timeline.request_id]
+            self._observer.on_finish(entry.timeline)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+    ) -> AsyncGenerator[list[TokenOutput], None]:
+        mailbox = self._submit(requests, timelines)
+        unfinished = {request.request_id for request in requests}
+        try:
+            while unfinished:
+                outputs = await mailbox.take()
+                unfinished.difference_update(out.request_id for out in outputs if out.finish_reason is not None)
+                yield outputs
+        finally:
+            for request_id in unfinished:
+                self.abort(request_id)
+
+    def _submit(self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]) -> _Mailbox:
+        if self._dead is None or self._dead.done():
+            raise EngineDead("the engine is not running")
+        mailbox = _Mailbox()
+        if not self._num_in_engine:
+            self._last_progress_ns = time.monotonic_ns()
+        for request, timeline in zip(requests, timelines, strict=True):
+            entry = self._entries[request.request_id]
+            assert entry.timeline is timeline
+            entry.mailbox = mailbox
+            entry.is_in_engine = True
+            self._num_in_engine += 1
+            timeline.num_prompt_tokens = len(request.prompt_token_ids)
+            self._transport.send(request)
+        return mailbox
+
+    def abort(self, request_id: str) -> None:
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.is_in_engine:
+            self._transport.send(Abort(request_id))
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case StepOutput():
+                self._route(event)
+            case StartupProgress():
+                assert self._on_progress is not None
+                self._on_progress(event)
+            case EngineInfo():
+                assert self._started is not None
+                self._started.set_result(event)
+            case EngineFailure():
+                self._go_down(self._as_error(event))
+
+    def _route(self, step: StepOutput) -> None:
+        """The only loop over the outputs of a step: whatever must touch each of them does it here."""
+        tokens_ns = step.record.tokens_ns
+        advanced: list[RequestTimeline] = []
+        concluded: list[_Entry] = []
+        for output in step.outputs:
+            entry = self._entries[output.request_id]
+            if output.token_ids:
+                entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
+                advanced.append(entry.timeline)
+            if entry.mailbox is not None:
+                entry.mailbox.put(output)
+            if output.finish_reason is not None:
+                self._leave_engine(entry, output)
+                concluded.append(entry)
+        self._last_progress_ns = time.monotonic_ns()
+        self._observer.on_step(step.record, advanced)
+        for entry in concluded:
+            self._conclude(entry)
+
+    def _leave_engine(self, entry: _Entry, output: TokenOutput) -> None:
+        assert output.times is not None, "a last output carries the engine's times"
+        timeline, times = entry.timeline, output.times
+        timeline.inbox_ns = times.inbox_ns
+        timeline.scheduled_ns = times.scheduled_ns
+        timeline.num_cached_tokens = times.num_cached_tokens
+        timeline.num_preemptions = times.num_preemptions
+        if timeline.finish_reason is None:
+            timeline.finish_reason = output.finish_reason
+        entry.is_in_engine = False
+        self._num_in_engine -= 1
+
+    def _on_death(self, reason: str) -> None:
+        self._go_down(EngineDead(reason))
+
+    def _as_error(self, failure: EngineFailure) -> EngineError | ConfigError:
+        """What clients may read, with the engine's own words as a note for the log."""
+        if failure.config_param is not None:
+            return ConfigError(failure.message, param=failure.config_param or None)
+        error = EngineFailed("the engine failed")
+        error.add_note(f"{failure.message}\n{failure.traceback}".rstrip())
+        return error
+
+    def _go_down(self, error: EngineError | ConfigError) -> None:
+        """Tell whoever waits for the start, for an output or for the end."""
+        assert self._started is not None
+        assert self._dead is not None
+        if self._dead.done():
+            return
+        if not self._started.done():
+            self._started.set_exception(error)
+        dead = error if isinstance(error, EngineError) else EngineFailed(error.message)
+        self._dead.set_result(dead)
+        for entry in list(self._entries.values()):
+            if entry.is_in_engine:
+                entry.is_in_engine = False
+                self._num_in_engine -= 1
+                if entry.timeline.finish_reason is None:
+                    entry.timeline.finish_reason = FinishReason.ERROR
+                    entry.timeline.error_code = dead.code or ""
+                if entry.mailbox is not None:
+                    entry.mailbox.fail(dead)
+                self._conclude(entry)

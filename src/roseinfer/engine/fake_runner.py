@@ -1,0 +1,93 @@
+"""A runner without a model: deterministic tokens from what it finds in its own paged memory. For tests.
+
+It writes every token id into the slot of its "KV cache" that the block table names, and computes the next token from
+all it reads back through the table. So a wrong block, a lost token or a stale prefix changes the output, just as in a
+real model, and two schedules of one request agree only if both kept their blocks right.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class _FakeLaunched:
+    sampled: SampledTokens
+    ready_at: float
+
+    def wait(self) -> SampledTokens:
+        time.sleep(max(0.0, self.ready_at - time.monotonic()))
+        return self.sampled
+
+
+class FakeRunner:
+    """`latency_s` seconds pass between launch and result, plus `latency_per_token_s` for each computed token."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        latency_s: float = 0.0,
+        latency_per_token_s: float = 0.0,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._memory: Int32Array = np.full(num_blocks * block_size, -1, np.int32)
+        self._last_token: Int32Array = np.full(num_slots, -1, np.int32)
+        self._bindings: dict[int, SlotBinding] = {}
+        self.latency_s = latency_s
+        self.latency_per_token_s = latency_per_token_s
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def launch(self, batch: ScheduledBatch) -> _FakeLaunched:
+        for binding in batch.bindings:
+            self._bindings[binding.slot] = binding
+        token_ids = np.concatenate([self._last_token[batch.slots[: batch.num_device_rows]], batch.token_ids])
+        sampled: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        offset = 0
+        for slot, start, count, samples in zip(
+            batch.slots.tolist(), batch.starts.tolist(), batch.num_new_tokens.tolist(), batch.samples, strict=True
+        ):
+            places = self._places(batch.block_table[slot], start + count)
+            self._memory[places[start:]] = token_ids[offset : offset + count]
+            offset += count
+            if samples:
+                token_id = self._next_token(self._memory[places], self._bindings[slot])
+                self._last_token[slot] = token_id
+                sampled.append(token_id)
+                is_asked = self._bindings[slot].params.num_logprobs is not None
+                logprobs.append(TokenLogprobs(-1.0, 1, [token_id], [-1.0]) if is_asked else None)
+        delay_s = self.latency_s + self.latency_per_token_s * batch.num_tokens
+        has_logprobs = any(entry is not None for entry in logprobs)
+        result = SampledTokens(np.array(sampled, np.int32), logprobs if has_logprobs else None)
+        return _FakeLaunched(result, time.monotonic() + delay_s)
+
+    def _places(self, block_ids: Int32Array, num_tokens: int) -> Int32Array:
+        """Where the first `num_tokens` tokens of a sequence lie in memory."""
+        positions = np.arange(num_tokens, dtype=np.int32)
+        places: Int32Array = block_ids[positions // self._block_size] * self._block_size + positions % self._block_size
+        return places
+
+    def _next_token(self, history: Int32Array, binding: SlotBinding) -> int:
+        assert (history >= 0).all(), "a KV entry was read before it was written"
+        params = binding.params
+        seed = 0 if params.is_greedy else params.seed
+        digest = hashlib.blake2b(history.tobytes(), digest_size=8, salt=seed.to_bytes(8, "little")).digest()
+        token_id = int.from_bytes(digest, "little") % self._vocab_size
+        barred = {*binding.eos_token_ids, *params.stop_token_ids}
+        if len(history) - binding.num_prompt_tokens < params.min_tokens:
+            while token_id in barred:
+                token_id = (token_id + 1) % self._vocab_size
+        return token_id

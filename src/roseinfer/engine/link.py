@@ -1,0 +1,134 @@
+"""Frames on a stream socket: a four-byte little-endian length, then one msgspec struct as msgpack. Never pickle.
+
+The engine's end is here, without an event loop: reads and writes that do not block, and one place to sleep.
+"""
+
+import select
+import socket
+from collections import deque
+
+import msgspec
+
+from roseinfer.messages import Command, Event
+
+_HEADER_BYTES = 4
+_READ_BYTES = 1 << 18
+_MAX_FRAME_BYTES = 1 << 30
+_MAX_OUTBOX_BYTES = 64 << 20  # some ten thousand steps; a front end that far behind is not coming back soon
+
+
+def encode_frame(message: Event | Command | bytes) -> bytes:
+    payload = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+    return len(payload).to_bytes(_HEADER_BYTES, "little") + payload
+
+
+class FrameBuffer:
+    """Bytes as they come in, complete frames as they go out."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes. Raises ValueError for a length that no peer of ours would send."""
+        self._pending += data
+        payloads = []
+        offset = 0
+        while len(self._pending) - offset >= _HEADER_BYTES:
+            size = int.from_bytes(self._pending[offset : offset + _HEADER_BYTES], "little")
+            if size > _MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes")
+            end = offset + _HEADER_BYTES + size
+            if len(self._pending) < end:
+                break
+            payloads.append(bytes(self._pending[offset + _HEADER_BYTES : end]))
+            offset = end
+        del self._pending[:offset]
+        return payloads
+
+
+class EngineLink:
+    """The engine's end of the link: `Inbox` and `Outbox` of `engine/loop.py` over one socket.
+
+    Sends go into an ordered outbox and from there to the kernel as far as it takes them; a front end that does not
+    read costs memory up to a bound and then stops the stepping, but never blocks the engine inside a send.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._buffer = FrameBuffer()
+        self._received: deque[bytes] = deque()
+        self._frames: deque[bytes] = deque()  # those not begun, and first what is left of the one begun
+        self._outbox_bytes = 0
+
+    @property
+    def depth(self) -> int:
+        return len(self._frames)
+
+    @property
+    def is_full(self) -> bool:
+        return self._outbox_bytes >= _MAX_OUTBOX_BYTES
+
+    def send(self, event: Event) -> None:
+        frame = encode_frame(event)
+        self._frames.append(frame)
+        self._outbox_bytes += len(frame)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Hand the kernel as much as it takes. Raises EOFError when nobody will ever read it."""
+        while self._frames:
+            frame = self._frames[0]
+            try:
+                sent = self._socket.send(frame)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise EOFError from error
+            self._outbox_bytes -= sent
+            if sent == len(frame):
+                self._frames.popleft()
+            else:
+                self._frames[0] = frame[sent:]
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        """See `Inbox.receive`."""
+        self._exchange()
+        if wait and not self._received:
+            self._sleep(None)
+            self._exchange()
+        commands = [self._decoder.decode(payload) for payload in self._received]
+        self._received.clear()
+        return commands
+
+    def receive_bytes(self) -> bytes:
+        """Wait for one payload that is not a command: the configuration, which comes first."""
+        while not self._received:
+            self._sleep(None)
+            self._exchange()
+        return self._received.popleft()
+
+    def drain(self, timeout_s: float) -> None:
+        """Give the other side up to `timeout_s` to take what is left in the outbox, once."""
+        self._flush()
+        if self._frames:
+            self._sleep(timeout_s)
+            self._flush()
+
+    def _sleep(self, timeout_s: float | None) -> None:
+        select.select([self._socket], [self._socket] if self._frames else [], [], timeout_s)
+
+    def _exchange(self) -> None:
+        """Send and read as much as goes without waiting. Raises EOFError when the other side has gone."""
+        self._flush()
+        while True:
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise EOFError from error
+            if not data:
+                raise EOFError
+            self._received.extend(self._buffer.feed(data))

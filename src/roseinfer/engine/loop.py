@@ -1,0 +1,66 @@
+"""The engine's only caller: takes commands from an inbox, steps, and puts one message a step into an outbox."""
+
+import gc
+import traceback
+from typing import Protocol
+
+from roseinfer.engine.engine import Engine
+from roseinfer.messages import Abort, Command, EngineFailure, Event, Request, Shutdown
+
+
+class Inbox(Protocol):
+    """Where commands come from."""
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        """All commands that have arrived; with `wait`, sleep until there is one or the outbox has moved.
+
+        Raises EOFError when the other side has gone.
+        """
+
+
+class Outbox(Protocol):
+    """Where events go. Sending never blocks."""
+
+    @property
+    def depth(self) -> int:
+        """Messages that the other side's kernel buffer has not taken yet."""
+
+    @property
+    def is_full(self) -> bool:
+        """The other side has stopped reading: make no more until it goes on."""
+
+    def send(self, event: Event) -> None: ...
+
+
+def run(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool = False) -> bool:
+    """Serve until Shutdown or end-of-file; returns whether the engine is sound.
+
+    A step that raises leaves the device in an unknown state: the failure is told once and the loop ends.
+    """
+    gc.collect()
+    gc.freeze()  # what start-up made lives for ever: later collections need not walk it
+    try:
+        while _take_commands(engine, inbox, outbox, check_when_idle=check_when_idle):
+            if engine.has_work and not outbox.is_full:
+                outbox.send(engine.step(outbox.depth))
+    except EOFError:
+        return True
+    except Exception as error:  # noqa: BLE001  # one of the three places: whatever a step raises ends the engine
+        outbox.send(EngineFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        return False
+    return True
+
+
+def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool) -> bool:
+    """Drain the inbox, sleeping on it when there is nothing else to do. False when told to leave."""
+    if check_when_idle and not engine.has_work:
+        engine.check_integrity()
+    for command in inbox.receive(wait=outbox.is_full or not engine.has_work):
+        match command:
+            case Request():
+                engine.add(command)
+            case Abort(request_id):
+                engine.abort(request_id)
+            case Shutdown():
+                return False
+    return True

@@ -1,0 +1,135 @@
+"""What has become of a request, and the arrays in which everything that changes each step is kept, one row a slot.
+
+A sequence that holds KV blocks owns a slot. Lengths, token ids and block ids live in `SlotTable`, are changed in place
+for the whole batch at once, and are read by the runner without a copy.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from roseinfer.engine.batch import Int32Array
+from roseinfer.engine.prefix_cache import BlockChain
+from roseinfer.messages import Request
+from roseinfer.records import EngineTimes
+
+NO_SLOT = -1
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is; only `PREFILLING` and `DECODING` hold a slot and blocks."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"  # some of its known tokens are not in the KV cache yet
+    DECODING = "decoding"  # all but the last token are, and the runner remembers that one
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's life in the engine."""
+
+    request: Request
+    inbox_ns: int
+    token_ids: Int32Array  # all known tokens while it waits; while it holds a slot they are in the table
+    chain: BlockChain
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = NO_SLOT
+    age: int = -1  # order of first admission, the oldest smallest: who is preempted last
+    scheduled_ns: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_wait_steps: int = 0
+    num_published_blocks: int = 0  # blocks of the chain below this index are computed and known to the prefix cache
+    num_announced_blocks: int = 0  # and those from there up to this one are announced
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def times(self) -> EngineTimes:
+        return EngineTimes(self.inbox_ns, self.scheduled_ns, self.num_cached_tokens, self.num_preemptions)
+
+
+class BlockTable:
+    """Block ids of every slot, int32 [slots, max_blocks]; row s is valid up to `lengths[s]`."""
+
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self.ids: Int32Array = np.zeros((num_slots, max_blocks), np.int32)
+        self.lengths: Int32Array = np.zeros(num_slots, np.int32)
+
+    def append(self, slots: Int32Array, block_ids: list[int]) -> None:
+        """Give each of the slots one more block."""
+        self.ids[slots, self.lengths[slots]] = block_ids
+        self.lengths[slots] += 1
+
+    def assign(self, slot: int, block_ids: list[int]) -> None:
+        self.ids[slot, : len(block_ids)] = block_ids
+        self.lengths[slot] = len(block_ids)
+
+    def of(self, slot: int) -> list[int]:
+        ids: list[int] = self.ids[slot, : self.lengths[slot]].tolist()
+        return ids
+
+    def take(self, slot: int) -> list[int]:
+        """The slot's block ids; the row is empty afterwards."""
+        ids = self.of(slot)
+        self.lengths[slot] = 0
+        return ids
+
+
+class SlotTable:
+    """The state of every sequence that holds a slot, as arrays of [slots] or [slots, max_model_len]."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.token_ids: Int32Array = np.zeros((num_slots, max_model_len), np.int32)
+        self.num_tokens: Int32Array = np.zeros(num_slots, np.int32)  # known: prompt and generated
+        self.num_computed: Int32Array = np.zeros(num_slots, np.int32)  # of those, in the KV cache
+        self.max_tokens: Int32Array = np.zeros(num_slots, np.int32)  # prompt and generated: the length limit
+        self.ignores_eos = np.zeros(num_slots, np.bool_)
+        self.has_stop_tokens = np.zeros(num_slots, np.bool_)
+        self.blocks = BlockTable(num_slots, -(-max_model_len // block_size))
+        self.owners: list[Sequence | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def bind(self, sequence: Sequence, block_ids: list[int], num_computed: int) -> int:
+        """Give the sequence a slot with these blocks, of which the first `num_computed` tokens are filled."""
+        slot = self._free.pop()
+        params = sequence.request.params
+        num_tokens = len(sequence.token_ids)
+        self.token_ids[slot, :num_tokens] = sequence.token_ids
+        self.num_tokens[slot] = num_tokens
+        self.num_computed[slot] = num_computed
+        self.max_tokens[slot] = sequence.num_prompt_tokens + params.max_tokens
+        self.ignores_eos[slot] = params.ignore_eos
+        self.has_stop_tokens[slot] = bool(params.stop_token_ids)
+        self.blocks.assign(slot, block_ids)
+        self.owners[slot] = sequence
+        sequence.slot = slot
+        return slot
+
+    def unbind(self, sequence: Sequence) -> list[int]:
+        """Take the slot back; the sequence keeps its token ids. Returns the block ids it held."""
+        slot = sequence.slot
+        sequence.token_ids = self.known_tokens(slot).copy()
+        sequence.slot = NO_SLOT
+        self.owners[slot] = None
+        self._free.append(slot)
+        return self.blocks.take(slot)
+
+    def known_tokens(self, slot: int) -> Int32Array:
+        """A view of the slot's token ids."""
+        tokens: Int32Array = self.token_ids[slot, : self.num_tokens[slot]]
+        return tokens
+
+    def owner(self, slot: int) -> Sequence:
+        sequence = self.owners[slot]
+        assert sequence is not None, f"slot {slot} has no owner"
+        return sequence

@@ -1,0 +1,207 @@
+"""Where the engine runs, and how frozen messages get there and back: a thread, or a process of its own.
+
+Both carry the same messages in the same order and keep the same promises, so one set of contract tests holds both.
+"""
+
+import asyncio
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from roseinfer.config import Config
+from roseinfer.engine import loop as engine_loop
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.link import FrameBuffer, encode_frame
+from roseinfer.errors import ConfigError
+from roseinfer.messages import Command, EngineFailure, Event, Shutdown, StartupProgress
+
+BuildEngine = Callable[[Callable[[StartupProgress], None]], Engine]
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class Transport(Protocol):
+    """Carries commands to an engine and events back. All methods belong to one event loop."""
+
+    async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
+        """Start the engine. Both callbacks run on the event loop.
+
+        `on_death(reason)` is called once, after the last event, unless `close` was called before.
+        """
+
+    def send(self, command: Command) -> None:
+        """Pass a command on, in order, without blocking. Nothing happens when the engine is gone."""
+
+    async def close(self) -> None:
+        """Stop the engine and wait until it is gone. Idempotent."""
+
+
+class QueueInbox:
+    """`Inbox` of `engine/loop.py` for a thread: commands in a queue."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def put(self, command: Command) -> None:
+        self._queue.put(command)
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        commands = [self._queue.get()] if wait else []
+        while True:
+            try:
+                commands.append(self._queue.get_nowait())
+            except queue.Empty:
+                return commands
+
+
+class CallbackOutbox:
+    """`Outbox` of `engine/loop.py` for a thread: every event is handed to a callable that does not block."""
+
+    depth = 0
+    is_full = False
+
+    def __init__(self, deliver: Callable[[Event], None]) -> None:
+        self._deliver = deliver
+
+    def send(self, event: Event) -> None:
+        self._deliver(event)
+
+
+class ThreadTransport:
+    """The engine in a thread of this process: one debugger, one profiler, one GIL. For tests and debugging."""
+
+    def __init__(self, build_engine: BuildEngine, *, check_when_idle: bool = False) -> None:
+        self._build_engine = build_engine
+        self._check_when_idle = check_when_idle
+        self._inbox = QueueInbox()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell_death() -> None:
+            if not self._is_closing:
+                on_death("the engine's thread has ended")
+
+        def post(callback: Callable[..., None], *args: Event) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: nobody is listening any more
+                loop.call_soon_threadsafe(callback, *args)
+
+        def run() -> None:
+            try:
+                self._run(lambda event: post(on_event, event))
+            finally:
+                post(tell_death)
+
+        self._thread = threading.Thread(target=run, name="roseinfer-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self, deliver: Callable[[Event], None]) -> None:
+        outbox = CallbackOutbox(deliver)
+        engine = build_or_tell(self._build_engine, outbox)
+        if engine is not None:
+            engine_loop.run(engine, self._inbox, outbox, check_when_idle=self._check_when_idle)
+
+    def send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    async def close(self) -> None:
+        self._is_closing = True
+        self._inbox.put(Shutdown())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+
+
+class ProcessTransport:
+    """The engine in a child process with its own interpreter, over an inherited socketpair: no file, no port.
+
+    End-of-file on the link is the death notice. The child has a session of its own, so that Ctrl-C does not reach it,
+    and dies with its parent. `command` starts it and is given the descriptor number as its last argument.
+    """
+
+    def __init__(self, config: Config, command: tuple[str, ...] = ("-m", "roseinfer", "engine", "--fd")) -> None:
+        self._config = config
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._is_closing = False
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id once started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603, ASYNC220  # our own module; returns in a millisecond
+                [sys.executable, *self._command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(encode_frame(msgspec.msgpack.encode(self._config)))
+        self._reading = asyncio.create_task(self._read(reader, on_event, on_death), name="engine-link")
+
+    async def _read(
+        self, reader: asyncio.StreamReader, on_event: Callable[[Event], None], on_death: Callable[[str], None]
+    ) -> None:
+        buffer = FrameBuffer()
+        decoder = msgspec.msgpack.Decoder(Event)
+        with suppress(ConnectionError):  # the same news as end-of-file
+            while data := await reader.read(1 << 18):
+                for frame in buffer.feed(data):
+                    on_event(decoder.decode(frame))
+        if not self._is_closing:
+            on_death(f"the engine process {await self._wait_exit()}")
+
+    async def _wait_exit(self) -> str:
+        """How the child ended, in words."""
+        assert self._process is not None
+        try:
+            code = await asyncio.to_thread(self._process.wait, 1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return "closed its link"
+        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+    def send(self, command: Command) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode_frame(command))
+
+    async def close(self) -> None:
+        if self._process is None or self._writer is None or self._reading is None:
+            return
+        self._is_closing = True
+        self.send(Shutdown())
+        try:
+            await asyncio.to_thread(self._process.wait, _CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        await self._reading
+        self._writer.close()
+
+
+def build_or_tell(build_engine: BuildEngine, outbox: engine_loop.Outbox) -> Engine | None:
+    """Build the engine and announce it; a failure to do so is told instead, and None returned."""
+    try:
+        engine = build_engine(outbox.send)
+    except ConfigError as error:
+        outbox.send(EngineFailure(error.message, "", error.param or ""))
+        return None
+    except (OSError, RuntimeError, ValueError) as error:  # what loading and warming a model may raise
+        outbox.send(EngineFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        return None
+    outbox.send(engine.info)
+    return engine

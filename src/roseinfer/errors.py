@@ -1,0 +1,149 @@
+"""Every error roseinfer raises on purpose, and what each one means to the person who meets it.
+
+    RoseinferError
+    ├── ConfigError                 at start only; exit code 2; names the value
+    ├── RequestError       4xx      the caller can fix it
+    │   ├── InvalidRequest   400    a field does not fit; carries its name
+    │   ├── PromptTooLong    400    code context_length_exceeded
+    │   ├── Unauthorized     401    no key, or not one of ours
+    │   ├── UnknownModel     404
+    │   ├── UnknownRoute     404    no such path, or not with this method (405)
+    │   ├── BodyTooLarge     413
+    │   └── NotJSON          415    content type or encoding we do not read
+    ├── CapacityError               the caller may come back; carries retry_after_s
+    │   ├── Overloaded       429    too many requests in flight
+    │   └── NotReady         503    starting or draining
+    └── EngineError                 ours
+        ├── EngineFailed     500    a step raised; the original text goes to the log, not to the client
+        ├── EngineDead       503    the engine is gone
+        └── RequestTimeout   504
+
+`server/middleware.py` turns any of them into the OpenAI error body `{"error": {message, type, param, code}}`.
+"""
+
+
+class RoseinferError(Exception):
+    """The root. `message` is one sentence that is safe to show to a client."""
+
+    status: int = 500
+    error_type: str = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigError(RoseinferError):
+    """A value given at start cannot be used. `param` is its path in the configuration tree, such as `server.port`."""
+
+
+class RequestError(RoseinferError):
+    """The request cannot be served as it is; sending it again unchanged will fail again."""
+
+    status = 400
+    error_type = "invalid_request_error"
+
+
+class InvalidRequest(RequestError):
+    """A field of the body is missing, unknown, of the wrong type or out of range."""
+
+    code = "invalid_value"
+
+
+class PromptTooLong(RequestError):
+    """Prompt and requested completion do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    """The API key is missing or is not one of the configured ones."""
+
+    status = 401
+    error_type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class UnknownModel(RequestError):
+    """`model` names something this server does not serve."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class UnknownRoute(RequestError):
+    """There is nothing at this path, or not for this method."""
+
+    status = 404
+    code = "unknown_route"
+
+    def __init__(self, message: str, *, status: int = 404) -> None:
+        super().__init__(message)
+        self.status = status  # 405 is the same mistake, told more precisely
+
+
+class BodyTooLarge(RequestError):
+    """The body is longer than `server.max_body_bytes`."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class NotJSON(RequestError):
+    """The content type is not JSON, or the body is compressed."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class CapacityError(RoseinferError):
+    """Nothing is wrong with the request; the server has no room for it now."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(CapacityError):
+    """`server.max_inflight` requests are being served already."""
+
+    status = 429
+    error_type = "rate_limit_error"
+    code = "overloaded"
+
+
+class NotReady(CapacityError):
+    """The server is starting or draining."""
+
+    status = 503
+    error_type = "service_unavailable"
+    code = "not_ready"
+
+
+class EngineError(RoseinferError):
+    """The engine could not finish what it had accepted."""
+
+    code = "engine_error"
+
+
+class EngineFailed(EngineError):
+    """A step raised, so the state of the device is unknown."""
+
+    code = "engine_failed"
+
+
+class EngineDead(EngineError):
+    """The engine's process or thread has gone."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class RequestTimeout(EngineError):
+    """The request ran past its deadline."""
+
+    status = 504
+    error_type = "timeout_error"
+    code = "timeout"

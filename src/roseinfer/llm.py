@@ -1,0 +1,340 @@
+"""The engine for programs with threads: turns prompts into text without a server. Knows no HTTP and no torch.
+
+An event loop in one background thread hosts the `AsyncEngine`; callers hand it requests and take pieces of text from
+a queue. With the default transport the engine has its own process, so a load generator does not disturb what it
+measures. Each request has a `RequestTimeline`; its `write_ns` are the moments when pieces became available here.
+"""
+
+import asyncio
+import itertools
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+from roseinfer import wiring
+from roseinfer.config import Config
+from roseinfer.errors import InvalidRequest, Overloaded, PromptTooLong, RoseinferError
+from roseinfer.messages import EngineInfo, Request, SamplingParams, StartupProgress, TokenOutput
+from roseinfer.observe.hub import Hub
+from roseinfer.records import FinishReason, Observer, RequestTimeline
+from roseinfer.server.detokenizer import Detokenizer
+from roseinfer.server.tokenizer import Tokenizer
+
+NUM_KEPT_TIMELINES = 4096
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+
+
+class Piece(NamedTuple):
+    """What one flush of a stream carried."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole of one finished request. `text` ends before the stop string that ended it, if one did."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    timeline: RequestTimeline
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request on its way. The loop's thread fills `pieces`; whoever submitted it empties them."""
+
+    prompt: Prompt
+    params: SamplingParams
+    cache_salt: str
+    timeline: RequestTimeline
+    detokenizer: Detokenizer
+    interval: int
+    pieces: SimpleQueue[Piece | RoseinferError | None] = field(default_factory=SimpleQueue)
+    text: str = ""  # these two have not been flushed yet
+    token_ids: list[int] = field(default_factory=list)
+    is_aborted: bool = False
+    is_finished: bool = False
+
+    def take(self, output: TokenOutput) -> None:
+        """Add one step's tokens; a piece leaves with the first token, then every `interval`, and at the end."""
+        ends_by_token = output.stop_token_id is not None
+        self.token_ids += output.token_ids
+        self.text += self.detokenizer.push(output.token_ids[:-1] if ends_by_token else output.token_ids)
+        is_last = output.finish_reason is not None
+        if is_last and not self.detokenizer.stopped:
+            self.text += self.detokenizer.flush()
+        is_due = is_last or self.detokenizer.stopped or not self.timeline.write_ns
+        if self.token_ids and (is_due or len(self.token_ids) >= self.interval):
+            self.pieces.put(Piece(self.text, self.token_ids))
+            self.timeline.write_ns.append(time.monotonic_ns())
+            self.text, self.token_ids = "", []
+
+
+class LLM:
+    """One model, ready to generate. A context manager; `close` stops the engine and joins every thread.
+
+    `max_inflight` bounds what `submit` lets in: past it Overloaded is raised. With `tokenize_workers` = 0 a text
+    prompt is tokenised inside `submit`; otherwise `submit` returns at once and so many are tokenised at a time.
+    Every id that `submit` returns must be given to `stream`, `stream_tokens`, `result` or `abort`.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        observers: Sequence[Observer] = (),
+        on_progress: Callable[[StartupProgress], None] = lambda _: None,
+        tokenize_workers: int = 0,
+        max_inflight: int | None = None,
+    ) -> None:
+        self.config = config or Config()
+        self._streams: dict[str, _Stream] = {}  # until their last piece is taken; touched by callers' threads only
+        self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of the streams that have left
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tokenize_workers = tokenize_workers
+        self._encoding = asyncio.Semaphore(tokenize_workers)
+        self._places = None if max_inflight is None else threading.Semaphore(max_inflight)
+        self._ids = (f"llm-{uuid.uuid4().hex[:8]}-{i}" for i in itertools.count())
+        self._client = wiring.build_client(self.config, Hub(observers))
+        self._loop = asyncio.new_event_loop()
+        with ExitStack() as undo:
+            thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
+            thread.start()
+            undo.callback(self._end_loop, thread)
+            undo.callback(lambda: self._call(self._stop()))
+            self.info: EngineInfo = self._call(self._client.start(on_progress))
+            self.tokenizer = Tokenizer.load(Path(self.info.checkpoint_dir))
+            undo.callback(self.tokenizer.close)
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what is running with reason abort, stop the engine, join the thread. Idempotent."""
+        self._undo.close()
+
+    # --- for callers, from any thread -------------------------------------------------------------------------------
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` also those the model expects around a text."""
+        return self._call(self.tokenizer.encode([text], add_special_tokens=add_special_tokens))[0]
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, stop: Sequence[str] = (), cache_salt: str = ""
+    ) -> str:
+        """Start one request and return its id. Raises RequestError for a prompt that cannot run, or Overloaded."""
+        stream = self._new_stream(prompt, params or SamplingParams(), stop, cache_salt)
+        if self._places is not None and not self._places.acquire(blocking=False):
+            raise Overloaded("As many requests as allowed are unfinished.")
+        try:
+            if not isinstance(prompt, str) or not self._tokenize_workers:
+                self._tokenize(stream, self.encode(prompt) if isinstance(prompt, str) else prompt)
+        except BaseException:
+            self._leave_place()
+            raise
+        self._start([stream])
+        return stream.timeline.request_id
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> list[Completion]:
+        """Run all prompts as one batch and wait for all of them; nothing starts when one of them cannot run."""
+        streams = [self._new_stream(prompt, params or SamplingParams(), (), cache_salt) for prompt in prompts]
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self._call(self.tokenizer.encode(texts, add_special_tokens=True)))
+        for stream in streams:
+            self._tokenize(stream, next(encoded) if isinstance(stream.prompt, str) else stream.prompt)
+        self._start(streams)
+        try:
+            return [self.result(stream.timeline.request_id) for stream in streams]
+        finally:
+            for stream in streams:
+                self.abort(stream.timeline.request_id)
+
+    def stream(self, request_id: str) -> Iterator[str]:
+        """Pieces of text as they come; leaving early aborts the request, an unknown id ends at once.
+
+        Raises EngineError when the engine goes down before the end.
+        """
+        with closing(self._take_pieces(request_id)) as pieces:
+            for piece in pieces:
+                if piece.text:
+                    yield piece.text
+
+    def stream_tokens(self, request_id: str) -> Iterator[list[int]]:
+        """As `stream`, but the token ids of each piece."""
+        with closing(self._take_pieces(request_id)) as pieces:
+            for piece in pieces:
+                yield piece.token_ids
+
+    def result(self, request_id: str) -> Completion:
+        """Wait for the end. Raises KeyError for an unknown id, EngineError when the engine goes down."""
+        timeline = self._streams[request_id].timeline
+        pieces = list(self._take_pieces(request_id))
+        assert timeline.finish_reason is not None, "a finished request has a reason"
+        token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
+        return Completion("".join(piece.text for piece in pieces), token_ids, timeline.finish_reason, timeline)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and forget its pieces. Unknown and finished ids are ignored."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return
+        self._timelines[request_id] = stream.timeline
+        while len(self._timelines) > NUM_KEPT_TIMELINES:
+            self._timelines.popitem(last=False)
+        if not stream.is_finished:
+            self._loop.call_soon_threadsafe(self._abort, stream)
+
+    def timeline(self, request_id: str) -> RequestTimeline:
+        """The stamps so far; kept for the last `NUM_KEPT_TIMELINES` finished requests. Raises KeyError otherwise."""
+        stream = self._streams.get(request_id)
+        return self._timelines[request_id] if stream is None else stream.timeline
+
+    def _take_pieces(self, request_id: str) -> Generator[Piece, None, None]:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        try:
+            while (piece := stream.pieces.get()) is not None:
+                if isinstance(piece, RoseinferError):
+                    raise piece
+                yield piece
+        finally:
+            self.abort(request_id)
+
+    def _new_stream(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str], cache_salt: str) -> _Stream:
+        now_ns = time.monotonic_ns()
+        timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
+        detokenizer = Detokenizer(self.tokenizer.text_bytes, stop)
+        return _Stream(prompt, params, cache_salt, timeline, detokenizer, self.config.server.stream_interval)
+
+    def _tokenize(self, stream: _Stream, token_ids: Sequence[int]) -> None:
+        """Give the stream its token ids. Raises RequestError when they cannot run."""
+        info = self.info
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty.", param="prompt")
+        if not all(0 <= token_id < info.vocab_size for token_id in token_ids):
+            raise InvalidRequest(f"Token ids must be in [0, {info.vocab_size}).", param="prompt")
+        if len(token_ids) + stream.params.max_tokens > info.max_model_len:
+            raise PromptTooLong(
+                f"{len(token_ids)} prompt tokens and max_tokens={stream.params.max_tokens} do not fit into the "
+                f"context of {info.max_model_len} tokens.",
+                param="prompt",
+            )
+        stream.prompt = token_ids
+        stream.timeline.tokenized_ns = time.monotonic_ns()
+
+    def _start(self, streams: Sequence[_Stream]) -> None:
+        self._streams.update((stream.timeline.request_id, stream) for stream in streams)
+        self._loop.call_soon_threadsafe(self._launch, streams)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it on the loop and wait; an interrupt of the waiting thread cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    # --- on the loop ------------------------------------------------------------------------------------------------
+
+    def _launch(self, streams: Sequence[_Stream]) -> None:
+        for stream in streams:
+            self._client.open_timeline(stream.timeline)
+        task = self._loop.create_task(self._drive(streams))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drive(self, streams: Sequence[_Stream]) -> None:
+        by_id = {stream.timeline.request_id: stream for stream in streams}
+        try:
+            requests = [await self._request(stream) for stream in streams]
+            timelines = [stream.timeline for stream in streams]
+            async with aclosing(self._client.generate(requests, timelines)) as steps:
+                for stream in streams:
+                    if stream.is_aborted:
+                        self._client.abort(stream.timeline.request_id)
+                async for outputs in steps:
+                    for output in outputs:
+                        self._route(by_id[output.request_id], output)
+        except RoseinferError as error:
+            for stream in streams:
+                self._finish(stream, FinishReason.ERROR, error)
+        finally:
+            for stream in streams:
+                self._finish(stream, FinishReason.ABORT)
+
+    async def _request(self, stream: _Stream) -> Request:
+        if isinstance(stream.prompt, str):
+            async with self._encoding:
+                [token_ids] = await self.tokenizer.encode([stream.prompt], add_special_tokens=True)
+                self._tokenize(stream, token_ids)
+        assert not isinstance(stream.prompt, str)
+        return Request(
+            request_id=stream.timeline.request_id,
+            prompt_token_ids=list(stream.prompt),
+            params=stream.params,
+            cache_salt=stream.cache_salt,
+        )
+
+    def _route(self, stream: _Stream, output: TokenOutput) -> None:
+        if stream.is_finished:  # it ended at a stop string; the engine's last word on it comes later
+            return
+        stream.take(output)
+        if stream.detokenizer.stopped:
+            self._client.abort(output.request_id)
+            stream.timeline.finish_reason = FinishReason.STOP
+            self._finish(stream, FinishReason.STOP)
+        elif output.finish_reason is not None:
+            self._finish(stream, output.finish_reason)
+
+    def _abort(self, stream: _Stream) -> None:
+        stream.is_aborted = True
+        self._client.abort(stream.timeline.request_id)
+
+    def _finish(self, stream: _Stream, reason: FinishReason, error: RoseinferError | None = None) -> None:
+        if stream.is_finished:
+            return
+        stream.is_finished = True
+        timeline = stream.timeline
+        timeline.end_ns = time.monotonic_ns()
+        if timeline.finish_reason is None:
+            timeline.finish_reason = reason
+            timeline.error_code = "" if error is None else error.code or ""
+        self._client.close_timeline(timeline)
+        self._leave_place()
+        stream.pieces.put(error)
+
+    def _leave_place(self) -> None:
+        if self._places is not None:
+            self._places.release()
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+        await self._loop.shutdown_default_executor()
+
+    def _end_loop(self, thread: threading.Thread) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        thread.join()
+        self._loop.close()

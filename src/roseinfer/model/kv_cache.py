@@ -1,0 +1,71 @@
+"""A share of memory into the paged KV cache: how many blocks fit, and the tensors. Knows nothing about sequences."""
+
+from dataclasses import dataclass
+
+import torch
+
+from roseinfer.config import CacheConfig
+from roseinfer.errors import ConfigError
+from roseinfer.model.layers import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one token leaves in the cache: a key and a value of `head_dim` for each layer and key head."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values, one tensor of each a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`.
+
+    Head-major, so that the tokens of one head in one block are one contiguous piece.
+    """
+
+    def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, placement: Placement) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        layer = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        zeros = [
+            torch.zeros(layer, dtype=placement.dtype, device=placement.device) for _ in range(2 * shape.num_layers)
+        ]
+        self.keys, self.values = zeros[: shape.num_layers], zeros[shape.num_layers :]
+
+
+def plan_num_blocks(
+    config: CacheConfig, shape: CacheShape, placement: Placement, max_model_len: int, max_active_seqs: int
+) -> int:
+    """Blocks of the pool: as configured, or what `max_active_seqs` of full length need, or what the memory holds.
+
+    Call it when the weights are on the device. Raises ConfigError when not even one sequence of `max_model_len` fits.
+    """
+    blocks_per_seq = -(-max_model_len // config.block_size)
+    if config.num_blocks is not None:
+        num_blocks, cause = config.num_blocks, "cache.num_blocks"
+    else:
+        block_bytes = config.block_size * shape.bytes_per_token(placement.dtype)
+        budget_bytes, cause = _budget_bytes(config, placement.device)
+        num_blocks = min(blocks_per_seq * max_active_seqs, budget_bytes // block_bytes)
+    if num_blocks < blocks_per_seq:
+        raise ConfigError(
+            f"The KV cache would hold {max(0, num_blocks) * config.block_size} tokens, but one sequence may take "
+            f"{max_model_len}: raise {cause} (at least {blocks_per_seq} blocks are needed) or lower "
+            "model.max_model_len.",
+            param="cache.num_blocks",
+        )
+    return num_blocks
+
+
+def _budget_bytes(config: CacheConfig, device: torch.device) -> tuple[int, str]:
+    """Bytes the cache may take, and the name of the value that says so."""
+    if device.type == "cpu":
+        return config.cpu_memory_mib << 20, "cache.cpu_memory_mib"
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * config.memory_utilization) - (total - free), "cache.memory_utilization"

@@ -1,0 +1,70 @@
+"""An architecture's name into the class that computes it. Adding a family is a file and a line here."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from roseinfer.errors import ConfigError
+from roseinfer.model.attention.base import Attend
+from roseinfer.model.gpt2 import GPT2
+from roseinfer.model.kv_cache import CacheShape
+from roseinfer.model.layers import Linear, Placement
+from roseinfer.model.weights import Checkpoint
+
+
+class CausalLM(Protocol):
+    """What the runner needs of a model: rows in, rows out, and the shapes around it."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def cache_shape(self) -> CacheShape: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def layer_linears(self) -> list[Linear]:
+        """Linears run with one row a token, at least one of each shape."""
+
+    @property
+    def head(self) -> Linear:
+        """The linear run with one row a sampled token."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Ids and positions [tokens] -> hidden rows [tokens, width]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden rows [rows, width] -> logits [rows, vocab_size] float32."""
+
+
+_Constructor = Callable[[dict[str, Any], Checkpoint, Placement], CausalLM]
+_ARCHITECTURES: dict[str, _Constructor] = {"GPT2LMHeadModel": GPT2}
+_MODEL_TYPES: dict[str, _Constructor] = {"gpt2": GPT2}  # for configurations that name no architecture
+
+
+def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
+    """Read the checkpoint's weights into the model its configuration names. Raises ConfigError when it names none."""
+    config = checkpoint.config
+    named = config.get("architectures") or []
+    constructors = [_ARCHITECTURES[name] for name in named if name in _ARCHITECTURES]
+    if not named and config.get("model_type") in _MODEL_TYPES:
+        constructors = [_MODEL_TYPES[config["model_type"]]]
+    if not constructors:
+        raise ConfigError(
+            f"{checkpoint.directory}/config.json asks for {', '.join(map(str, named)) or config.get('model_type')}; "
+            f"known architectures are {', '.join(_ARCHITECTURES)}.",
+            param="model.path",
+        )
+    return constructors[0](config, checkpoint, placement)

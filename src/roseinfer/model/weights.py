@@ -1,0 +1,179 @@
+"""A checkpoint's name into a directory, and its safetensors files into checked tensors. Knows nothing about layers.
+
+Whatever is wrong with a checkpoint is the choice of `model.path`: one sentence that names the file, and the tensor.
+"""
+
+import json
+import re
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import safetensors
+import torch
+
+from roseinfer.config import DEMO_MODEL
+from roseinfer.errors import ConfigError
+
+_DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, index, configs, tokenizer, template
+_HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def _refuse(message: str, cause: Exception | None = None, *, param: str = "model.path") -> NoReturn:
+    raise ConfigError(message, param=param) from cause
+
+
+def resolve_checkpoint(path: str, revision: str | None = None) -> Path:
+    """The directory of `roseinfer/demo`, of a directory, or of a Hugging Face id (downloaded unless it is cached).
+
+    Raises ConfigError with what to change when there is none.
+    """
+    directory = _DEMO_DIRECTORY if path == DEMO_MODEL else Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if path == DEMO_MODEL:
+        _refuse(f"The embedded model is missing from this installation: there is no {directory}.")
+    if directory.exists():
+        _refuse(f"{path} is a file; the model is the directory that holds config.json and the safetensors files.")
+    if not _HUB_ID.fullmatch(path):
+        _refuse(f"There is no checkpoint directory {path}.")
+    return _download(path, revision)
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SUBFOLDERS)
+        )
+    except GatedRepoError as error:
+        _refuse(f"{repo_id} needs permission of its owner; log in to Hugging Face with a token that has it.", error)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        _refuse(f"There is no directory {repo_id} here and no model of this name on Hugging Face.", error)
+    except RevisionNotFoundError as error:
+        _refuse(f"{repo_id} has no revision {revision} on Hugging Face.", error, param="model.revision")
+    except LocalEntryNotFoundError as error:
+        _refuse(
+            f"There is no directory {repo_id} here, and the model cannot be fetched: Hugging Face is out of reach or "
+            "switched off (HF_HUB_OFFLINE), and its cache has no copy.",
+            error,
+        )
+    except (HfHubHTTPError, OSError) as error:
+        _refuse(f"{repo_id} could not be fetched from Hugging Face: {str(error).splitlines()[0]}", error)
+
+
+class Checkpoint:
+    """A directory with config.json and one or several safetensors files; tensors are read one by one, when asked for.
+
+    A context manager: the files stay mapped until it ends.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = self._json("config.json")
+        self._files: dict[str, Any] = {}  # open files by name
+        self._stack = ExitStack()
+        self._unread = set(self._file_of)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self._file_of)
+
+    def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """The ids that end a text: of generation_config.json, else of config.json; none when neither says."""
+        generation = (
+            self._json("generation_config.json") if (self.directory / "generation_config.json").exists() else {}
+        )
+        source = "config.json" if generation.get("eos_token_id") is None else "generation_config.json"
+        value = (self.config if source == "config.json" else generation).get("eos_token_id")
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(token_id, int) and 0 <= token_id < vocab_size for token_id in ids):
+            _refuse(f"{self.directory / source}: eos_token_id {value} is not within the vocabulary of {vocab_size}.")
+        return tuple(ids)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor, on the CPU, in its own floating type. Raises ConfigError unless it has exactly this shape."""
+        if name not in self._file_of:
+            _refuse(f"{self.directory} has no tensor {name}.")
+        file_name = self._file_of[name]
+        try:
+            piece = self._open(file_name).get_slice(name)
+            found, dtype = tuple(piece.get_shape()), piece.get_dtype()
+            if found != tuple(shape) or dtype not in _FLOAT_DTYPES:
+                _refuse(
+                    f"{self.directory / file_name}: tensor {name} is {dtype} {list(found)}; "
+                    f"config.json asks for floating point {list(shape)}."
+                )
+            tensor: torch.Tensor = self._open(file_name).get_tensor(name)
+        except safetensors.SafetensorError as error:
+            _refuse(f"{self.directory / file_name}: tensor {name} cannot be read: {error}.", error)
+        self._unread.discard(name)
+        return tensor
+
+    def check_all_read(self, ignored: tuple[str, ...]) -> None:
+        """Raise ConfigError if a tensor is left whose name does not end as one of `ignored`: another model's."""
+        strangers = sorted(name for name in self._unread if not name.endswith(ignored))
+        if strangers:
+            file = self.directory / self._file_of[strangers[0]]
+            _refuse(f"{file}: tensor {strangers[0]} does not belong to a {self.config.get('model_type')} model.")
+
+    @cached_property
+    def _file_of(self) -> dict[str, str]:
+        """Tensor name -> file name, from the index of a sharded checkpoint or from the files themselves."""
+        index = "model.safetensors.index.json"
+        if (self.directory / index).exists():
+            weight_map = self._json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                _refuse(f"{self.directory / index} has no weight_map.")
+            shards = {str(file): frozenset(self._open(str(file)).keys()) for file in set(weight_map.values())}
+            for name, file in weight_map.items():
+                if name not in shards[file]:
+                    _refuse(f"{self.directory / file} has no tensor {name}, where {index} places it.")
+            return weight_map
+        files = sorted(file.name for file in self.directory.glob("*.safetensors"))
+        if not files:
+            _refuse(f"{self.directory} has no safetensors file.")
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a mapping)
+
+    def _open(self, file_name: str) -> Any:
+        if file_name not in self._files:
+            path = self.directory / file_name
+            try:
+                self._files[file_name] = self._stack.enter_context(safetensors.safe_open(path, framework="pt"))
+            except FileNotFoundError as error:
+                _refuse(f"{path} is missing.", error)
+            except (safetensors.SafetensorError, OSError) as error:
+                _refuse(f"{path} is truncated or no safetensors file: {error}.", error)
+        return self._files[file_name]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            _refuse(f"{self.directory} has no {name}.", error)
+        except (OSError, ValueError) as error:
+            _refuse(f"{path} cannot be read as JSON: {error}.", error)
+        if not isinstance(content, dict):
+            _refuse(f"{path} is not a JSON object.")
+        return content

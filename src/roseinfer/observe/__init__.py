@@ -1,0 +1,1 @@
+"""FACTS. Turns records and timelines into metrics, logs and ranges; imported by nobody but the wiring."""

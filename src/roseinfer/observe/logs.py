@@ -1,0 +1,217 @@
+"""Log records and facts in, lines out; knows nothing of what prompts or completions say, and never writes them.
+
+One line is one event: control characters are escaped, so nothing that a client sends can forge a line. Lines go
+through a bounded queue to a thread of their own: a reader of stderr that stalls costs lines, which are counted, and no
+request waits for it.
+"""
+
+import json
+import logging
+import os
+import queue
+import select
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from typing import TextIO
+
+from roseinfer.config import ObserveConfig
+from roseinfer.observe import intervals
+from roseinfer.observe.histogram import Histogram
+from roseinfer.observe.measures import NS_PER_S, newest_token_gaps_s
+from roseinfer.records import FinishReason, LifecycleState, RequestTimeline, StepRecord
+
+logger = logging.getLogger(__name__)
+access = logging.getLogger("roseinfer.access")
+
+_QUEUE_LINES = 10_000
+_OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
+    """What the caller passed as `extra`, unset values left out."""
+    return {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS and value is not None}
+
+
+def escape(text: str) -> str:
+    """The text on one line: whatever is not printable (line ends, terminal escapes, bidi marks) as ASCII escapes."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ts, level, logger, message, then the extra fields, `request_id` among them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extra_fields(record),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        # ASCII only, so every control character but DEL is escaped already.
+        return json.dumps(fields, default=str).replace("\x7f", "\\u007f")
+
+
+class TextFormatter(logging.Formatter):
+    """A line for a person at a terminal: time, level, message, fields; a traceback follows, indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        fields = "".join(f" {name}={_word(value)}" for name, value in _extra_fields(record).items())
+        lines = [f"{stamp} {record.levelname:<7} {escape(record.getMessage())}{fields}"]
+        if record.exc_info:
+            lines += [f"    {escape(line)}" for line in self.formatException(record.exc_info).splitlines()]
+        return "\n".join(lines)
+
+
+def _word(value: object) -> str:
+    text = escape(str(value))
+    return json.dumps(text, ensure_ascii=False) if not text or set(text) & set(' ="') else text
+
+
+class _LineQueue(QueueHandler):
+    """Formats a record where it is logged and queues the line; counts it as dropped instead of waiting or raising."""
+
+    def __init__(self, lines: "queue.Queue[logging.LogRecord | None]") -> None:
+        super().__init__(lines)
+        self.num_dropped = 0
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802 - logging's name
+        self.num_dropped += 1
+
+
+class LogOutput(QueueListener):
+    """The thread that writes queued lines to a file descriptor, and the handler that fills the queue.
+
+    It writes to the descriptor, not to a stream: the lock of a stream or of a handler whose write has stalled would be
+    waited for at exit, by `logging.shutdown` and by the interpreter's own flush.
+    """
+
+    def __init__(self, fd: int, formatter: logging.Formatter, num_lines: int = _QUEUE_LINES) -> None:
+        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(num_lines)
+        super().__init__(self._lines)
+        self.handler = _LineQueue(self._lines)
+        self.handler.setFormatter(formatter)
+        self._fd = fd
+        self._num_unwritten = 0
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines lost so far: the queue was full, the record could not be formatted, or the write failed."""
+        return self.handler.num_dropped + self._num_unwritten
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Write one line. Runs in the listener's thread."""
+        rest = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+        try:
+            while rest:
+                try:
+                    rest = rest[os.write(self._fd, rest) :]
+                except BlockingIOError:  # whoever shares the terminal or pipe made it non-blocking
+                    select.select([], [self._fd], [])
+        except OSError:
+            self._num_unwritten += 1
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is queued and end the thread; what takes longer than the timeout stays unwritten. Idempotent."""
+        logging.getLogger().removeHandler(self.handler)
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            self._lines.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        thread.join(timeout_s)
+
+
+def configure(config: ObserveConfig, stream: TextIO) -> LogOutput:
+    """Send all logging of this process to the stream's file descriptor; the caller closes what is returned.
+
+    Our own loggers speak from `config.log_level` on, those of libraries from warning on.
+    """
+    is_json = config.log_format == "json" or (config.log_format == "auto" and not stream.isatty())
+    output = LogOutput(stream.fileno(), JsonFormatter() if is_json else TextFormatter())
+    level = logging.getLevelNamesMapping()[config.log_level.upper()]
+    root = logging.getLogger()
+    root.handlers[:] = [output.handler]
+    root.setLevel(max(level, logging.WARNING))
+    logging.getLogger("roseinfer").setLevel(level)
+    output.start()
+    return output
+
+
+# For the quantiles of a summary line: from 10 µs to about 100 s, each bound 5 % above the one before.
+_FINE_S = tuple(1e-5 * 1.05**i for i in range(331))
+
+
+class Logs:
+    """The observer that logs: a line for each request that ended, and a summary while there is work."""
+
+    def __init__(self, summary_interval_s: float) -> None:
+        self._interval_ns = int(summary_interval_s * NS_PER_S)
+        self._start_ns = 0
+        self._last_ns = 0
+        self._num_tokens = 0
+        self._gaps = Histogram(_FINE_S)
+
+    def on_lifecycle(self, state: LifecycleState) -> None:
+        logger.info("server is %s", state.value)
+
+    def on_start(self, timeline: RequestTimeline) -> None:
+        """Nothing yet: one request is one line, at its end."""
+
+    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+        if not self._interval_ns:
+            return
+        if record.start_ns - self._last_ns > self._interval_ns:  # an idle stretch would dilute the rate
+            self._begin(record.start_ns)
+        self._last_ns = record.end_ns
+        self._num_tokens += len(advanced)
+        self._gaps.add(newest_token_gaps_s(record, advanced))
+        if record.end_ns - self._start_ns >= self._interval_ns:
+            self._summarize(record)
+            self._begin(record.end_ns)
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
+        fields = {
+            "request_id": timeline.request_id,
+            "finish_reason": timeline.finish_reason,
+            "error_code": timeline.error_code or None,
+            "prompt_tokens": timeline.num_prompt_tokens,
+            "cached_tokens": timeline.num_cached_tokens,
+            "output_tokens": len(timeline.token_ns),
+            "ttft_ms": _ms(intervals.time_to_first_token_ns(timeline)),
+            "tpot_ms": _ms(intervals.time_per_output_token_ns(timeline)),
+            "queue_ms": _ms(intervals.queue_wait_ns(timeline)),
+            "duration_ms": _ms(intervals.request_duration_ns(timeline)),
+        }
+        access.log(logging.WARNING if is_fault else logging.INFO, "request ended", extra=fields)
+
+    def _begin(self, start_ns: int) -> None:
+        self._start_ns = start_ns
+        self._num_tokens = 0
+        self._gaps = Histogram(_FINE_S)
+
+    def _summarize(self, record: StepRecord) -> None:
+        elapsed_s = (record.end_ns - self._start_ns) / NS_PER_S
+        p50_s, p99_s = self._gaps.quantile(0.5), self._gaps.quantile(0.99)
+        fields = {
+            "running": record.num_running,
+            "waiting": record.num_waiting,
+            "tokens_per_s": round(self._num_tokens / elapsed_s, 1),
+            "kv_usage": round(record.num_used_blocks / record.num_total_blocks, 4),
+            "itl_p50_ms": None if p50_s is None else round(p50_s * 1e3, 3),
+            "itl_p99_ms": None if p99_s is None else round(p99_s * 1e3, 3),
+        }
+        logger.info("summary", extra=fields)
+
+
+def _ms(interval_ns: float | None) -> float | None:
+    return None if interval_ns is None else round(interval_ns / 1e6, 3)

@@ -1,0 +1,86 @@
+"""The words in which the catalogue is written: a row, its label, and where its values come from; knows no metric.
+
+Telemetry libraries stay out of here: `exposition.py` turns rows and values into theirs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from roseinfer.messages import EngineInfo
+from roseinfer.records import LifecycleState, RequestTimeline, StepRecord
+
+
+@dataclass(slots=True)
+class ServerState:
+    """The last of each fact: what gauges are read from when somebody scrapes."""
+
+    version: str
+    lifecycle: LifecycleState = LifecycleState.STARTING
+    engine: EngineInfo | None = None
+    last_step: StepRecord | None = None
+    last_step_unix_s: float = 0.0
+    num_received: int = 0
+    num_finished: int = 0
+    num_refused_intervals: int = 0
+    num_dropped_log_lines: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AtStep:
+    """Values taken from each step and the timelines it advanced; `label` is asked only when there are values."""
+
+    values: Callable[[StepRecord, Sequence[RequestTimeline]], Sequence[float]]
+    label: Callable[[StepRecord], str] = lambda _: ""
+
+
+@dataclass(frozen=True, slots=True)
+class AtFinish:
+    """Values taken from each request when it has ended; `label` is asked only when there are values."""
+
+    values: Callable[[RequestTimeline], Sequence[float]]
+    label: Callable[[RequestTimeline], str] = lambda _: ""
+
+
+@dataclass(frozen=True, slots=True)
+class AtScrape:
+    """Value by label value, computed when somebody asks."""
+
+    values: Callable[[ServerState], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class InfoAtScrape:
+    """Label names and values of a series that is always 1; none while they are not known yet."""
+
+    labels: Callable[[ServerState], Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class OfScrapes:
+    """Seconds that each scrape took; the exporter itself knows them."""
+
+
+Source = AtStep | AtFinish | AtScrape | InfoAtScrape | OfScrapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A label and the closed set of its values, each of which exists at 0 from the start."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One metric. `buckets` are the upper bounds of a histogram, the unbounded one left out."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram", "info"]
+    help: str
+    source: Source
+    unit: str = ""
+    label: Label | None = None
+    buckets: tuple[float, ...] = ()
+    is_per_model: bool = True

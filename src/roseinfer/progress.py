@@ -1,0 +1,69 @@
+"""Shows a person that something is going on, once it has gone on for a second. Knows nothing of what it is.
+
+On a terminal it is a live line that vanishes at the end; elsewhere plain lines, one for each change, not too often.
+Everything goes to standard error.
+"""
+
+import sys
+import threading
+from types import TracebackType
+from typing import Self
+
+_PATIENCE_S = 1.0
+_REFRESH_S = 0.1
+_PLAIN_INTERVAL_S = 2.0
+
+
+class Progress:
+    """`with Progress("warmup 1/2", total=8192) as progress: progress.update(done=17)`; any thread may update."""
+
+    def __init__(self, what: str, *, total: int | None = None) -> None:
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
+
+    def update(self, *, done: int = 0, what: str | None = None) -> None:
+        self._done = done
+        if what is not None:
+            self._what = what
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        if self._over.wait(_PATIENCE_S):
+            return
+        if sys.stderr.isatty():
+            self._show_live()
+        else:
+            self._show_lines()
+
+    def _show_live(self) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        columns = [progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn()]
+        if self._total is not None:
+            columns[2:2] = [progress.BarColumn(), progress.MofNCompleteColumn()]
+        with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(self._what, total=self._total)
+            while not self._over.wait(_REFRESH_S):
+                bar.update(task, description=self._what, completed=self._done)
+
+    def _show_lines(self) -> None:
+        told = ""
+        while True:
+            counted = "" if self._total is None else f": {self._done}/{self._total}"
+            if (line := f"{self._what}{counted}") != told:
+                sys.stderr.write(f"roseinfer: {line}\n")
+                sys.stderr.flush()
+                told = line
+            if self._over.wait(_PLAIN_INTERVAL_S):
+                return

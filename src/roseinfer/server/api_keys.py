@@ -1,0 +1,38 @@
+"""Turns a file of API keys into a check of the `Authorization` header. Knows no routes."""
+
+import hashlib
+import hmac
+from pathlib import Path
+
+from roseinfer.errors import ConfigError
+
+
+class ApiKeys:
+    """The configured keys, as SHA-256 digests: of equal length, so that comparing tells nothing about a key."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def load(cls, path: Path) -> "ApiKeys":
+        """One key a line; blank lines and lines that begin with `#` are ignored."""
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The API key file cannot be read: {error}.", param="server.api_key_file") from None
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ConfigError(f"The API key file holds no key: {path}.", param="server.api_key_file")
+        return cls(keys)
+
+    def cache_salt(self, authorization: str) -> str | None:
+        """None when the header carries none of the keys; else the salt under which this key's prefixes are cached.
+
+        Every key is compared, also after a match, so the time taken does not depend on which one it was.
+        """
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            return None
+        return hmac.digest(digest, b"prefix cache salt", "sha256").hex()[:32]

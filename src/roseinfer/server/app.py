@@ -1,0 +1,58 @@
+"""Turns a service into the two HTTP applications: routes as a table, middlewares in the order a request meets them."""
+
+from aiohttp import web
+
+from roseinfer.server import admin, chat, completions, middleware
+from roseinfer.server.middleware import Handler
+from roseinfer.server.service import SERVICE, Service
+
+
+def build_app(service: Service, metrics_handler: Handler) -> web.Application:
+    """The API port."""
+    routes = [
+        web.post("/v1/completions", completions.create_completion),
+        web.post("/v1/chat/completions", chat.create_chat_completion),
+        web.get("/v1/models", admin.list_models),
+        web.get("/version", admin.version),
+        *_operations(metrics_handler),
+    ]
+    app = _application(service, routes)
+    app.middlewares.extend((middleware.authenticate, middleware.admit))
+    return app
+
+
+def build_ops_app(service: Service, metrics_handler: Handler) -> web.Application:
+    """The operations port: probes and metrics again, for the cluster's own network; it needs no key."""
+    return _application(service, _operations(metrics_handler))
+
+
+def _operations(metrics_handler: Handler) -> list[web.RouteDef]:
+    return [
+        web.get("/livez", admin.livez),
+        web.get("/readyz", admin.readyz),
+        web.get("/health", admin.readyz),
+        web.get("/startupz", admin.startupz),
+        web.get("/metrics", metrics_handler),
+    ]
+
+
+def _application(service: Service, routes: list[web.RouteDef]) -> web.Application:
+    app = web.Application(
+        middlewares=[middleware.identify, middleware.open_exchange, middleware.answer_errors],
+        client_max_size=service.config.max_body_bytes,
+    )
+    app[SERVICE] = service
+    app.add_routes(routes)
+    app.on_response_prepare.append(middleware.add_headers)
+    return app
+
+
+def build_runner(app: web.Application, shutdown_timeout_s: float) -> web.AppRunner:
+    """The application as it meets the network."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
+        auto_decompress=False,  # compressed bodies are refused; a bomb must not go off before that
+        access_log=None,  # ours carries the request id
+        shutdown_timeout=shutdown_timeout_s,
+    )

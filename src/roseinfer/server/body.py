@@ -1,0 +1,53 @@
+"""Turns the bytes of an HTTP request into a validated body. Knows no endpoint."""
+
+import asyncio
+import time
+
+from aiohttp import web
+
+from roseinfer.errors import BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
+from roseinfer.server.exchange import EXCHANGE
+from roseinfer.server.service import SERVICE
+from roseinfer.server.wire import BodyT, parse_body
+
+INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
+
+
+async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
+    """Step 2. Raises NotJSON, BodyTooLarge, InvalidRequest or UnknownModel."""
+    service = request.app[SERVICE]
+    _check_media_type(request)
+    raw = await _read(request, service.config.max_body_bytes)
+    if len(raw) <= INLINE_BYTES:
+        body = parse_body(raw, body_type)
+    else:
+        body = await asyncio.to_thread(parse_body, raw, body_type)
+    if body.model not in {None, service.model_name}:
+        raise UnknownModel(
+            f"The model `{body.model}` does not exist here; this is {service.model_name}.", param="model"
+        )
+    request[EXCHANGE].timelines[0].parsed_ns = time.monotonic_ns()
+    return body
+
+
+def _check_media_type(request: web.Request) -> None:
+    if request.content_type != "application/json":
+        raise NotJSON("The body must be JSON, with the header Content-Type: application/json.")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
+
+
+async def _read(request: web.Request, limit: int) -> bytearray:
+    too_large = BodyTooLarge(f"The body is longer than {limit} bytes.")
+    if (request.content_length or 0) > limit:
+        raise too_large
+    raw = bytearray()
+    try:
+        async for piece in request.content.iter_any():
+            raw += piece
+            if len(raw) > limit:
+                raise too_large
+    except web.RequestPayloadError:
+        raise InvalidRequest("The body ended early or is badly framed.") from None
+    return raw

@@ -1,0 +1,132 @@
+"""Turns the engine's outputs for one sequence into text, and text that is due into deltas. Knows no wire format."""
+
+from dataclasses import dataclass
+
+from roseinfer.errors import EngineError, EngineFailed, RequestTimeout
+from roseinfer.messages import TokenLogprobs, TokenOutput
+from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.server.detokenizer import Detokenizer
+from roseinfer.server.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of the text with its log-probability and the likeliest tokens in its place, likeliest first."""
+
+    token: bytes
+    offset: int  # characters of the text before it
+    logprob: float
+    top: list[tuple[bytes, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What has become due of one choice: joined in order, the deltas are the choice."""
+
+    choice: "Choice"
+    text: str
+    scored: list[ScoredToken]
+    num_tokens: int
+    is_first: bool
+    finish_reason: FinishReason | None
+
+
+class Choice:
+    """One sequence of a reply."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...], wants_logprobs: bool, timeline: RequestTimeline
+    ) -> None:
+        self.index = index
+        self.wants_logprobs = wants_logprobs
+        self.timeline = timeline
+        self.num_tokens = 0  # delivered, up to and including the one that ended the text
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.is_over = False  # the engine has told everything
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer.text_bytes, stop)
+        self._text: list[str] = []
+        self._scored: list[ScoredToken] = []
+        self._num_told = 0
+        self._is_told = False  # the finish reason has gone out
+
+    def take(self, output: TokenOutput) -> None:
+        """Note one step's output. Raises EngineError when the engine did not bring the sequence to its end."""
+        self.is_over = output.finish_reason is not None
+        if output.times is not None:
+            self.num_cached_tokens = output.times.num_cached_tokens
+        if self.finish_reason is not None:
+            return  # a stop string was found; what the engine did until it heard of that is not delivered
+        num_text_tokens = len(output.token_ids) - (output.stop_token_id is not None)
+        for position, token_id in enumerate(output.token_ids[:num_text_tokens]):
+            if self._take_token(token_id, output.logprobs[position] if output.logprobs else None):
+                return
+        self.num_tokens += len(output.token_ids) - num_text_tokens
+        if output.finish_reason is not None:
+            self._end(output.finish_reason)
+
+    def _take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Whether the token completed a stop string."""
+        offset = self._detokenizer.num_chars
+        if text := self._detokenizer.push((token_id,)):
+            self._text.append(text)
+        self.num_tokens += 1
+        if self.wants_logprobs and logprobs is not None:
+            self._scored.append(self._score(token_id, offset, logprobs))
+        if self._detokenizer.stopped:
+            self._finish(FinishReason.STOP)
+        return self._detokenizer.stopped
+
+    def _score(self, token_id: int, offset: int, logprobs: TokenLogprobs) -> ScoredToken:
+        spell = self._tokenizer.spell
+        top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        return ScoredToken(
+            token=spell(token_id),
+            offset=offset,
+            logprob=max(MIN_LOGPROB, logprobs.logprob),
+            top=[(spell(other), max(MIN_LOGPROB, logprob)) for other, logprob in top],
+        )
+
+    def _end(self, reason: FinishReason) -> None:
+        if reason not in {FinishReason.STOP, FinishReason.LENGTH}:
+            raise _failure(reason)
+        if text := self._detokenizer.flush():
+            self._text.append(text)
+        self._finish(FinishReason.STOP if self._detokenizer.stopped else reason)
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = self.timeline.finish_reason = reason
+
+    def is_due(self, interval: int) -> bool:
+        """The first token is due at once, then every `interval` tokens that make text, and at the end what is left."""
+        if self._is_told or self.finish_reason is not None:
+            return not self._is_told
+        num_untold = self.num_tokens - self._num_told
+        if self._num_told == 0:
+            return num_untold > 0
+        return num_untold >= interval and bool(self._text or self._scored)
+
+    def pop(self) -> Delta:
+        """Everything that has not been told yet."""
+        delta = Delta(
+            choice=self,
+            text="".join(self._text),
+            scored=self._scored,
+            num_tokens=self.num_tokens - self._num_told,
+            is_first=self._num_told == 0,
+            finish_reason=self.finish_reason,
+        )
+        self._text, self._scored, self._num_told = [], [], self.num_tokens
+        self._is_told = self.finish_reason is not None
+        return delta
+
+
+def _failure(reason: FinishReason) -> EngineError:
+    if reason is FinishReason.TIMEOUT:
+        return RequestTimeout("The request ran past its deadline.")
+    if reason is FinishReason.ERROR:
+        return EngineFailed("The engine could not compute this sequence.")
+    return EngineFailed("The engine ended the request before it was complete.")

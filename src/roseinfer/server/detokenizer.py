@@ -1,0 +1,58 @@
+"""Turns token ids into text as they come, and finds stop strings in it. Knows no vocabulary but a table of bytes.
+
+A token is a run of bytes, so text is an incremental UTF-8 decoding of their concatenation: at most three bytes (a
+character's beginning) are ever pending, whatever the model says, and nothing is decoded twice.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+
+
+class Detokenizer:
+    """The text of one sequence.
+
+    `token_bytes` maps an id to the bytes it adds to the text. The text ends before the stop string that is complete
+    first (of two complete at once, before the longer), and characters that could begin one are held back until they
+    cannot, so the result does not depend on how the ids were grouped.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stop = tuple(stop)
+        self._max_held = max((len(s) for s in self._stop), default=1) - 1
+        self._held = ""
+        self.num_chars = 0  # decoded so far, held or not: where the next token's text begins
+        self.stopped = False
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take tokens and return the text that has become certain. After a stop string is found it stays empty."""
+        return self._release(self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
+
+    def flush(self) -> str:
+        """No more tokens will come: return what was held back; a character cut short becomes U+FFFD."""
+        text = self._release(self._decoder.decode(b"", final=True))
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, text: str) -> str:
+        if self.stopped or not text:
+            return ""
+        self.num_chars += len(text)
+        if not self._stop:
+            return text
+        text = self._held + text
+        if ends := [(start + len(s), start) for s in self._stop if (start := text.find(s)) >= 0]:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)[1]]
+        start = self._first_candidate(text)
+        self._held = text[start:]
+        return text[:start]
+
+    def _first_candidate(self, text: str) -> int:
+        """Where the longest tail of `text` that begins a stop string starts; `len(text)` when there is none."""
+        for start in range(max(0, len(text) - self._max_held), len(text)):
+            tail = text[start:]
+            if any(s.startswith(tail) for s in self._stop):
+                return start
+        return len(text)

@@ -1,0 +1,130 @@
+"""Turns one HTTP exchange on a generation endpoint into its timelines, and knows how it ended. Knows no text."""
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from roseinfer.engine.client import EngineClient
+from roseinfer.errors import EngineError, InvalidRequest, RequestTimeout, RoseinferError
+from roseinfer.records import FinishReason, RequestTimeline
+
+INTENDED_TIME_HEADER = "x-roseinfer-intended-time"
+_UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,12})?")
+
+
+class Exchange:
+    """One request for tokens: a timeline for each sequence it generates, and one when it never gets that far.
+
+    Its timelines are open from construction (the first) or `submit` (the others) until `close`.
+    """
+
+    def __init__(self, client: EngineClient, key: str, request: web.Request) -> None:
+        self.timelines = [
+            RequestTimeline(
+                request_id=key, recv_ns=time.monotonic_ns(), traceparent=request.headers.get("traceparent", "")
+            )
+        ]
+        self.stream: web.StreamResponse | None = None  # set once its status line is out
+        self.cache_salt = ""
+        self._recv_unix_s = time.time()
+        self._intended_time = request.headers.get(INTENDED_TIME_HEADER)
+        self._client = client
+        self._key = key
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._interruption: RoseinferError | None = None
+        self._is_submitted = False
+        client.open_timeline(self.timelines[0])
+
+    @property
+    def key(self) -> str:
+        """Names the exchange among those in flight."""
+        return self._key
+
+    @property
+    def was_abandoned(self) -> bool:
+        """It ended before the engine did, which may be busy with its sequences a moment longer."""
+        reasons = {timeline.finish_reason for timeline in self.timelines}
+        return self._is_submitted and not reasons <= {FinishReason.STOP, FinishReason.LENGTH}
+
+    def sequence_id(self, index: int) -> str:
+        """The engine's id of one of its sequences; `/` is in no key, so no two exchanges share one."""
+        return f"{self._key}/{index}" if index else self._key
+
+    def read_intended_time(self) -> None:
+        """Note how late the client was against its own schedule, if it says so. Raises InvalidRequest."""
+        if self._intended_time is None:
+            return
+        if not _UNIX_SECONDS.fullmatch(self._intended_time):
+            raise InvalidRequest(
+                f"The header {INTENDED_TIME_HEADER} takes unix seconds, such as 1700000000.25.",
+                param=INTENDED_TIME_HEADER,
+            )
+        self.timelines[0].client_submit_lag_s = max(0.0, self._recv_unix_s - float(self._intended_time))
+
+    def submit(self, prompt_lengths: Sequence[int], *, is_streamed: bool) -> None:
+        """The engine takes over: have one timeline for each of the sequences, whose prompts have these lengths."""
+        first = self.timelines[0]
+        for index in range(1, len(prompt_lengths)):
+            timeline = RequestTimeline(
+                request_id=self.sequence_id(index),
+                recv_ns=first.recv_ns,
+                parsed_ns=first.parsed_ns,
+                tokenized_ns=first.tokenized_ns,
+                client_submit_lag_s=first.client_submit_lag_s,
+                traceparent=first.traceparent,
+            )
+            self._client.open_timeline(timeline)
+            self.timelines.append(timeline)
+        for timeline, length in zip(self.timelines, prompt_lengths, strict=True):
+            timeline.num_prompt_tokens = length
+            timeline.is_streamed = is_streamed
+        self._is_submitted = True
+
+    def interrupt(self, error: RoseinferError) -> None:
+        """Make the handler stop where it is and end with `error`."""
+        if self._interruption is None:
+            self._interruption = error
+            self._task.cancel()
+
+    def interruption(self) -> RoseinferError | None:
+        """Why the handler was cancelled, if it was `interrupt` that did it; takes the cancellation back."""
+        if self._interruption is not None:
+            self._task.uncancel()
+        return self._interruption
+
+    def fail(self, error: RoseinferError) -> None:
+        """Sequences that have not finished end with `error`."""
+        if not self._is_submitted:
+            self._finish(FinishReason.REJECTED, error.code or "internal_error")
+        elif isinstance(error, RequestTimeout):
+            self._finish(FinishReason.TIMEOUT, error.code or "")
+        elif isinstance(error, EngineError) or error.code is None:
+            self._finish(FinishReason.ERROR, error.code or "internal_error")
+        else:
+            self._finish(FinishReason.ABORT, error.code)
+
+    def lose_client(self) -> None:
+        """Nobody is listening any more."""
+        for timeline in self.timelines:
+            timeline.client_disconnected = True
+        self._finish(FinishReason.ABORT, "")
+
+    def _finish(self, reason: FinishReason, error_code: str) -> None:
+        for timeline in self.timelines:
+            if timeline.finish_reason is None:
+                timeline.finish_reason = reason
+                timeline.error_code = error_code
+
+    def close(self) -> None:
+        end_ns = time.monotonic_ns()
+        for timeline in self.timelines:
+            timeline.end_ns = end_ns
+            self._client.close_timeline(timeline)
+
+
+EXCHANGE = web.RequestKey("exchange", Exchange)

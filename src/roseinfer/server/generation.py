@@ -1,0 +1,255 @@
+"""Turns validated prompts into engine requests, and the engine's outputs into a reply, streamed or whole.
+
+Both endpoints walk this one path (steps 5, 6 and 12–14 of docs/architecture.md); what they say differently is a
+`Dialect`. Knows no field of a body but those they share.
+"""
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from roseinfer.errors import InvalidRequest, PromptTooLong
+from roseinfer.messages import Request, SamplingParams, TokenOutput
+from roseinfer.server import sse
+from roseinfer.server.choice import Choice, Delta
+from roseinfer.server.exchange import EXCHANGE, Exchange
+from roseinfer.server.service import SERVICE, Service
+from roseinfer.server.wire import GenerationBody, PromptTokensDetails, Reply, Usage
+
+GREEDY_BELOW = 1e-5  # dividing logits by less would overflow float32
+_SEEDS = 2**63
+
+
+class Dialect(Protocol):
+    """What one endpoint says in its own words."""
+
+    id_prefix: str
+    reply_object: str  # of an unstreamed reply
+    chunk_object: str
+    chunk_field: str  # what a chunk's choice carries its payload under
+
+    def payload(self, delta: Delta) -> bytes:
+        """What a chunk's choice carries, as JSON."""
+
+    def logprobs(self, delta: Delta) -> object:
+        """The log-probabilities of a delta, ready for JSON; None when nobody asked."""
+
+    def choice(self, delta: Delta) -> object:
+        """A choice of an unstreamed reply, ready for JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one body asks for, with its prompts as tokens."""
+
+    body: GenerationBody
+    prompts: list[list[int]]
+    prompt_names: list[str]  # what each is called in an error
+    max_tokens: int | None  # None: as many as the context leaves
+    num_logprobs: int | None
+
+
+async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.StreamResponse:
+    """Run the job and tell the client. Raises RequestError before the engine hears of it, EngineError after."""
+    service, exchange = request.app[SERVICE], request[EXCHANGE]
+    exchange.timelines[0].tokenized_ns = time.monotonic_ns()
+    requests = _requests(job, service, exchange)
+    exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=job.body.stream)
+    generation = Generation(job, requests, service, exchange)
+    reply = _Reply(dialect, service.model_name, generation)
+    return await (reply.stream(request) if job.body.stream else reply.whole(request))
+
+
+def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
+    """Step 5: `n` for each prompt, all validated. Raises InvalidRequest or PromptTooLong."""
+    body, vocab_size = job.body, service.client.info.vocab_size
+    _check_ids("stop_token_ids", body.stop_token_ids, vocab_size)
+    seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
+    requests: list[Request] = []
+    for name, prompt in zip(job.prompt_names, job.prompts, strict=True):
+        if not prompt:
+            raise InvalidRequest(f"`{name}` is empty.", param=name)
+        _check_ids(name, prompt, vocab_size)
+        max_tokens = _max_tokens(name, len(prompt), job.max_tokens, service.max_model_len)
+        if body.min_tokens > max_tokens:
+            raise InvalidRequest(f"`min_tokens` is more than the {max_tokens} tokens asked for.", param="min_tokens")
+        params = SamplingParams(
+            temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
+            top_k=min(body.top_k, vocab_size),
+            top_p=body.top_p,
+            min_p=body.min_p,
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens,
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            num_logprobs=job.num_logprobs,
+        )
+        for i in range(body.n):
+            requests.append(
+                Request(
+                    request_id=exchange.sequence_id(len(requests)),
+                    prompt_token_ids=prompt,
+                    params=msgspec.structs.replace(params, seed=(seed + i) % _SEEDS),
+                    cache_salt=exchange.cache_salt,
+                )
+            )
+    return requests
+
+
+def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        raise InvalidRequest(
+            f"`{name}[{index}]` is {token_ids[index]}, which is outside the vocabulary of {vocab_size} tokens.",
+            param=f"{name}[{index}]",
+        )
+
+
+def _max_tokens(name: str, prompt_length: int, asked: int | None, max_model_len: int) -> int:
+    left = max_model_len - prompt_length
+    if left < (asked or 1):
+        wish = f"and the {asked} to be generated" if asked else "and at least one to be generated"
+        raise PromptTooLong(
+            f"This model's context is {max_model_len} tokens; the {prompt_length} of `{name}` {wish} do not fit.",
+            param=name,
+        )
+    return asked or left
+
+
+class Generation:
+    """The sequences of one exchange, on their way through the engine."""
+
+    def __init__(self, job: Job, requests: list[Request], service: Service, exchange: Exchange) -> None:
+        body, tokenizer = job.body, service.text_model.tokenizer
+        self.exchange = exchange
+        self.include_usage = body.stream_options.include_usage
+        self.choices = [
+            Choice(i, tokenizer, body.stop_strings, job.num_logprobs is not None, timeline)
+            for i, timeline in enumerate(exchange.timelines)
+        ]
+        self.outputs = service.client.generate(requests, exchange.timelines)
+        self._interval = body.stream_interval or service.config.stream_interval
+        self._by_id = {r.request_id: choice for r, choice in zip(requests, self.choices, strict=True)}
+        self._num_left = len(requests)
+        self._num_prompt_tokens = sum(map(len, job.prompts))
+        self._choices_per_prompt = body.n
+        self._client = service.client
+
+    @property
+    def is_over(self) -> bool:
+        """The engine has told everything about every sequence."""
+        return self._num_left == 0
+
+    def take(self, outputs: Iterable[TokenOutput]) -> None:
+        """Step 12. Raises EngineError when the engine could not finish a sequence."""
+        for output in outputs:
+            choice = self._by_id[output.request_id]
+            was_finished = choice.finish_reason is not None
+            choice.take(output)
+            if choice.is_over:
+                self._num_left -= 1
+            elif choice.finish_reason is not None and not was_finished:
+                self._client.abort(output.request_id)  # the stop is in the text, which the engine does not know
+
+    def due(self, outputs: Iterable[TokenOutput]) -> list[Delta]:
+        """What these outputs made due, in their order."""
+        choices = dict.fromkeys(self._by_id[output.request_id] for output in outputs)
+        return [choice.pop() for choice in choices if choice.is_due(self._interval)]
+
+    def usage(self) -> Usage:
+        num_generated = sum(choice.num_tokens for choice in self.choices)
+        num_cached = sum(choice.num_cached_tokens for choice in self.choices[:: self._choices_per_prompt])
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=num_generated,
+            total_tokens=self._num_prompt_tokens + num_generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        )
+
+
+class _Reply:
+    """Tells a generation to the client in the words of a dialect."""
+
+    def __init__(self, dialect: Dialect, model_name: str, generation: Generation) -> None:
+        self._dialect = dialect
+        self._model_name = model_name
+        self._generation = generation
+        self._id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """The status line waits for the first output; from then on, one write for all that a step made due."""
+        generation, stream = self._generation, None
+        template = self._template()
+        async with aclosing(generation.outputs) as batches:
+            async for outputs in batches:
+                generation.take(outputs)
+                deltas = generation.due(outputs)
+                frames = [self._frame(template, delta) for delta in deltas]
+                if generation.is_over:
+                    frames.append(self._last_frames(template))
+                if not frames:
+                    continue
+                if stream is None:
+                    stream = generation.exchange.stream = await sse.open_stream(request)
+                await stream.write(b"".join(frames))
+                _stamp_write(deltas)
+        assert stream is not None
+        await stream.write_eof()
+        return stream
+
+    async def whole(self, request: web.Request) -> web.StreamResponse:
+        """The same walk, told at its end."""
+        generation = self._generation
+        async with aclosing(generation.outputs) as batches:
+            async for outputs in batches:
+                generation.take(outputs)
+        deltas = [choice.pop() for choice in generation.choices]
+        reply = Reply(
+            id=self._id,
+            object=self._dialect.reply_object,
+            created=self._created,
+            model=self._model_name,
+            choices=[self._dialect.choice(delta) for delta in deltas],
+            usage=generation.usage(),
+        )
+        response = web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+        await response.prepare(request)
+        await response.write_eof()
+        _stamp_write(deltas)
+        return response
+
+    def _template(self) -> sse.ChunkTemplate:
+        return sse.ChunkTemplate(
+            reply_id=self._id,
+            kind=self._dialect.chunk_object,
+            created=self._created,
+            model=self._model_name,
+            field=self._dialect.chunk_field,
+            include_usage=self._generation.include_usage,
+        )
+
+    def _frame(self, template: sse.ChunkTemplate, delta: Delta) -> bytes:
+        """Step 13."""
+        logprobs = msgspec.json.encode(self._dialect.logprobs(delta))
+        reason = msgspec.json.encode(delta.finish_reason)
+        return template.choice(delta.choice.index, self._dialect.payload(delta), logprobs, reason)
+
+    def _last_frames(self, template: sse.ChunkTemplate) -> bytes:
+        """Step 14."""
+        if not self._generation.include_usage:
+            return sse.DONE
+        return template.usage(msgspec.json.encode(self._generation.usage())) + sse.DONE
+
+
+def _stamp_write(deltas: Iterable[Delta]) -> None:
+    now = time.monotonic_ns()
+    for delta in deltas:
+        if delta.num_tokens:
+            delta.choice.timeline.write_ns.append(now)

@@ -1,0 +1,187 @@
+"""Turns a configuration and an engine into a running server, and a signal or a dead engine into an exit code.
+
+The states themselves, and what each allows, are `service.py`'s.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from aiohttp import web
+
+from roseinfer.config import Config
+from roseinfer.engine.client import EngineClient
+from roseinfer.errors import ConfigError, EngineError, NotReady
+from roseinfer.messages import StartupProgress
+from roseinfer.records import LifecycleState, Observer
+from roseinfer.server.api_keys import ApiKeys
+from roseinfer.server.app import build_app, build_ops_app, build_runner
+from roseinfer.server.middleware import Handler
+from roseinfer.server.service import Service, TextModel
+
+EXIT_DRAINED = 0
+EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE of sysexits.h
+FAILED_LINGER_S = 5.0  # so long `/livez` says 503, for whoever looks, before the process goes
+
+# After the drain, or a second signal, these add up to less than five seconds.
+FAREWELL_S = 1.5  # for interrupted streams to take their error event
+CONNECTIONS_CLOSE_S = 0.5  # each port
+ENGINE_CLOSE_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def run(
+    config: Config,
+    client: EngineClient,
+    observer: Observer,
+    metrics_handler: Handler,
+    on_ready: Callable[[str], None],
+) -> int:
+    """Serve until a signal or the engine's death, and return the exit code. `on_ready` is given the API's URL.
+
+    The ports are open before the engine is: probes and metrics answer while it loads. Raises ConfigError for a value
+    that cannot be used: a taken port, an unreadable key file, a checkpoint without a tokenizer.
+    """
+    with _Signals() as signals:
+        keys = ApiKeys.load(Path(config.server.api_key_file)) if config.server.api_key_file else None
+        service = Service(config, client, observer, keys)
+        try:
+            async with _listening(service, metrics_handler) as url:
+                return await _serve(service, signals, lambda: on_ready(url))
+        finally:
+            await _close(service)
+
+
+class _Signals:
+    """SIGTERM and SIGINT, counted: the first asks for a drain, the second for the exit."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _receive(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _serve(service: Service, signals: _Signals, on_ready: Callable[[], None]) -> int:
+    async with _Tasks() as tasks:
+        stop = tasks.spawn(signals.first.wait())
+        startup = tasks.spawn(_start(service))
+        await asyncio.wait({startup, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not startup.done():
+            service.enter(LifecycleState.DRAINING)
+            return EXIT_DRAINED
+        try:
+            await startup
+        except EngineError as error:
+            return _fail(service, error)
+        on_ready()
+        death = tasks.spawn(service.client.wait_dead())
+        await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not death.done():
+            await _drain(service, signals, death)
+        if not death.done():
+            return EXIT_DRAINED
+        exit_code = _fail(service, await death)
+        await asyncio.wait({tasks.spawn(signals.second.wait())}, timeout=FAILED_LINGER_S)
+        return exit_code
+
+
+async def _start(service: Service) -> None:
+    def on_progress(progress: StartupProgress) -> None:
+        if progress.state is not LifecycleState.READY:  # ours to say: the text side comes after the engine
+            service.enter(progress.state)
+
+    info = await service.client.start(on_progress)
+    service.open(await asyncio.to_thread(TextModel.load, Path(info.checkpoint_dir)))
+
+
+async def _drain(service: Service, signals: _Signals, death: asyncio.Task[EngineError]) -> None:
+    """Let what is running finish, within the limit; then end the rest with an error event."""
+    _log.info("draining")
+    service.enter(LifecycleState.DRAINING)
+    async with _Tasks() as tasks:
+        idle = tasks.spawn(service.wait_idle())
+        hurry = tasks.spawn(signals.second.wait())
+        await asyncio.wait(
+            {idle, hurry, death}, timeout=service.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        service.interrupt_all(NotReady("The server is shutting down."))
+        await asyncio.wait({idle}, timeout=FAREWELL_S)
+
+
+def _fail(service: Service, error: EngineError) -> int:
+    _log.error("the engine failed: %s", error.message, exc_info=error)  # its notes are the engine's own words
+    service.enter(LifecycleState.FAILED)
+    return EXIT_ENGINE_FAILED
+
+
+async def _close(service: Service) -> None:
+    service.close()
+    try:
+        async with asyncio.timeout(ENGINE_CLOSE_S):
+            await service.client.close()
+    except TimeoutError:
+        _log.warning("the engine did not close within %s s", ENGINE_CLOSE_S)
+
+
+class _Tasks(contextlib.AsyncExitStack):
+    """Tasks that end with the block that spawned them. Unlike those of a TaskGroup they may fail in peace."""
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self.push_async_callback(_cancel, task)
+        return task
+
+
+async def _cancel(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=CONNECTIONS_CLOSE_S)
+
+
+@contextlib.asynccontextmanager
+async def _listening(service: Service, metrics_handler: Handler) -> AsyncIterator[str]:
+    """Open the ports, the operations port too unless it is 0, and yield the API's URL."""
+    config = service.config
+    async with contextlib.AsyncExitStack() as ports:
+        app = build_app(service, metrics_handler)
+        port = await ports.enter_async_context(_port(app, config.host, config.port, "server.port", "server.host"))
+        if config.ops_port:
+            app = build_ops_app(service, metrics_handler)
+            names = ("server.ops_port", "server.ops_host")
+            await ports.enter_async_context(_port(app, config.ops_host, config.ops_port, *names))
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        yield f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def _port(app: web.Application, host: str, port: int, port_name: str, host_name: str) -> AsyncIterator[int]:
+    """Listen, and yield the port, which is a free one for 0. Raises ConfigError naming the value that is wrong."""
+    runner = build_runner(app, CONNECTIONS_CLOSE_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            param = port_name if error.errno in {errno.EADDRINUSE, errno.EACCES} else host_name
+            raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", param=param) from None
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,166 @@
+"""Turns whatever happens around a handler into what the client and the log are told. Knows no bodies."""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from roseinfer.errors import CapacityError, RoseinferError, Unauthorized, UnknownRoute
+from roseinfer.records import LifecycleState
+from roseinfer.server import sse
+from roseinfer.server.exchange import EXCHANGE
+from roseinfer.server.service import SERVICE
+from roseinfer.server.wire import error_body
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+REQUEST_ID = web.RequestKey("request_id", str)
+REQUEST_ID_HEADER = "x-request-id"
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
+QUIET_PATHS = PROBE_PATHS | {"/metrics"}
+CLIENT_CLOSED = 499  # nginx's word for it; nobody reads it but the log
+FAREWELL_TIMEOUT_S = 1.0  # a client that does not read is not waited for with the last event
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_access_log = logging.getLogger("roseinfer.access")
+_log = logging.getLogger(__name__)
+
+
+@web.middleware
+async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Step 1: give the request its id, and the log one line when it has ended."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    start = time.monotonic()
+    status = CLIENT_CLOSED
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        level = logging.DEBUG if request.path in QUIET_PATHS and status < 400 else logging.INFO
+        _access_log.log(
+            level,
+            "request",
+            extra={
+                "request_id": request[REQUEST_ID],
+                "method": request.method,
+                "path": request.path,
+                "status": status,
+                "duration_s": round(time.monotonic() - start, 6),
+            },
+        )
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Runs before a status line leaves: the request id, and `Connection: close` on a server that is about to go."""
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if request.app[SERVICE].state in {LifecycleState.DRAINING, LifecycleState.FAILED}:
+        response.headers["Connection"] = "close"
+        response.force_close()
+
+
+@web.middleware
+async def open_exchange(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Step 1, for requests for tokens: open a timeline at the first byte and close it after the last (step 15)."""
+    if request.path not in GENERATION_PATHS or request.method != "POST":
+        return await handler(request)
+    service = request.app[SERVICE]
+    exchange = request[EXCHANGE] = service.open_exchange(request, request[REQUEST_ID])
+    try:
+        return await handler(request)
+    except asyncio.CancelledError:  # aiohttp cancels the handler of a client that has gone
+        exchange.lose_client()
+        raise
+    finally:
+        service.close_exchange(exchange)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The one translator: any error becomes the JSON body or, when the status line is out, the stream's last event."""
+    exchange = request.get(EXCHANGE)
+    headers: dict[str, str] = {}
+    failure: RoseinferError
+    try:
+        return await handler(request)
+    except RoseinferError as error:
+        failure = error
+    except web.HTTPException as error:  # the router's: 404, 405
+        failure = UnknownRoute(f"{error.reason}: {request.method} {request.path}", status=error.status)
+        headers.update({"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
+    except ConnectionError:
+        if exchange is None:
+            raise
+        exchange.lose_client()
+        return exchange.stream or web.Response(status=CLIENT_CLOSED)
+    except asyncio.CancelledError:
+        interruption = exchange.interruption() if exchange is not None else None
+        if interruption is None:
+            raise
+        failure = interruption
+    except Exception:  # noqa: BLE001 - one of the three places that catch all: it is logged, and told as ours
+        _log.exception("unexpected error", extra={"request_id": request[REQUEST_ID]})
+        failure = RoseinferError("Something went wrong inside the server; its log says more under this request's id.")
+    if exchange is None:
+        return error_response(failure, headers)
+    exchange.fail(failure)
+    if exchange.stream is None:
+        return error_response(failure, headers)
+    return await _end_stream(exchange.stream, failure)
+
+
+def error_response(error: RoseinferError, headers: dict[str, str] | None = None) -> web.Response:
+    """The JSON body of an error, under its status."""
+    response = web.Response(
+        status=error.status, body=error_body(error), content_type="application/json", headers=headers
+    )
+    if isinstance(error, CapacityError):
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    elif error.status == 503:
+        response.headers["Retry-After"] = "5"
+    elif error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.status in {413, 415}:
+        response.force_close()  # the rest of the body is not read
+    return response
+
+
+async def _end_stream(stream: web.StreamResponse, error: RoseinferError) -> web.StreamResponse:
+    """An error event and the end of the stream, without `[DONE]`."""
+    try:
+        async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+            await stream.write(sse.event(error_body(error)))
+            await stream.write_eof()
+    except (ConnectionError, TimeoutError):
+        _log.debug("the client did not take the error event")
+    stream.force_close()
+    return stream
+
+
+@web.middleware
+async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """With keys configured, everything but the probes needs one, whether or not it exists."""
+    keys = request.app[SERVICE].api_keys
+    if keys is not None and request.path not in PROBE_PATHS:
+        salt = keys.cache_salt(request.headers.get("Authorization", ""))
+        if salt is None:
+            raise Unauthorized("A valid API key is needed: `Authorization: Bearer <key>`.")
+        if (exchange := request.get(EXCHANGE)) is not None:
+            exchange.cache_salt = salt  # what one key has cached cannot be probed with another
+    return await handler(request)
+
+
+@web.middleware
+async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Requests for tokens are refused while the server is not ready or is full."""
+    if (exchange := request.get(EXCHANGE)) is not None:
+        request.app[SERVICE].admit()
+        exchange.read_intended_time()
+    return await handler(request)

@@ -1,0 +1,136 @@
+"""What the handlers share: the state of the server, the engine behind it, its text side, and who is being served."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from roseinfer.config import Config
+from roseinfer.engine.client import EngineClient
+from roseinfer.errors import EngineDead, InvalidRequest, NotReady, Overloaded
+from roseinfer.records import LifecycleState, Observer
+from roseinfer.server.api_keys import ApiKeys
+from roseinfer.server.chat_template import ChatTemplate
+from roseinfer.server.exchange import Exchange
+from roseinfer.server.tokenizer import Tokenizer
+
+MAX_ABANDONED = 65536  # many times what an engine can be late with
+
+_ORDER = list(LifecycleState)  # a server goes through the states in this order, and may leave some out
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """The text side of the model: known once the engine knows where the checkpoint lies."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def load(cls, checkpoint_dir: Path) -> "TextModel":
+        """Raises ConfigError when the checkpoint's text files cannot be used. Takes up to a second: not on the loop."""
+        return cls(Tokenizer.load(checkpoint_dir), ChatTemplate.load(checkpoint_dir))
+
+    def require_chat_template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "This model has no chat template, so it cannot chat; use /v1/completions.", param="messages"
+            )
+        return self.chat_template
+
+
+class Service:
+    """The state machine: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere; never back."""
+
+    def __init__(self, config: Config, client: EngineClient, observer: Observer, api_keys: ApiKeys | None) -> None:
+        self.config = config.server
+        self.model_name = config.served_model_name
+        self.client = client
+        self.api_keys = api_keys
+        self.state = LifecycleState.STARTING
+        self.has_been_ready = False
+        self._observer = observer
+        self._text_model: TextModel | None = None
+        self._exchanges: dict[str, Exchange] = {}
+        self._abandoned: dict[str, None] = {}  # keys not to be used again yet, oldest first
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        observer.on_lifecycle(self.state)
+
+    def enter(self, state: LifecycleState) -> None:
+        """Go on to `state`; a state that lies behind or holds already is no news."""
+        if _ORDER.index(state) <= _ORDER.index(self.state):
+            return
+        self.state = state
+        self._observer.on_lifecycle(state)
+
+    def open(self, text_model: TextModel) -> None:
+        """Everything is loaded: serve."""
+        self._text_model = text_model
+        self.has_been_ready = True
+        self.enter(LifecycleState.READY)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is LifecycleState.READY and self.client.trouble is None
+
+    @property
+    def text_model(self) -> TextModel:
+        if self._text_model is None:
+            raise NotReady(f"The server is {self.state}.")
+        return self._text_model
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus completion: what the model allows and the KV cache can hold for one sequence."""
+        info = self.client.info
+        return min(info.max_model_len, info.num_blocks * info.block_size)
+
+    def admit(self) -> None:
+        """Raise NotReady, EngineDead or Overloaded unless one more exchange, open already, can be served."""
+        if self.state is LifecycleState.FAILED:
+            raise EngineDead("The engine is gone.")
+        if self.state is not LifecycleState.READY:
+            raise NotReady(f"The server is {self.state}.", retry_after_s=5)
+        if (trouble := self.client.trouble) is not None:
+            raise EngineDead(f"The engine is in trouble: {trouble}.")
+        if len(self._exchanges) > self.config.max_inflight:
+            raise Overloaded(f"{self.config.max_inflight} requests are being served already.")
+
+    def open_exchange(self, request: web.Request, request_id: str) -> Exchange:
+        key = request_id
+        while (
+            key in self._exchanges
+        ):  # the client's ids need not be unique, the engine's must; `~` is in no client's id
+            key = f"{request_id}~{secrets.token_hex(4)}"
+        exchange = self._exchanges[key] = Exchange(self.client, key, request)
+        self._is_idle.clear()
+        return exchange
+
+    def close_exchange(self, exchange: Exchange) -> None:
+        del self._exchanges[exchange.key]
+        if not self._exchanges:
+            self._is_idle.set()
+        if exchange.was_abandoned:
+            self._abandoned[exchange.key] = None
+            if len(self._abandoned) > MAX_ABANDONED:
+                del self._abandoned[next(iter(self._abandoned))]
+        exchange.close()
+
+    async def wait_idle(self) -> None:
+        """Return once no exchange is open."""
+        await self._is_idle.wait()
+
+    def interrupt_all(self, error: NotReady) -> None:
+        """End every open exchange with `error`."""
+        for exchange in self._exchanges.values():
+            exchange.interrupt(error)
+
+    def close(self) -> None:
+        if self._text_model is not None:
+            self._text_model.tokenizer.close()
+
+
+SERVICE = web.AppKey("service", Service)

@@ -1,0 +1,121 @@
+"""Turns text into token ids, and a token id into the bytes it stands for. Knows no requests.
+
+Any vocabulary of the two families that matter is a table from id to bytes: byte-level ones (GPT-2, Llama 3, Qwen) spell
+each byte as one printable character, SentencePiece ones (Llama 2, Mistral) write a space as U+2581 and odd bytes as
+`<0xNN>`.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import tokenizers
+
+from roseinfer.errors import ConfigError
+
+INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
+
+T = TypeVar("T")
+
+
+class _TokenizerFile(msgspec.Struct):
+    decoder: dict[str, Any] | None = None
+
+
+class Tokenizer:
+    """A vocabulary. `tokenizers` releases the GIL while it encodes, so a long prompt does not stop the event loop."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, piece_bytes: Callable[[str], bytes]) -> None:
+        inner.no_truncation()  # a checkpoint may ask for it; a prompt is never cut silently
+        inner.no_padding()
+        self._inner = inner
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
+        vocab = inner.get_vocab(with_added_tokens=True)
+        self._pieces = [b""] * (max(vocab.values(), default=-1) + 1)
+        for piece, token_id in vocab.items():
+            self._pieces[token_id] = piece_bytes(piece)
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer":
+        """Read `tokenizer.json`. Raises ConfigError when it is missing, broken or of an unknown family."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"The checkpoint has no tokenizer.json: {directory}.", param="model.path")
+        content = path.read_bytes()
+        try:
+            inner = tokenizers.Tokenizer.from_buffer(content)
+            decoder = msgspec.json.decode(content, type=_TokenizerFile).decoder
+        except ValueError as error:
+            raise ConfigError(f"tokenizer.json cannot be read: {error}.", param="model.path") from None
+        return cls(inner, _spelling(decoder))
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; with `add_special_tokens` also those the post-processor puts around a text."""
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return self._encode(texts, add_special_tokens)
+        return await self.off_loop(self._encode, texts, add_special_tokens)
+
+    async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
+        """Run text work that takes more than about a millisecond on one of two threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+
+    def spell(self, token_id: int) -> bytes:
+        """The bytes of a token, special ones spelled out; empty for an id without a token."""
+        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to generated text: none for a special one."""
+        return b"" if token_id in self.special_ids else self.spell(token_id)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    kinds = set(_decoder_kinds(decoder))
+    if "ByteLevel" in kinds:
+        return _byte_level_bytes
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return _sentencepiece_bytes
+    raise ConfigError(
+        "tokenizer.json: neither a byte-level nor a SentencePiece vocabulary, so tokens are not bytes.",
+        param="model.path",
+    )
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> Sequence[str]:
+    if decoder is None:
+        return []
+    return [decoder["type"], *(kind for part in decoder.get("decoders", ()) for kind in _decoder_kinds(part))]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's bijection: a printable Latin-1 character is its own byte, the other 68 bytes are U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    try:
+        return bytes(map(_BYTE_OF.__getitem__, piece))
+    except KeyError:  # an added token is plain text
+        return piece.encode()
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    if found := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(found[1], 16)])
+    return piece.replace("\u2581", " ").encode()

@@ -1,0 +1,273 @@
+"""Turns JSON bodies into validated OpenAI request structs, and results into OpenAI response structs. Knows no tokens.
+
+What a struct accepts is the whole of what is accepted: an unknown field, a wrong type or a value out of range is an
+`InvalidRequest` that names the field. The field tables of docs/http-api.md are generated from the annotations here.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from roseinfer.errors import InvalidRequest, RoseinferError
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_LOGPROBS = 20
+MAX_ERROR_CHARS = 400
+
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+PromptPart = str | TokenId | list[TokenId]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """How a stream is told."""
+
+    include_usage: bool = False
+
+
+class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The fields both generation endpoints share. Optional ones may be null, which means the default."""
+
+    model: Annotated[
+        str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
+    ] = None
+    stream: Annotated[bool, Meta(description="Answer with server-sent events, as the tokens come.")] = False
+    stream_options: Annotated[
+        StreamOptions,
+        Meta(description="`include_usage`: one more chunk, with `usage` and no choices, before `[DONE]`."),
+    ] = StreamOptions()
+    stream_interval: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Meta(description="Send a stream's tokens every so many. Default: `server.stream_interval`."),
+    ] = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Completions of each prompt.")] = 1
+    seed: Annotated[
+        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
+        Meta(
+            description="Choice i uses (seed + i) mod 2**63; the same seed gives the same text. Default: random.",
+        ),
+    ] = None
+    temperature: Annotated[
+        float, Meta(ge=0, le=2, description="Flattens or sharpens the distribution; below 1e-5 the likeliest token.")
+    ] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Keep the likeliest tokens that together reach this.")] = 1.0
+    top_k: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="Keep so many of the likeliest tokens; 0 keeps all.")
+    ] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1, description="Drop tokens less likely than this times the likeliest.")] = (
+        0.0
+    )
+    min_tokens: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="Until then neither the end token nor a stop token is sampled.")
+    ] = 0
+    stop: Annotated[
+        StopString | StopStrings,
+        Meta(description="At most 16 strings; the text ends before the one that is complete first."),
+    ] = []
+    stop_token_ids: Annotated[
+        list[TokenId], Meta(max_length=64, description="Ends the text like the end token; its own text is left out.")
+    ] = []
+    ignore_eos: Annotated[bool, Meta(description="The end token does not end the text.")] = False
+    user: Annotated[str, Meta(description="No effect.")] = ""
+    metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
+    service_tier: Annotated[str, Meta(description="No effect.")] = "auto"
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        str | list[PromptPart],
+        Meta(description=f"Text, token ids, or a list of at most {MAX_PROMPTS} texts or of lists of token ids."),
+    ]
+    max_tokens: Annotated[TokenCount, Meta(description="Most tokens to generate.")] = 16
+    logprobs: Annotated[
+        NumLogprobs | None,
+        Meta(description="Log-probabilities of each token and of so many of the likeliest."),
+    ] = None
+    best_of: Annotated[int | None, Meta(description="Accepted when equal to `n`.")] = None
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One piece of a message's content. Images, audio and files are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[
+        list[Message],
+        Meta(min_length=1, description="The conversation so far; content is text or a list of text parts."),
+    ]
+    max_completion_tokens: Annotated[
+        TokenCount | None, Meta(description="Most tokens to generate. Default: what the context leaves.")
+    ] = None
+    max_tokens: Annotated[TokenCount | None, Meta(description="The older name of `max_completion_tokens`.")] = None
+    logprobs: Annotated[bool, Meta(description="Log-probabilities of each token.")] = False
+    top_logprobs: Annotated[
+        NumLogprobs | None,
+        Meta(description="And of so many of the likeliest; needs `logprobs`. Default: 0."),
+    ] = None
+
+
+# Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
+_UNSERVED: Mapping[str, tuple[object, ...]] = {
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "store": (False,),
+}
+UNSERVED: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
+    CompletionBody: {**_UNSERVED, "echo": (False,), "suffix": ("",)},
+    ChatBody: {
+        **_UNSERVED,
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "reasoning_effort": (),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    },
+}
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
+    """Read a request body. Raises InvalidRequest naming the field."""
+    fields = _decode_object(raw)
+    present = {name: value for name, value in fields.items() if value is not None}
+    for name, neutral in UNSERVED[body_type].items():
+        if name in present and not _is_one_of(present.pop(name), neutral):
+            raise InvalidRequest(f"`{name}` is not supported.", param=name)
+    if isinstance(messages := present.get("messages"), list):
+        present["messages"] = [_without_nulls(message) for message in messages]
+    if isinstance(options := present.get("stream_options"), dict):
+        present["stream_options"] = _without_nulls(options)
+    try:
+        return msgspec.convert(present, body_type)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+
+
+def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except RecursionError:
+        raise InvalidRequest("The body is nested too deeply.") from None
+    except msgspec.ValidationError as error:  # JSON, but not an object, or with a number no machine type holds
+        raise InvalidRequest(f"{_phrase(str(error))}.", param=_oversized_field(raw)) from None
+    except ValueError:  # malformed, or not UTF-8
+        raise InvalidRequest("The body is not valid JSON.") from None
+
+
+def _oversized_field(raw: bytes | bytearray) -> str | None:
+    """The first field whose value does not decode; None when the body is not an object."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return None
+    for name, value in fields.items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError:
+            return name
+    return None
+
+
+def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+
+
+def _without_nulls(value: object) -> object:
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")
+_MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")
+_AT_PATH = re.compile(r"(?P<phrase>.*) - at `(?:key in )?\$\.?(?P<path>[^`]*)`", re.DOTALL)
+
+
+def _named(message: str) -> InvalidRequest:
+    """What msgspec says of a value, as an error that names the field: `$.stop[1]` is `stop[1]`."""
+    for pattern, word in ((_UNKNOWN_FIELD, "Unknown field"), (_MISSING_FIELD, "Missing field")):
+        if found := pattern.fullmatch(message):
+            path = ".".join(part for part in (found["path"], found["name"]) if part)
+            return InvalidRequest(f"{word} `{path}`.", param=path)
+    found = _AT_PATH.fullmatch(message)
+    path = found["path"] if found else ""
+    return InvalidRequest(f"`{path}`: {_phrase(message)}.", param=path or None)
+
+
+def _phrase(message: str) -> str:
+    found = _AT_PATH.fullmatch(message)
+    return found["phrase"] if found else message
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Counted by the engine. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Reply(msgspec.Struct):
+    """An unstreamed answer; `object` is `text_completion` or `chat.completion`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage
+
+
+def error_body(error: RoseinferError) -> bytes:
+    """`{"error": {message, type, param, code}}`, as OpenAI's clients read it; never longer than a line or two."""
+    fields = {
+        "message": error.message[:MAX_ERROR_CHARS],
+        "type": error.error_type,
+        "param": error.param and error.param[:MAX_ERROR_CHARS],
+        "code": error.code or "internal_error",
+    }
+    return msgspec.json.encode({"error": fields})

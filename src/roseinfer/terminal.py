@@ -1,0 +1,131 @@
+"""A person at a terminal: one prompt continued, or a conversation. Text in, text out; knows no HTTP and no tensors."""
+
+import argparse
+import secrets
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from roseinfer.config import Config
+from roseinfer.errors import ConfigError, RequestError
+from roseinfer.llm import LLM
+from roseinfer.messages import SamplingParams
+from roseinfer.progress import Progress
+from roseinfer.server.chat_template import ChatTemplate
+
+_DEFAULT_MAX_TOKENS = 256
+_HELP = """\
+/clear   forget the conversation
+/exit    leave; Ctrl-D does the same
+/help    this list
+Ctrl-C stops an answer.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How to answer. `max_tokens` None: as many as are usual and fit."""
+
+    params: SamplingParams
+    max_tokens: int | None
+    stop: tuple[str, ...]
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Style":
+        """From the flags that `generate` and `chat` share."""
+        seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
+        params = SamplingParams(
+            temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k, seed=seed
+        )
+        return cls(params, arguments.max_tokens, tuple(arguments.stop))
+
+    def params_for(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """A number that was asked for stands, fitting or not; the usual one gives way to the context."""
+        room = max(1, max_model_len - num_prompt_tokens)
+        return msgspec.structs.replace(self.params, max_tokens=self.max_tokens or min(_DEFAULT_MAX_TOKENS, room))
+
+
+def start(config: Config) -> LLM:
+    """The model, with a sign of life while it loads."""
+    with Progress(f"loading {config.model.path}") as progress:
+        return LLM(config, on_progress=lambda event: progress.update(what=event.detail or event.stage))
+
+
+def generate(config: Config, prompt: str, style: Style) -> int:
+    """Stream the continuation of `prompt` to standard output."""
+    with start(config) as llm:
+        _answer(llm, llm.encode(prompt), style, [])
+    sys.stdout.write("\n")
+    return 0
+
+
+def chat(config: Config, system: str | None, style: Style) -> int:
+    """Read, answer, repeat, until /exit or the end of input."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # line editing and history for input()
+
+    with start(config) as llm:
+        template = ChatTemplate.load(Path(llm.info.checkpoint_dir))
+        if template is None:
+            raise ConfigError("has no chat template; `roseinfer generate` continues plain text", param="model.path")
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        messages = list(opening)
+        _note(f"{llm.config.served_model_name}; /help lists the commands")
+        while (line := _read()) is not None and line != "/exit":
+            match line:
+                case "":
+                    continue
+                case "/clear":
+                    messages = list(opening)
+                case "/help":
+                    _note(_HELP.rstrip())
+                case _ if line.startswith("/"):
+                    _note(f"no command {line}; /help lists them")
+                case _:
+                    messages = _turn(llm, template, messages, line, style)
+    return 0
+
+
+def _turn(
+    llm: LLM, template: ChatTemplate, messages: list[dict[str, str]], line: str, style: Style
+) -> list[dict[str, str]]:
+    """The conversation after one more question; as it was when the question could not be asked."""
+    asked = [*messages, {"role": "user", "content": line}]
+    answer: list[str] = []
+    try:
+        with suppress(KeyboardInterrupt):  # stops the answer, not the conversation
+            _answer(llm, llm.encode(template.render(asked), add_special_tokens=False), style, answer)
+    except RequestError as error:
+        _note(f"{error.message} /clear starts anew.")
+        return messages
+    sys.stdout.write("\n")
+    return [*asked, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _answer(llm: LLM, prompt: list[int], style: Style, pieces: list[str]) -> None:
+    """Stream to standard output and into `pieces`."""
+    request_id = llm.submit(prompt, style.params_for(len(prompt), llm.info.max_model_len), stop=style.stop)
+    for piece in llm.stream(request_id):
+        pieces.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+
+def _read() -> str | None:
+    """One line from the person; None when there are no more. Ctrl-C empties the line."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        _note("")
+        return ""
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,171 @@
+"""The composition root: the one file that knows every concrete class and puts them together.
+
+`build_engine` is what the thread transport calls in its thread and the process transport in its child, so the engine
+starts the same way wherever it runs.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from roseinfer import __version__
+from roseinfer.config import Config
+from roseinfer.engine import loop as engine_loop
+from roseinfer.engine.client import AsyncEngine
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.link import EngineLink
+from roseinfer.engine.scheduler import Limits, Scheduler
+from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transport, build_or_tell
+from roseinfer.messages import EngineInfo, StartupProgress
+from roseinfer.observe.nvtx import make_marker
+from roseinfer.records import LifecycleState, Observer, Phases
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_LAST_WORDS_TIMEOUT_S = 1.0
+
+
+class _StartupClock:
+    """Tells the front end which stage of the start-up begins, and how long each took."""
+
+    def __init__(self, on_progress: Callable[[StartupProgress], None]) -> None:
+        self._on_progress = on_progress
+        self._began_ns = time.monotonic_ns()
+        self._stage = ""
+        self.elapsed_s: dict[str, float] = {}
+
+    def enter(self, state: LifecycleState, stage: str, detail: str) -> None:
+        self.stop()
+        self._stage = stage
+        self._on_progress(StartupProgress(state, stage, detail))
+
+    def stop(self) -> None:
+        now_ns = time.monotonic_ns()
+        if self._stage:
+            self.elapsed_s[self._stage] = self.elapsed_s.get(self._stage, 0.0) + (now_ns - self._began_ns) / 1e9
+        self._began_ns = now_ns
+
+
+def build_engine(config: Config, on_progress: Callable[[StartupProgress], None]) -> Engine:
+    """Load the model and put scheduler and runner together, warm and ready to step.
+
+    Raises ConfigError for a value the user gave, and whatever loading a model raises otherwise.
+    """
+    limits = Limits.resolve(config.scheduler, config.cache.block_size)
+    clock = _StartupClock(on_progress)
+    clock.enter(LifecycleState.LOADING, "import", "importing torch")
+    from roseinfer.model.runner import load_runner
+
+    runner = load_runner(config, limits.max_active_seqs, clock.enter)
+    clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
+    runner.warm_up(limits.max_num_batched_tokens)
+    clock.stop()
+    facts = runner.facts
+    scheduler = Scheduler(
+        config.scheduler,
+        config.cache,
+        num_blocks=facts.num_blocks,
+        max_model_len=facts.max_model_len,
+        eos_token_ids=facts.eos_token_ids,
+    )
+    info = EngineInfo(
+        checkpoint_dir=str(facts.checkpoint_dir),
+        model_type=facts.model_type,
+        num_parameters=facts.num_parameters,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_model_len,
+        eos_token_ids=list(facts.eos_token_ids),
+        device=facts.device,
+        dtype=facts.dtype,
+        attention=facts.attention,
+        linear=facts.linear,
+        block_size=config.cache.block_size,
+        num_blocks=facts.num_blocks,
+        startup_s=clock.elapsed_s,
+    )
+    return Engine(scheduler, runner, Phases(make_marker(enabled=config.observe.nvtx)), info)
+
+
+def build_transport(config: Config) -> Transport:
+    if config.engine.transport == "process":
+        return ProcessTransport(config)
+    return ThreadTransport(partial(build_engine, config), check_when_idle=_checks_when_idle(config))
+
+
+def _checks_when_idle(config: Config) -> bool:
+    return config.observe.log_level == "debug"
+
+
+def build_client(config: Config, observer: Observer) -> AsyncEngine:
+    """An engine client that has not been started, over the configured transport."""
+    return AsyncEngine(build_transport(config), observer, config.engine.step_timeout_s)
+
+
+BuildFromConfig = Callable[[Config, Callable[[StartupProgress], None]], Engine]
+
+
+def engine_main(fd: int, build: BuildFromConfig = build_engine) -> int:
+    """The child process of `ProcessTransport`: an engine at the other end of the socket `fd`. Returns the exit code."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when we go, also under a debugger's terminal
+    with socket.socket(fileno=fd) as connection:
+        link = EngineLink(connection)
+        try:
+            config = msgspec.msgpack.decode(link.receive_bytes(), type=Config)
+            engine = build_or_tell(partial(build, config), link)
+            is_sound = engine is not None and engine_loop.run(
+                engine, link, link, check_when_idle=_checks_when_idle(config)
+            )
+            link.drain(_LAST_WORDS_TIMEOUT_S)
+        except EOFError:
+            return 0
+    return 0 if is_sound else 70
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, however it ends; elsewhere end-of-file has to do."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)  # it ended before the kernel was asked
+
+
+def serve(config: Config) -> int:
+    """Serve until told to stop. Returns the process's exit code; raises ConfigError for a value the user gave."""
+    # Imported here because the engine's process comes through this file too and needs none of it.
+    from aiohttp import web
+    from prometheus_client import CollectorRegistry
+
+    from roseinfer.observe import logs
+    from roseinfer.observe.hub import Hub
+    from roseinfer.observe.metrics import Metrics
+    from roseinfer.server import lifecycle
+
+    output = logs.configure(config.observe, sys.stderr)
+    metrics = Metrics(config.served_model_name, __version__, CollectorRegistry(), lambda: output.num_dropped)
+    hub = Hub([metrics, logs.Logs(config.observe.log_summary_interval_s)])
+    client = build_client(config, hub)
+
+    async def handle_metrics(request: web.Request) -> web.Response:
+        page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
+
+    def on_ready(url: str) -> None:
+        metrics.set_engine_info(client.info)
+        _log.info("ready on %s", url, extra=msgspec.structs.asdict(client.info))
+
+    try:
+        return asyncio.run(lifecycle.run(config, client, hub, handle_metrics, on_ready))
+    finally:
+        output.close()

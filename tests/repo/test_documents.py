@@ -1,0 +1,165 @@
+"""What the documents name exists: links, files, functions, commands, flags, tests. What is generated is fresh."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from roseinfer import cli
+from roseinfer.config_sources import Given, LoadedConfig, build
+from tests.repo.tree import ROOT, SOURCE, definitions, markdown_files, text_files
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE_NAME = re.compile(r"`([\w./-]+\.py)(?::([\w.]+))?`")
+SHELL_BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+ALLOWED_HOSTS = {
+    *("localhost", "127.0.0.1", "example.com", "example.org"),
+    *("www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "www.w3.org"),
+}
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|tmp/\w+|opt/(?:pypi|wheels))\b")
+URL_HOST = re.compile(r"https?://([\w.-]+)")
+PACKAGE_INDEX = re.compile(r"(?:extra-)?index-url|find-links|trusted-host")
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that headings get where Markdown is shown."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(path.read_text())}
+
+
+def prose(path: Path) -> str:
+    """The text without fenced blocks, whose brackets are not links."""
+    return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(file, command line) of every shell block in the documents; continued lines are joined."""
+    return [
+        (path.name, line.strip())
+        for path in markdown_files()
+        for block in SHELL_BLOCK.findall(path.read_text())
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for path in markdown_files():
+        for link in LINK.findall(prose(path)):
+            target, _, anchor = link.partition("#")
+            if target.startswith(("http:", "https:")):
+                continue
+            file = (path.parent / target).resolve() if target else path
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                broken.append(f"{path.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_named_code_exists() -> None:
+    """`engine/engine.py:Engine.step` in a document is a file of ours and a name in it."""
+    missing = []
+    for path in markdown_files():
+        for file_name, name in CODE_NAME.findall(prose(path)):
+            file = next((root / file_name for root in (SOURCE, ROOT) if (root / file_name).is_file()), None)
+            if file is None or (name and name not in definitions(file)):
+                missing.append(f"{path.relative_to(ROOT)}: {file_name}:{name}")
+    assert missing == []
+
+
+def test_make_commands_have_a_target() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {words[1] for _, line in commands() if (words := shlex.split(line))[0] == "make" and len(words) > 1}
+    verbs = {verb for path in markdown_files() for verb in re.findall(r"`make ([a-z]+)\b", path.read_text())}
+    assert {"serve", "test", "bench"} <= named
+    assert named | verbs <= targets
+
+
+def test_roseinfer_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `roseinfer …` line of the documents is accepted by the command line, flags and values included."""
+
+    class Accepted(Exception):  # noqa: N818
+        """Raised in the place of building the configuration, which follows the parsing of the arguments."""
+
+    def accept(given: Mapping[str, Given]) -> LoadedConfig:
+        build(given)
+        raise Accepted
+
+    monkeypatch.setattr(cli, "build", accept)
+    lines = [shlex.split(line, comments=True) for _, line in commands()]
+    lines += [["roseinfer", "serve", *options] for options in map(served_options, lines) if options]
+    lines = [words for words in lines if Path(words[0]).name == "roseinfer"]
+    assert len(lines) >= 5
+    for words in lines:
+        with pytest.raises(Accepted):
+            cli.main(words[1:])
+
+
+def served_options(words: list[str]) -> list[str]:
+    """The options in `make serve ARGS="…"`."""
+    given = [
+        word.removeprefix("ARGS=") for word in words if words[:2] == ["make", "serve"] and word.startswith("ARGS=")
+    ]
+    return shlex.split(" ".join(given))
+
+
+def test_the_changelog_has_a_place_for_what_comes() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first, *_ = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert first == "Unreleased"
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= {
+        *("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    }
+
+
+def test_decisions_are_numbered_listed_and_whole() -> None:
+    folder = ROOT / "docs" / "adr"
+    pages = sorted(folder.glob("0*.md"))
+    index = (folder / "README.md").read_text()
+    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    for page in pages:
+        headings = re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE)
+        assert headings == ["Context", "Choice", "Consequences", "What would change our mind"], page.name
+        assert f"]({page.name})" in index, f"{page.name} is not in the index"
+
+
+def test_each_mechanism_of_the_seeds_has_a_test() -> None:
+    text = (ROOT / "docs" / "from-the-seeds.md").read_text()
+    rows = [row for row in re.findall(r"^\| (.+) \|$", text, re.MULTILINE) if row.startswith("`")]
+    assert len(rows) == 9, "design README section 4 has nine rows"
+    for row in rows:
+        tests = TEST_NAME.findall(row)
+        assert tests, f"no test behind: {row}"
+        for file_name, test in tests:
+            assert (ROOT / file_name).is_file(), file_name
+            assert test in {name.rpartition(".")[2] for name in definitions(ROOT / file_name)}, f"{file_name}::{test}"
+
+
+def test_generated_pages_are_fresh() -> None:
+    command = [sys.executable, "tools/generate_docs.py", "--check"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_architecture_has_fifteen_steps() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert re.findall(r"^(\d+)\. \*\*", text, re.MULTILINE) == [str(number) for number in range(1, 16)]
+
+
+def test_nothing_names_a_machine_or_an_index() -> None:
+    """No path of somebody's machine, no package index, and no host that the project has no reason to name."""
+    found = []
+    for path in text_files():
+        if path == Path(__file__):
+            continue
+        text = path.read_text()
+        found += [f"{path.relative_to(ROOT)}: {place}" for place in MACHINE_PATH.findall(text)]
+        found += [f"{path.relative_to(ROOT)}: {option}" for option in PACKAGE_INDEX.findall(text)]
+        found += [f"{path.relative_to(ROOT)}: {host}" for host in URL_HOST.findall(text) if host not in ALLOWED_HOSTS]
+    assert found == []

@@ -1,0 +1,95 @@
+"""An engine without a model: the real scheduler over `FakeRunner`, and a way to run it to the end."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roseinfer.config import CacheConfig, SchedulerConfig
+from roseinfer.engine.batch import ScheduledBatch
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.fake_runner import FakeRunner
+from roseinfer.engine.scheduler import Limits, Scheduler
+from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput
+from roseinfer.records import FinishReason, Phases
+
+RecordBatches = Callable[[Engine], list[ScheduledBatch]]
+VOCAB_SIZE = 97
+EOS = 96
+
+
+def make_request(request_id: str, prompt: Iterable[int] = (1, 2, 3), salt: str = "", **params: Any) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, **params}),
+        cache_salt=salt,
+    )
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: Literal[8, 16] = 8,
+    max_model_len: int = 128,
+    prefix_caching: bool = True,
+    **scheduler: Any,
+) -> Engine:
+    config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler})
+    cache = CacheConfig(block_size=block_size, prefix_caching=prefix_caching)
+    made = Scheduler(config, cache, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=(EOS,))
+    num_slots = Limits.resolve(config, block_size).max_active_seqs
+    runner = FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots)
+    info = EngineInfo(
+        checkpoint_dir="",
+        model_type="fake",
+        num_parameters=0,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=[EOS],
+        device="cpu",
+        dtype="float32",
+        attention="fake",
+        linear="fake",
+        block_size=block_size,
+        num_blocks=num_blocks,
+        startup_s={},
+    )
+    return Engine(made, runner, Phases(), info)
+
+
+@dataclass
+class Transcript:
+    """What came out of an engine, by request id."""
+
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    reasons: dict[str, FinishReason] = field(default_factory=dict)
+    steps: list[StepOutput] = field(default_factory=list)
+
+    def take(self, step: StepOutput) -> StepOutput:
+        self.steps.append(step)
+        for output in step.outputs:
+            assert output.request_id not in self.reasons, "an output after the last one"
+            self.tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.reasons[output.request_id] = output.finish_reason
+                assert output.times is not None
+        return step
+
+
+def run_to_end(engine: Engine, transcript: Transcript | None = None, max_steps: int = 10_000) -> Transcript:
+    """Step until nothing is left to do, checking every invariant after each step."""
+    transcript = transcript or Transcript()
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return transcript
+        transcript.take(engine.step())
+        engine.check_integrity()
+    raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def run_alone(request: Request) -> list[int]:
+    """The request's tokens when nothing else runs and nothing is cached."""
+    engine = make_engine(prefix_caching=False)
+    engine.add(request)
+    return run_to_end(engine).tokens[request.request_id]

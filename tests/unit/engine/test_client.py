@@ -1,0 +1,169 @@
+"""Timelines and streams: what the observers are told, when, and whose finish reason holds."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import pytest
+
+from roseinfer.engine.client import AsyncEngine
+from roseinfer.errors import EngineDead, NotReady
+from roseinfer.messages import Abort, Command, Event, Request, Shutdown, StepOutput, TokenOutput
+from roseinfer.records import FinishReason, RequestTimeline, StepRecord
+from tests.unit.engine.harness import make_engine, make_request
+
+
+class ManualTransport:
+    """An engine that steps when the test says so."""
+
+    def __init__(self) -> None:
+        self.engine = make_engine()
+        self.commands: list[Command] = []
+
+    async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
+        self.on_event, self.on_death = on_event, on_death
+        on_event(self.engine.info)
+
+    def send(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def step(self) -> StepOutput:
+        for command in self.commands:
+            match command:
+                case Request():
+                    self.engine.add(command)
+                case Abort(request_id):
+                    self.engine.abort(request_id)
+                case Shutdown():
+                    raise AssertionError("not expected here")
+        self.commands.clear()
+        output = self.engine.step()
+        self.on_event(output)
+        return output
+
+    async def close(self) -> None:
+        self.on_death("never told: the client is closing")
+
+
+class Told:
+    """Everything the observer hears, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, object]] = []
+
+    def on_lifecycle(self, state: object) -> None:
+        self.events.append(("lifecycle", state))
+
+    def on_start(self, timeline: RequestTimeline) -> None:
+        self.events.append(("start", timeline.request_id))
+
+    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+        assert all(timeline.token_ns[-1] == record.tokens_ns for timeline in advanced)
+        self.events.append(("step", [timeline.request_id for timeline in advanced]))
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        self.events.append(("finish", timeline.finish_reason))
+
+
+@pytest.fixture
+def transport() -> ManualTransport:
+    return ManualTransport()
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+async def client(transport: ManualTransport, told: Told) -> AsyncEngine:
+    engine = AsyncEngine(transport, told, step_timeout_s=30.0)
+    with pytest.raises(NotReady):
+        engine.info  # noqa: B018
+    await engine.start(lambda _: None)
+    return engine
+
+
+def open_timeline(client: AsyncEngine, request_id: str = "a") -> RequestTimeline:
+    timeline = RequestTimeline(request_id=request_id, recv_ns=time.monotonic_ns())
+    client.open_timeline(timeline)
+    return timeline
+
+
+async def test_a_request_refused_before_the_engine_ends_at_once(client: AsyncEngine, told: Told) -> None:
+    timeline = open_timeline(client)
+    timeline.finish_reason = FinishReason.REJECTED
+    client.close_timeline(timeline)
+    assert told.events == [("start", "a"), ("finish", FinishReason.REJECTED)]
+
+
+async def test_the_end_is_told_when_both_sides_have_ended(
+    client: AsyncEngine, transport: ManualTransport, told: Told
+) -> None:
+    timeline = open_timeline(client)
+    stream = client.generate([make_request("a", max_tokens=2)], [timeline])
+    task = start_taking(stream)
+    await breathe()
+    transport.step()
+    transport.step()
+    assert [out.finish_reason for out in await task] == [None, FinishReason.LENGTH]
+    assert ("finish", FinishReason.LENGTH) not in told.events
+    client.close_timeline(timeline)
+    assert told.events == [("start", "a"), ("step", ["a"]), ("step", ["a"]), ("finish", FinishReason.LENGTH)]
+    assert timeline.num_prompt_tokens == 3
+    assert len(timeline.token_ns) == 2
+
+
+async def test_tokens_made_before_an_abort_arrived_are_still_counted(
+    client: AsyncEngine, transport: ManualTransport, told: Told
+) -> None:
+    timeline = open_timeline(client)
+    stream = client.generate([make_request("a", max_tokens=50)], [timeline])
+    task = start_taking(stream)
+    await breathe()
+    transport.step()
+    await task
+    await stream.aclose()
+    late, transport.commands = transport.commands, []
+    transport.step()  # the abort is still on its way
+    timeline.finish_reason = FinishReason.STOP  # the server found a stop string: its reason holds
+    client.close_timeline(timeline)
+    assert told.events[-1] == ("step", ["a"])
+    transport.commands = late
+    transport.step()
+    assert told.events[-2:] == [("step", []), ("finish", FinishReason.STOP)]
+    assert len(timeline.token_ns) == 2
+
+
+async def test_death_ends_every_stream_after_what_was_already_due(
+    client: AsyncEngine, transport: ManualTransport, told: Told
+) -> None:
+    timeline = open_timeline(client)
+    stream = client.generate([make_request("a", max_tokens=50)], [timeline])
+    task = start_taking(stream)
+    await breathe()
+    transport.step()
+    transport.on_death("the engine process was killed by signal 9")
+    assert len(await task) == 1
+    with pytest.raises(EngineDead, match="signal 9"):
+        await anext(stream)
+    client.close_timeline(timeline)
+    assert told.events[-1] == ("finish", FinishReason.ERROR)
+    assert timeline.error_code == "engine_dead"
+    assert client.trouble == "the engine process was killed by signal 9"
+    assert client.num_unfinished == 0
+
+
+def start_taking(stream: AsyncGenerator[list[TokenOutput], None]) -> asyncio.Task[list[TokenOutput]]:
+    """Begin to wait for the stream's next outputs, as a handler does."""
+
+    async def take() -> list[TokenOutput]:
+        return await anext(stream)
+
+    return asyncio.create_task(take())
+
+
+async def breathe() -> None:
+    """Let every task that can run do so once."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)

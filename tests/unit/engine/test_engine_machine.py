@@ -1,0 +1,92 @@
+"""Random life of an engine: whatever is asked, in whatever order, nothing is lost and every promise holds."""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from roseinfer.messages import Request
+from roseinfer.records import FinishReason
+from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"num_blocks": 17, "max_model_len": 128},  # one long sequence fills it: preemption
+    {"max_num_seqs": 2, "max_prefill_seqs": 6, "max_prefill_tokens": 5},
+    {"admission": "pack", "fifo_every": 3, "lookahead": 4, "num_blocks": 24},
+    {"prefix_caching": False, "num_blocks": 18, "max_num_batched_tokens": 24},
+    {"max_active_seqs": 3, "max_prefix_wait_steps": 2},
+]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Adds, aborts and steps at random; the end of each run checks tokens, reasons and blocks."""
+
+    @initialize(config=st.sampled_from(CONFIGS))
+    def start(self, config: dict[str, Any]) -> None:
+        self.engine = make_engine(**config)
+        self.transcript = Transcript()
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+
+    @rule(
+        shared=st.integers(0, 30),
+        own=st.lists(st.integers(1, 5), min_size=1, max_size=30),
+        max_tokens=st.integers(1, 40),
+        seed=st.integers(0, 3),
+        salt=st.sampled_from(["", "", "tenant"]),
+    )
+    def add(self, shared: int, own: list[int], max_tokens: int, seed: int, salt: str) -> None:
+        request = make_request(
+            f"r{len(self.requests)}",
+            [*range(10, 10 + shared), *own],
+            salt,
+            max_tokens=max_tokens,
+            temperature=1.0 if seed else 0.0,
+            seed=seed,
+            ignore_eos=bool(seed % 2),
+            stop_token_ids=(7,) if seed == 2 else (),
+        )
+        self.requests[request.request_id] = request
+        self.engine.add(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        if request_id not in self.transcript.reasons:
+            self.aborted.add(request_id)
+        self.engine.abort(request_id)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.engine.has_work:
+                self.transcript.take(self.engine.step())
+                self.engine.check_integrity()
+
+    @invariant()
+    def sound(self) -> None:
+        self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        run_to_end(self.engine, self.transcript)
+        assert self.transcript.reasons.keys() == self.requests.keys(), "not exactly one end for each request"
+        for request_id, request in self.requests.items():
+            expected = run_alone(request)
+            if request_id in self.aborted:
+                assert self.transcript.reasons[request_id] is FinishReason.ABORT
+                expected = expected[: len(self.transcript.tokens[request_id])]
+            assert self.transcript.tokens[request_id] == expected
+        pool = self.engine.scheduler.residency.pool
+        assert pool.num_used == 0
+        assert self.engine.scheduler.residency.prefix_cache.num_pending == 0
+        generated = sum(step.record.num_generated_tokens for step in self.transcript.steps)
+        assert generated == sum(map(len, self.transcript.tokens.values()))
+
+
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestEngine = EngineMachine.TestCase

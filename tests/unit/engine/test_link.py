@@ -1,0 +1,81 @@
+"""Frames over a socket: whole whatever the pieces, never blocking, bounded."""
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roseinfer.engine import link as link_module
+from roseinfer.engine.link import EngineLink, FrameBuffer, encode_frame
+from roseinfer.messages import Abort, Command, EngineFailure, Shutdown
+from tests.unit.engine.harness import make_request
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 17))
+def test_frames_come_out_whole_whatever_the_pieces(payloads: list[bytes], piece: int) -> None:
+    stream = b"".join(encode_frame(payload) for payload in payloads)
+    buffer = FrameBuffer()
+    received = [frame for at in range(0, len(stream), piece) for frame in buffer.feed(stream[at : at + piece])]
+    assert received == payloads
+
+
+def test_a_length_that_nobody_would_send_is_refused() -> None:
+    with pytest.raises(ValueError, match="a frame of 4294967295 bytes"):
+        FrameBuffer().feed(b"\xff\xff\xff\xff")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, EngineLink]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, EngineLink(theirs)
+
+
+def test_the_configuration_comes_first_and_what_follows_is_not_lost(pair: tuple[socket.socket, EngineLink]) -> None:
+    front, link = pair
+    request = make_request("a")
+    front.sendall(encode_frame(b"config") + encode_frame(request) + encode_frame(Abort("a")) + encode_frame(Shutdown()))
+    assert link.receive_bytes() == b"config"
+    assert link.receive(wait=True) == [request, Abort("a"), Shutdown()]
+    assert link.receive(wait=False) == []
+
+
+def test_every_command_survives_the_wire() -> None:
+    for command in (make_request("a", salt="s", seed=2**62, stop_token_ids=(1, 2)), Abort("b"), Shutdown()):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
+
+
+def test_sending_never_blocks_and_keeps_the_order(pair: tuple[socket.socket, EngineLink]) -> None:
+    front, link = pair
+    words = [EngineFailure(f"{i} " + "x" * 5000) for i in range(200)]
+    for word in words:
+        link.send(word)  # a megabyte: far more than the kernel takes while nobody reads
+    assert link.depth > 0
+    assert not link.is_full
+    buffer = FrameBuffer()
+    received: list[EngineFailure] = []
+    while len(received) < len(words):
+        received += [msgspec.msgpack.decode(frame, type=EngineFailure) for frame in buffer.feed(front.recv(1 << 16))]
+        link.receive(wait=False)  # an engine at work: looks at the socket between steps
+    assert received == words
+    assert link.depth == 0
+
+
+def test_the_outbox_is_bounded(pair: tuple[socket.socket, EngineLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_MAX_OUTBOX_BYTES", 1 << 20)
+    _, link = pair
+    while not link.is_full:
+        link.send(EngineFailure("x" * 100_000))
+    assert 1 <= link.depth < 20
+
+
+def test_a_closed_front_end_is_end_of_file(pair: tuple[socket.socket, EngineLink]) -> None:
+    front, link = pair
+    front.close()
+    with pytest.raises(EOFError):
+        link.receive(wait=True)
+    with pytest.raises(EOFError):
+        link.send(EngineFailure("nobody hears this"))

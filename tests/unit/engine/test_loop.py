@@ -1,0 +1,73 @@
+"""The loop: one message a step, commands in order, a failure told once, a full outbox respected."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from roseinfer.engine.loop import run
+from roseinfer.messages import Abort, Command, EngineFailure, Event, Shutdown, StepOutput
+from tests.unit.engine.harness import make_engine, make_request
+
+
+class ScriptedInbox:
+    """Hands out one batch of commands a call; end-of-file when there are none left."""
+
+    def __init__(self, script: Sequence[list[Command]]) -> None:
+        self.script = list(script)
+        self.waits: list[bool] = []
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        self.waits.append(wait)
+        if not self.script:
+            raise EOFError
+        return self.script.pop(0)
+
+
+class ListOutbox:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.depth = 3
+        self.is_full = False
+
+    def send(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_one_message_a_step_and_it_sleeps_only_when_idle() -> None:
+    inbox, outbox = ScriptedInbox([[], [make_request("a", max_tokens=2)], [], [], [Shutdown()]]), ListOutbox()
+    assert run(make_engine(), inbox, outbox, check_when_idle=True)
+    assert inbox.waits == [True, True, False, True, True]
+    assert [type(event) for event in outbox.events] == [StepOutput, StepOutput]
+    assert all(event.record.outbox_depth == 3 for event in outbox.events if isinstance(event, StepOutput))
+
+
+def test_commands_that_arrive_together_are_taken_together() -> None:
+    inbox = ScriptedInbox([[make_request("a"), make_request("b"), Abort("a")], []])
+    outbox = ListOutbox()
+    run(make_engine(), inbox, outbox)
+    first = outbox.events[0]
+    assert isinstance(first, StepOutput)
+    assert [output.request_id for output in first.outputs] == ["b", "a"]
+
+
+def test_a_full_outbox_stops_the_stepping_and_sleeps() -> None:
+    inbox, outbox = ScriptedInbox([[make_request("a")], [], []]), ListOutbox()
+    outbox.is_full = True
+    assert run(make_engine(), inbox, outbox)  # the front end left: nothing is wrong with the engine
+    assert outbox.events == []
+    assert inbox.waits == [True] * 4
+
+
+def test_a_step_that_raises_is_told_once_and_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("by hand")
+
+    monkeypatch.setattr(engine.runner, "launch", broken)
+    inbox, outbox = ScriptedInbox([[make_request("a")], []]), ListOutbox()
+    assert not run(engine, inbox, outbox)
+    (failure,) = outbox.events
+    assert isinstance(failure, EngineFailure)
+    assert failure.message == "ZeroDivisionError: by hand"
+    assert "Traceback" in failure.traceback

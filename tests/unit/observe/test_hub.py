@@ -1,0 +1,76 @@
+"""One failing observer costs itself, once and audibly, and nobody else."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from roseinfer.observe.hub import Hub
+from roseinfer.records import LifecycleState, RequestTimeline, StepRecord
+from tests.unit.observe.facts import make_step, make_timeline
+
+
+class Diary:
+    """Writes down what it is told; fails when told what it is afraid of."""
+
+    def __init__(self, afraid_of: str = "") -> None:
+        self.afraid_of = afraid_of
+        self.told: list[str] = []
+
+    def _note(self, what: str) -> None:
+        self.told.append(what)
+        if what == self.afraid_of:
+            raise RuntimeError(f"not {what}!")
+
+    def on_lifecycle(self, state: LifecycleState) -> None:
+        self._note(state.value)
+
+    def on_start(self, timeline: RequestTimeline) -> None:
+        self._note(f"start {timeline.request_id}")
+
+    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+        self._note(f"step {record.step_id} advanced {len(advanced)}")
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        self._note(f"finish {timeline.request_id}")
+
+
+def tell_all(hub: Hub) -> None:
+    timeline = make_timeline()
+    hub.on_lifecycle(LifecycleState.READY)
+    hub.on_start(timeline)
+    hub.on_step(make_step(step_id=3), [timeline])
+    hub.on_finish(timeline)
+
+
+EVERYTHING = ["ready", "start r-1", "step 3 advanced 1", "finish r-1"]
+
+
+def test_every_observer_hears_everything_in_order() -> None:
+    diaries = [Diary(), Diary()]
+    tell_all(Hub(diaries))
+    assert [diary.told for diary in diaries] == [EVERYTHING, EVERYTHING]
+
+
+@pytest.mark.parametrize("fact", EVERYTHING)
+def test_an_observer_that_raises_is_dropped_and_logged_once(fact: str, caplog: pytest.LogCaptureFixture) -> None:
+    before, failing, after = Diary(), Diary(afraid_of=fact), Diary()
+    hub = Hub([before, failing, after])
+    with caplog.at_level(logging.ERROR):
+        tell_all(hub)
+        tell_all(hub)
+    assert before.told == after.told == EVERYTHING * 2
+    assert failing.told == EVERYTHING[: EVERYTHING.index(fact) + 1]
+    [record] = caplog.records
+    assert "Diary" in record.getMessage()
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == f"not {fact}!"
+
+
+def test_a_request_to_stop_is_not_swallowed() -> None:
+    class Impatient(Diary):
+        def on_start(self, timeline: RequestTimeline) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Hub([Impatient()]).on_start(make_timeline())
