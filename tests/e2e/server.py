@@ -1,0 +1,121 @@
+"""A real `roseinfer serve` process: started, watched, stopped, with everything it wrote."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """One server process and what can be asked of it."""
+
+    def __init__(self, log_path: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = log_path
+        # One thread: on a busy machine two wait for each other at every barrier, and these tests measure nothing.
+        fixed = ["--port", str(self.port), "--ops-port", "0", "--runner.num-threads", "1"]
+        command = [sys.executable, "-m", "roseinfer", "serve", *fixed, *arguments]
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log_path.read_text()
+            if self.status("/readyz") == 200:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {START_TIMEOUT_S} s:\n{self.log_path.read_text()}")
+
+    def status(self, path: str) -> int:
+        """The HTTP status of a GET, 0 when nobody listens."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as response:
+                code: int = response.status
+                return code
+        except urllib.error.HTTPError as error:
+            return error.code
+        except (urllib.error.URLError, ConnectionError):
+            return 0
+
+    def post(self, path: str, body: bytes | dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a POST."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def page(self) -> str:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=5) as response:
+            text: str = response.read().decode()
+            return text
+
+    def metrics(self) -> dict[str, float]:
+        """`name{labels without the model}` -> value."""
+        samples = {}
+        for family in text_string_to_metric_families(self.page()):
+            for sample in family.samples:
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k != "model_name")
+                samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return samples
+
+    def wait_metrics(self, timeout_s: float = 10.0, **expected: float) -> dict[str, float]:
+        """Scrape until these unlabelled gauges have these values."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            samples = self.metrics()
+            if all(samples[name] == value for name, value in expected.items()):
+                return samples
+            assert time.monotonic() < deadline, {name: samples[name] for name in expected}
+            time.sleep(0.05)
+
+    def engine_pid(self) -> int:
+        """The one child of the server process."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        (child,) = {pid for task in tasks for pid in (task / "children").read_text().split()}
+        return int(child)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signal the server and return its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=40)
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+
+@contextmanager
+def running(log_path: Path, *arguments: str) -> Iterator[Server]:
+    """A ready server; killed at the end if it still runs then."""
+    server = Server(log_path, *arguments)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.process.wait()

@@ -1,0 +1,140 @@
+"""Clients that leave, engines that die, signals: what a real process does then."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+
+def send_request(server: Server, body: dict[str, object]) -> socket.socket:
+    """A connection with one request on it, as raw bytes."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(head.encode() + b"\r\n\r\n" + data)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    with connection:
+        pieces = iter(lambda: connection.recv(65536), b"")
+        return b"".join(pieces)
+
+
+def reset(connection: socket.socket) -> None:
+    """Close with RST instead of FIN."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_two_hundred_disconnects_leave_nothing_behind(start_server: StartServer) -> None:
+    server = start_server("--max-num-seqs", "16", "--server.max-inflight", "256")
+    connections = []
+    for index in range(200):
+        body = {"prompt": f"Request {index} " * (1 + index % 30), "max_tokens": 400, "stream": index % 2 == 0}
+        connections.append(send_request(server, {**body, "ignore_eos": True}))
+        if index % 4 == 0 and index < 16:
+            connections[-1].recv(64)  # mid-stream; the others leave queued, in prefill, or between
+    for index, connection in enumerate(connections):
+        reset(connection) if index % 5 == 0 else connection.close()
+    samples = server.wait_metrics(
+        timeout_s=20.0, roseinfer_http_inflight_streams=0, roseinfer_num_requests_running=0,
+        roseinfer_num_requests_waiting=0,
+    )  # fmt: skip
+    assert samples['roseinfer_kv_cache_blocks{state="used"}'] == 0
+    assert samples['roseinfer_requests_total{finish_reason="abort"}'] == 200
+    assert samples["roseinfer_client_disconnects_total"] == 200
+    assert samples["roseinfer_requests_received_total"] == 200
+    status, reply = server.post("/v1/completions", {"prompt": "still here", "max_tokens": 3})
+    assert (status, reply["usage"]["completion_tokens"]) == (200, 3)
+
+
+def test_a_killed_engine_ends_every_stream_and_the_process(start_server: StartServer) -> None:
+    server = start_server()
+    streams = [
+        send_request(server, {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}) for _ in range(4)
+    ]
+    for stream in streams:
+        stream.recv(512)
+    killed_at = time.monotonic()
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    for stream in streams:
+        text = read_all(stream)
+        assert b'"code":"engine_dead"' in text.replace(b'": "', b'":"')
+        assert b"[DONE]" not in text
+    while server.status("/livez") == 200:
+        time.sleep(0.02)
+    assert time.monotonic() - killed_at < 2.0  # the promise itself, with a margin of a hundred over what it takes
+    assert server.status("/livez") == 503
+    assert server.status("/readyz") == 503
+    assert server.post("/v1/completions", {"prompt": "x"})[0] == 503
+    assert server.process.wait(timeout=20) == 70
+    assert "signal 9" in server.log()
+
+
+def test_sigterm_lets_streams_finish(start_server: StartServer) -> None:
+    server = start_server()
+
+    async def scenario() -> list[str]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            body = {"prompt": "x", "max_tokens": 150, "stream": True, "ignore_eos": True}
+            responses = [await session.post(f"{server.url}/v1/completions", json=body) for _ in range(8)]
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+            async with (
+                session.get(f"{server.url}/readyz") as probe,
+                session.post(f"{server.url}/v1/completions", json=body) as late,
+            ):
+                assert probe.status == late.status == 503
+                assert late.headers["Retry-After"].isdigit()
+                assert (await late.json())["error"]["code"] == "not_ready"
+            return [await response.text() for response in responses]
+
+    texts = asyncio.run(scenario())
+    assert all(text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text for text in texts)
+    assert server.process.wait(timeout=20) == 0
+
+
+def test_the_drain_is_bounded_and_a_second_signal_is_heeded(start_server: StartServer) -> None:
+    server = start_server("--server.drain-timeout-s", "60")
+    stream = send_request(server, {"prompt": "x", "max_tokens": 1000, "stream": True, "ignore_eos": True})
+    stream.recv(512)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(timeout=5) == 0
+    text = read_all(stream)
+    assert b'"error"' in text
+    assert b"[DONE]" not in text
+
+
+def test_an_idle_server_leaves_at_once_and_takes_its_engine_along(start_server: StartServer) -> None:
+    server = start_server()
+    engine_pid = server.engine_pid()
+    assert server.stop(signal.SIGINT) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine_pid, 0)
+
+
+def test_the_engine_dies_with_a_server_that_was_killed(start_server: StartServer) -> None:
+    server = start_server()
+    engine_pid = server.engine_pid()
+    server.process.kill()
+    server.process.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{engine_pid}/stat").exists() and " Z " not in Path(f"/proc/{engine_pid}/stat").read_text():
+        assert time.monotonic() < deadline, "the engine outlives its server"
+        time.sleep(0.05)
