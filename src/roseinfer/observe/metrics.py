@@ -113,6 +113,7 @@ class Metrics(Collector):
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         with self._lock:
             self._state.last_step = record
+            self._state.last_step_end_ns = record.end_ns
             for source, cells in self._at_step:
                 if values := source.values(record, advanced):
                     self._state.num_refused_intervals += cells[source.label(record)].add(values)
@@ -140,14 +141,16 @@ class Metrics(Collector):
         """One family after the other, all of one moment."""
         for row, values in self._snapshot():
             yield family(row, values, self._model_name)
-            time.sleep(0)  # offers the interpreter to the event loop, so a scrape delays a token by one family at most
+            # Offers the interpreter to the event loop. Under endless scrapes another thread woke 5 ms late at p99 with
+            # this line and 11 ms without; one scrape takes about 10 ms.
+            time.sleep(0)
 
     def _snapshot(self) -> list[tuple[Row, Values]]:
         with self._lock:
             state = self._state
             state.num_dropped_log_lines = self._num_dropped_log_lines()
-            if state.last_step is not None:
-                age_s = (time.monotonic_ns() - state.last_step.end_ns) / NS_PER_S
+            if state.last_step_end_ns:
+                age_s = (time.monotonic_ns() - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s
             return [(row, self._values(row)) for row in CATALOGUE]
 

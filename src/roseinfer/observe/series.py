@@ -19,6 +19,7 @@ class ServerState:
     lifecycle: LifecycleState = LifecycleState.STARTING
     engine: EngineInfo | None = None
     last_step: StepRecord | None = None
+    last_step_end_ns: int = 0
     last_step_unix_s: float = 0.0
     num_received: int = 0
     num_finished: int = 0

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.observe.histogram import Histogram
@@ -11,6 +11,7 @@ from roseinfer.observe.histogram import Histogram
 BOUNDS = (0.001, 0.0025, 0.01, 1.0)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.one_of(st.floats(min_value=0, max_value=5), st.sampled_from(BOUNDS))))
 def test_buckets_count_what_is_at_most_their_bound(values: list[float]) -> None:
     histogram = Histogram(BOUNDS)
@@ -62,6 +63,7 @@ def test_a_quantile_past_the_last_bound_is_told_as_that_bound() -> None:
     assert histogram.quantile(0.5) == 2.0
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.floats(min_value=1e-4, max_value=10), min_size=1, max_size=200), st.floats(min_value=0.01, max_value=1)
 )

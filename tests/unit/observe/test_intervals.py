@@ -1,6 +1,6 @@
 """The definitions of design and docs, as arithmetic on stamps."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.observe import intervals
@@ -31,6 +31,7 @@ def test_whole_intervals() -> None:
     assert intervals.request_duration_ns(timeline) == 191 * MS
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(min_value=1, max_value=2**62), min_size=7, max_size=7).map(sorted))
 def test_the_parts_add_up_to_the_time_to_first_token(stamps: list[int]) -> None:
     recv, parsed, tokenized, inbox, scheduled, token, write = stamps

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.config import ObserveConfig
@@ -49,6 +49,7 @@ def failing_record(message: str) -> logging.LogRecord:
     return record
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(), st.text())
 def test_one_record_is_one_line_of_json_that_says_what_was_said(message: str, request_id: str) -> None:
     line = JsonFormatter().format(make_record(message.replace("%", "%%"), request_id=request_id))
@@ -68,6 +69,7 @@ def test_json_has_the_message_the_time_and_the_traceback() -> None:
     assert "test_logs.py" in fields["exception"]
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text())
 def test_text_stays_on_its_line(value: str) -> None:
     record = make_record("%s", request_id=value)

@@ -203,9 +203,11 @@ def test_exactly_one_lifecycle_state_holds(state: LifecycleState) -> None:
 def test_a_failed_engine_runs_nothing() -> None:
     metrics = make_metrics()
     metrics.set_engine_info(ENGINE)
-    metrics.on_step(make_step(num_running=5, num_waiting=6, num_used_blocks=25), [])
+    last_ns = time.monotonic_ns()
+    metrics.on_step(make_step(end_ns=last_ns, num_running=5, num_waiting=6, num_used_blocks=25), [])
     metrics.on_lifecycle(LifecycleState.FAILED)
     page = Page(metrics)
+    assert page.value("roseinfer_engine_last_step_timestamp_seconds") > 0
     assert page.value("roseinfer_num_requests_running") == page.value("roseinfer_num_requests_waiting") == 0
     assert page.value("roseinfer_kv_cache_usage_ratio") == 0
 
