@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 import msgspec
@@ -22,10 +23,12 @@ from roseinfer.config import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.engine import Engine
+from roseinfer.engine.limits import Limits
 from roseinfer.engine.link import EngineLink
-from roseinfer.engine.scheduler import Limits, Scheduler
+from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transport, build_or_tell
 from roseinfer.messages import EngineInfo, StartupProgress
+from roseinfer.observe import logs
 from roseinfer.observe.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer, Phases
 
@@ -122,11 +125,12 @@ def engine_main(fd: int, build: BuildFromConfig = build_engine) -> int:
         link = EngineLink(connection)
         try:
             config = msgspec.msgpack.decode(link.receive_bytes(), type=Config)
-            engine = build_or_tell(partial(build, config), link)
-            is_sound = engine is not None and engine_loop.run(
-                engine, link, link, check_when_idle=_checks_when_idle(config)
-            )
-            link.drain(_LAST_WORDS_TIMEOUT_S)
+            with closing(logs.configure(config.observe, sys.stderr)):
+                engine = build_or_tell(partial(build, config), link)
+                is_sound = engine is not None and engine_loop.run(
+                    engine, link, link, check_when_idle=_checks_when_idle(config)
+                )
+                link.drain(_LAST_WORDS_TIMEOUT_S)
         except EOFError:
             return 0
     return 0 if is_sound else 70
@@ -147,7 +151,6 @@ def serve(config: Config) -> int:
     from aiohttp import web
     from prometheus_client import CollectorRegistry
 
-    from roseinfer.observe import logs
     from roseinfer.observe.hub import Hub
     from roseinfer.observe.metrics import Metrics
     from roseinfer.server import lifecycle

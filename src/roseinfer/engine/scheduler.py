@@ -13,48 +13,14 @@ import numpy as np
 from roseinfer.config import CacheConfig, SchedulerConfig
 from roseinfer.engine.admission import make_policy
 from roseinfer.engine.batch import BoolArray, Int32Array, SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.limits import Limits
 from roseinfer.engine.residency import Residency, concatenate
 from roseinfer.engine.sequence import Sequence, SequenceStatus
-from roseinfer.errors import ConfigError
 from roseinfer.messages import Request, TokenLogprobs, TokenOutput
 from roseinfer.records import FinishReason
 
 Chunk = tuple[Sequence, int]
 """A sequence and how many of its known tokens this step computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The scheduler's limits with every default resolved.
-
-    Two bounds on starvation follow from them. Decode: a sequence decodes at least once in
-    ceil(max_active_seqs / max_num_seqs) steps, and no step carries more than `max_prefill_tokens` of others' prompts.
-    Prefill: decode rows leave at least one block of the budget, so the oldest prompt advances in every step.
-    """
-
-    max_num_seqs: int
-    max_prefill_seqs: int
-    max_active_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_tokens: int
-
-    @classmethod
-    def resolve(cls, config: SchedulerConfig, block_size: int) -> "Limits":
-        """Raises ConfigError when the values contradict one another."""
-        max_prefill_seqs = config.max_prefill_seqs or config.max_num_seqs
-        if config.max_num_batched_tokens < config.max_num_seqs + block_size:
-            raise ConfigError(
-                f"{config.max_num_batched_tokens} is less than max_num_seqs + block_size = "
-                f"{config.max_num_seqs + block_size}: decoding could shut prefill out",
-                param="scheduler.max_num_batched_tokens",
-            )
-        return cls(
-            max_num_seqs=config.max_num_seqs,
-            max_prefill_seqs=max_prefill_seqs,
-            max_active_seqs=config.max_active_seqs or max(config.max_num_seqs, max_prefill_seqs),
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
-        )
 
 
 @dataclass(slots=True)
@@ -339,8 +305,8 @@ class Scheduler:
         self._end(sequence)
         self.counts.num_finished += 1
         reason, stop_token_id = (FinishReason.STOP, token_id) if is_stop else (FinishReason.LENGTH, None)
-        request_id = sequence.request.request_id
-        return TokenOutput(request_id, [token_id], [told] if told else None, reason, stop_token_id, sequence.times)
+        logprobs = [told] if told else None
+        return TokenOutput(sequence.request.request_id, [token_id], logprobs, reason, stop_token_id, sequence.times)
 
     def check_integrity(self) -> None:
         """Assert every invariant over sequences, slots and blocks. For tests, and for debugging when idle."""

@@ -9,7 +9,8 @@ from roseinfer.config import CacheConfig, SchedulerConfig
 from roseinfer.engine.batch import ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.fake_runner import FakeRunner
-from roseinfer.engine.scheduler import Limits, Scheduler
+from roseinfer.engine.limits import Limits
+from roseinfer.engine.scheduler import Scheduler
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput
 from roseinfer.records import FinishReason, Phases
 
