@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import http_api_docs
 from roseinfer import config_docs
 from roseinfer.observe import metrics
 
@@ -14,6 +15,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": config_docs.markdown,
+    "http-api.md": http_api_docs.page,
     "metrics.md": metrics.render_docs,
 }
 

@@ -1,5 +1,7 @@
 """What the documents name exists: links, files, functions, commands, flags, tests. What is generated is fresh."""
 
+import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -11,11 +13,12 @@ import pytest
 
 from roseinfer import cli
 from roseinfer.config_sources import Given, LoadedConfig, build
-from tests.repo.tree import ROOT, SOURCE, definitions, markdown_files, text_files
+from tests.repo.tree import ROOT, SOURCE, definitions, markdown_files, text_files, tree_of
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE_NAME = re.compile(r"`([\w./-]+\.py)(?::([\w.]+))?`")
 SHELL_BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
@@ -38,15 +41,20 @@ def prose(path: Path) -> str:
     return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
 
 
-def commands() -> list[tuple[str, str]]:
-    """(file, command line) of every shell block in the documents; continued lines are joined."""
+def commands() -> list[str]:
+    """The command lines of every shell block in the documents; continued lines are joined."""
     return [
-        (path.name, line.strip())
+        line.strip()
         for path in markdown_files()
         for block in SHELL_BLOCK.findall(path.read_text())
         for line in block.replace("\\\n", " ").splitlines()
         if line.strip() and not line.startswith("#")
     ]
+
+
+def make_recipes() -> list[str]:
+    """The command lines of the Makefile that call roseinfer."""
+    return re.findall(r"\$\(BIN\)/(roseinfer .+) \$\(ARGS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def test_links_lead_somewhere() -> None:
@@ -73,18 +81,31 @@ def test_named_code_exists() -> None:
     assert missing == []
 
 
+def test_python_examples_import_what_exists() -> None:
+    """Every `from roseinfer… import …` of a Python block works, and the block is Python."""
+    num_imports = 0
+    for path in markdown_files():
+        for block in PYTHON_BLOCK.findall(path.read_text()):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("roseinfer"):
+                    module = importlib.import_module(str(node.module))
+                    assert {alias.name for alias in node.names} <= set(dir(module)), f"{path.name}: {node.module}"
+                    num_imports += 1
+    assert num_imports
+
+
 def test_make_commands_have_a_target() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {words[1] for _, line in commands() if (words := shlex.split(line))[0] == "make" and len(words) > 1}
+    named = {words[1] for line in commands() if (words := shlex.split(line))[0] == "make" and len(words) > 1}
     verbs = {verb for path in markdown_files() for verb in re.findall(r"`make ([a-z]+)\b", path.read_text())}
     assert {"serve", "test", "bench"} <= named
     assert named | verbs <= targets
 
 
 def test_roseinfer_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `roseinfer …` line of the documents is accepted by the command line, flags and values included."""
+    """Every `roseinfer …` line of documents and Makefile is accepted, flags and values included."""
 
-    class Accepted(Exception):  # noqa: N818
+    class Accepted(Exception):
         """Raised in the place of building the configuration, which follows the parsing of the arguments."""
 
     def accept(given: Mapping[str, Given]) -> LoadedConfig:
@@ -92,7 +113,7 @@ def test_roseinfer_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Accepted
 
     monkeypatch.setattr(cli, "build", accept)
-    lines = [shlex.split(line, comments=True) for _, line in commands()]
+    lines = [shlex.split(line, comments=True) for line in make_recipes() + commands()]
     lines += [["roseinfer", "serve", *options] for options in map(served_options, lines) if options]
     lines = [words for words in lines if Path(words[0]).name == "roseinfer"]
     assert len(lines) >= 5
@@ -145,6 +166,14 @@ def test_generated_pages_are_fresh() -> None:
     command = [sys.executable, "tools/generate_docs.py", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_every_route_is_documented() -> None:
+    calls = [node for node in ast.walk(tree_of(SOURCE / "server" / "app.py")) if isinstance(node, ast.Call)]
+    paths = {str(call.args[0].value) for call in calls if call.args and isinstance(call.args[0], ast.Constant)}
+    table = (ROOT / "docs" / "http-api.md").read_text()
+    assert {"/v1/completions", "/metrics"} <= paths
+    assert [path for path in paths if not re.search(rf"`(GET|POST) {path}`", table)] == []
 
 
 def test_architecture_has_fifteen_steps() -> None:

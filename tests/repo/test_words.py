@@ -15,14 +15,14 @@ EMPTY_NAME = re.compile(
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"}
 
-CATCHES_ALL = {"server/middleware.py", "engine/loop.py", "observe/hub.py"}
-READS_ENVIRONMENT = {"cli.py", "config.py", "config_sources.py"}
+CATCHES_ALL = frozenset({"server/middleware.py", "engine/loop.py", "observe/hub.py"})
+READS_ENVIRONMENT = frozenset({"cli.py", "config.py", "config_sources.py"})
 
 SOURCES = python_files(SOURCE)
 PROGRAMS = [*SOURCES, *python_files(ROOT / "tools")]
 
 
-def places(paths: list[Path], breaks: Callable[[ast.AST], bool], excused: set[str] = frozenset()) -> list[str]:
+def places(paths: list[Path], breaks: Callable[[ast.AST], bool], excused: frozenset[str] = frozenset()) -> list[str]:
     """`file:line` of every node that breaks a rule, in all but the excused files."""
     return [
         f"{name_of(path)}:{getattr(node, 'lineno', 1)}"

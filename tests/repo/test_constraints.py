@@ -1,0 +1,67 @@
+"""What is imported is declared in pyproject.toml; what is declared is pinned in constraints.txt, within its bounds."""
+
+import ast
+import importlib.metadata
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.repo.tree import ROOT, SOURCE, python_files, tree_of
+
+
+def pins() -> list[Requirement]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [Requirement(line) for line in lines if not line.startswith("#")]
+
+
+def declared(*extras: str) -> list[Requirement]:
+    """The requirements of the project and of the named extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [text for extra in extras for text in project["optional-dependencies"][extra]]
+    return [Requirement(text) for text in project["dependencies"] + texts]
+
+
+def imported_packages(folder: Path) -> set[str]:
+    """Canonical names of the distributions whose modules the folder's files import, wherever in a file."""
+    owners = importlib.metadata.packages_distributions()
+    modules = set()
+    for path in python_files(folder):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules.add(str(node.module).partition(".")[0])
+    neighbours = {path.stem for path in (ROOT / "tools").iterdir()} | {"roseinfer", "tests"}
+    foreign = modules - neighbours - set(sys.stdlib_module_names)
+    return {canonicalize_name(owners[module][0]) if module in owners else module for module in foreign}
+
+
+def test_every_import_is_declared() -> None:
+    """What another package happens to bring may be gone tomorrow."""
+    needed = {canonicalize_name(wanted.name) for wanted in declared()}
+    for_tests = {canonicalize_name(wanted.name) for wanted in declared("test", "dev")}
+    assert imported_packages(SOURCE) - needed == set()
+    assert imported_packages(ROOT / "tools") | imported_packages(ROOT / "tests") <= for_tests
+
+
+def test_every_declared_package_is_pinned_within_its_bounds() -> None:
+    everything = declared("test", "dev", "loadtest")
+    versions = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins()}
+    unpinned = [wanted.name for wanted in everything if canonicalize_name(wanted.name) not in versions]
+    outside = [
+        f"{wanted} is pinned to {version}"
+        for wanted in everything
+        if (version := versions.get(canonicalize_name(wanted.name))) and not wanted.specifier.contains(version)
+    ]
+    assert unpinned + outside == []
+
+
+def test_pins_are_exact_portable_and_sorted() -> None:
+    specifiers = [next(iter(pin.specifier)) for pin in pins()]
+    assert all(len(pin.specifier) == 1 and pin.url is None for pin in pins())
+    assert all(specifier.operator == "==" and "+" not in specifier.version for specifier in specifiers)
+    names = [canonicalize_name(pin.name) for pin in pins()]
+    assert names == sorted(set(names))
