@@ -16,6 +16,7 @@ from roseinfer.engine.batch import BoolArray, Int32Array, SampledTokens, Schedul
 from roseinfer.engine.limits import Limits
 from roseinfer.engine.residency import Residency, concatenate
 from roseinfer.engine.sequence import Sequence, SequenceStatus
+from roseinfer.errors import ConfigError
 from roseinfer.messages import Request, TokenLogprobs, TokenOutput
 from roseinfer.records import FinishReason
 
@@ -49,6 +50,12 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
+        if num_blocks * cache.block_size < max_model_len:
+            raise ConfigError(
+                f"{num_blocks} blocks of {cache.block_size} tokens do not hold one sequence of {max_model_len}, "
+                "so it could never run",
+                param="cache.num_blocks",
+            )
         self.limits = Limits.resolve(config, cache.block_size)
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids

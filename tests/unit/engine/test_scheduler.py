@@ -116,6 +116,12 @@ def test_contradicting_limits_are_refused_at_construction(limits: dict[str, Any]
     assert caught.value.param == param
 
 
+def test_a_pool_too_small_for_one_sequence_is_refused_at_construction() -> None:
+    with pytest.raises(ConfigError, match="never run") as caught:
+        make_engine(num_blocks=15, block_size=8, max_model_len=121)
+    assert caught.value.param == "cache.num_blocks"
+
+
 def test_finished_blocks_are_free_in_the_finishing_step() -> None:
     engine = make_engine(prefix_caching=False)
     engine.add(make_request("a", range(1, 30), max_tokens=3))
