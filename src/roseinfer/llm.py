@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from roseinfer import wiring
 from roseinfer.config import Config
-from roseinfer.errors import InvalidRequest, Overloaded, PromptTooLong, RoseinferError
+from roseinfer.errors import InvalidRequest, Overloaded, PromptTooLong, RequestError, RoseinferError
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StartupProgress, TokenOutput
 from roseinfer.observe.hub import Hub
 from roseinfer.records import FinishReason, Observer, RequestTimeline
@@ -266,18 +266,17 @@ class LLM:
     async def _drive(self, streams: Sequence[_Stream]) -> None:
         by_id = {stream.timeline.request_id: stream for stream in streams}
         try:
-            requests = [await self._request(stream) for stream in streams]
-            timelines = [stream.timeline for stream in streams]
+            pairs = [(await self._request(stream), stream) for stream in streams]
+            wanted = [(request, stream.timeline) for request, stream in pairs if not stream.is_aborted]
+            requests, timelines = [request for request, _ in wanted], [timeline for _, timeline in wanted]
             async with aclosing(self._client.generate(requests, timelines)) as steps:
-                for stream in streams:
-                    if stream.is_aborted:
-                        self._client.abort(stream.timeline.request_id)
                 async for outputs in steps:
                     for output in outputs:
                         self._route(by_id[output.request_id], output)
         except RoseinferError as error:
+            reason = FinishReason.REJECTED if isinstance(error, RequestError) else FinishReason.ERROR
             for stream in streams:
-                self._finish(stream, FinishReason.ERROR, error)
+                self._finish(stream, reason, error)
         finally:
             for stream in streams:
                 self._finish(stream, FinishReason.ABORT)

@@ -6,12 +6,14 @@ Everything goes to standard error.
 
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
 _PATIENCE_S = 1.0
 _REFRESH_S = 0.1
-_PLAIN_INTERVAL_S = 2.0
+_PLAIN_REFRESH_S = 1.0
+_PLAIN_INTERVAL_S = 5.0  # between lines that differ in their count alone
 
 
 class Progress:
@@ -58,12 +60,13 @@ class Progress:
                 bar.update(task, description=self._what, completed=self._done)
 
     def _show_lines(self) -> None:
-        told = ""
+        told, told_at = "", 0.0
         while True:
-            counted = "" if self._total is None else f": {self._done}/{self._total}"
-            if (line := f"{self._what}{counted}") != told:
-                sys.stderr.write(f"roseinfer: {line}\n")
+            now = time.monotonic()
+            if self._what != told or (self._total is not None and now - told_at >= _PLAIN_INTERVAL_S):
+                told, told_at = self._what, now
+                counted = "" if self._total is None else f": {self._done}/{self._total}"
+                sys.stderr.write(f"roseinfer: {told}{counted}\n")
                 sys.stderr.flush()
-                told = line
-            if self._over.wait(_PLAIN_INTERVAL_S):
+            if self._over.wait(_PLAIN_REFRESH_S):
                 return

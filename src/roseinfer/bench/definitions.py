@@ -115,7 +115,7 @@ def flush_gaps(times: RequestTimes) -> list[int]:
     return _gaps(times.writes)
 
 
-def hand_off(times: RequestTimes) -> int:
+def engine_submit_lag(times: RequestTimes) -> int:
     """The first part of M4: from the tokens being ready until the engine's loop held the request."""
     return max(0, times.inbox - times.tokenize_done)
 

@@ -38,7 +38,7 @@ def add_streaming(parser: Parser) -> None:
     give(engine, "--prefill-admission-policy", "scheduler.admission", "Order of admission. Default: fifo.")
     give(engine, "--prefill-admission-lookahead", "scheduler.lookahead", "How many waiting requests pack considers.")
     give(engine, "--prefill-force-fifo-every", "scheduler.fifo_every", "Under pack, how often the oldest goes first.")
-    give(engine, "--max-active-requests", "scheduler.max_active_seqs", "Sequences that hold KV blocks.")
+    give(engine, "--max-active-requests", "scheduler.max_active_seqs", "Sequences that hold KV blocks. Default: all.")
     add_config_flags(parser, with_short=False)
 
 

@@ -74,9 +74,9 @@ def own_pools(run: Run) -> list[Pool]:
     """What the seeds do not have: the parts of queue wait, what a consumer sees, the engine's steps, refusals."""
     requests = run.requests
     pools = [
-        _pool("Hand-off (tokenized->engine)", _each(requests, d.hand_off)),
-        _pool("Queue wait (engine)", _each(requests, d.engine_queue_wait)),
-        _pool("Flush gap", _all(requests, d.flush_gaps)),
+        _pool("Engine submit lag (tokenized->inbox)", _each(requests, d.engine_submit_lag)),
+        _pool("Engine queue wait (inbox->batch)", _each(requests, d.engine_queue_wait)),
+        _pool("Flush gap (piece to piece)", _all(requests, d.flush_gaps)),
         _pool("Engine step", [record.end_ns - record.start_ns for record in run.steps]),
         _pool("Reject latency", run.rejected),
     ]

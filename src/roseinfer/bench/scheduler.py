@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
             return report.scheduler_pools(run) if is_online else []
 
         bench.measure(
-            [llm.encode(text) for text in bench.texts],
+            bench.prompts,
             measure,
             lambda run: session.say(*report.scheduler_lines(run, header, is_online=is_online)),
             pools_of,

@@ -31,6 +31,18 @@ class Session:
     llm: LLM
     log: StepLog
     texts: list[str]
+    prompts: list[list[int]]  # the same, tokenised
+
+    def check_capacity(self) -> None:
+        """Say so when the KV cache may not hold what is planned: then preemptions are measured too."""
+        info, active = self.llm.info, self.llm.config.scheduler.max_active_seqs
+        assert active is not None, "workload.with_all_active set it"
+        planned = workload.num_blocks_for(self.prompts, self.arguments.max_new_tokens, info.block_size, active)
+        if planned > info.num_blocks:
+            sys.stderr.write(
+                f"warning: the workload may take {planned} KV blocks and the cache has {info.num_blocks}, so requests "
+                "may preempt each other; cache.* says how large it is\n"
+            )
 
     def measure(
         self, prompts: Sequence[Prompt], measure: Measure, tell: Callable[[Run], None], pools_of: Pools
@@ -68,7 +80,7 @@ class Session:
         threads = config.runner.num_threads or len(os.sched_getaffinity(0))
         return {
             "Engine": f"{info.dtype}, {info.attention} attention, {config.engine.transport} transport, "
-            f"{info.num_blocks} blocks of {info.block_size}",
+            f"{info.num_blocks} blocks of {info.block_size}, at most {config.scheduler.max_active_seqs} active",
             "Host": f"{platform.machine()}, {threads} threads, Python {platform.python_version()}, "
             f"torch {version('torch')}, roseinfer {__version__}",
         }
@@ -85,11 +97,11 @@ class Session:
 
 @contextmanager
 def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -> Iterator[Session]:
-    """The engine, with room for the whole workload; `options` go to `LLM`."""
+    """The engine, up; `options` go to `LLM`."""
     if arguments.cuda_graph:
         sys.stderr.write("warning: --cuda-graph has no effect: this version captures no CUDA graphs\n")
     texts = workload.prompts_of(arguments)
-    config = workload.with_planned_blocks(loaded, texts, arguments.max_new_tokens)
+    config = workload.with_all_active(loaded, len(texts))
     log = StepLog()
     with Progress(f"loading {config.model.path}") as progress:
         llm = LLM(
@@ -99,7 +111,9 @@ def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -
             **options,
         )
     with llm:
-        yield Session(arguments, llm, log, texts)
+        session = Session(arguments, llm, log, texts, [llm.encode(text) for text in texts])
+        session.check_capacity()
+        yield session
 
 
 def say(*lines: str) -> None:

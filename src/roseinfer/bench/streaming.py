@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     options = {"tokenize_workers": arguments.tokenize_workers, "max_inflight": arguments.max_inflight_requests}
     with session.start(arguments, loaded, **options) as bench:
         llm = bench.llm
-        prompts: list[Prompt] = [llm.encode(text) for text in bench.texts] if arguments.pretok else list(bench.texts)
+        prompts: list[Prompt] = [*bench.prompts] if arguments.pretok else [*bench.texts]
         header = {
             **bench.header(),
             "Pretok": arguments.pretok,

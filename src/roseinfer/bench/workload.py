@@ -8,8 +8,6 @@ from roseinfer.config import Config
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.messages import SamplingParams
 
-_MAX_SPECIAL_TOKENS = 2  # what a tokenizer puts around a text
-
 
 def make_prompts(base: str, num_requests: int, repeats: Sequence[int], *, is_unique: bool) -> list[str]:
     """Request i has the base prompt repeats[i % len] times, joined by spaces, and its number when it must be unique."""
@@ -34,22 +32,24 @@ def params_of(arguments: argparse.Namespace) -> SamplingParams:
     )
 
 
-def num_blocks_for(prompts: Sequence[str], max_new_tokens: int, block_size: int, max_active_seqs: int) -> int:
+def with_all_active(loaded: LoadedConfig, num_requests: int) -> Config:
+    """The configuration, but unless somebody said otherwise every request may be active at once.
+
+    The seeds had no limit there: all that were admitted hold KV, and share the rows of a decode step in turn.
+    """
+    config, scheduler = loaded.config, loaded.config.scheduler
+    if "scheduler.max_active_seqs" in loaded.sources:
+        return config
+    active = max(num_requests, scheduler.max_num_seqs, scheduler.max_prefill_seqs or 0)
+    return replace(config, scheduler=replace(scheduler, max_active_seqs=active))
+
+
+def num_blocks_for(prompts: Sequence[Sequence[int]], max_new_tokens: int, block_size: int, max_active_seqs: int) -> int:
     """Blocks with which the planned requests never preempt each other.
 
-    Only active sequences hold blocks, so the longest of them count. A prompt is at most one token for each byte, in
-    every vocabulary we read. One more block for each distinct prompt, whose last, partial block a cache could hold.
+    Only active sequences hold blocks, so the longest of them count; and the partial last block of each distinct prompt,
+    which a prefix cache could keep beside them.
     """
-    lengths = sorted(len(prompt.encode()) + _MAX_SPECIAL_TOKENS + max_new_tokens for prompt in prompts)
-    needed = sum(-(-length // block_size) for length in lengths[-max_active_seqs:])
-    return max(2, needed + len(set(prompts)))
-
-
-def with_planned_blocks(loaded: LoadedConfig, prompts: Sequence[str], max_new_tokens: int) -> Config:
-    """The configuration with as many KV blocks as the workload needs, unless somebody gave a number."""
-    config, scheduler = loaded.config, loaded.config.scheduler
-    if "cache.num_blocks" in loaded.sources:
-        return config
-    rows = max(scheduler.max_num_seqs, scheduler.max_prefill_seqs or 0)
-    num_blocks = num_blocks_for(prompts, max_new_tokens, config.cache.block_size, scheduler.max_active_seqs or rows)
-    return replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+    lengths = sorted(len(prompt) + max_new_tokens for prompt in prompts)
+    partial = {tuple(prompt) for prompt in prompts if len(prompt) % block_size}
+    return sum(-(-length // block_size) for length in lengths[-max_active_seqs:]) + len(partial)
