@@ -1,6 +1,7 @@
 """Turns whatever happens around a handler into what the client and the log are told. Knows no bodies."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -22,7 +23,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 REQUEST_ID_HEADER = "x-request-id"
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
-QUIET_PATHS = PROBE_PATHS | {"/metrics"}
+QUIET_PATHS = PROBE_PATHS | {"/metrics"}  # asked every second; what they would say, the lifecycle logs
 CLIENT_CLOSED = 499  # nginx's word for it; nobody reads it but the log
 FAREWELL_TIMEOUT_S = 1.0  # a client that does not read is not waited for with the last event
 
@@ -43,7 +44,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
         status = response.status
         return response
     finally:
-        level = logging.DEBUG if request.path in QUIET_PATHS and status < 400 else logging.INFO
+        level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
         _access_log.log(
             level,
             "request",
@@ -113,7 +114,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     exchange.fail(failure)
     if exchange.stream is None:
         return error_response(failure, headers)
-    return await _end_stream(exchange.stream, failure)
+    return await _end_stream(request, exchange.stream, failure)
 
 
 def error_response(error: RoseinferError, headers: dict[str, str] | None = None) -> web.Response:
@@ -132,15 +133,17 @@ def error_response(error: RoseinferError, headers: dict[str, str] | None = None)
     return response
 
 
-async def _end_stream(stream: web.StreamResponse, error: RoseinferError) -> web.StreamResponse:
+async def _end_stream(request: web.Request, stream: web.StreamResponse, error: RoseinferError) -> web.StreamResponse:
     """An error event and the end of the stream, without `[DONE]`."""
-    try:
-        async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-            await stream.write(sse.event(error_body(error)))
-            await stream.write_eof()
-    except (ConnectionError, TimeoutError):
-        _log.debug("the client did not take the error event")
     stream.force_close()
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        if not request.protocol.writing_paused:  # else its buffers are full, and aiohttp's waiter for them is spent
+            async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                await stream.write(sse.event(error_body(error)))
+                await stream.write_eof()
+                return stream
+    if request.transport is not None:
+        request.transport.abort()  # it does not read, and closing politely would wait until it does
     return stream
 
 

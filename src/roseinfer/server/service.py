@@ -101,10 +101,8 @@ class Service:
 
     def open_exchange(self, request: web.Request, request_id: str) -> Exchange:
         key = request_id
-        while (
-            key in self._exchanges
-        ):  # the client's ids need not be unique, the engine's must; `~` is in no client's id
-            key = f"{request_id}~{secrets.token_hex(4)}"
+        while key in self._exchanges or key in self._abandoned:  # the engine must not get an id twice
+            key = f"{request_id}~{secrets.token_hex(4)}"  # `~` is in no client's id
         exchange = self._exchanges[key] = Exchange(self.client, key, request)
         self._is_idle.clear()
         return exchange

@@ -46,7 +46,11 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"The checkpoint has no tokenizer.json: {directory}.", param="model.path")
-        content = path.read_bytes()
+        return cls.from_bytes(path.read_bytes())
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "Tokenizer":
+        """Read the content of a `tokenizer.json`."""
         try:
             inner = tokenizers.Tokenizer.from_buffer(content)
             decoder = msgspec.json.decode(content, type=_TokenizerFile).decoder

@@ -1,0 +1,295 @@
+"""`lifecycle.run` from bind to exit code, in this process: ports before the engine, signals, drain, death."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from roseinfer.config import Config, ServerConfig
+from roseinfer.errors import ConfigError, EngineDead, EngineFailed
+from roseinfer.messages import StartupProgress
+from roseinfer.records import FinishReason, LifecycleState
+from roseinfer.server import lifecycle
+from tests.unit.server.harness import (
+    Listener,
+    ScriptedEngine,
+    engine_info,
+    metrics_handler,
+    says,
+    write_checkpoint,
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Running:
+    """`run` as a task, and a client for its ports."""
+
+    task: "asyncio.Task[int]"
+    engine: ScriptedEngine
+    listener: Listener
+    session: aiohttp.ClientSession
+    port: int
+    ready_urls: list[str]
+
+    async def status(self, path: str, **options: Any) -> int:
+        method = "POST" if options else "GET"
+        async with self.session.request(method, f"http://127.0.0.1:{self.port}{path}", **options) as response:
+            await response.read()
+            return response.status
+
+    async def until(self, path: str, status: int) -> None:
+        """Ask until the answer has the status: the test's time limit is the bound."""
+        while True:
+            try:
+                if await self.status(path) == status:
+                    return
+            except aiohttp.ClientConnectorError:
+                pass  # the port is not open yet
+            await asyncio.sleep(0.01)
+
+    async def open(self) -> aiohttp.ClientResponse:
+        body = {"prompt": "Hi", "stream": True}
+        return await self.session.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body)
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, *, is_warm: bool = True, **server: Any) -> AsyncIterator[Running]:
+    engine = ScriptedEngine(info=engine_info(checkpoint_dir=str(write_checkpoint(tmp_path))))
+    if is_warm:
+        engine.started.set()
+    port, listener, urls = free_port(), Listener(), list[str]()
+    options: dict[str, Any] = {"ops_port": 0} | server
+    config = Config(server=ServerConfig(port=port, served_model_name="scripted", **options))
+    task = asyncio.create_task(lifecycle.run(config, engine, listener, metrics_handler, urls.append))
+    async with aiohttp.ClientSession() as session:
+        server_under_test = Running(task, engine, listener, session, port, urls)
+        if is_warm:
+            await server_under_test.until("/readyz", 200)
+        try:
+            yield server_under_test
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+async def read_events(response: aiohttp.ClientResponse) -> list[Any]:
+    frames = (await response.read()).decode().removesuffix("\n\n").split("\n\n")
+    payloads = [frame.removeprefix("data: ") for frame in frames]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+async def test_the_ports_answer_before_the_engine_does(tmp_path: Path) -> None:
+    ops_port = free_port()
+    async with running(tmp_path, is_warm=False, ops_port=ops_port) as server:
+        server.engine.progress.append(StartupProgress(LifecycleState.LOADING, "weights"))
+        await server.until("/livez", 200)
+        for path in ("/readyz", "/startupz", "/v1/models"):
+            assert await server.status(path) == 503
+        assert await server.status("/v1/completions", json={"prompt": "a"}) == 503
+        async with server.session.get(f"http://127.0.0.1:{ops_port}/metrics") as response:
+            assert response.status == 200
+        assert server.ready_urls == []
+        server.engine.started.set()
+        await server.until("/readyz", 200)
+        server.engine.reply = says("a")
+        assert await server.status("/v1/completions", json={"prompt": "a"}) == 200
+        assert server.ready_urls == [f"http://127.0.0.1:{server.port}"]
+        assert server.listener.states == [LifecycleState.STARTING, LifecycleState.LOADING, LifecycleState.READY]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_an_idle_server_leaves_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    async with running(tmp_path) as server:
+        send(number)
+        assert await asyncio.wait_for(server.task, 2) == 0
+        assert server.engine.num_closes == 1
+        assert server.listener.states[-1] is LifecycleState.DRAINING
+
+
+async def test_a_drain_lets_streams_finish_and_refuses_new_requests(tmp_path: Path) -> None:
+    async with running(tmp_path) as server:
+        opening = asyncio.create_task(server.open())
+        await server.engine.received()
+        server.engine.say("a")
+        async with await opening as response:
+            send(signal.SIGTERM)
+            await server.until("/readyz", 503)
+            assert await server.status("/livez") == 200
+            url = f"http://127.0.0.1:{server.port}/v1/completions"
+            async with server.session.post(url, json={"prompt": "b"}) as refused:
+                assert refused.status == 503
+                assert refused.headers["Connection"] == "close"
+                assert "Retry-After" in refused.headers
+            server.engine.say("b", FinishReason.LENGTH)
+            events = await read_events(response)
+        assert [event["choices"][0]["text"] for event in events[:-1]] == ["a", "b"]
+        assert events[-1] == "[DONE]"
+        assert await asyncio.wait_for(server.task, 2) == 0
+
+
+async def assert_cut(server: Running, response: aiohttp.ClientResponse) -> None:
+    *_, last = await read_events(response)
+    assert last["error"]["code"] == "not_ready", "an error event, and no [DONE] after it"
+    assert await asyncio.wait_for(server.task, 5) == 0
+    [timeline] = server.engine.closed
+    assert (timeline.finish_reason, timeline.error_code) == (FinishReason.ABORT, "not_ready")
+    assert not timeline.client_disconnected
+    assert server.engine.aborted == [timeline.request_id]
+
+
+async def test_after_the_drain_limit_streams_end_with_an_error_event(tmp_path: Path) -> None:
+    async with running(tmp_path, drain_timeout_s=0.2) as server:
+        opening = asyncio.create_task(server.open())
+        await server.engine.received()
+        server.engine.say("a")
+        async with await opening as response:
+            send(signal.SIGTERM)
+            await assert_cut(server, response)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_does_not_wait_for_the_limit(tmp_path: Path, second: signal.Signals) -> None:
+    async with running(tmp_path, drain_timeout_s=3600) as server:
+        opening = asyncio.create_task(server.open())
+        await server.engine.received()
+        server.engine.say("a")
+        async with await opening as response:
+            send(signal.SIGTERM)
+            await server.until("/readyz", 503)
+            send(second)
+            await assert_cut(server, response)
+
+
+async def test_a_queued_request_is_told_with_a_status_when_time_is_up(tmp_path: Path) -> None:
+    async with running(tmp_path, drain_timeout_s=0.2) as server:
+        opening = asyncio.create_task(server.open())
+        await server.engine.received()
+        send(signal.SIGTERM)
+        async with await opening as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["code"] == "not_ready"
+
+
+async def test_a_client_that_does_not_read_cannot_hold_up_the_exit(tmp_path: Path) -> None:
+    async with running(tmp_path, drain_timeout_s=0.1) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        body = b'{"prompt": "Hi", "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await server.engine.received()
+        server.engine.flood()
+        send(signal.SIGTERM)
+        assert await asyncio.wait_for(server.task, 5) == 0
+        writer.close()
+        [timeline] = server.engine.closed
+        assert (timeline.finish_reason, timeline.error_code) == (FinishReason.ABORT, "not_ready")
+        assert not timeline.client_disconnected
+
+
+async def test_a_signal_while_loading(tmp_path: Path) -> None:
+    async with running(tmp_path, is_warm=False) as server:
+        await server.until("/livez", 200)
+        send(signal.SIGTERM)
+        assert await asyncio.wait_for(server.task, 2) == 0
+        assert server.engine.num_closes == 1
+
+
+async def test_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "FAILED_LINGER_S", 0.5)
+    async with running(tmp_path) as server:
+        opening = asyncio.create_task(server.open())
+        await server.engine.received()
+        server.engine.say("a")
+        async with await opening as response:
+            server.engine.die(EngineDead("killed"))
+            *_, last = await read_events(response)
+            assert last["error"]["code"] == "engine_dead"
+        assert await server.status("/livez") == 503
+        assert await server.status("/v1/completions", json={"prompt": "a"}) == 503
+        assert await asyncio.wait_for(server.task, 5) == 70
+        assert server.listener.states[-1] is LifecycleState.FAILED
+
+
+async def test_when_the_engine_dies_in_the_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "FAILED_LINGER_S", 0.1)
+    async with running(tmp_path) as server:
+        opening = asyncio.create_task(server.open())
+        await server.engine.received()
+        send(signal.SIGTERM)
+        await server.until("/readyz", 503)
+        server.engine.die(EngineFailed("a step raised"))
+        async with await opening as response:
+            assert response.status == 500
+        assert await asyncio.wait_for(server.task, 5) == 70
+
+
+async def test_an_engine_that_cannot_start(tmp_path: Path) -> None:
+    async with running(tmp_path, is_warm=False) as server:
+        server.engine.start_error = EngineFailed("no such device")
+        server.engine.started.set()
+        assert await asyncio.wait_for(server.task, 2) == 70
+
+
+async def start_error(config: ServerConfig, engine: ScriptedEngine) -> ConfigError:
+    engine.started.set()
+    with pytest.raises(ConfigError) as caught:
+        await lifecycle.run(Config(server=config), engine, Listener(), metrics_handler, lambda _: None)
+    assert engine.num_closes == 1
+    return caught.value
+
+
+async def test_a_value_the_engine_cannot_use(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    engine.start_error = ConfigError("no such checkpoint", param="model.path")
+    assert (await start_error(ServerConfig(port=0, ops_port=0), engine)).param == "model.path"
+
+
+@pytest.mark.parametrize("name", ["port", "ops_port"])
+async def test_a_taken_port_is_named(name: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port: int = taken.getsockname()[1]
+        config = ServerConfig(port=port, ops_port=0) if name == "port" else ServerConfig(port=0, ops_port=port)
+        error = await start_error(config, ScriptedEngine())
+    assert error.param == f"server.{name}"
+    assert str(port) in error.message
+
+
+async def test_an_address_that_is_not_ours_is_named() -> None:
+    error = await start_error(ServerConfig(host="192.0.2.1", port=0, ops_port=0), ScriptedEngine())
+    assert error.param == "server.host"
+
+
+async def test_an_api_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    config = ServerConfig(port=0, ops_port=0, api_key_file=str(tmp_path / "keys"))
+    with pytest.raises(ConfigError) as caught:
+        await lifecycle.run(Config(server=config), ScriptedEngine(), Listener(), metrics_handler, lambda _: None)
+    assert caught.value.param == "server.api_key_file"
+
+
+async def test_a_checkpoint_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    engine = ScriptedEngine(info=engine_info(checkpoint_dir=str(tmp_path)))
+    error = await start_error(ServerConfig(port=0, ops_port=0), engine)
+    assert error.param == "model.path"
+    assert "tokenizer.json" in error.message

@@ -1,0 +1,86 @@
+"""What is not a request for tokens: probes, models, version, metrics, and who may see them."""
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from roseinfer import __version__
+from roseinfer.records import FinishReason
+from roseinfer.server.app import build_ops_app, build_runner
+from tests.unit.server.harness import ScriptedEngine, engine_info, metrics_handler, says, serving
+
+
+async def test_the_probes_of_a_ready_server() -> None:
+    async with serving(ScriptedEngine()) as server:
+        for path in ("/livez", "/readyz", "/startupz", "/health"):
+            answer = await server.get(path)
+            assert (answer.status, answer.json) == (200, {"status": "ok", "state": "ready", "trouble": None})
+
+
+async def test_the_model_and_its_context() -> None:
+    async with serving(ScriptedEngine()) as server:
+        [model] = (await server.get("/v1/models")).json["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("scripted", "model", 128)
+
+
+async def test_the_context_is_no_longer_than_the_cache_can_hold() -> None:
+    async with serving(ScriptedEngine(says("a"), engine_info(num_blocks=4))) as server:
+        [model] = (await server.get("/v1/models")).json["data"]
+        assert model["max_model_len"] == 64
+        assert (await server.complete(max_tokens=63)).error["code"] == "context_length_exceeded"
+        assert (await server.complete(max_tokens=62)).status == 200
+
+
+async def test_version_and_metrics() -> None:
+    async with serving(ScriptedEngine()) as server:
+        assert (await server.get("/version")).json == {"version": __version__}
+        assert (await server.get("/metrics")).body == b"# the metrics\n"
+
+
+KEYS = ["first-key", "clé"]
+NO_KEYS = [None, "", "Bearer", "Bearer wrong", "Basic first-key", "first-key", "Bearer é"]
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer wrong", "Basic first-key", "first-key", "Bearer é"]
+)
+async def test_without_a_key_only_the_probes_answer(authorization: str | None) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    async with serving(ScriptedEngine(says("a")), keys=KEYS) as server:
+        refused = [await server.complete(headers=headers), await server.chat(headers=headers)]
+        paths = ("/v1/models", "/metrics", "/version", "/nowhere")
+        refused += [await server.get(path, headers=headers) for path in paths]
+        probes = [await server.get(path, headers=headers) for path in ("/livez", "/readyz", "/startupz", "/health")]
+    for answer in refused:
+        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert [answer.status for answer in probes] == [200] * 4
+    assert server.engine.requests == []
+    assert [timeline.finish_reason for timeline in server.engine.closed] == [FinishReason.REJECTED] * 2
+
+
+async def test_each_key_opens_the_door_and_has_a_cache_of_its_own() -> None:
+    async with serving(ScriptedEngine(says("a")), keys=KEYS) as server:
+        for key in (*KEYS, KEYS[0]):
+            assert (await server.complete(headers={"Authorization": f"Bearer {key}"})).status == 200
+    first, second, again = (request.cache_salt for request in server.engine.requests)
+    assert first == again
+    assert len({first, second, ""}) == 3
+
+
+async def test_the_operations_port_needs_no_key_and_serves_no_tokens(tmp_path: Path) -> None:
+    async with serving(ScriptedEngine(), keys=KEYS) as server:
+        runner = build_runner(build_ops_app(server.service, metrics_handler), 0.5)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session:
+            statuses = {}
+            for path in ("/livez", "/readyz", "/startupz", "/health", "/metrics", "/v1/models"):
+                async with session.get(url + path) as response:
+                    statuses[path] = response.status
+        await runner.cleanup()
+    assert statuses.pop("/v1/models") == 404
+    assert set(statuses.values()) == {200}

@@ -1,0 +1,108 @@
+"""The facts of each exchange: one timeline for each sequence, stamped in order, closed once, with the true reason."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from roseinfer.records import FinishReason, RequestTimeline
+from tests.unit.server.harness import ScriptedEngine, says, serving
+
+
+def assert_in_order(timeline: RequestTimeline) -> None:
+    stamps = [timeline.recv_ns, timeline.parsed_ns, timeline.tokenized_ns, *timeline.write_ns, timeline.end_ns]
+    assert all(stamps)
+    assert stamps == sorted(stamps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_for_each_sequence(stream: bool) -> None:
+    async with serving(ScriptedEngine(says("abc"))) as server:
+        await server.complete(prompt=["a", "bc"], n=2, stream=stream)
+    closed = server.engine.closed
+    assert [timeline.request_id for timeline in closed] == [request.request_id for request in server.engine.requests]
+    for timeline, num_prompt_tokens in zip(closed, [1, 1, 2, 2], strict=True):
+        assert_in_order(timeline)
+        assert timeline.num_prompt_tokens == num_prompt_tokens
+        assert timeline.is_streamed == stream
+        assert (timeline.finish_reason, timeline.error_code) == (FinishReason.LENGTH, "")
+
+
+async def test_a_write_is_stamped_when_it_carried_tokens() -> None:
+    async with serving(ScriptedEngine(says("abcdefg"))) as server:
+        await server.complete()
+        await server.complete(stream=True)
+        await server.complete(stream=True, stream_interval=3)
+    assert [len(timeline.write_ns) for timeline in server.engine.closed] == [1, 7, 3]
+
+
+async def test_the_traceparent_is_copied_to_each() -> None:
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with serving(ScriptedEngine(says("a"))) as server:
+        await server.complete(headers={"traceparent": traceparent}, n=2)
+        await server.complete()
+    assert [timeline.traceparent for timeline in server.engine.closed] == [traceparent, traceparent, ""]
+
+
+async def test_how_late_the_client_was() -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        for intended in (time.time() - 100, time.time() + 100):
+            await server.complete(headers={"x-roseinfer-intended-time": f"{intended:.6f}"})
+        await server.complete()
+    late, early, unknown = (timeline.client_submit_lag_s for timeline in server.engine.closed)
+    assert late is not None
+    assert 100 <= late < 160
+    assert (early, unknown) == (0.0, None)
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-1", "1e9", "nan", "1.", "1,5", "9" * 40])
+async def test_a_malformed_intended_time_is_refused(value: str) -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.complete(headers={"x-roseinfer-intended-time": value})
+    assert (answer.status, answer.error["param"]) == (400, "x-roseinfer-intended-time")
+    assert server.engine.closed[0].finish_reason is FinishReason.REJECTED
+
+
+@pytest.mark.parametrize("given", ["abc", "A-b_c.9", "x" * 128])
+async def test_a_request_id_is_kept(given: str) -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.complete(headers={"x-request-id": given})
+        refused = await server.complete(headers={"x-request-id": given}, n=0)
+        unknown = await server.get("/nowhere", headers={"x-request-id": given})
+    assert {answer.headers["x-request-id"] for answer in (answer, refused, unknown)} == {given}
+    assert [timeline.request_id for timeline in server.engine.closed] == [given, given]
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a/b", "a~b", "é", "x" * 129])
+async def test_an_unusable_request_id_is_replaced(given: str) -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.complete(headers={"x-request-id": given})
+    made = answer.headers["x-request-id"]
+    assert made not in {"", given}
+    assert server.engine.requests[0].request_id == made
+
+
+async def test_two_requests_at_once_may_carry_one_id() -> None:
+    engine = ScriptedEngine()
+    async with serving(engine) as server:
+        tasks = [asyncio.create_task(server.complete(headers={"x-request-id": "twin"})) for _ in range(2)]
+        await engine.received(2)
+        assert len({request.request_id for request in engine.requests}) == 2
+        for index in range(2):
+            engine.say("a", FinishReason.LENGTH, index=index)
+        answers = [await task for task in tasks]
+    assert [(answer.status, answer.headers["x-request-id"]) for answer in answers] == [(200, "twin")] * 2
+
+
+async def test_the_access_log_has_one_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "roseinfer.access")
+    async with serving(ScriptedEngine(says("a"))) as server:
+        await server.complete(headers={"x-request-id": "one"})
+        await server.complete(headers={"x-request-id": "two"}, n=0)
+        await server.get("/livez")
+    lines = [vars(record) for record in caplog.records if record.name == "roseinfer.access"]
+    assert [(line["request_id"], line["method"], line["path"], line["status"]) for line in lines] == [
+        ("one", "POST", "/v1/completions", 200),
+        ("two", "POST", "/v1/completions", 400),
+    ]

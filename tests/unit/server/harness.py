@@ -1,0 +1,333 @@
+"""A server without an engine: an `EngineClient` that does exactly what a test tells it, and a vocabulary of bytes.
+
+Ids 0 to 255 are the bytes themselves, so `list("text".encode())` is a prompt; above them lie a few added tokens.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import tokenizers
+from aiohttp import web
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from roseinfer.config import Config, ServerConfig
+from roseinfer.errors import EngineError, NotReady
+from roseinfer.messages import EngineInfo, Request, StartupProgress, TokenLogprobs, TokenOutput
+from roseinfer.records import EngineTimes, FinishReason, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.server.api_keys import ApiKeys
+from roseinfer.server.app import build_app, build_runner
+from roseinfer.server.chat_template import ChatTemplate
+from roseinfer.server.service import Service, TextModel
+from roseinfer.server.tokenizer import Tokenizer
+
+BOS, EOS, TOOL, HUGE = 256, 257, 258, 259
+HUGE_TEXT = "#" * 50_000
+VOCAB_SIZE = 300
+TEMPLATE = (
+    "{% for message in messages %}\n"
+    "    {% if message.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}\n"
+    "<{{ message.role }}>{{ message.content }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def byte_tokenizer(*, with_bos: bool = False) -> tokenizers.Tokenizer:
+    alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in alphabet]
+    vocab = {chr(byte): byte for byte in alphabet} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
+    tokenizer.add_tokens(["<tool call>", HUGE_TEXT])
+    if with_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])
+    return tokenizer
+
+
+def write_checkpoint(directory: Path, *, template: str | None = TEMPLATE, with_bos: bool = False) -> Path:
+    byte_tokenizer(with_bos=with_bos).save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}} | (
+        {"chat_template": template} if template else {}
+    )
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def times(num_cached_tokens: int = 0) -> EngineTimes:
+    return EngineTimes(inbox_ns=1, scheduled_ns=2, num_cached_tokens=num_cached_tokens, num_preemptions=0)
+
+
+def engine_info(**changed: Any) -> EngineInfo:
+    fields: dict[str, Any] = {
+        "checkpoint_dir": "",
+        "model_type": "scripted",
+        "num_parameters": 0,
+        "vocab_size": VOCAB_SIZE,
+        "max_model_len": 128,
+        "eos_token_ids": [EOS],
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "none",
+        "linear": "none",
+        "block_size": 16,
+        "num_blocks": 64,
+        "startup_s": {},
+    }
+    return EngineInfo(**(fields | changed))
+
+
+Reply = Callable[[Request], Iterable[TokenOutput]]
+
+
+def says(text: str, finish_reason: FinishReason = FinishReason.LENGTH, num_cached_tokens: int = 0) -> Reply:
+    """One byte a step, and the finish reason with the last."""
+
+    def reply(request: Request) -> Iterable[TokenOutput]:
+        *most, last = ids(text)
+        for token_id in most:
+            yield TokenOutput(request.request_id, [token_id])
+        yield TokenOutput(request.request_id, [last], None, finish_reason, None, times(num_cached_tokens))
+
+    return reply
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Descending from the token itself."""
+    top = [(token_id + i) % 256 for i in range(num_top)]
+    return TokenLogprobs(-0.5, 1, top, [-0.5 - i for i in range(num_top)])
+
+
+class ScriptedEngine:
+    """An engine that answers each request with `reply` or, without one, waits for `tell`."""
+
+    def __init__(self, reply: Reply | None = None, info: EngineInfo | None = None) -> None:
+        self.reply = reply
+        self.engine_info = info or engine_info()
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.opened: list[RequestTimeline] = []
+        self.closed: list[RequestTimeline] = []
+        self.trouble: str | None = None
+        self.started = asyncio.Event()  # until it is set, `start` waits
+        self.start_error: Exception | None = None
+        self.progress: list[StartupProgress] = []
+        self.death: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        self.num_closes = 0
+        self._arrival = asyncio.Event()
+        self._mailboxes: dict[str, asyncio.Queue[list[TokenOutput] | EngineError]] = {}
+
+    async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
+        for progress in self.progress:
+            on_progress(progress)
+        await self.started.wait()
+        if self.start_error is not None:
+            raise self.start_error
+        return self.engine_info
+
+    @property
+    def info(self) -> EngineInfo:
+        if not self.started.is_set():
+            raise NotReady("the engine is starting")
+        return self.engine_info
+
+    async def wait_dead(self) -> EngineError:
+        return await asyncio.shield(self.death)
+
+    def die(self, error: EngineError) -> None:
+        self.trouble = error.message
+        self.death.set_result(error)
+        for mailbox in self._mailboxes.values():
+            mailbox.put_nowait(error)
+
+    def open_timeline(self, timeline: RequestTimeline) -> None:
+        assert timeline.request_id not in {t.request_id for t in self.opened if t not in self.closed}
+        self.opened.append(timeline)
+
+    def close_timeline(self, timeline: RequestTimeline) -> None:
+        assert any(timeline is opened for opened in self.opened)
+        assert not any(timeline is closed for closed in self.closed)
+        self.closed.append(timeline)
+
+    async def received(self, num_requests: int = 1) -> None:
+        """Return once so many requests are there."""
+        while len(self.requests) < num_requests:
+            self._arrival.clear()
+            await self._arrival.wait()
+
+    async def generate(
+        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+    ) -> AsyncGenerator[list[TokenOutput], None]:
+        mailbox: asyncio.Queue[list[TokenOutput] | EngineError] = asyncio.Queue()
+        for request, timeline in zip(requests, timelines, strict=True):
+            assert request.request_id == timeline.request_id
+            assert any(timeline is opened for opened in self.opened)
+            self._mailboxes[request.request_id] = mailbox
+            for output in self.reply(request) if self.reply else ():
+                mailbox.put_nowait([output])
+        self.requests += requests
+        self._arrival.set()
+        unfinished = {request.request_id for request in requests}
+        try:
+            while unfinished:
+                outputs = await mailbox.get()
+                if isinstance(outputs, EngineError):
+                    raise outputs
+                unfinished -= {output.request_id for output in outputs if output.finish_reason is not None}
+                yield outputs
+        finally:
+            for request_id in unfinished:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.tell(TokenOutput(request_id, [], None, FinishReason.ABORT, None, times()))
+
+    def tell(self, *outputs: TokenOutput) -> None:
+        """Deliver outputs of one exchange as one step's."""
+        self._mailboxes[outputs[0].request_id].put_nowait(list(outputs))
+
+    def say(self, text: str, finish_reason: FinishReason | None = None, index: int = 0) -> None:
+        """Deliver a text, in one step, to the request that came `index`-th."""
+        end = times() if finish_reason is not None else None
+        self.tell(TokenOutput(self.requests[index].request_id, ids(text), None, finish_reason, None, end))
+
+    def flood(self, index: int = 0) -> None:
+        """Deliver 15 MB of text, more than the buffers of a connection hold, in 300 steps."""
+        for _ in range(300):
+            self.tell(TokenOutput(self.requests[index].request_id, [HUGE]))
+
+    async def close(self) -> None:
+        self.num_closes += 1
+
+
+class Listener:
+    """An observer that remembers the states."""
+
+    def __init__(self) -> None:
+        self.states: list[LifecycleState] = []
+
+    def on_lifecycle(self, state: LifecycleState) -> None:
+        self.states.append(state)
+
+    def on_start(self, timeline: RequestTimeline) -> None: ...
+
+    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None: ...
+
+    def on_finish(self, timeline: RequestTimeline) -> None: ...
+
+
+async def metrics_handler(_request: web.Request) -> web.Response:
+    return web.Response(text="# the metrics\n")
+
+
+@dataclass
+class Answer:
+    """A whole HTTP answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert error["code"]
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The stream's events: objects, and `[DONE]` as that string."""
+        text = self.body.decode()
+        assert text.endswith("\n\n")
+        frames = text.removesuffix("\n\n").split("\n\n")
+        assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+        payloads = [frame.removeprefix("data: ") for frame in frames]
+        return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+@dataclass
+class Server:
+    """A running API port, and a client for it."""
+
+    engine: ScriptedEngine
+    service: Service
+    url: str
+    session: aiohttp.ClientSession
+    listener: Listener = field(default_factory=Listener)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def request(self, method: str, path: str, **options: Any) -> Answer:
+        async with self.session.request(method, self.url + path, **options) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def open(self, **body: Any) -> aiohttp.ClientResponse:
+        """A streamed completion, once its headers are there; to be used as a context, read one write at a time."""
+        return await self.session.post(self.url + "/v1/completions", json={"prompt": "Hi", "stream": True} | body)
+
+    async def get(self, path: str, **options: Any) -> Answer:
+        return await self.request("GET", path, **options)
+
+    async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> Answer:
+        return await self.request("POST", "/v1/completions", json={"prompt": "Hi"} | body, headers=headers)
+
+    async def chat(self, headers: dict[str, str] | None = None, **body: Any) -> Answer:
+        messages = [{"role": "user", "content": "Hi"}]
+        body = {"messages": messages} | body
+        return await self.request("POST", "/v1/chat/completions", json=body, headers=headers)
+
+
+def text_model(*, template: str | None = TEMPLATE, with_bos: bool = False) -> TextModel:
+    inner = byte_tokenizer(with_bos=with_bos)
+    tokenizer = Tokenizer.from_bytes(inner.to_str().encode())
+    specials = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    return TextModel(tokenizer, ChatTemplate(template, specials) if template else None)
+
+
+@asynccontextmanager
+async def serving(
+    engine: ScriptedEngine,
+    *,
+    text: TextModel | None = None,
+    is_ready: bool = True,
+    keys: list[str] | None = None,
+    **server: Any,
+) -> AsyncIterator[Server]:
+    """The API port over a scripted engine, on a free port of the loopback."""
+    listener = Listener()
+    config = Config(server=ServerConfig(served_model_name="scripted", **server))
+    service = Service(config, engine, listener, ApiKeys(keys) if keys else None)
+    if is_ready:
+        engine.started.set()
+        service.open(text or text_model())
+    runner = build_runner(build_app(service, metrics_handler), 0.5)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session:
+            yield Server(engine, service, url, session, listener)
+    finally:
+        await runner.cleanup()
+        service.close()
+    assert len(engine.closed) == len(engine.opened), "every opened timeline is closed, exactly once"

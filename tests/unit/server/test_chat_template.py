@@ -1,0 +1,95 @@
+"""A template is the model's, compiled once, sandboxed and bounded; its refusals are the caller's mistakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.server.chat_template import MAX_PROMPT_CHARS, ChatTemplate
+from tests.unit.server.harness import TEMPLATE, write_checkpoint
+
+MESSAGES = [{"role": "user", "content": "Hi\n"}]
+
+
+def render(source: str, messages: list[dict[str, str]] = MESSAGES) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages)
+
+
+def test_blocks_are_trimmed_as_authors_of_templates_expect() -> None:
+    assert render(TEMPLATE) == "<user>Hi\n\n<assistant>"
+
+
+def test_what_a_template_may_use() -> None:
+    source = (
+        "{{ bos_token }}{{ messages | tojson }}{{ messages[0].content | trim }}"
+        "{% for x in [1, 2] %}{% break %}{% endfor %}{{ tools is none }}{{ strftime_now('%Y')|length }}"
+    )
+    assert render(source) == '<s>[{"role": "user", "content": "Hi\\n"}]HiTrue4'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('only one system message') }}",
+        "{{ messages[5].content }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__init__.__globals__ }}",
+    ],
+)
+def test_a_refusal_is_an_invalid_request(source: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        render(source)
+    assert caught.value.param == "messages"
+
+
+def test_the_output_is_bounded() -> None:
+    with pytest.raises(InvalidRequest, match=str(MAX_PROMPT_CHARS)):
+        render("{% for _ in range(90000) %}{{ messages[0].content }}{% endfor %}", [{"content": "x" * 1000}])
+
+
+def test_a_template_that_does_not_compile_is_named() -> None:
+    with pytest.raises(ConfigError, match="does not compile") as caught:
+        render("{% for %}")
+    assert caught.value.param == "model.path"
+
+
+def write_config(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_special_tokens_are_strings_or_objects(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}"
+    config = {"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}
+    loaded = ChatTemplate.load(write_config(tmp_path, config))
+    assert loaded is not None
+    assert loaded.render(MESSAGES) == "<s></s>False"
+
+
+def test_a_file_of_its_own_goes_first(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded is not None
+    assert loaded.render(MESSAGES) == "from the file"
+
+
+def test_of_several_templates_the_default(tmp_path: Path) -> None:
+    several = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
+    loaded = ChatTemplate.load(write_config(tmp_path, {"chat_template": several}))
+    assert loaded is not None
+    assert loaded.render(MESSAGES) == "b"
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    assert ChatTemplate.load(write_config(tmp_path, {"chat_template": None})) is None
+
+
+def test_a_broken_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        ChatTemplate.load(tmp_path)

@@ -1,0 +1,59 @@
+"""Every error has a status, a code, a body that OpenAI's clients read, and a line in docs/http-api.md."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roseinfer.errors import (
+    CapacityError,
+    ConfigError,
+    EngineError,
+    NotReady,
+    RequestError,
+    RoseinferError,
+    UnknownRoute,
+)
+from roseinfer.server.middleware import error_response
+
+ROOT = Path(__file__).parents[3]
+GROUPS = {RoseinferError, RequestError, CapacityError, ConfigError}  # never sent, or never with a meaning of their own
+
+
+def descendants(error: type[RoseinferError]) -> Iterator[type[RoseinferError]]:
+    yield error
+    for child in error.__subclasses__():
+        yield from descendants(child)
+
+
+SENT = [error for error in descendants(RoseinferError) if error not in GROUPS]
+
+
+@pytest.mark.parametrize("error", SENT, ids=lambda error: error.__name__)
+def test_every_error_is_told_and_documented(error: type[RoseinferError]) -> None:
+    response = error_response(error("It went wrong."))
+    assert response.status == error.status >= 400
+    assert isinstance(response.body, bytes)
+    body = json.loads(response.body)["error"]
+    assert body == {"message": "It went wrong.", "type": error.error_type, "param": None, "code": error.code}
+    assert body["code"]
+    assert ("Retry-After" in response.headers) == (error.status in {429, 503})
+    row = (
+        f"| {error.status} | `{error.error_type}` | `{error.code}` | {(inspect.getdoc(error) or '').splitlines()[0]} |"
+    )
+    assert row in (ROOT / "docs" / "http-api.md").read_text()
+
+
+def test_an_error_of_a_request_is_4xx_and_one_of_ours_5xx() -> None:
+    assert {error.status // 100 for error in SENT if issubclass(error, RequestError)} == {4}
+    assert {error.status // 100 for error in SENT if issubclass(error, EngineError)} == {5}
+
+
+def test_what_an_error_carries() -> None:
+    assert error_response(NotReady("Later.", retry_after_s=9)).headers["Retry-After"] == "9"
+    assert error_response(UnknownRoute("No.", status=405)).status == 405
+    nameless = error_response(RoseinferError("Unforeseen."))
+    assert isinstance(nameless.body, bytes)
+    assert (nameless.status, json.loads(nameless.body)["error"]["code"]) == (500, "internal_error")

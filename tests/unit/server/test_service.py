@@ -1,0 +1,49 @@
+"""The states of a server go one way, and each is told once."""
+
+import pytest
+
+from roseinfer.config import Config
+from roseinfer.errors import EngineDead, NotReady
+from roseinfer.records import LifecycleState
+from roseinfer.server.service import Service
+from tests.unit.server.harness import Listener, ScriptedEngine, text_model
+
+
+def make_service() -> tuple[Service, Listener]:
+    listener = Listener()
+    return Service(Config(), ScriptedEngine(), listener, None), listener
+
+
+async def test_states_go_one_way_and_may_be_left_out() -> None:
+    service, listener = make_service()
+    for state in ("loading", "starting", "loading", "ready", "warmup", "draining", "ready", "failed", "draining"):
+        service.enter(LifecycleState(state))
+    assert listener.states == ["starting", "loading", "ready", "draining", "failed"]
+
+
+async def test_only_ready_admits() -> None:
+    service, _ = make_service()
+    for state in (LifecycleState.STARTING, LifecycleState.LOADING, LifecycleState.WARMUP):
+        service.enter(state)
+        assert not service.is_ready
+        with pytest.raises(NotReady):
+            service.admit()
+    service.open(text_model())
+    service.admit()
+    assert service.is_ready
+    service.enter(LifecycleState.DRAINING)
+    with pytest.raises(NotReady):
+        service.admit()
+    service.enter(LifecycleState.FAILED)
+    with pytest.raises(EngineDead):
+        service.admit()
+    assert service.has_been_ready
+    assert not service.is_ready
+
+
+async def test_the_text_side_is_there_when_it_is_open() -> None:
+    service, _ = make_service()
+    with pytest.raises(NotReady):
+        _ = service.text_model
+    service.open(model := text_model())
+    assert service.text_model is model

@@ -1,0 +1,39 @@
+"""Joined bytes are the same JSON as an encoded object."""
+
+import json
+
+import pytest
+
+from roseinfer.server.sse import ChunkTemplate, event
+
+
+def template(*, include_usage: bool) -> ChunkTemplate:
+    return ChunkTemplate(
+        reply_id="cmpl-1", kind="text_completion", created=7, model='na"me', field="text", include_usage=include_usage
+    )
+
+
+def parse(frame: bytes) -> object:
+    assert frame.startswith(b"data: ")
+    assert frame.endswith(b"\n\n")
+    assert frame.count(b"\n") == 2, "one event is one line and an empty one"
+    return json.loads(frame.removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_choice(include_usage: bool) -> None:
+    payload = json.dumps('a "line"\nand\r\u2028another').encode()
+    frame = template(include_usage=include_usage).choice(3, payload, b"null", b'"stop"')
+    choice = {"index": 3, "text": 'a "line"\nand\r\u2028another', "logprobs": None, "finish_reason": "stop"}
+    head = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": 'na"me'}
+    assert parse(frame) == head | {"choices": [choice]} | ({"usage": None} if include_usage else {})
+
+
+def test_the_usage() -> None:
+    frame = template(include_usage=True).usage(b'{"total_tokens":3}')
+    head = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": 'na"me'}
+    assert parse(frame) == head | {"choices": [], "usage": {"total_tokens": 3}}
+
+
+def test_an_event() -> None:
+    assert event(b"{}") == b"data: {}\n\n"

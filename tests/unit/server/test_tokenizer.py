@@ -1,0 +1,96 @@
+"""A vocabulary is read whole or refused by name; long texts are encoded on another thread."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, processors
+
+from roseinfer.errors import ConfigError
+from roseinfer.server.detokenizer import Detokenizer
+from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
+from tests.unit.server.harness import BOS, EOS, TOOL, byte_tokenizer, ids, write_checkpoint
+
+
+def wrap(inner: tokenizers.Tokenizer) -> Tokenizer:
+    return Tokenizer.from_bytes(inner.to_str().encode())
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json") as caught:
+        Tokenizer.load(tmp_path)
+    assert caught.value.param == "model.path"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff", b'{"model": 3}'])
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_family_that_is_not_bytes_is_refused() -> None:
+    inner = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0}))
+    inner.decoder = decoders.WordPiece()
+    with pytest.raises(ConfigError, match="neither a byte-level nor a SentencePiece"):
+        wrap(inner)
+
+
+async def test_encoding_adds_what_the_post_processor_asks_for_only_when_told(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_checkpoint(tmp_path, with_bos=True))
+    assert await tokenizer.encode(["a", "b"], add_special_tokens=True) == [[BOS, 97], [BOS, 98]]
+    assert await tokenizer.encode(["a<|eos|>"], add_special_tokens=False) == [[97, EOS]]
+
+
+async def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    inner = tokenizers.Tokenizer.from_str(json.dumps(content))
+    inner.enable_truncation(max_length=2)
+    inner.enable_padding(length=5)
+    assert await wrap(inner).encode(["abc"], add_special_tokens=True) == [ids("abc")]
+
+
+async def test_long_texts_leave_the_event_loop_and_short_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = wrap(byte_tokenizer())
+    threads: list[int] = []
+    encode = tokenizer._encode
+
+    def recording(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        threads.append(threading.get_ident())
+        return encode(texts, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encode", recording)
+    assert await tokenizer.encode(["x" * INLINE_CHARS], add_special_tokens=True) == [[ord("x")] * INLINE_CHARS]
+    half = "y" * (INLINE_CHARS // 2 + 1)
+    assert await tokenizer.encode([half, half], add_special_tokens=True) == [ids(half)] * 2
+    assert threads[0] == threading.get_ident() != threads[1]
+    tokenizer.close()
+
+
+def test_every_id_has_its_bytes() -> None:
+    tokenizer = wrap(byte_tokenizer())
+    assert [tokenizer.text_bytes(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert tokenizer.special_ids == {BOS, EOS}
+    assert (tokenizer.text_bytes(EOS), tokenizer.spell(EOS)) == (b"", b"<|eos|>")
+    assert tokenizer.text_bytes(TOOL) == b"<tool call>"
+    assert tokenizer.text_bytes(10_000) == tokenizer.spell(10_000) == b"", "a model's vocabulary may be padded"
+
+
+def test_a_sentencepiece_vocabulary() -> None:
+    """Llama 2's way: U+2581 for a space, `<0xNN>` for a byte that is in no piece."""
+    pieces = ["<unk>", "<s>", "\u2581Hello", "\u2581w", "orld", *(f"<0x{byte:02X}>" for byte in range(256))]
+    inner = tokenizers.Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True)
+    )
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens(["<s>"])
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = wrap(inner)
+    wave = [5 + byte for byte in "👋".encode()]
+    detokenizer = Detokenizer(tokenizer.text_bytes)
+    assert "".join(detokenizer.push([token_id]) for token_id in [1, 2, 3, 4, *wave]) == " Hello world👋"
