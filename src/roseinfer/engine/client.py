@@ -226,7 +226,8 @@ class AsyncEngine:
                 self._on_progress(event)
             case EngineInfo():
                 assert self._started is not None
-                self._started.set_result(event)
+                if not self._started.done():  # whoever waited may have been cancelled by a signal
+                    self._started.set_result(event)
             case EngineFailure():
                 self._go_down(self._as_error(event))
 

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import numpy as np
 
 from roseinfer.config import CacheConfig, SchedulerConfig
@@ -17,7 +18,7 @@ from roseinfer.engine.limits import Limits
 from roseinfer.engine.residency import Residency, concatenate
 from roseinfer.engine.sequence import Sequence, SequenceStatus
 from roseinfer.errors import ConfigError
-from roseinfer.messages import Request, TokenLogprobs, TokenOutput
+from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import FinishReason
 
 Chunk = tuple[Sequence, int]
@@ -187,6 +188,8 @@ class Scheduler:
     def _continue_prefills(self, budget: int) -> list[Chunk]:
         """Prompts begun in an earlier step, oldest first."""
         chunks: list[Chunk] = []
+        if len(self._decode_ring) == self.num_running:
+            return chunks
         for sequence in self.residency.sequences:
             if sequence.status is SequenceStatus.PREFILLING and budget > 0:
                 length = min(budget, self.residency.num_missing(sequence))
@@ -276,17 +279,23 @@ class Scheduler:
         table.token_ids[slots, table.num_tokens[slots]] = sampled.token_ids
         table.num_tokens[slots] += 1
         self._begin_decoding(slots[batch.num_device_rows :])
+        outputs = self._outputs(slots, sampled)
         is_stop = self._is_stop(slots, sampled.token_ids)
         is_last = is_stop | (table.num_tokens[slots] >= table.max_tokens[slots])
-        logprobs = sampled.logprobs or [None] * len(slots)
-        outputs = []
-        for row, (slot, token_id) in enumerate(zip(slots.tolist(), sampled.token_ids.tolist(), strict=True)):
-            sequence, told = table.owner(slot), logprobs[row]
-            if is_last[row]:
-                outputs.append(self._finish(sequence, token_id, told, is_stop=bool(is_stop[row])))
-            else:
-                outputs.append(TokenOutput(sequence.request.request_id, [token_id], [told] if told else None))
+        for row in np.flatnonzero(is_last).tolist():
+            outputs[row] = self._finish(table.owner(slots[row]), outputs[row], is_stop=bool(is_stop[row]))
         return outputs
+
+    def _outputs(self, slots: Int32Array, sampled: SampledTokens) -> list[TokenOutput]:
+        """One for each sampled token, as if none were the last."""
+        request_ids = self._table.request_ids
+        rows = zip(slots.tolist(), sampled.token_ids.tolist(), strict=True)
+        if sampled.logprobs is None:
+            return [TokenOutput(request_ids[slot], [token_id]) for slot, token_id in rows]
+        return [
+            TokenOutput(request_ids[slot], [token_id], None if told is None else [told])
+            for (slot, token_id), told in zip(rows, sampled.logprobs, strict=True)
+        ]
 
     def _begin_decoding(self, slots: Int32Array) -> None:
         """Prompts whose last chunk was computed decode from the next step on."""
@@ -306,14 +315,17 @@ class Scheduler:
             is_stop[row] |= int(token_ids[row]) in table.owner(slots[row]).request.params.stop_token_ids
         return is_stop
 
-    def _finish(self, sequence: Sequence, token_id: int, told: TokenLogprobs | None, *, is_stop: bool) -> TokenOutput:
-        """The sequence's last output; slot and blocks are free from here on."""
+    def _finish(self, sequence: Sequence, output: TokenOutput, *, is_stop: bool) -> TokenOutput:
+        """The sequence's output, now its last one; slot and blocks are free from here on."""
         self._leave(sequence)
         self._end(sequence)
         self.counts.num_finished += 1
-        reason, stop_token_id = (FinishReason.STOP, token_id) if is_stop else (FinishReason.LENGTH, None)
-        logprobs = [told] if told else None
-        return TokenOutput(sequence.request.request_id, [token_id], logprobs, reason, stop_token_id, sequence.times)
+        return msgspec.structs.replace(
+            output,
+            finish_reason=FinishReason.STOP if is_stop else FinishReason.LENGTH,
+            stop_token_id=output.token_ids[-1] if is_stop else None,
+            times=sequence.times,
+        )
 
     def check_integrity(self) -> None:
         """Assert every invariant over sequences, slots and blocks. For tests, and for debugging when idle."""

@@ -93,6 +93,7 @@ class SlotTable:
         self.has_stop_tokens = np.zeros(num_slots, np.bool_)
         self.blocks = BlockTable(num_slots, -(-max_model_len // block_size))
         self.owners: list[Sequence | None] = [None] * num_slots
+        self.request_ids = [""] * num_slots  # of the owners
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -112,6 +113,7 @@ class SlotTable:
         self.has_stop_tokens[slot] = bool(params.stop_token_ids)
         self.blocks.assign(slot, block_ids)
         self.owners[slot] = sequence
+        self.request_ids[slot] = sequence.request.request_id
         sequence.slot = slot
         return slot
 

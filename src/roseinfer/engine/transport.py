@@ -24,7 +24,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.messages import Command, EngineFailure, Event, Shutdown, StartupProgress
 
 BuildEngine = Callable[[Callable[[StartupProgress], None]], Engine]
-_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 1.5  # less than the server gives `close` as a whole
 
 
 class Transport(Protocol):
