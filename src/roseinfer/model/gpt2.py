@@ -98,15 +98,17 @@ class GPT2:
         self.max_positions = spec.n_positions
         self.num_heads = spec.n_head
         self.cache_shape = CacheShape(spec.n_layer, spec.n_head, spec.n_embd // spec.n_head)
-        table = read.tensor("wte.weight", spec.vocab_size, spec.n_embd)
-        self._token_embedding = Embedding(table, placement)
+        self._token_embedding = Embedding(read.tensor("wte.weight", spec.vocab_size, spec.n_embd), placement)
         self._position_embedding = Embedding(read.tensor("wpe.weight", spec.n_positions, spec.n_embd), placement)
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]
         self._final_norm = read.norm("ln_f", spec.n_embd)
-        is_tied = spec.tie_word_embeddings or "lm_head.weight" not in checkpoint.names
-        head = table if is_tied else checkpoint.tensor("lm_head.weight", table.shape)
-        self.head = Linear(head, None, placement)
-        self.num_parameters = read.num_parameters + (0 if is_tied else head.numel())
+        self.num_parameters = read.num_parameters
+        if spec.tie_word_embeddings or "lm_head.weight" not in checkpoint.names:
+            self.head = Linear(self._token_embedding.table, None, placement, is_mapped=False)
+        else:
+            head = checkpoint.tensor("lm_head.weight", (spec.vocab_size, spec.n_embd))
+            self.num_parameters += head.numel()
+            self.head = Linear(head, None, placement)
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))
 
     @property
@@ -120,7 +122,7 @@ class GPT2:
         x = self._token_embedding(token_ids).add_(self._position_embedding(positions))
         for layer, block in enumerate(self._blocks):
             qkv = block.qkv(block.attention_norm(x))
-            q, k, v = qkv.view(len(x), 3, self.num_heads, -1).unbind(1)
+            q, k, v = qkv.view(x.shape[0], 3, self.num_heads, -1).unbind(1)
             x += block.attention_out(attend(layer, q, k, v))
             x += block.down(block.up(block.mlp_norm(x)))
         return x

@@ -48,17 +48,18 @@ class Linear:
         bias: torch.Tensor | None,
         placement: Placement,
         activation: Activation = "none",
+        *,
+        is_mapped: bool = True,  # the weight is a piece of a mapped file, so it must be copied; else it may be shared
     ) -> None:
         self.num_outputs, self.num_inputs = weight.shape
         self.activation = activation
         self._placement = placement
         self._is_packed = placement.packs_linears
-        # A copy even where nothing changes: what is read from a checkpoint is a mapped file.
-        dense = weight.to(placement.device, placement.dtype, copy=True, memory_format=torch.contiguous_format)
+        placed = weight.to(placement.device, placement.dtype, copy=is_mapped and not self._is_packed)
         self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(dense, _PACKED_BATCH_HINT)  # noqa: SLF001
+            torch.ops.mkldnn._reorder_linear_weight(placed.contiguous(), _PACKED_BATCH_HINT)  # noqa: SLF001
             if self._is_packed
-            else dense
+            else placed.contiguous()
         )
         self._bias = None if bias is None else bias.to(placement.device, placement.dtype, copy=True)
 
@@ -96,7 +97,7 @@ class Embedding:
     """ids [rows] -> vectors [rows, width] float32; the table is held in the placement's dtype."""
 
     def __init__(self, table: torch.Tensor, placement: Placement) -> None:
-        self._table = table.to(placement.device, placement.dtype, copy=True)
+        self.table = table.to(placement.device, placement.dtype, copy=True)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(ids, self._table).float()
+        return functional.embedding(ids, self.table).float()

@@ -29,6 +29,8 @@ from roseinfer.records import LifecycleState
 IntArray = npt.NDArray[np.integer[Any]]
 OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, one phrase for a person
 
+_MAX_WARM_ROWS = 128  # beyond, a step takes many times as long as the building of its kernels
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerFacts:
@@ -113,10 +115,10 @@ class ModelRunner:
 
         Only before the first request: it writes into the first blocks of the cache.
         """
-        for num_rows in _row_counts(max_num_tokens):
+        for num_rows in _row_counts(min(max_num_tokens, _MAX_WARM_ROWS)):
             for linear in self._model.layer_linears:
                 linear.warm_up(num_rows)
-        for num_rows in _row_counts(len(self._last_token)):
+        for num_rows in _row_counts(min(len(self._last_token), _MAX_WARM_ROWS)):
             self._model.head.warm_up(num_rows)
         prompt_length = min(64, self.facts.max_model_len - 1)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, num_logprobs=1)):

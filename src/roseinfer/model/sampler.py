@@ -16,7 +16,7 @@ from roseinfer.messages import TokenLogprobs
 from roseinfer.model.scratch import Scratch
 
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
-_CANDIDATES = (64, 256)  # likeliest tokens to look at, as far as they suffice, before sorting all
+_CANDIDATES = (64, 256, 2048)  # likeliest tokens to look at, as far as they suffice, before sorting all
 _GREEDY, _WHOLE, _TRUNCATED = range(3)  # a slot's need: the maximum, a draw from all tokens, from the likeliest
 _COLDEST = 1e-6  # a temperature below it would only overflow; the likeliest token has all the mass already
 
@@ -90,7 +90,8 @@ class Sampler:
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seed[slot] = params.seed
-        self._num_logprobs[slot] = -1 if params.num_logprobs is None else params.num_logprobs
+        count = params.num_logprobs
+        self._num_logprobs[slot] = -1 if count is None else min(count, self._vocab_size)
         stops = np.array(sorted({*binding.eos_token_ids, *params.stop_token_ids}), np.int64)
         self._barred_ids[slot] = stops[stops < self._vocab_size]  # what is no token needs no bar
         self._barred_before[slot] = binding.num_prompt_tokens + params.min_tokens if params.min_tokens else 0
@@ -108,12 +109,15 @@ class Sampler:
             for need, draw in ((_GREEDY, self._greedy), (_WHOLE, self._whole), (_TRUNCATED, self._truncated)):
                 rows = np.flatnonzero(needs == need)
                 if len(rows):
-                    some = allowed if len(rows) == len(slots) else allowed[self._tensor(rows)]
-                    tokens[self._tensor(rows)] = draw(some, slots[rows], positions[rows])
+                    tokens[self._tensor(rows)] = draw(self._rows(allowed, rows), slots[rows], positions[rows])
         return tokens, self._logprobs(logits, tokens, slots)
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+    def _rows(self, tensor: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Some rows, in ascending order; no copy if they are all of them."""
+        return tensor if len(rows) == tensor.shape[0] else tensor[self._tensor(rows)]
 
     def _bar(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
         """The logits with eos and stop tokens at -inf in the rows that may not stop yet; a copy if there are any."""
@@ -135,22 +139,22 @@ class Sampler:
         draws = self._tensor(uniforms(self._seed[slots], positions))
         sums = chunks.sum(-1).double().cumsum(-1)
         chunk, inside = _invert(sums, draws)
-        picked = chunks[torch.arange(len(chunk), device=self._device), chunk].double().cumsum(-1)
+        picked = chunks[torch.arange(chunk.shape[0], device=self._device), chunk].double().cumsum(-1)
         token, _ = _invert(picked, inside)
         return chunk * _CHUNK + token
 
     def _mass(self, logits: torch.Tensor, temperatures: npt.NDArray[np.float32]) -> torch.Tensor:
         """exp((logit - maximum) / temperature), in chunks of the vocabulary [rows, chunks, 256], in scratch."""
         num_chunks = -(-self._vocab_size // _CHUNK)
-        padded = self._scratch.take("mass", (len(logits), num_chunks * _CHUNK))
+        padded = self._scratch.take("mass", (logits.shape[0], num_chunks * _CHUNK))
         padded[:, self._vocab_size :] = 0
         mass = padded[:, : self._vocab_size]
         torch.sub(logits, logits.amax(-1, keepdim=True), out=mass)
         mass.div_(self._tensor(temperatures).unsqueeze(-1)).exp_()
-        return padded.view(len(logits), num_chunks, _CHUNK)
+        return padded.view(-1, num_chunks, _CHUNK)
 
     def _truncated(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
-        """Draw among the likeliest tokens: from the first 64 or 256 of them, and from all only where they run out."""
+        """Draw among the likeliest tokens: from a few of them if these suffice, from all only where they must."""
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         norms = self._mass(logits, self._temperature[slots]).sum(-1).double().sum(-1)
         pending = np.arange(len(slots))
@@ -158,12 +162,13 @@ class Sampler:
             rows = pending[self._top_k[slots[pending]] <= width]
             if not len(rows):
                 continue
-            index = self._tensor(rows)
-            drawn, is_enough = self._draw_among(width, logits[index], norms[index], slots[rows], positions[rows])
-            tokens[index] = drawn
-            pending = np.setdiff1d(pending, rows[is_enough.numpy(force=True)])
-            if not len(pending):
-                break
+            drawn, is_enough = self._draw_among(
+                width, self._rows(logits, rows), self._rows(norms, rows), slots[rows], positions[rows]
+            )
+            tokens[self._tensor(rows)] = drawn
+            is_done = np.zeros(len(slots), np.bool_)
+            is_done[rows] = is_enough.numpy(force=True)
+            pending = pending[~is_done[pending]]
         return tokens
 
     def _draw_among(
@@ -200,20 +205,19 @@ class Sampler:
         rows = np.flatnonzero(counts >= 0)
         if not len(rows):
             return None
-        index = self._tensor(rows)
-        some, chosen = logits[index], tokens[index].unsqueeze(-1)
+        some, chosen = self._rows(logits, rows), self._rows(tokens, rows).unsqueeze(-1)
         norms = self._mass(some, np.ones(len(rows), np.float32)).sum(-1).double().sum(-1, keepdim=True).log_()
         norms += some.amax(-1, keepdim=True)
         values = some.gather(1, chosen)
         likeliest = []
-        for count in np.unique(counts[rows]):
+        for count in sorted(set(counts[rows].tolist())):
             same = np.flatnonzero(counts[rows] == count)
-            top, ids = some[self._tensor(same)].topk(int(count))
-            likeliest.append((same.tolist(), ids, top - norms[self._tensor(same)]))
+            top, ids = self._rows(some, same).topk(count)
+            likeliest.append((same.tolist(), ids, top - self._rows(norms, same)))
         return LogprobRows(
             rows=rows.tolist(),
             logprobs=(values - norms).squeeze(-1),
-            ranks=(some > values).sum(-1) + 1,
+            ranks=torch.count_nonzero(some > values, -1) + 1,
             likeliest=likeliest,
         )
 

@@ -100,16 +100,18 @@ class Checkpoint:
         return frozenset(self._file_of)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """The ids that end a text: of generation_config.json, else of config.json; none when neither says."""
+        """The ids that end a text: of generation_config.json, else of config.json; none when neither says.
+
+        Ids past the vocabulary are left out, for they are never sampled: small models carry a larger one's eos along.
+        """
         generation = (
             self._json("generation_config.json") if (self.directory / "generation_config.json").exists() else {}
         )
-        source = "config.json" if generation.get("eos_token_id") is None else "generation_config.json"
-        value = (self.config if source == "config.json" else generation).get("eos_token_id")
+        value = generation.get("eos_token_id", self.config.get("eos_token_id"))
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(token_id, int) and 0 <= token_id < vocab_size for token_id in ids):
-            _refuse(f"{self.directory / source}: eos_token_id {value} is not within the vocabulary of {vocab_size}.")
-        return tuple(ids)
+        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+            _refuse(f"{self.directory}: eos_token_id {value} is neither a token id nor a list of them.")
+        return tuple(token_id for token_id in ids if token_id < vocab_size)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor, on the CPU, in its own floating type. Raises ConfigError unless it has exactly this shape."""

@@ -18,10 +18,13 @@ call, which are written to the cache first. The result has the dtype of q.
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """The tokens of one step, sequence after sequence, without padding. The same token may occur more than once."""
+    """The tokens of one step, sequence after sequence, without padding.
+
+    The last token may be repeated, to round their number up; each repetition computes and writes the same.
+    """
 
     slots: Int32Array  # [tokens] row of the block table
-    positions: Int32Array  # [tokens] absolute position in the sequence
+    positions: Int32Array  # [tokens] absolute position in the sequence, ascending within it
     block_table: Int32Array  # [slots, max_blocks] block ids, valid up to each slot's last token here
 
 

@@ -10,9 +10,9 @@ query's own: the tiles that have a j-th pair are then a prefix of all tiles, the
 and only the first run needs a causal mask.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -31,24 +31,27 @@ IndexArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Consecutive pairs whose keys, or values, are gathered together."""
+
+    products: slice  # the pairs times K
+    pair_tiles: torch.Tensor  # [pairs] query tile of each
+    blocks: torch.Tensor  # [pairs * K * blocks a key tile] rows of the cache as [blocks * K, block_size * head_dim]
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
-    """The indices of one step, on the device. H heads, K of them with keys; R = 8 * H / K rows of a tile a key head."""
+    """Indices and buffers of one step. H heads share K key heads: R = 8 * H / K rows of a query tile meet each."""
 
     query_tiles: torch.Tensor  # [tiles, K, R, head_dim] float32, zero where the step has no token
     query_rows: torch.Tensor  # [tokens * H] rows of query_tiles, seen as [tiles * H * 8, head_dim]
     write_rows: torch.Tensor  # [tokens * K] rows of the cache, seen as [blocks * K * block_size, head_dim]
     pair_tiles: torch.Tensor  # [pairs] query tile of each pair
-    pair_blocks: torch.Tensor  # [pairs * K * blocks_per_key_tile] rows of the cache as [blocks * K, block_size * dim]
+    chunks: list[_Chunk]
     hidden: torch.Tensor  # [tiles, 1, 1, 8, 64] True where a key of the query's own tile lies after it
-    run_lengths: list[int]  # pairs in the j-th run; the first run has one for each tile
-
-    @property
-    def runs(self) -> Iterator[tuple[int, slice]]:
-        """(number of tiles, their pairs) of each run after the first."""
-        start = self.run_lengths[0]
-        for length in self.run_lengths[1:]:
-            yield length, slice(start, start + length)
-            start += length
+    runs: list[tuple[int, slice]]  # of each run but the first: its number of tiles, its pairs
+    scores: torch.Tensor  # [pairs * K, R, 64]
+    parts: torch.Tensor  # [pairs * K, R, head_dim]
 
 
 class ReferenceAttention:
@@ -61,6 +64,7 @@ class ReferenceAttention:
         self._num_heads = num_heads
         self._num_kv_heads = cache.shape.num_kv_heads
         self._head_dim = cache.shape.head_dim
+        self._num_rows = QUERY_TILE * num_heads // self._num_kv_heads
         self._scale = self._head_dim**-0.5
         self._device = cache.keys[0].device
         self._scratch = Scratch(self._device)
@@ -74,8 +78,11 @@ class ReferenceAttention:
     def _plan(self, tokens: PackedTokens) -> _Plan:
         slots, positions = tokens.slots.astype(np.int64), tokens.positions.astype(np.int64)
         tiles_per_slot = tokens.block_table.shape[1] * self._cache.block_size // QUERY_TILE
-        keys, tile_of_token = np.unique(slots * tiles_per_slot + positions // QUERY_TILE, return_inverse=True)
-        tile_slots, tile_indices = np.divmod(keys, tiles_per_slot)
+        keys = slots * tiles_per_slot + positions // QUERY_TILE
+        is_first = np.diff(keys, prepend=-1) != 0
+        tile_of_token = np.cumsum(is_first) - 1
+        last_of_tile = np.append(np.flatnonzero(is_first)[1:], len(keys)) - 1
+        tile_slots, tile_indices = np.divmod(keys[last_of_tile], tiles_per_slot)
         num_key_tiles = tile_indices // _TILES_PER_KEY_TILE + 1
         order = np.argsort(-num_key_tiles, kind="stable")
         rank = np.empty_like(order)
@@ -84,29 +91,26 @@ class ReferenceAttention:
         run_lengths = len(order) - np.searchsorted(num_key_tiles[::-1], np.arange(num_key_tiles[0]), side="right")
         runs = np.repeat(np.arange(len(run_lengths)), run_lengths)
         pair_tiles = np.arange(len(runs)) - np.repeat(np.cumsum(run_lengths) - run_lengths, run_lengths)
-        last_positions = np.zeros(len(order), np.int64)
-        np.maximum.at(last_positions, rank[tile_of_token], positions)
+        last_positions = positions[last_of_tile][order]
         pair_blocks = self._key_tile_blocks(
             tokens, tile_slots[pair_tiles], (num_key_tiles[pair_tiles] - 1 - runs), last_positions[pair_tiles]
         )
-        heads = np.arange(self._num_heads)
-        query_rows = (rank[tile_of_token][:, None] * self._num_heads + heads) * QUERY_TILE
-        query_tiles = self._scratch.take(
-            "queries", (len(order), self._num_kv_heads, self._rows, self._head_dim)
-        ).zero_()
+        query_rows = (rank[tile_of_token][:, None] * self._num_heads + np.arange(self._num_heads)) * QUERY_TILE
+        num_tiles, num_products = len(order), len(runs) * self._num_kv_heads
+        tiles_shape = (num_tiles, self._num_kv_heads, self._num_rows, self._head_dim)
+        tiles_on_device = self._index(pair_tiles)
+        starts = np.cumsum(run_lengths).tolist()
         return _Plan(
-            query_tiles=query_tiles,
+            query_tiles=self._scratch.take("queries", tiles_shape).zero_(),
             query_rows=self._index(query_rows + (positions % QUERY_TILE)[:, None]),
             write_rows=self._index(self._write_rows(tokens.block_table, slots, positions)),
-            pair_tiles=self._index(pair_tiles),
-            pair_blocks=self._index(pair_blocks),
+            pair_tiles=tiles_on_device,
+            chunks=self._chunks(tiles_on_device, self._index(pair_blocks)),
             hidden=self._hidden[self._index(tile_indices % _TILES_PER_KEY_TILE)][:, None, None],
-            run_lengths=run_lengths.tolist(),
+            runs=[(stop - start, slice(start, stop)) for start, stop in pairwise(starts)],
+            scores=self._scratch.take("scores", (num_products, self._num_rows, KEY_TILE)),
+            parts=self._scratch.take("parts", (num_products, self._num_rows, self._head_dim)),
         )
-
-    @property
-    def _rows(self) -> int:
-        return QUERY_TILE * self._num_heads // self._num_kv_heads
 
     def _index(self, array: IndexArray) -> torch.Tensor:
         return torch.from_numpy(array.reshape(-1)).to(self._device)
@@ -114,9 +118,9 @@ class ReferenceAttention:
     def _write_rows(self, block_table: npt.NDArray[np.int32], slots: IndexArray, positions: IndexArray) -> IndexArray:
         block_size = self._cache.block_size
         blocks = block_table[slots, positions // block_size].astype(np.int64)
-        heads = np.arange(self._num_kv_heads)
-        rows: IndexArray = (blocks[:, None] * self._num_kv_heads + heads) * block_size
-        return rows + (positions % block_size)[:, None]
+        first: IndexArray = (blocks[:, None] * self._num_kv_heads + np.arange(self._num_kv_heads)) * block_size
+        first += (positions % block_size)[:, None]
+        return first
 
     def _key_tile_blocks(
         self, tokens: PackedTokens, slots: IndexArray, key_tiles: IndexArray, last_positions: IndexArray
@@ -128,8 +132,21 @@ class ReferenceAttention:
         blocks_per_tile = KEY_TILE // self._cache.block_size
         columns = key_tiles[:, None] * blocks_per_tile + np.arange(blocks_per_tile)
         columns = np.minimum(columns, (last_positions // self._cache.block_size)[:, None])
-        blocks = tokens.block_table[slots[:, None], columns].astype(np.int64)
-        return blocks[:, None, :] * self._num_kv_heads + np.arange(self._num_kv_heads)[:, None]
+        blocks: IndexArray = tokens.block_table[slots[:, None], columns].astype(np.int64)
+        rows: IndexArray = blocks[:, None, :] * self._num_kv_heads + np.arange(self._num_kv_heads)[:, None]
+        return rows
+
+    def _chunks(self, pair_tiles: torch.Tensor, pair_blocks: torch.Tensor) -> list[_Chunk]:
+        """The pairs in pieces small enough for the processor's cache."""
+        num_heads, blocks_per_tile = self._num_kv_heads, KEY_TILE // self._cache.block_size
+        step = max(1, _GATHER_BYTES // (num_heads * KEY_TILE * self._head_dim * 4))
+        chunks = []
+        for start in range(0, pair_tiles.shape[0], step):
+            tiles = pair_tiles[start : start + step]
+            products = slice(start * num_heads, (start + tiles.shape[0]) * num_heads)
+            blocks = pair_blocks[products.start * blocks_per_tile : products.stop * blocks_per_tile]
+            chunks.append(_Chunk(products, tiles, blocks))
+        return chunks
 
     def _attend(self, plan: _Plan, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         head_dim = self._head_dim
@@ -139,67 +156,53 @@ class ReferenceAttention:
         values.view(-1, head_dim).index_copy_(0, plan.write_rows, v.nan_to_num().reshape(-1, head_dim))
         scaled = q.float() * self._scale
         plan.query_tiles.view(-1, head_dim).index_copy_(0, plan.query_rows, scaled.reshape(-1, head_dim))
-        weights, totals = self._softmax(plan, self._scores(plan, keys))
-        mixed = self._weighted_values(plan, weights, values).div_(totals.unsqueeze(-1))
+        self._score(plan, keys)
+        totals = self._softmax(plan)
+        mixed = self._mix(plan, values).div_(totals.unsqueeze(-1))
         return mixed.view(-1, head_dim).index_select(0, plan.query_rows).to(q.dtype).view(q.shape[0], -1)
 
-    def _gather(self, name: str, pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Pages of the given blocks -> [pairs * kv_heads, 64, head_dim] float32, in scratch."""
-        shape = (len(blocks), self._cache.block_size * self._head_dim)
-        rows = self._scratch.take(f"pages {name}", shape, pages.dtype)
+    def _gather(self, pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys or values of a layer -> those of the given blocks [pairs * K, 64, head_dim] float32, in scratch."""
+        shape = (blocks.shape[0], self._cache.block_size * self._head_dim)
+        rows = self._scratch.take(f"pages {pages.dtype}", shape, pages.dtype)
         torch.index_select(pages.view(-1, shape[1]), 0, blocks, out=rows)
         if rows.dtype != torch.float32:
-            rows = self._scratch.take(f"wide pages {name}", shape).copy_(rows)
+            rows = self._scratch.take("wide pages", shape).copy_(rows)
         return rows.view(-1, KEY_TILE, self._head_dim)
 
-    def _chunks(self, plan: _Plan) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Consecutive pairs as (pairs, products, their block rows), small enough for the processor's cache."""
-        num_heads, blocks_per_tile = self._num_kv_heads, KEY_TILE // self._cache.block_size
-        step = max(1, _GATHER_BYTES // (num_heads * KEY_TILE * self._head_dim * 4))
-        num_pairs = len(plan.pair_tiles)
-        for start in range(0, num_pairs, step):
-            stop = min(start + step, num_pairs)
-            products = slice(start * num_heads, stop * num_heads)
-            blocks = plan.pair_blocks[products.start * blocks_per_tile : products.stop * blocks_per_tile]
-            yield slice(start, stop), products, blocks
+    def _score(self, plan: _Plan, keys: torch.Tensor) -> None:
+        """Products of queries and keys into the plan's scores, -inf where the key lies after the query."""
+        num_tiles = plan.query_tiles.shape[0]
+        tiles = plan.query_tiles.view(num_tiles, -1)
+        for chunk in plan.chunks:
+            queries = self._scratch.take("pair queries", (chunk.pair_tiles.shape[0], tiles.shape[1]))
+            torch.index_select(tiles, 0, chunk.pair_tiles, out=queries)
+            tile_keys = self._gather(keys, chunk.blocks).transpose(1, 2)
+            torch.bmm(queries.view(-1, self._num_rows, self._head_dim), tile_keys, out=plan.scores[chunk.products])
+        own = plan.scores[: num_tiles * self._num_kv_heads]
+        own.view(num_tiles, self._num_kv_heads, -1, QUERY_TILE, KEY_TILE).masked_fill_(plan.hidden, -torch.inf)
 
-    def _scores(self, plan: _Plan, keys: torch.Tensor) -> torch.Tensor:
-        """[pairs, kv_heads, rows, 64] products of queries and keys, -inf where the key lies after the query."""
-        num_pairs, rows, head_dim = len(plan.pair_tiles), self._rows, self._head_dim
-        scores = self._scratch.take("scores", (num_pairs * self._num_kv_heads, rows, KEY_TILE))
-        tiles = plan.query_tiles.view(len(plan.query_tiles), -1)
-        for pairs, products, blocks in self._chunks(plan):
-            queries = self._scratch.take("pair queries", (pairs.stop - pairs.start, tiles.shape[1]))
-            torch.index_select(tiles, 0, plan.pair_tiles[pairs], out=queries)
-            tile_keys = self._gather("keys", keys, blocks).transpose(1, 2)
-            torch.bmm(queries.view(-1, rows, head_dim), tile_keys, out=scores[products])
-        own = scores[: plan.run_lengths[0] * self._num_kv_heads]
-        own.view(plan.run_lengths[0], self._num_kv_heads, -1, QUERY_TILE, KEY_TILE).masked_fill_(
-            plan.hidden, -torch.inf
-        )
-        return scores.view(num_pairs, self._num_kv_heads, rows, KEY_TILE)
+    def _softmax(self, plan: _Plan) -> torch.Tensor:
+        """Scores into exp(score - maximum of the query), in place; the sum of them for each query [tiles, K, R]."""
+        shape = (-1, self._num_kv_heads, self._num_rows)
+        num_tiles = plan.query_tiles.shape[0]
+        pair_maxima = plan.scores.amax(-1).view(shape)
+        maxima = pair_maxima[:num_tiles]
+        for length, pairs in plan.runs:
+            torch.maximum(maxima[:length], pair_maxima[pairs], out=maxima[:length])
+        plan.scores.sub_(maxima.index_select(0, plan.pair_tiles).view(-1, self._num_rows, 1)).exp_()
+        sums = plan.scores.sum(-1).view(shape)
+        totals = sums[:num_tiles]
+        for length, pairs in plan.runs:
+            totals[:length] += sums[pairs]
+        return totals
 
-    def _softmax(self, plan: _Plan, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores, overwritten by exp(score - row maximum), and each row's sum of them [tiles, kv_heads, rows]."""
-        pair_maxima = scores.amax(-1)
-        maxima = pair_maxima[: plan.run_lengths[0]]
-        for num_tiles, pairs in plan.runs:
-            torch.maximum(maxima[:num_tiles], pair_maxima[pairs], out=maxima[:num_tiles])
-        weights = scores.sub_(maxima.index_select(0, plan.pair_tiles).unsqueeze(-1)).exp_()
-        sums = weights.sum(-1)
-        totals = sums[: plan.run_lengths[0]]
-        for num_tiles, pairs in plan.runs:
-            totals[:num_tiles] += sums[pairs]
-        return weights, totals
-
-    def _weighted_values(self, plan: _Plan, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[tiles, kv_heads, rows, head_dim] values summed with their weights, not yet divided by the total."""
-        num_heads, rows, head_dim = self._num_kv_heads, self._rows, self._head_dim
-        parts = self._scratch.take("parts", (len(plan.pair_tiles), num_heads, rows, head_dim))
-        for pairs, products, blocks in self._chunks(plan):
-            tile_weights = weights.view(-1, rows, KEY_TILE)[products]
-            torch.bmm(tile_weights, self._gather("values", values, blocks), out=parts[pairs].view(-1, rows, head_dim))
-        mixed = parts[: plan.run_lengths[0]]
-        for num_tiles, pairs in plan.runs:
-            mixed[:num_tiles] += parts[pairs]
+    def _mix(self, plan: _Plan, values: torch.Tensor) -> torch.Tensor:
+        """The values of each query, weighted by its scores and summed [tiles, K, R, head_dim]."""
+        for chunk in plan.chunks:
+            torch.bmm(plan.scores[chunk.products], self._gather(values, chunk.blocks), out=plan.parts[chunk.products])
+        parts = plan.parts.view(-1, *plan.query_tiles.shape[1:])
+        mixed = parts[: plan.query_tiles.shape[0]]
+        for length, pairs in plan.runs:
+            mixed[:length] += parts[pairs]
         return mixed

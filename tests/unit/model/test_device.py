@@ -1,0 +1,59 @@
+"""Device, dtype and threads as configured."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from roseinfer.errors import ConfigError
+from roseinfer.model import device
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_without_a_gpu() -> None:
+    assert device.resolve_device("auto") == device.resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError) as caught:
+        device.resolve_device("cuda")
+    assert caught.value.param == "runner.device"
+
+
+def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device.resolve_device("auto") == device.resolve_device("cuda") == torch.device("cuda")
+    assert device.resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("has_bf16", "has_amx"), [(True, False), (False, True), (False, False)])
+def test_auto_dtype_is_what_the_hardware_multiplies(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, has_amx: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    expected = torch.bfloat16 if has_bf16 or has_amx else torch.float32
+    assert device.resolve_dtype("auto", torch.device("cpu")) == expected
+    assert device.resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert device.resolve_dtype("float32", torch.device("cuda")) == torch.float32
+    assert device.resolve_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "expected"),
+    [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8), (None, 8)],
+)
+def test_cores_are_what_the_container_may_use(
+    monkeypatch: pytest.MonkeyPatch, cpu_max: str | None, expected: int
+) -> None:
+    def read_text(_path: Path, **_options: object) -> str:
+        if cpu_max is None:
+            raise FileNotFoundError
+        return cpu_max
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert device.num_usable_cores() == expected

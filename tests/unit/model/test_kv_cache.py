@@ -1,0 +1,55 @@
+"""How many blocks the cache gets."""
+
+import pytest
+import torch
+
+from roseinfer.config import CacheConfig
+from roseinfer.errors import ConfigError
+from roseinfer.model.kv_cache import CacheShape, KVCache, plan_num_blocks
+from roseinfer.model.layers import Placement
+
+SHAPE = CacheShape(num_layers=2, num_kv_heads=4, head_dim=32)  # 2 KiB a token in float32
+FLOAT32 = Placement(torch.device("cpu"), torch.float32)
+
+
+def plan(config: CacheConfig, max_model_len: int = 1000, max_active_seqs: int = 4) -> int:
+    return plan_num_blocks(config, SHAPE, FLOAT32, max_model_len, max_active_seqs)
+
+
+def test_bytes_are_keys_and_values_of_all_layers() -> None:
+    assert SHAPE.bytes_per_token(torch.float32) == 2 * 2 * 4 * 32 * 4
+    cache = KVCache(SHAPE, 5, 16, FLOAT32)
+    assert sum(x.nbytes for x in (*cache.keys, *cache.values)) == 5 * 16 * SHAPE.bytes_per_token(torch.float32)
+
+
+def test_as_many_blocks_as_configured() -> None:
+    assert plan(CacheConfig(num_blocks=63)) == 63
+
+
+def test_no_more_than_all_sequences_can_use() -> None:
+    assert plan(CacheConfig()) == 4 * 63  # 1000 tokens take 63 blocks of 16
+
+
+def test_no_more_than_the_memory_holds() -> None:
+    assert plan(CacheConfig(cpu_memory_mib=3)) == 3 * 1024 // 2 // 16
+    assert plan(CacheConfig(cpu_memory_mib=3, block_size=64)) == 3 * 1024 // 2 // 64
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [(CacheConfig(num_blocks=62), "raise cache.num_blocks"), (CacheConfig(cpu_memory_mib=1), "cache.cpu_memory_mib")],
+)
+def test_one_full_sequence_must_fit(config: CacheConfig, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        plan(config)
+    assert caught.value.param == "cache.num_blocks"
+    assert "63 blocks" in caught.value.message
+
+
+def test_on_a_gpu_the_share_of_its_memory_that_weights_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 MiB a share of 0.5 is 50; 30 are in use; 20 MiB at 1 KiB a token and 16 tokens a block are left."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (70 << 20, 100 << 20))
+    gpu = Placement(torch.device("cuda"), torch.bfloat16)
+    assert plan_num_blocks(CacheConfig(memory_utilization=0.5), SHAPE, gpu, 1000, 10_000) == 20 * 1024 // 16
+    with pytest.raises(ConfigError, match=r"hold 0 tokens.*raise cache.memory_utilization"):
+        plan_num_blocks(CacheConfig(memory_utilization=0.1), SHAPE, gpu, 1000, 10_000)

@@ -1,0 +1,160 @@
+"""The runner: what it reports, how it is loaded, and that slots keep their last token on the device."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.engine.batch import ScheduledBatch, SlotBinding
+from roseinfer.errors import ConfigError
+from roseinfer.messages import SamplingParams
+from roseinfer.model.layers import Placement
+from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.records import LifecycleState
+from tests.unit.model.conftest import MakePlayer, Shape, prompt_of, write_checkpoint
+
+SHAPE = Shape()
+
+
+def config_of(directory: Path, **model: object) -> Config:
+    return Config(
+        model=ModelConfig(path=str(directory), **{"dtype": "float32", **model}),  # type: ignore[arg-type]
+        runner=RunnerConfig(device="cpu", num_threads=1),
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "tiny", SHAPE)
+
+
+def load(directory: Path, **model: object) -> ModelRunner:
+    return load_runner(config_of(directory, **model), 4, lambda *_: None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_facts(directory: Path, dtype: str) -> None:
+    facts = load(directory, dtype=dtype, max_model_len=100).facts
+    assert facts.checkpoint_dir == str(directory)
+    assert (facts.model_type, facts.vocab_size, facts.max_model_len) == ("gpt2", 131, 100)
+    assert (facts.device, facts.dtype, facts.attention) == ("cpu", dtype, "reference")
+    assert facts.num_blocks == 4 * 7
+    assert facts.eos_token_ids == ()
+
+
+def test_facts_tell_which_linears_serve(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    for is_packed, name in ((True, "onednn"), (False, "torch")):
+        monkeypatch.setattr(Placement, "packs_linears", is_packed)
+        assert load(directory).facts.linear == name
+
+
+def test_stages_of_loading_are_told_in_order(directory: Path) -> None:
+    told: list[tuple[LifecycleState, str, str]] = []
+    load_runner(config_of(directory), 4, lambda *stage: told.append(stage))
+    assert [(state.value, stage) for state, stage, _ in told] == [
+        ("loading", "checkpoint"),
+        ("loading", "weights"),
+        ("loading", "kv_cache"),
+    ]
+    assert all(detail for _, _, detail in told)
+
+
+def test_threads_are_as_configured(directory: Path) -> None:
+    torch.set_num_threads(2)
+    load(directory)
+    assert torch.get_num_threads() == 1
+
+
+def test_a_context_longer_than_the_model_has_positions(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="257, but the model has only 256 positions") as caught:
+        load(directory, max_model_len=257)
+    assert caught.value.param == "model.max_model_len"
+
+
+def test_a_cache_too_small_for_one_sequence(directory: Path) -> None:
+    config = Config(model=ModelConfig(path=str(directory)), cache=CacheConfig(num_blocks=15))
+    with pytest.raises(ConfigError) as caught:
+        load_runner(config, 4, lambda *_: None)
+    assert caught.value.param == "cache.num_blocks"
+
+
+def test_bfloat16_is_near_float32(make_player: MakePlayer) -> None:
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        player = make_player(Shape(head_dim=32), dtype)
+        player.admit(0, prompt_of(50))
+        rows.append(player.run(0, 1)[0].logits)
+    assert rows[0].dtype == rows[1].dtype == torch.float32
+    assert (rows[0] - rows[1]).abs().max() < 0.05 * rows[0].abs().max()
+
+
+def test_a_step_without_samples(make_player: MakePlayer) -> None:
+    player = make_player(SHAPE)
+    player.admit(0, prompt_of(30))
+    player.admit(1, prompt_of(30))
+    assert player.step({0: 10, 1: 7}) == {}
+    assert set(player.step({0: 20, 1: 7})) == {0}
+
+
+def test_seeds_decide_whatever_the_company_and_the_slot(make_player: MakePlayer) -> None:
+    """Sampled requests repeat themselves alone, batched with others, and resumed after preemption."""
+    params = SamplingParams(seed=11, top_p=0.95, num_logprobs=3)
+    player = make_player(SHAPE)
+    player.admit(0, prompt_of(20), params)
+    expected = [(outcome.token_id, outcome.logprobs) for outcome in player.run(0, 12)]
+    assert len({token_id for token_id, _ in expected}) > 3
+    player.admit(5, prompt_of(20), params)
+    player.admit(1, prompt_of(33), SamplingParams(seed=12))
+    player.admit(2, prompt_of(3), SamplingParams(temperature=0.0))
+    outcomes = [player.step({5: 20, 1: 33, 2: 3})[5]]
+    outcomes += [player.step({1: 1, 5: 1, 2: 1})[5] for _ in range(5)]
+    player.preempt(5, new_slot=3)
+    outcomes += player.run(3, 6, chunk=9)
+    assert [(outcome.token_id, outcome.logprobs) for outcome in outcomes] == expected
+
+
+def test_the_last_token_of_a_slot_waits_on_the_device(make_player: MakePlayer) -> None:
+    """The next step may be launched before the host has seen this one's tokens, and reads none from the batch."""
+    player = make_player(SHAPE)
+    player.admit(0, prompt_of(20))
+    expected = [outcome.token_id for outcome in player.run(0, 3)]
+    runner, table = player.runner, np.arange(4, dtype=np.int32)[None]
+    binding = SlotBinding(0, SamplingParams(temperature=0.0), 20, ())
+
+    def batch(start: int, token_ids: list[int], bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
+        rows = {"starts": start, "num_new_tokens": len(token_ids) or 1, "slots": 0}
+        arrays = {name: np.array([value], np.int32) for name, value in rows.items()}
+        return ScheduledBatch(
+            step_id=0,
+            samples=np.array([True]),
+            num_device_rows=0 if token_ids else 1,
+            token_ids=np.array(token_ids, np.int32),
+            block_table=table,
+            bindings=bindings,
+            **arrays,
+        )
+
+    launched = [
+        runner.launch(batch(0, prompt_of(20), (binding,))),
+        runner.launch(batch(20, [])),
+        runner.launch(batch(21, [])),
+    ]
+    results = [step.wait() for step in launched]
+    assert [result.token_ids.tolist() for result in results] == [[token_id] for token_id in expected]
+    assert all(result.token_ids.dtype == np.int32 and result.logprobs is None for result in results)
+
+
+def test_min_tokens_counts_from_the_end_of_the_prompt(make_player: MakePlayer) -> None:
+    """Even when the request comes back after preemption, its prompt and tokens computed in one piece."""
+    player = make_player(SHAPE)
+    player.admit(0, prompt_of(12))
+    first = player.run(0, 1)[0].token_id
+    player.admit(1, prompt_of(12), SamplingParams(temperature=0.0, min_tokens=1), eos=(first,))
+    player.admit(2, prompt_of(12), SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=(first,)))
+    barred = player.run(1, 1) + player.run(2, 1)
+    assert all(outcome.token_id == int(outcome.logits.topk(2).indices[1]) for outcome in barred)
+    player.sequences[1].token_ids.pop()
+    player.preempt(1, new_slot=4)
+    assert player.run(4, 2)[0].token_id == barred[0].token_id

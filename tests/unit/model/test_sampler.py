@@ -1,0 +1,204 @@
+"""The sampler: each parameter keeps what it says, draws follow the distribution, and rows ignore each other."""
+
+import numpy as np
+import pytest
+import torch
+
+from roseinfer.engine.batch import SlotBinding
+from roseinfer.messages import SamplingParams, TokenLogprobs
+from roseinfer.model.sampler import Sampler, uniforms
+
+CPU = torch.device("cpu")
+
+
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], positions: list[int] | None = None, prompt: int = 0
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """One step of a fresh sampler: row i has params[i] and samples for positions[i]."""
+    sampler = Sampler(len(params), logits.shape[1], CPU)
+    for slot, row in enumerate(params):
+        sampler.bind(SlotBinding(slot, row, prompt, eos_token_ids=(0,)))
+    slots = np.arange(len(params), dtype=np.int32)
+    tokens, logprobs = sampler.sample(logits, slots, np.array(positions or [10] * len(params), np.int32))
+    return tokens.tolist(), [None] * len(params) if logprobs is None else logprobs.to_host(len(params))
+
+
+def draw_many(logits: torch.Tensor, params: SamplingParams, count: int = 4000) -> np.ndarray:
+    """How often each token of one distribution comes, over positions 0..count-1 of one seed."""
+    sampler = Sampler(1, len(logits), CPU)
+    sampler.bind(SlotBinding(0, params, 0, ()))
+    slots, positions = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
+    tokens, _ = sampler.sample(logits.expand(count, -1), slots, positions)
+    return np.bincount(tokens.numpy(), minlength=len(logits)) / count
+
+
+def random_logits(rows: int, vocab_size: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(5)) * spread
+
+
+def kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution that the parameters ask for, by the textbook: sort everything, apply one limit after another."""
+    probs, order = (logits.double() / params.temperature).softmax(-1).sort(descending=True)
+    if params.top_k:
+        probs[params.top_k :] = 0
+        probs /= probs.sum()
+    probs[probs.cumsum(-1) - probs >= params.top_p] = 0
+    probs[probs < params.min_p * probs[0]] = 0
+    return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())
+
+
+def test_uniforms_are_splitmix64() -> None:
+    """Pinned: a change would change every seeded completion. Computed once with exact integers."""
+
+    def mix(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    seeds, positions = [0, 1, 2**63 - 1], [0, 7, 100_000]
+    expected = [
+        (mix((mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 11) / 2**53
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
+    assert uniforms(np.array(seeds, np.uint64), np.array(positions, np.int32)).tolist() == expected
+
+
+def test_uniforms_are_uniform_over_seeds_and_positions() -> None:
+    seeds, positions = np.divmod(np.arange(10_000), 100)
+    numbers = uniforms(seeds.astype(np.uint64), positions.astype(np.int32))
+    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert len(np.unique(numbers)) == len(numbers)
+    assert np.abs(counts - 500).max() < 110  # five standard deviations
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 3.0, 1.0, 3.0]])
+    assert draw(logits, [SamplingParams(temperature=0.0)] * 2)[0] == [1, 0]
+    assert draw(logits, [SamplingParams(temperature=2.0, top_k=1)] * 2)[0] == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-4])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = random_logits(5, 300)
+    assert draw(logits, [SamplingParams(temperature=temperature)] * 5)[0] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=3.0),
+        SamplingParams(top_k=3),
+        SamplingParams(top_k=100, temperature=2.0),
+        SamplingParams(top_k=290, temperature=5.0),
+        SamplingParams(top_p=0.6),
+        SamplingParams(top_p=0.95, temperature=4.0),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(min_p=0.2),
+        SamplingParams(min_p=0.01, temperature=4.0),
+        SamplingParams(top_k=40, top_p=0.8, min_p=0.1, temperature=1.5),
+    ],
+    ids=str,
+)
+def test_draws_follow_what_the_parameters_keep(params: SamplingParams) -> None:
+    logits = random_logits(1, 300)[0]
+    expected = kept(logits, params).numpy()
+    frequencies = draw_many(logits, params)
+    assert frequencies[expected == 0].sum() == 0
+    assert np.abs(frequencies - expected).max() < 0.04  # five standard deviations of a half
+    assert (frequencies[expected > 0.01] > 0).all()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 255, 256, 257, 1000])
+def test_any_vocabulary(vocab_size: int) -> None:
+    logits = random_logits(4, vocab_size, spread=0.01)
+    params = [SamplingParams(), SamplingParams(top_p=0.99), SamplingParams(top_k=vocab_size), SamplingParams(min_p=0.9)]
+    tokens, _ = draw(logits, params)
+    assert all(0 <= token < vocab_size for token in tokens)
+
+
+def test_a_row_ignores_the_others() -> None:
+    """Every kind of row, bit for bit the same alone as in any company."""
+    kinds = [
+        SamplingParams(temperature=0.0, num_logprobs=2),
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, temperature=1.7, num_logprobs=0),
+        SamplingParams(seed=3, top_p=0.9, num_logprobs=5),
+        SamplingParams(seed=4, top_p=0.999, temperature=30.0),  # grows to the whole vocabulary
+        SamplingParams(seed=5, top_k=100, num_logprobs=2),
+        SamplingParams(seed=6, top_k=400, min_p=0.05),
+        SamplingParams(seed=7, min_tokens=50, stop_token_ids=(3, 4), num_logprobs=1),
+    ]
+    logits, positions = random_logits(len(kinds), 1111), [3 * row for row in range(len(kinds))]
+    expected = [draw(logits[i : i + 1], [kinds[i]], [positions[i]]) for i in range(len(kinds))]
+    for order in (list(range(8)), [7, 3, 5, 1], [2, 1], [6, 0, 4], [4] * 5 + [3]):
+        tokens, logprobs = draw(logits[order], [kinds[i] for i in order], [positions[i] for i in order])
+        assert [(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)] == [
+            (expected[i][0][0], expected[i][1][0]) for i in order
+        ]
+
+
+def test_the_seed_and_the_position_decide() -> None:
+    logits = random_logits(1, 500, spread=0.1).expand(4, -1)
+    same, _ = draw(logits, [SamplingParams(seed=9)] * 4, [5, 5, 6, 7])
+    other, _ = draw(logits, [SamplingParams(seed=8)] * 4, [5, 5, 6, 7])
+    assert same[0] == same[1]
+    assert len({*same[1:], *other[1:]}) == 6
+
+
+def test_neither_eos_nor_stop_before_min_tokens() -> None:
+    logits = torch.zeros(1, 9).index_fill(1, torch.tensor([0, 4]), 20.0)
+    params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(4, 99))
+    first = [draw(logits, [params], [position], prompt=7)[0][0] for position in (7, 8, 9, 10)]
+    assert first == [1, 1, 1, 0]
+    drawn = [draw(logits, [SamplingParams(min_tokens=3, seed=seed)], [7], prompt=7)[0][0] for seed in range(50)]
+    assert set(drawn) == {4}
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = random_logits(3, 700)
+    params = [
+        SamplingParams(temperature=0.3, num_logprobs=4),
+        SamplingParams(),
+        SamplingParams(num_logprobs=0, min_tokens=9, stop_token_ids=tuple(range(1, 700, 2))),
+    ]
+    tokens, logprobs = draw(logits, params, [5, 5, 5])
+    expected = logits.double().log_softmax(-1)
+    assert logprobs[1] is None
+    for row, count in ((0, 4), (2, 0)):
+        entry = logprobs[row]
+        assert entry is not None
+        assert entry.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-6)
+        assert entry.rank == int((expected[row] > expected[row, tokens[row]]).sum()) + 1
+        top = expected[row].topk(count)
+        assert entry.top_token_ids == top.indices.tolist()
+        assert entry.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-6)
+
+
+def test_rows_that_are_not_numbers_still_give_a_token() -> None:
+    """A broken row must not take the step down: the others are healthy."""
+    logits = random_logits(4, 600)
+    logits[:3] = torch.nan
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_p=0.5),
+        SamplingParams(temperature=0),
+    ]
+    tokens, _ = draw(logits, params)
+    assert all(0 <= token < 600 for token in tokens)
+    assert tokens[3] == int(logits[3].argmax())
+
+
+def test_a_new_owner_brings_its_own_parameters() -> None:
+    sampler = Sampler(1, 9, CPU)
+    logits = torch.arange(9.0).unsqueeze(0)
+    slots, positions = np.zeros(1, np.int32), np.array([2], np.int32)
+    sampler.bind(SlotBinding(0, SamplingParams(temperature=0.0, min_tokens=5, num_logprobs=1), 2, (8,)))
+    barred, logprobs = sampler.sample(logits, slots, positions)
+    assert (barred.tolist(), logprobs is None) == ([7], False)
+    sampler.bind(SlotBinding(0, SamplingParams(temperature=0.0), 2, (8,)))
+    free, logprobs = sampler.sample(logits, slots, positions)
+    assert (free.tolist(), logprobs is None) == ([8], True)

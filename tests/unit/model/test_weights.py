@@ -1,0 +1,261 @@
+"""Checkpoints: what is read from them, and the one sentence about each thing that may be wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
+
+from roseinfer.config import DEMO_MODEL
+from roseinfer.errors import ConfigError
+from roseinfer.model.layers import Placement
+from roseinfer.model.registry import CausalLM, build_model
+from roseinfer.model.weights import Checkpoint, resolve_checkpoint
+from tests.unit.model.conftest import Shape, write_checkpoint
+
+FLOAT32 = Placement(torch.device("cpu"), torch.float32)
+SHAPE = Shape()
+EMBEDDINGS = (SHAPE.vocab_size + SHAPE.num_positions) * SHAPE.width
+LAYER = 12 * SHAPE.width**2 + 13 * SHAPE.width
+NUM_PARAMETERS = EMBEDDINGS + SHAPE.num_layers * LAYER + 2 * SHAPE.width
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "tiny", SHAPE)
+
+
+def build(directory: Path) -> CausalLM:
+    with Checkpoint(directory) as checkpoint:
+        return build_model(checkpoint, FLOAT32)
+
+
+def head_of(directory: Path) -> torch.Tensor:
+    """The model's answer to one hidden row: it tells which head was loaded."""
+    return build(directory).logits(torch.linspace(-1, 1, SHAPE.width).expand(2, -1))[0]
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(directory)
+    assert caught.value.param == "model.path"
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def shard(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{1 + i % 2:05}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_parameters_are_counted_once(directory: Path) -> None:
+    model = build(directory)
+    assert model.num_parameters == NUM_PARAMETERS
+    assert (model.vocab_size, model.max_positions, model.num_heads) == (131, 256, 2)
+
+
+def test_all_the_ways_gpt2_is_stored_are_the_same_model(tmp_path: Path, directory: Path) -> None:
+    expected = head_of(directory)
+    prefixed = write_checkpoint(tmp_path / "prefixed", Shape(prefix="transformer."))
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4), "transformer.h.0.attn.masked_bias": torch.ones(1)}
+    change_tensors(prefixed, lambda tensors: tensors.update(masks))
+    change_tensors(prefixed, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(131, 32)}))  # tied: ignored
+    assert torch.equal(head_of(prefixed), expected)
+    shard(directory)
+    assert torch.equal(head_of(directory), expected)
+
+
+def test_an_untied_head_is_read_and_counted(tmp_path: Path) -> None:
+    untied = write_checkpoint(tmp_path / "untied", Shape(is_tied=False))
+    assert build(untied).num_parameters == NUM_PARAMETERS + SHAPE.vocab_size * SHAPE.width
+    before = head_of(untied)
+    change_tensors(untied, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    torch.testing.assert_close(head_of(untied), before * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_any_floating_type_is_converted(directory: Path, dtype: torch.dtype) -> None:
+    expected = head_of(directory)
+    change_tensors(directory, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items()}))
+    torch.testing.assert_close(head_of(directory), expected, atol=0.05, rtol=0.05)
+
+
+def test_without_architectures_the_model_type_decides(directory: Path) -> None:
+    change_config(directory, architectures=None)
+    assert build(directory).model_type == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architectures": ["BertModel"]}, "asks for BertModel; known architectures are GPT2LMHeadModel"),
+        ({"architectures": None, "model_type": "bert"}, "asks for bert; known"),
+        ({"n_head": 5}, "n_embd is not a multiple of n_head"),
+        ({"n_layer": 0}, "n_layer"),
+        ({"n_layer": "two"}, "n_layer"),
+        ({"activation_function": "relu"}, "activation_function is 'relu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "root of the head size"),
+        ({"n_layer": 3}, "has no tensor h.2.ln_1.weight"),
+        ({"n_layer": 1}, "tensor h.1.attn.c_attn.bias does not belong to a gpt2 model"),
+        ({"vocab_size": 132}, "model.safetensors: tensor wte.weight is F32 [131, 32]; config.json asks for"),
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit(directory: Path, changes: dict[str, object], told: str) -> None:
+    change_config(directory, **changes)
+    assert told in refusal(directory)
+
+
+def test_tensors_that_do_not_fit(directory: Path) -> None:
+    change_tensors(directory, lambda tensors: tensors.update({"ln_f.bias": torch.zeros(32, dtype=torch.int32)}))
+    assert "model.safetensors: tensor ln_f.bias is I32 [32]; config.json asks for floating point" in refusal(directory)
+    change_tensors(directory, lambda tensors: tensors.pop("h.1.mlp.c_fc.weight"))
+    assert "has no tensor h.1.mlp.c_fc.weight" in refusal(directory)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_truncated_file(directory: Path, size: int) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    assert f"{path} is truncated or no safetensors file" in refusal(directory)
+
+
+def test_files_that_are_missing(tmp_path: Path, directory: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "empty has no config.json" in refusal(tmp_path / "empty")
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert "has no safetensors file" in refusal(directory)
+
+
+def test_an_index_that_does_not_fit(directory: Path) -> None:
+    shard(directory)
+    index = directory / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {"wte.weight": weight_map["wpe.weight"]}}))
+    assert "has no tensor wte.weight, where model.safetensors.index.json places it" in refusal(directory)
+    index.write_text("{}")
+    assert "has no weight_map" in refusal(directory)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (directory / weight_map["wte.weight"]).unlink()
+    assert f"{weight_map['wte.weight']} is missing" in refusal(directory)
+
+
+@pytest.mark.parametrize(("content", "told"), [("{", "cannot be read as JSON"), ("[]", "is not a JSON object")])
+def test_a_config_that_is_no_config(directory: Path, content: str, told: str) -> None:
+    (directory / "config.json").write_text(content)
+    assert told in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 5}, {"eos_token_id": 6}, (5,)),
+        ({"eos_token_id": [5, 7]}, {}, (5, 7)),
+        ({}, {"eos_token_id": 6}, (6,)),
+        (None, {"eos_token_id": [6]}, (6,)),
+        (None, {}, ()),
+        (None, {"eos_token_id": None}, ()),
+        (None, {"eos_token_id": 50256}, ()),
+    ],
+)
+def test_eos_ids(
+    directory: Path, generation: dict[str, object] | None, config: dict[str, object], expected: tuple[int, ...]
+) -> None:
+    change_config(directory, **config)
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    with Checkpoint(directory) as checkpoint:
+        assert checkpoint.eos_token_ids(vocab_size=131) == expected
+
+
+def test_an_eos_id_that_is_none(directory: Path) -> None:
+    change_config(directory, eos_token_id=[0, "end"])
+    with Checkpoint(directory) as checkpoint, pytest.raises(ConfigError, match="neither a token id nor a list"):
+        checkpoint.eos_token_ids(vocab_size=131)
+
+
+def test_the_embedded_model_and_directories_are_found(directory: Path) -> None:
+    assert (resolve_checkpoint(DEMO_MODEL) / "config.json").exists()
+    assert resolve_checkpoint(str(directory)) == directory
+
+
+@pytest.mark.parametrize("path", ["/no/such/place", "./nowhere", "../up", "a/b/c", "two words"])
+def test_a_path_that_cannot_be_an_id_is_never_looked_up(path: str) -> None:
+    with pytest.raises(ConfigError, match="There is no checkpoint directory") as caught:
+        resolve_checkpoint(path)
+    assert caught.value.param == "model.path"
+
+
+def test_an_id_without_a_copy_while_the_hub_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match="no directory nobody/nothing here, and the model cannot be fetched"
+    ) as caught:
+        resolve_checkpoint("nobody/nothing")
+    assert caught.value.param == "model.path"
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "param"),
+    [
+        (errors.RepositoryNotFoundError, "no model of this name on Hugging Face", "model.path"),
+        (errors.GatedRepoError, "needs permission of its owner", "model.path"),
+        (errors.RevisionNotFoundError, "has no revision v9", "model.revision"),
+        (errors.HfHubHTTPError, "could not be fetched from Hugging Face: 503 come back later", "model.path"),
+        (ConnectionError, "could not be fetched", "model.path"),
+    ],
+)
+def test_what_the_hub_may_answer(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], told: str, param: str
+) -> None:
+    def snapshot_download(*_args: object, **_options: object) -> str:
+        failure = error.__new__(error)  # their constructors want the HTTP response
+        Exception.__init__(failure, "503 come back later\nand more")
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError) as caught:
+        resolve_checkpoint("somebody/something", "v9")
+    assert told in caught.value.message
+    assert caught.value.param == param
+
+
+def test_an_id_is_fetched_without_exports_to_other_formats(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    asked: dict[str, object] = {}
+
+    def snapshot_download(repo_id: str, **options: object) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_checkpoint("gpt2", "main") == directory
+    assert (asked["repo_id"], asked["revision"]) == ("gpt2", "main")
+    offered = ["config.json", "model.safetensors", "merges.txt", "onnx/config.json", "pytorch_model.bin", "64.tflite"]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects(offered, **patterns)) == offered[:3]
+
+
+def test_a_file_is_no_checkpoint(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="is a file; the model is the directory"):
+        resolve_checkpoint(str(directory / "model.safetensors"))
