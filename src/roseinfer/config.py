@@ -73,6 +73,22 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's limits with every default resolved.
+
+    Two bounds on starvation follow from them. Decode: a sequence decodes at least once in
+    ceil(max_active_seqs / max_num_seqs) steps, and no step carries more than `max_prefill_tokens` of others' prompts.
+    Prefill: decode rows leave at least one block of the budget, so the oldest prompt advances in every step.
+    """
+
+    max_num_seqs: int
+    max_prefill_seqs: int
+    max_active_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """What goes into one step."""
 
@@ -122,6 +138,17 @@ class SchedulerConfig:
             "steps. 0 turns the waiting off.",
         ),
     ] = _option(64)
+
+    @property
+    def limits(self) -> Limits:
+        max_prefill_seqs = self.max_prefill_seqs or self.max_num_seqs
+        return Limits(
+            max_num_seqs=self.max_num_seqs,
+            max_prefill_seqs=max_prefill_seqs,
+            max_active_seqs=self.max_active_seqs or max(self.max_num_seqs, max_prefill_seqs),
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_tokens=self.max_prefill_tokens or self.max_num_batched_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +269,11 @@ def _check_relations(config: Config) -> None:
             "shut prefill out",
             param="scheduler.max_num_batched_tokens",
         )
-    for name, rows in (("max_num_seqs", scheduler.max_num_seqs), ("max_prefill_seqs", scheduler.max_prefill_seqs)):
-        if scheduler.max_active_seqs is not None and rows is not None and scheduler.max_active_seqs < rows:
+    limits = scheduler.limits
+    for name in ("max_num_seqs", "max_prefill_seqs"):
+        if limits.max_active_seqs < (rows := getattr(limits, name)):
             raise ConfigError(
-                f"{scheduler.max_active_seqs} is less than {name} = {rows}, which could never be reached",
+                f"{limits.max_active_seqs} is less than {name} = {rows}, which could never be reached",
                 param="scheduler.max_active_seqs",
             )
     if server.ops_port and server.ops_port == server.port and server.ops_host == server.host:

@@ -101,17 +101,19 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     dtype: str
     attention: str
     linear: str  # how matrices are multiplied: `onednn` (packed, exact whatever the batch) or `torch`
+    num_threads: int  # of the model on a CPU; 0 elsewhere
     block_size: int
     num_blocks: int
     startup_s: dict[str, float]  # stage name -> seconds; the stages add up to the engine's time to ready
 
 
 class EngineFailure(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The engine cannot go on. `config_param` is set when the cause is a value the user gave."""
+    """The engine cannot go on; with `is_config_error`, because of a value the user gave, `param` if it has a name."""
 
     message: str
     traceback: str = ""
-    config_param: str | None = None
+    is_config_error: bool = False
+    param: str | None = None
 
 
 Event = StartupProgress | EngineInfo | StepOutput | EngineFailure

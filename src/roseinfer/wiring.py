@@ -12,9 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 
 import msgspec
 
@@ -23,12 +22,12 @@ from roseinfer.config import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.engine import Engine
-from roseinfer.engine.limits import Limits
 from roseinfer.engine.link import EngineLink
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transport, build_or_tell
-from roseinfer.messages import EngineInfo, StartupProgress
+from roseinfer.engine.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport, build_and_announce
+from roseinfer.messages import StartupProgress
 from roseinfer.observe import logs
+from roseinfer.observe.hub import Hub
 from roseinfer.observe.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer, Phases
 
@@ -64,7 +63,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
 
     Raises ConfigError for a value the user gave, and whatever loading a model raises otherwise.
     """
-    limits = Limits.resolve(config.scheduler, config.cache.block_size)
+    limits = config.scheduler.limits
     clock = _StartupClock(on_progress)
     clock.enter(LifecycleState.LOADING, "import", "importing torch")
     from roseinfer.model.runner import load_runner
@@ -73,28 +72,13 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
     runner.warm_up(limits.max_num_batched_tokens)
     clock.stop()
-    facts = runner.facts
+    info = msgspec.structs.replace(runner.info, startup_s=clock.elapsed_s)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
-        num_blocks=facts.num_blocks,
-        max_model_len=facts.max_model_len,
-        eos_token_ids=facts.eos_token_ids,
-    )
-    info = EngineInfo(
-        checkpoint_dir=str(facts.checkpoint_dir),
-        model_type=facts.model_type,
-        num_parameters=facts.num_parameters,
-        vocab_size=facts.vocab_size,
-        max_model_len=facts.max_model_len,
-        eos_token_ids=list(facts.eos_token_ids),
-        device=facts.device,
-        dtype=facts.dtype,
-        attention=facts.attention,
-        linear=facts.linear,
-        block_size=config.cache.block_size,
-        num_blocks=facts.num_blocks,
-        startup_s=clock.elapsed_s,
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        eos_token_ids=tuple(info.eos_token_ids),
     )
     return Engine(scheduler, runner, Phases(make_marker(enabled=config.observe.nvtx)), info)
 
@@ -102,22 +86,19 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
 def build_transport(config: Config) -> Transport:
     if config.engine.transport == "process":
         return ProcessTransport(config)
-    return ThreadTransport(partial(build_engine, config), check_when_idle=_checks_when_idle(config))
+    return ThreadTransport(config, build_engine, check_when_idle=_checks_when_idle(config))
 
 
 def _checks_when_idle(config: Config) -> bool:
     return config.observe.log_level == "debug"
 
 
-def build_client(config: Config, observer: Observer) -> AsyncEngine:
-    """An engine client that has not been started, over the configured transport."""
-    return AsyncEngine(build_transport(config), observer, config.engine.step_timeout_s)
+def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
+    """An engine client that has not been started, over the configured transport, and those who hear its facts."""
+    return AsyncEngine(build_transport(config), Hub(observers), config.engine.step_timeout_s)
 
 
-BuildFromConfig = Callable[[Config, Callable[[StartupProgress], None]], Engine]
-
-
-def engine_main(fd: int, build: BuildFromConfig = build_engine) -> int:
+def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
     """The child process of `ProcessTransport`: an engine at the other end of the socket `fd`. Returns the exit code."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when we go, also under a debugger's terminal
@@ -126,7 +107,7 @@ def engine_main(fd: int, build: BuildFromConfig = build_engine) -> int:
         try:
             config = msgspec.msgpack.decode(link.receive_bytes(), type=Config)
             with closing(logs.configure(config.observe, sys.stderr)):
-                engine = build_or_tell(partial(build, config), link)
+                engine = build_and_announce(config, build, link)
                 is_sound = engine is not None and engine_loop.run(
                     engine, link, link, check_when_idle=_checks_when_idle(config)
                 )
@@ -151,14 +132,12 @@ def serve(config: Config) -> int:
     from aiohttp import web
     from prometheus_client import CollectorRegistry
 
-    from roseinfer.observe.hub import Hub
     from roseinfer.observe.metrics import Metrics
     from roseinfer.server import lifecycle
 
     output = logs.configure(config.observe, sys.stderr)
     metrics = Metrics(config.served_model_name, __version__, CollectorRegistry(), lambda: output.num_dropped)
-    hub = Hub([metrics, logs.Logs(config.observe.log_summary_interval_s)])
-    client = build_client(config, hub)
+    client = build_client(config, [metrics, logs.Logs(config.observe.log_summary_interval_s)])
 
     async def handle_metrics(request: web.Request) -> web.Response:
         page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
@@ -169,6 +148,6 @@ def serve(config: Config) -> int:
         _log.info("ready on %s", url, extra=msgspec.structs.asdict(client.info))
 
     try:
-        return asyncio.run(lifecycle.run(config, client, hub, handle_metrics, on_ready))
+        return asyncio.run(lifecycle.run(config, client, client.observer, handle_metrics, on_ready))
     finally:
         output.close()

@@ -1,10 +1,8 @@
 """An `LLM` without a model: the real scheduler over the fake runner, in a thread, and one token for each character."""
 
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,8 +13,8 @@ from roseinfer.config import Config
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.transport import ThreadTransport
-from roseinfer.messages import StartupProgress
-from roseinfer.records import LifecycleState, Observer
+from roseinfer.observe.hub import Hub
+from roseinfer.records import Observer
 from tests.unit.engine.harness import EOS, VOCAB_SIZE, make_engine
 
 ALPHABET = [chr(code) for code in range(0x21, 0x7F)]  # 94 characters, ids 1 to 94; id 0 is a space
@@ -41,10 +39,7 @@ def write_tokenizer(directory: Path, *, chat_template: str | None = TEMPLATE) ->
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def make_fake_engine(
-    config: Config, directory: Path, latency_s: float, on_progress: Callable[[StartupProgress], None]
-) -> Engine:
-    on_progress(StartupProgress(LifecycleState.LOADING, "weights", "none to load"))
+def make_fake_engine(config: Config, directory: Path, latency_s: float) -> Engine:
     engine = make_engine(
         num_blocks=config.cache.num_blocks or 256, max_model_len=128, prefix_caching=config.cache.prefix_caching
     )
@@ -57,9 +52,12 @@ def use_fake_engine(monkeypatch: pytest.MonkeyPatch, directory: Path, latency_s:
     """Let every `LLM` have an engine of this kind; returns the list of those that were made."""
     made: list[AsyncEngine] = []
 
-    def build_client(config: Config, observer: Observer) -> AsyncEngine:
-        transport: Any = ThreadTransport(partial(make_fake_engine, config, directory, latency_s), check_when_idle=True)
-        made.append(AsyncEngine(transport, observer, config.engine.step_timeout_s))
+    def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
+        def build(config: Config, _: object) -> Engine:
+            return make_fake_engine(config, directory, latency_s)
+
+        transport = ThreadTransport(config, build, check_when_idle=True)
+        made.append(AsyncEngine(transport, Hub(observers), config.engine.step_timeout_s))
         return made[-1]
 
     monkeypatch.setattr(wiring, "build_client", build_client)

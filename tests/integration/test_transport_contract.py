@@ -6,11 +6,8 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
 
 import pytest
-from tests.integration.fake_engine import build_fake_engine
-from tests.unit.engine.harness import make_request, run_alone
 
 from roseinfer.config import Config, ModelConfig
 from roseinfer.engine.client import AsyncEngine
@@ -18,6 +15,8 @@ from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transp
 from roseinfer.errors import ConfigError, EngineDead, EngineFailed
 from roseinfer.messages import TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline, StepRecord
+from tests.integration.fake_engine import build_fake_engine
+from tests.unit.engine.harness import make_request, run_alone
 
 StartEngine = Callable[[str], Awaitable[AsyncEngine]]
 
@@ -47,7 +46,7 @@ class Facts:
 def make_transport(kind: str, model: str) -> Transport:
     config = Config(model=ModelConfig(path=model))
     if kind == "thread":
-        return ThreadTransport(partial(build_fake_engine, config), check_when_idle=True)
+        return ThreadTransport(config, build_fake_engine, check_when_idle=True)
     return ProcessTransport(config, command=("-m", "tests.integration.fake_engine"))
 
 

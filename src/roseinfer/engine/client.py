@@ -114,8 +114,8 @@ class AsyncEngine:
     """
 
     def __init__(self, transport: Transport, observer: Observer, step_timeout_s: float) -> None:
+        self.observer = observer
         self._transport = transport
-        self._observer = observer
         self._step_timeout_ns = int(step_timeout_s * 1e9)
         self._entries: dict[str, _Entry] = {}
         self._num_in_engine = 0
@@ -166,7 +166,7 @@ class AsyncEngine:
     def open_timeline(self, timeline: RequestTimeline) -> None:
         assert timeline.request_id not in self._entries, f"request id {timeline.request_id} is in use"
         self._entries[timeline.request_id] = _Entry(timeline)
-        self._observer.on_start(timeline)
+        self.observer.on_start(timeline)
 
     def close_timeline(self, timeline: RequestTimeline) -> None:
         entry = self._entries[timeline.request_id]
@@ -176,7 +176,7 @@ class AsyncEngine:
     def _conclude(self, entry: _Entry) -> None:
         if entry.is_closed and not entry.is_in_engine:
             del self._entries[entry.timeline.request_id]
-            self._observer.on_finish(entry.timeline)
+            self.observer.on_finish(entry.timeline)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class AsyncEngine:
                 self._leave_engine(entry, output)
                 concluded.append(entry)
         self._last_progress_ns = time.monotonic_ns()
-        self._observer.on_step(step.record, advanced)
+        self.observer.on_step(step.record, advanced)
         for entry in concluded:
             self._conclude(entry)
 
@@ -268,8 +268,8 @@ class AsyncEngine:
 
     def _as_error(self, failure: EngineFailure) -> EngineError | ConfigError:
         """What clients may read, with the engine's own words as a note for the log."""
-        if failure.config_param is not None:
-            return ConfigError(failure.message, param=failure.config_param or None)
+        if failure.is_config_error:
+            return ConfigError(failure.message, param=failure.param)
         error = EngineFailed("the engine failed")
         error.add_note(f"{failure.message}\n{failure.traceback}".rstrip())
         return error

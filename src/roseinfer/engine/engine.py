@@ -34,7 +34,7 @@ class Engine:
         phases.begin(self._step_id)
         start_ns = phases.clock()
         with phases("schedule"):
-            batch = scheduler.schedule(start_ns)
+            batch = scheduler.schedule(self._step_id, start_ns)
         outputs = []
         tokens_ns = start_ns
         if batch is not None:

@@ -3,8 +3,6 @@
 The memory side of the scheduler. Knows blocks, slots and prefixes; nothing of budgets, turns or steps.
 """
 
-import numpy as np
-
 from roseinfer.config import CacheConfig
 from roseinfer.engine.batch import Int32Array
 from roseinfer.engine.prefix_cache import BlockChain, PrefixCache
@@ -46,15 +44,17 @@ class Residency:
 
         The margin keeps a newcomer from being preempted in the step after its admission.
         """
-        num_new = -(-len(sequence.token_ids) // self.block_size) - len(matched)
         num_revived = sum(self.pool.is_evictable(block_id) for block_id in matched)
-        return num_new + num_revived + len(self.sequences) <= self.pool.num_available
+        return self._num_new_blocks(sequence, matched) + num_revived + len(self.sequences) <= self.pool.num_available
+
+    def _num_new_blocks(self, sequence: Sequence, matched: list[int]) -> int:
+        return -(-len(sequence.token_ids) // self.block_size) - len(matched)
 
     def enter(self, sequence: Sequence, matched: list[int]) -> None:
         """Give the sequence a slot and blocks for all known tokens, those of `matched` being filled already."""
-        num_new = -(-len(sequence.token_ids) // self.block_size) - len(matched)
         self.pool.share(matched)
-        self.table.bind(sequence, matched + self.pool.allocate(num_new), len(matched) * self.block_size)
+        block_ids = matched + self.pool.allocate(self._num_new_blocks(sequence, matched))
+        self.table.bind(sequence, block_ids, len(matched) * self.block_size)
         if sequence.age < 0:
             sequence.age = self._num_entered
             self._num_entered += 1
@@ -110,8 +110,3 @@ class Residency:
             assert table.num_computed[slot] <= table.blocks.lengths[slot] * self.block_size
         if not self.sequences:
             assert not self.prefix_cache.num_pending, "blocks are announced that nobody computes"
-
-
-def concatenate(pieces: list[Int32Array]) -> Int32Array:
-    """Like np.concatenate, which refuses an empty list."""
-    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)

@@ -14,10 +14,8 @@ import numpy as np
 from roseinfer.config import CacheConfig, SchedulerConfig
 from roseinfer.engine.admission import make_policy
 from roseinfer.engine.batch import BoolArray, Int32Array, SampledTokens, ScheduledBatch, SlotBinding
-from roseinfer.engine.limits import Limits
-from roseinfer.engine.residency import Residency, concatenate
+from roseinfer.engine.residency import Residency
 from roseinfer.engine.sequence import Sequence, SequenceStatus
-from roseinfer.errors import ConfigError
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import FinishReason
 
@@ -51,13 +49,8 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        if num_blocks * cache.block_size < max_model_len:
-            raise ConfigError(
-                f"{num_blocks} blocks of {cache.block_size} tokens do not hold one sequence of {max_model_len}, "
-                "so it could never run",
-                param="cache.num_blocks",
-            )
-        self.limits = Limits.resolve(config, cache.block_size)
+        assert num_blocks * cache.block_size >= max_model_len, "the pool does not hold one sequence: it could never run"
+        self.limits = config.limits
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.residency = Residency(
@@ -75,7 +68,6 @@ class Scheduler:
         self._decode_slots: Int32Array | None = None  # the ring as an array, while nothing has changed
         self._bindings: list[SlotBinding] = []
         self._ended: list[TokenOutput] = []  # last outputs of sequences that ended outside a step
-        self._step_id = 0
 
     @property
     def num_running(self) -> int:
@@ -135,8 +127,8 @@ class Scheduler:
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, now_ns: int) -> ScheduledBatch | None:
-        """The next step's batch, or None when nothing can run. `now_ns` becomes newcomers' first scheduling."""
+    def schedule(self, step_id: int, now_ns: int) -> ScheduledBatch | None:
+        """The step's batch, or None when nothing can run. `now_ns` becomes newcomers' first scheduling."""
         self.counts = StepCounts()
         device_slots = self._make_room(self._select_decodes())
         budget = min(self.limits.max_num_batched_tokens - len(device_slots), self.limits.max_prefill_tokens)
@@ -145,7 +137,7 @@ class Scheduler:
         chunks += self._admit(budget, now_ns)
         if not chunks and not len(device_slots):
             return None
-        return self._build_batch(device_slots, chunks)
+        return self._build_batch(step_id, device_slots, chunks)
 
     def _select_decodes(self) -> Int32Array:
         """Slots that decode in this step; when there are more than a step decodes, they take turns."""
@@ -238,13 +230,14 @@ class Scheduler:
         if not sequence.scheduled_ns:
             sequence.scheduled_ns = now_ns
             sequence.num_cached_tokens = len(matched) * self.residency.block_size
-            self.counts.num_prefix_queried_tokens += sequence.num_prompt_tokens
-            self.counts.num_prefix_hit_tokens += sequence.num_cached_tokens
+            if self.residency.prefix_cache.is_enabled:
+                self.counts.num_prefix_queried_tokens += sequence.num_prompt_tokens
+                self.counts.num_prefix_hit_tokens += sequence.num_cached_tokens
         params = sequence.request.params
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
         self._bindings.append(SlotBinding(sequence.slot, params, sequence.num_prompt_tokens, eos_token_ids))
 
-    def _build_batch(self, device_slots: Int32Array, chunks: list[Chunk]) -> ScheduledBatch:
+    def _build_batch(self, step_id: int, device_slots: Int32Array, chunks: list[Chunk]) -> ScheduledBatch:
         table, num_device_rows = self._table, len(device_slots)
         slots = np.concatenate([device_slots, np.array([s.slot for s, _ in chunks], np.int32)])
         num_new_tokens = np.ones(len(slots), np.int32)
@@ -256,9 +249,8 @@ class Scheduler:
         self.counts.num_prefill_seqs = len(chunks)
         self.counts.num_prefill_tokens = int(num_new_tokens[num_device_rows:].sum())
         bindings, self._bindings = tuple(self._bindings), []
-        self._step_id += 1
         return ScheduledBatch(
-            step_id=self._step_id,
+            step_id=step_id,
             slots=slots,
             starts=starts,
             num_new_tokens=num_new_tokens,
@@ -334,3 +326,8 @@ class Scheduler:
         decoding = {s.slot for s in self.residency.sequences if s.status is SequenceStatus.DECODING}
         assert set(self._decode_ring) == decoding, "the decode ring differs from the decoding sequences"
         assert len(self._decode_ring) == len(decoding), "a slot is in the decode ring twice"
+
+
+def concatenate(pieces: list[Int32Array]) -> Int32Array:
+    """Like np.concatenate, which refuses an empty list."""
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)

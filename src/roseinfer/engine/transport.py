@@ -23,7 +23,7 @@ from roseinfer.engine.link import FrameBuffer, encode_frame
 from roseinfer.errors import ConfigError
 from roseinfer.messages import Command, EngineFailure, Event, Shutdown, StartupProgress
 
-BuildEngine = Callable[[Callable[[StartupProgress], None]], Engine]
+BuildEngine = Callable[[Config, Callable[[StartupProgress], None]], Engine]
 _CLOSE_TIMEOUT_S = 1.5  # less than the server gives `close` as a whole
 
 
@@ -77,7 +77,8 @@ class CallbackOutbox:
 class ThreadTransport:
     """The engine in a thread of this process: one debugger, one profiler, one GIL. For tests and debugging."""
 
-    def __init__(self, build_engine: BuildEngine, *, check_when_idle: bool = False) -> None:
+    def __init__(self, config: Config, build_engine: BuildEngine, *, check_when_idle: bool = False) -> None:
+        self._config = config
         self._build_engine = build_engine
         self._check_when_idle = check_when_idle
         self._inbox = QueueInbox()
@@ -106,7 +107,7 @@ class ThreadTransport:
 
     def _run(self, deliver: Callable[[Event], None]) -> None:
         outbox = CallbackOutbox(deliver)
-        engine = build_or_tell(self._build_engine, outbox)
+        engine = build_and_announce(self._config, self._build_engine, outbox)
         if engine is not None:
             engine_loop.run(engine, self._inbox, outbox, check_when_idle=self._check_when_idle)
 
@@ -193,12 +194,12 @@ class ProcessTransport:
         self._writer.close()
 
 
-def build_or_tell(build_engine: BuildEngine, outbox: engine_loop.Outbox) -> Engine | None:
-    """Build the engine and announce it; a failure to do so is told instead, and None returned."""
+def build_and_announce(config: Config, build_engine: BuildEngine, outbox: engine_loop.Outbox) -> Engine | None:
+    """Build the engine and announce it; a failure to build it is told instead, and None returned."""
     try:
-        engine = build_engine(outbox.send)
+        engine = build_engine(config, outbox.send)
     except ConfigError as error:
-        outbox.send(EngineFailure(error.message, "", error.param or ""))
+        outbox.send(EngineFailure(error.message, is_config_error=True, param=error.param))
         return None
     except (OSError, RuntimeError, ValueError) as error:  # what loading and warming a model may raise
         outbox.send(EngineFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))

@@ -6,7 +6,6 @@ computes and writes what the original does.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from roseinfer.config import Config
 from roseinfer.engine.batch import SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
-from roseinfer.messages import SamplingParams
+from roseinfer.messages import EngineInfo, SamplingParams
 from roseinfer.model.attention import AttentionBackend, PackedTokens, choose_attention
 from roseinfer.model.device import dtype_name, num_usable_cores, resolve_device, resolve_dtype
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
@@ -30,23 +29,6 @@ IntArray = npt.NDArray[np.integer[Any]]
 OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, one phrase for a person
 
 _MAX_WARM_ROWS = 128  # beyond, a step takes many times as long as the building of its kernels
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerFacts:
-    """What the runner turned out to be once every `auto` was resolved."""
-
-    checkpoint_dir: str
-    model_type: str
-    num_parameters: int
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    device: str
-    dtype: str
-    attention: str
-    linear: str  # `onednn`: packed, and exact whatever the batch; `torch`: neither is promised
-    num_blocks: int
 
 
 class LaunchedBatch:
@@ -66,11 +48,11 @@ class LaunchedBatch:
 class ModelRunner:
     """The torch `Runner`. Owns the KV cache, the sampler and the last token of each slot; one thread uses it."""
 
-    def __init__(self, model: CausalLM, attention: AttentionBackend, facts: RunnerFacts, num_slots: int) -> None:
-        self.facts = facts
+    def __init__(self, model: CausalLM, attention: AttentionBackend, info: EngineInfo, num_slots: int) -> None:
+        self.info = info  # without start-up times, which whoever loads the runner knows
         self._model = model
         self._attention = attention
-        self._device = torch.device(facts.device)
+        self._device = torch.device(info.device)
         self._sampler = Sampler(num_slots, model.vocab_size, self._device)
         self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
 
@@ -120,7 +102,7 @@ class ModelRunner:
                 linear.warm_up(num_rows)
         for num_rows in _row_counts(min(len(self._last_token), _MAX_WARM_ROWS)):
             self._model.head.warm_up(num_rows)
-        prompt_length = min(64, self.facts.max_model_len - 1)
+        prompt_length = min(64, self.info.max_model_len - 1)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, num_logprobs=1)):
             for start, num_new_tokens, num_device_rows in ((0, prompt_length, 0), (prompt_length, 1, 1)):
                 binding = SlotBinding(0, params, prompt_length, ())
@@ -176,20 +158,23 @@ def load_runner(config: Config, max_active_seqs: int, on_progress: OnProgress) -
     on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {config.cache.block_size} tokens")
     cache = KVCache(model.cache_shape, num_blocks, config.cache.block_size, placement)
     attention = choose_attention(config.runner.attention, cache, model.num_heads)
-    facts = RunnerFacts(
+    info = EngineInfo(
         checkpoint_dir=str(directory),
         model_type=model.model_type,
         num_parameters=model.num_parameters,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=list(eos_token_ids),
         device=device.type,
         dtype=dtype_name(placement.dtype),
         attention=attention.name,
         linear="onednn" if placement.packs_linears else "torch",
+        num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        block_size=config.cache.block_size,
         num_blocks=num_blocks,
+        startup_s={},
     )
-    return ModelRunner(model, attention, facts, max_active_seqs)
+    return ModelRunner(model, attention, info, max_active_seqs)
 
 
 def _max_model_len(configured: int | None, model: CausalLM) -> int:

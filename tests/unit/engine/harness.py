@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roseinfer.config import CacheConfig, SchedulerConfig
+from roseinfer.config import CacheConfig, Config, SchedulerConfig
 from roseinfer.engine.batch import ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.fake_runner import FakeRunner
-from roseinfer.engine.limits import Limits
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput
 from roseinfer.records import FinishReason, Phases
@@ -36,10 +35,18 @@ def make_engine(
     prefix_caching: bool = True,
     **scheduler: Any,
 ) -> Engine:
-    config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler})
-    cache = CacheConfig(block_size=block_size, prefix_caching=prefix_caching)
-    made = Scheduler(config, cache, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=(EOS,))
-    num_slots = Limits.resolve(config, block_size).max_active_seqs
+    config = Config(
+        scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}),
+        cache=CacheConfig(block_size=block_size, prefix_caching=prefix_caching),
+    )
+    made = Scheduler(
+        config.scheduler,
+        config.cache,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        eos_token_ids=(EOS,),
+    )
+    num_slots = made.limits.max_active_seqs
     runner = FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots)
     info = EngineInfo(
         checkpoint_dir="",
@@ -53,6 +60,7 @@ def make_engine(
         attention="fake",
         linear="fake",
         block_size=block_size,
+        num_threads=1,
         num_blocks=num_blocks,
         startup_s={},
     )

@@ -107,8 +107,8 @@ class Player:
     def __init__(self, runner: ModelRunner, num_slots: int, block_size: int) -> None:
         self.runner = runner
         self.block_size = block_size
-        self.free = np.random.default_rng(7).permutation(runner.facts.num_blocks).tolist()
-        self.table = np.zeros((num_slots, -(-runner.facts.max_model_len // block_size)), np.int32)
+        self.free = np.random.default_rng(7).permutation(runner.info.num_blocks).tolist()
+        self.table = np.zeros((num_slots, -(-runner.info.max_model_len // block_size)), np.int32)
         self.sequences: dict[int, Sequence] = {}
         self.logits = torch.empty(0)
         forward = runner.logits

@@ -35,19 +35,19 @@ def load(directory: Path, **model: object) -> ModelRunner:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_facts(directory: Path, dtype: str) -> None:
-    facts = load(directory, dtype=dtype, max_model_len=100).facts
-    assert facts.checkpoint_dir == str(directory)
-    assert (facts.model_type, facts.vocab_size, facts.max_model_len) == ("gpt2", 131, 100)
-    assert (facts.device, facts.dtype, facts.attention) == ("cpu", dtype, "reference")
-    assert facts.num_blocks == 4 * 7
-    assert facts.eos_token_ids == ()
+def test_info(directory: Path, dtype: str) -> None:
+    info = load(directory, dtype=dtype, max_model_len=100).info
+    assert info.checkpoint_dir == str(directory)
+    assert (info.model_type, info.vocab_size, info.max_model_len) == ("gpt2", 131, 100)
+    assert (info.device, info.dtype, info.attention) == ("cpu", dtype, "reference")
+    assert info.num_blocks == 4 * 7
+    assert info.eos_token_ids == []
 
 
-def test_facts_tell_which_linears_serve(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+def test_info_tells_which_linears_serve(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     for is_packed, name in ((True, "onednn"), (False, "torch")):
         monkeypatch.setattr(Placement, "packs_linears", is_packed)
-        assert load(directory).facts.linear == name
+        assert load(directory).info.linear == name
 
 
 def test_stages_of_loading_are_told_in_order(directory: Path) -> None:

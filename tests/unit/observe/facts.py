@@ -24,6 +24,7 @@ ENGINE = EngineInfo(
     dtype="float32",
     attention="reference",
     linear="torch",
+    num_threads=1,
     block_size=16,
     num_blocks=100,
     startup_s={"import": 0.5, "load": 0.25, "warmup": 0.125},
