@@ -5,6 +5,7 @@ below reads the environment. `docs/configuration.md` is generated from the annot
 bounds and relations between values are checked whenever one is made.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -125,17 +126,21 @@ class SchedulerConfig:
         Literal["fifo", "pack"],
         Meta(description="`fifo`: in order of arrival. `pack`: the shortest prompts of the look-ahead window first."),
     ] = _option("fifo")
-    lookahead: Annotated[int, Meta(ge=1, description="`pack` chooses among so many waiting requests.")] = _option(64)
+    lookahead: Annotated[int, Meta(ge=1, description="Waiting requests among which `pack` chooses.")] = _option(64)
     fifo_every: Annotated[
         int,
-        Meta(ge=1, description="Under `pack`, every so many admitting steps the oldest goes first, so none starves."),
+        Meta(
+            ge=1,
+            description="Under `pack`, the oldest request goes first once in this number of admitting steps, so that "
+            "none starves.",
+        ),
     ] = _option(8)
     max_prefix_wait_steps: Annotated[
         int,
         Meta(
             ge=0,
-            description="A request whose next prefix block another request is computing waits for it at most so many "
-            "steps. 0 turns the waiting off.",
+            description="Most steps for which a request waits for a prefix block that another request is computing. "
+            "0 turns the waiting off.",
         ),
     ] = _option(64)
 
@@ -158,7 +163,10 @@ class RunnerConfig:
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="`auto` takes CUDA when a GPU is present.")] = (
         _option("auto", flag="--device")
     )
-    attention: Annotated[Literal["auto", "reference"], Meta(description="Attention backend.")] = _option("auto")
+    attention: Annotated[
+        Literal["auto", "reference"],
+        Meta(description="Attention backend. `auto` takes `reference`, the only one so far."),
+    ] = _option("auto")
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Threads of the model on a CPU. Default: the cores this process may use."),
@@ -174,7 +182,7 @@ class EngineConfig:
         Meta(description="`process`: the engine has its own interpreter and its own GIL. `thread`: for debugging."),
     ] = _option("process")
     step_timeout_s: Annotated[
-        float, Meta(gt=0, description="With work in flight and no step for so long, `/livez` fails.")
+        float, Meta(gt=0, description="Longest time without a step while there is work; then `/livez` fails.")
     ] = _option(30.0)
 
 
@@ -205,12 +213,12 @@ class ServerConfig:
         int,
         Meta(
             ge=1,
-            description="Send a stream's tokens every so many; the first always goes at once. A request may set its "
-            "own.",
+            description="Tokens that a stream sends together; the first always goes at once. Requests may differ.",
         ),
     ] = _option(1)
     drain_timeout_s: Annotated[
-        float, Meta(ge=0, description="After SIGTERM, streams may run so long; then they end with an error event.")
+        float,
+        Meta(ge=0, description="Longest time for streams to finish after SIGTERM; then they end with an error event."),
     ] = _option(25.0)
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Longest request body.")] = _option(2 * 1024 * 1024)
 
@@ -311,11 +319,14 @@ class Option:
     def convert(self, value: Any, *, strict: bool = True) -> Any:
         """The value as the tree holds it. Raises ConfigError. `strict=False` reads numbers and booleans from text."""
         try:
-            return msgspec.convert(value, self.type, strict=strict)
+            converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
             expected = f"Expected one of {', '.join(map(str, self.choices))}" if self.choices else str(error)
             got = "" if "got" in expected else f", got {value!r}"
             raise ConfigError(expected + got, param=self.path) from None
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise ConfigError(f"Expected a finite number, got {value!r}", param=self.path)
+        return converted
 
 
 @cache

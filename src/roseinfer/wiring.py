@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 
 import msgspec
 
@@ -24,7 +25,7 @@ from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.link import EngineLink
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport, build_and_announce
+from roseinfer.engine.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
 from roseinfer.messages import StartupProgress
 from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
@@ -101,16 +102,15 @@ def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
 def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
     """The child process of `ProcessTransport`: an engine at the other end of the socket `fd`. Returns the exit code."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when we go, also under a debugger's terminal
+    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager signals us too; the front end says when we go
+        signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=fd) as connection:
         link = EngineLink(connection)
         try:
             config = msgspec.msgpack.decode(link.receive_bytes(), type=Config)
             with closing(logs.configure(config.observe, sys.stderr)):
-                engine = build_and_announce(config, build, link)
-                is_sound = engine is not None and engine_loop.run(
-                    engine, link, link, check_when_idle=_checks_when_idle(config)
-                )
+                build_engine_here = partial(build, config, link.send)
+                is_sound = engine_loop.run(build_engine_here, link, link, check_when_idle=_checks_when_idle(config))
                 link.drain(_LAST_WORDS_TIMEOUT_S)
         except EOFError:
             return 0

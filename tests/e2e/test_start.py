@@ -63,3 +63,15 @@ def test_generate_prints_the_same_text_each_time() -> None:
 def test_chat_answers_clears_and_leaves() -> None:
     result = run("chat", "--max-tokens", "8", stdin="Hello\n/clear\nHello\n/exit\n")
     assert result.returncode == 0, result.stderr
+
+
+def test_files_in_the_current_directory_are_not_imported(tmp_path: Path) -> None:
+    for name in ("safetensors", "queue", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current directory')")
+    command = [str(Path(sys.executable).parent / "roseinfer"), "generate", "x", "--max-tokens", "2"]
+    result = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_number_that_is_none() -> None:
+    assert_one_line(run("serve", "--engine.step-timeout-s", "inf"), "engine.step_timeout_s", "finite")

@@ -18,7 +18,7 @@ from roseinfer.records import FinishReason, RequestTimeline, StepRecord
 from tests.integration.fake_engine import build_fake_engine
 from tests.unit.engine.harness import make_request, run_alone
 
-StartEngine = Callable[[str], Awaitable[AsyncEngine]]
+StartEngine = Callable[..., Awaitable[AsyncEngine]]
 
 
 class Facts:
@@ -59,10 +59,10 @@ def facts() -> Facts:
 async def start_engine(request: pytest.FixtureRequest, facts: Facts) -> AsyncIterator[StartEngine]:
     engines: list[AsyncEngine] = []
 
-    async def start(model: str = "fake") -> AsyncEngine:
+    async def start(model: str, on_progress: Callable[[object], None] = lambda _: None) -> AsyncEngine:
         engine = AsyncEngine(make_transport(request.param, model), facts, step_timeout_s=30.0)
         engines.append(engine)
-        await engine.start(lambda _: None)
+        await engine.start(on_progress)
         return engine
 
     yield start
@@ -138,7 +138,7 @@ async def test_a_failing_step_ends_every_stream_with_an_error(start_engine: Star
     assert "on fire" not in str(results[0])  # the engine's own words are for the log
     error = await engine.wait_dead()
     assert any("on fire" in note for note in error.__notes__)
-    assert engine.trouble == "the engine failed"
+    assert engine.trouble == "The engine failed."
     assert {t.finish_reason for t in facts.finished} == {FinishReason.ERROR}
     with pytest.raises(EngineDead):
         await collect(engine, "late")
@@ -148,6 +148,21 @@ async def test_a_value_the_user_gave_fails_the_start(start_engine: StartEngine) 
     with pytest.raises(ConfigError, match="no such model") as caught:
         await start_engine("bad")
     assert caught.value.param == "model.path"
+
+
+async def test_a_mistake_in_handling_an_event_ends_the_start_and_is_not_swallowed(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context.get("exception")))
+
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("by hand")
+
+    with pytest.raises(EngineFailed, match="could not be handled"):
+        async with asyncio.timeout(10):
+            await start_engine("fake", broken)
+    await until(lambda: any(isinstance(error, ZeroDivisionError) for error in told))
 
 
 async def test_closing_ends_open_streams(start_engine: StartEngine) -> None:
@@ -192,6 +207,14 @@ async def test_a_stopped_engine_process_is_trouble_only_while_there_is_work(fact
         os.kill(pid, signal.SIGCONT)
     await task
     assert not engine.trouble
+    await engine.close()
+
+
+async def test_a_signal_to_the_whole_service_leaves_the_engine_to_the_front_end(facts: Facts) -> None:
+    engine, pid = await start_process(facts)
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGINT)
+    assert len(await collect(engine, "a")) == 6
     await engine.close()
 
 

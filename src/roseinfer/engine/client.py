@@ -128,7 +128,7 @@ class AsyncEngine:
     @property
     def info(self) -> EngineInfo:
         if self._info is None:
-            raise NotReady("the engine is starting")
+            raise NotReady("The engine is starting.")
         return self._info
 
     @property
@@ -159,7 +159,7 @@ class AsyncEngine:
     async def close(self) -> None:
         await self._transport.close()
         if self._dead is not None and not self._dead.done():
-            self._go_down(EngineDead("the engine was stopped"))
+            self._go_down(EngineDead("The engine was stopped."))
 
     # --- timelines --------------------------------------------------------------------------------------------------
 
@@ -183,9 +183,12 @@ class AsyncEngine:
     async def generate(
         self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
     ) -> AsyncGenerator[list[TokenOutput], None]:
-        mailbox = self._submit(requests, timelines)
-        unfinished = {request.request_id for request in requests}
+        mailbox = _Mailbox()
+        unfinished: set[str] = set()
         try:
+            for request, timeline in zip(requests, timelines, strict=True):
+                self._submit(request, timeline, mailbox)
+                unfinished.add(request.request_id)
             while unfinished:
                 outputs = await mailbox.take()
                 unfinished.difference_update(out.request_id for out in outputs if out.finish_reason is not None)
@@ -194,21 +197,18 @@ class AsyncEngine:
             for request_id in unfinished:
                 self.abort(request_id)
 
-    def _submit(self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]) -> _Mailbox:
+    def _submit(self, request: Request, timeline: RequestTimeline, mailbox: _Mailbox) -> None:
         if self._dead is None or self._dead.done():
-            raise EngineDead("the engine is not running")
-        mailbox = _Mailbox()
+            raise EngineDead("The engine is not running.")
+        entry = self._entries[request.request_id]
+        assert entry.timeline is timeline
+        self._transport.send(request)
         if not self._num_in_engine:
             self._last_progress_ns = time.monotonic_ns()
-        for request, timeline in zip(requests, timelines, strict=True):
-            entry = self._entries[request.request_id]
-            assert entry.timeline is timeline
-            entry.mailbox = mailbox
-            entry.is_in_engine = True
-            self._num_in_engine += 1
-            timeline.num_prompt_tokens = len(request.prompt_token_ids)
-            self._transport.send(request)
-        return mailbox
+        self._num_in_engine += 1
+        entry.mailbox = mailbox
+        entry.is_in_engine = True
+        timeline.num_prompt_tokens = len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
         entry = self._entries.get(request_id)
@@ -218,6 +218,13 @@ class AsyncEngine:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
+        try:
+            self._handle(event)
+        except BaseException:  # a mistake of ours: whoever waits must not wait for ever
+            self._go_down(EngineFailed("The engine's output could not be handled."))
+            raise
+
+    def _handle(self, event: Event) -> None:
         match event:
             case StepOutput():
                 self._route(event)
@@ -270,7 +277,7 @@ class AsyncEngine:
         """What clients may read, with the engine's own words as a note for the log."""
         if failure.is_config_error:
             return ConfigError(failure.message, param=failure.param)
-        error = EngineFailed("the engine failed")
+        error = EngineFailed("The engine failed.")
         error.add_note(f"{failure.message}\n{failure.traceback}".rstrip())
         return error
 

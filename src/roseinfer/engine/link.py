@@ -5,6 +5,7 @@ The engine's end is here, without an event loop: reads and writes that do not bl
 
 import select
 import socket
+import time
 from collections import deque
 
 import msgspec
@@ -110,14 +111,21 @@ class EngineLink:
         return self._received.popleft()
 
     def drain(self, timeout_s: float) -> None:
-        """Give the other side up to `timeout_s` to take what is left in the outbox, once."""
+        """Give the other side up to `timeout_s` to take what is left in the outbox, then send no more."""
+        deadline = time.monotonic() + timeout_s
         self._flush()
-        if self._frames:
-            self._sleep(timeout_s)
+        while self._frames and (left_s := deadline - time.monotonic()) > 0:
+            self._poll(select.POLLOUT, left_s)
             self._flush()
+        self._socket.shutdown(socket.SHUT_WR)
 
     def _sleep(self, timeout_s: float | None) -> None:
-        select.select([self._socket], [self._socket] if self._frames else [], [], timeout_s)
+        self._poll(select.POLLIN | (select.POLLOUT if self._frames else 0), timeout_s)
+
+    def _poll(self, events: int, timeout_s: float | None) -> None:
+        poller = select.poll()  # not select(), which knows no descriptor above 1023
+        poller.register(self._socket, events)
+        poller.poll(None if timeout_s is None else timeout_s * 1e3)
 
     def _exchange(self) -> None:
         """Send and read as much as goes without waiting. Raises EOFError when the other side has gone."""

@@ -1,10 +1,12 @@
-"""The engine's only caller: takes commands from an inbox, steps, and puts one message a step into an outbox."""
+"""The engine's only owner: has it built, takes commands from an inbox, steps, and sends one message a step."""
 
 import gc
 import traceback
+from collections.abc import Callable
 from typing import Protocol
 
 from roseinfer.engine.engine import Engine
+from roseinfer.errors import ConfigError
 from roseinfer.messages import Abort, Command, EngineFailure, Event, Request, Shutdown
 
 
@@ -32,20 +34,26 @@ class Outbox(Protocol):
     def send(self, event: Event) -> None: ...
 
 
-def run(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool = False) -> bool:
-    """Serve until Shutdown or end-of-file; returns whether the engine is sound.
+def run(build_engine: Callable[[], Engine], inbox: Inbox, outbox: Outbox, *, check_when_idle: bool = False) -> bool:
+    """Build an engine, announce it, and serve until Shutdown or end-of-file; returns whether it came to no harm.
 
-    A step that raises leaves the device in an unknown state: the failure is told once and the loop ends.
+    Whatever building or stepping raises is told once and ends the loop: after a failed step the state of the device is
+    unknown.
     """
-    gc.collect()
-    gc.freeze()  # what start-up made lives for ever: later collections need not walk it
     try:
+        engine = build_engine()
+        outbox.send(engine.info)
+        gc.collect()
+        gc.freeze()  # what start-up made lives for ever: later collections need not walk it
         while _take_commands(engine, inbox, outbox, check_when_idle=check_when_idle):
             if engine.has_work and not outbox.is_full:
                 outbox.send(engine.step(outbox.depth))
     except EOFError:
         return True
-    except Exception as error:  # noqa: BLE001  # one of the three places: whatever a step raises ends the engine
+    except ConfigError as error:
+        outbox.send(EngineFailure(error.message, is_config_error=True, param=error.param))
+        return False
+    except Exception as error:  # noqa: BLE001  # one of the three places that catch all
         outbox.send(EngineFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
         return False
     return True

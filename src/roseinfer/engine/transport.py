@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -20,10 +20,16 @@ from roseinfer.config import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.link import FrameBuffer, encode_frame
-from roseinfer.errors import ConfigError
-from roseinfer.messages import Command, EngineFailure, Event, Shutdown, StartupProgress
+from roseinfer.messages import Command, Event, Shutdown, StartupProgress
 
 BuildEngine = Callable[[Config, Callable[[StartupProgress], None]], Engine]
+_ENGINE_COMMAND = (
+    "-P",
+    "-m",
+    "roseinfer",
+    "engine",
+    "--fd",
+)  # -P: a file in the current directory is no module of ours
 _CLOSE_TIMEOUT_S = 1.5  # less than the server gives `close` as a whole
 
 
@@ -106,10 +112,8 @@ class ThreadTransport:
         self._thread.start()
 
     def _run(self, deliver: Callable[[Event], None]) -> None:
-        outbox = CallbackOutbox(deliver)
-        engine = build_and_announce(self._config, self._build_engine, outbox)
-        if engine is not None:
-            engine_loop.run(engine, self._inbox, outbox, check_when_idle=self._check_when_idle)
+        build = partial(self._build_engine, self._config, deliver)
+        engine_loop.run(build, self._inbox, CallbackOutbox(deliver), check_when_idle=self._check_when_idle)
 
     def send(self, command: Command) -> None:
         self._inbox.put(command)
@@ -128,7 +132,7 @@ class ProcessTransport:
     and dies with its parent. `command` starts it and is given the descriptor number as its last argument.
     """
 
-    def __init__(self, config: Config, command: tuple[str, ...] = ("-m", "roseinfer", "engine", "--fd")) -> None:
+    def __init__(self, config: Config, command: tuple[str, ...] = _ENGINE_COMMAND) -> None:
         self._config = config
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
@@ -153,18 +157,21 @@ class ProcessTransport:
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode_frame(msgspec.msgpack.encode(self._config)))
         self._reading = asyncio.create_task(self._read(reader, on_event, on_death), name="engine-link")
+        self._reading.add_done_callback(_report)
 
     async def _read(
         self, reader: asyncio.StreamReader, on_event: Callable[[Event], None], on_death: Callable[[str], None]
     ) -> None:
         buffer = FrameBuffer()
         decoder = msgspec.msgpack.Decoder(Event)
-        with suppress(ConnectionError):  # the same news as end-of-file
-            while data := await reader.read(1 << 18):
-                for frame in buffer.feed(data):
-                    on_event(decoder.decode(frame))
-        if not self._is_closing:
-            on_death(f"the engine process {await self._wait_exit()}")
+        try:
+            with suppress(ConnectionError):  # the same news as end-of-file
+                while data := await reader.read(1 << 18):
+                    for frame in buffer.feed(data):
+                        on_event(decoder.decode(frame))
+        finally:  # a mistake of ours must not leave streams waiting for an engine that nobody listens to
+            if not self._is_closing:
+                on_death(f"the engine process {await self._wait_exit()}")
 
     async def _wait_exit(self) -> str:
         """How the child ended, in words."""
@@ -181,7 +188,7 @@ class ProcessTransport:
             self._writer.write(encode_frame(command))
 
     async def close(self) -> None:
-        if self._process is None or self._writer is None or self._reading is None:
+        if self._process is None:
             return
         self._is_closing = True
         self.send(Shutdown())
@@ -190,19 +197,13 @@ class ProcessTransport:
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-        await self._reading
-        self._writer.close()
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+        if self._writer is not None:
+            self._writer.close()
 
 
-def build_and_announce(config: Config, build_engine: BuildEngine, outbox: engine_loop.Outbox) -> Engine | None:
-    """Build the engine and announce it; a failure to build it is told instead, and None returned."""
-    try:
-        engine = build_engine(config, outbox.send)
-    except ConfigError as error:
-        outbox.send(EngineFailure(error.message, is_config_error=True, param=error.param))
-        return None
-    except (OSError, RuntimeError, ValueError) as error:  # what loading and warming a model may raise
-        outbox.send(EngineFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
-        return None
-    outbox.send(engine.info)
-    return engine
+def _report(task: "asyncio.Task[None]") -> None:
+    """Tell the event loop of a mistake at once, not when the task is collected."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        task.get_loop().call_exception_handler({"message": "reading from the engine failed", "exception": error})

@@ -1,6 +1,8 @@
 """Frames over a socket: whole whatever the pieces, never blocking, bounded."""
 
+import fcntl
 import socket
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -79,3 +81,29 @@ def test_a_closed_front_end_is_end_of_file(pair: tuple[socket.socket, EngineLink
         link.receive(wait=True)
     with pytest.raises(EOFError):
         link.send(EngineFailure("nobody hears this"))
+
+
+def test_the_last_words_get_out_although_nobody_took_the_commands(pair: tuple[socket.socket, EngineLink]) -> None:
+    front, link = pair
+    front.sendall(encode_frame(Abort("unread")))
+    words = EngineFailure("x" * 2_000_000)
+    link.send(words)
+    received = bytearray()
+
+    def read() -> None:
+        while data := front.recv(1 << 16):
+            received.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    link.drain(timeout_s=10.0)
+    reader.join(timeout=10)
+    assert bytes(received) == encode_frame(words)
+
+
+def test_a_descriptor_above_select_s_limit_serves() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 1500)) as high:
+        assert high.fileno() >= 1500
+        ours.sendall(encode_frame(Abort("a")))
+        assert EngineLink(high).receive(wait=True) == [Abort("a")]

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from roseinfer.engine.engine import Engine
 from roseinfer.engine.loop import run
-from roseinfer.messages import Abort, Command, EngineFailure, Event, Shutdown, StepOutput
+from roseinfer.errors import ConfigError
+from roseinfer.messages import Abort, Command, EngineFailure, EngineInfo, Event, Shutdown, StepOutput
 from tests.unit.engine.harness import make_engine, make_request
 
 
@@ -35,17 +37,17 @@ class ListOutbox:
 
 def test_one_message_a_step_and_it_sleeps_only_when_idle() -> None:
     inbox, outbox = ScriptedInbox([[], [make_request("a", max_tokens=2)], [], [], [Shutdown()]]), ListOutbox()
-    assert run(make_engine(), inbox, outbox, check_when_idle=True)
+    assert run(make_engine, inbox, outbox, check_when_idle=True)
     assert inbox.waits == [True, True, False, True, True]
-    assert [type(event) for event in outbox.events] == [StepOutput, StepOutput]
+    assert [type(event) for event in outbox.events] == [EngineInfo, StepOutput, StepOutput]
     assert all(event.record.outbox_depth == 3 for event in outbox.events if isinstance(event, StepOutput))
 
 
 def test_commands_that_arrive_together_are_taken_together() -> None:
     inbox = ScriptedInbox([[make_request("a"), make_request("b"), Abort("a")], []])
     outbox = ListOutbox()
-    run(make_engine(), inbox, outbox)
-    first = outbox.events[0]
+    run(make_engine, inbox, outbox)
+    first = outbox.events[1]
     assert isinstance(first, StepOutput)
     assert [output.request_id for output in first.outputs] == ["b", "a"]
 
@@ -53,8 +55,8 @@ def test_commands_that_arrive_together_are_taken_together() -> None:
 def test_a_full_outbox_stops_the_stepping_and_sleeps() -> None:
     inbox, outbox = ScriptedInbox([[make_request("a")], [], []]), ListOutbox()
     outbox.is_full = True
-    assert run(make_engine(), inbox, outbox)  # the front end left: nothing is wrong with the engine
-    assert outbox.events == []
+    assert run(make_engine, inbox, outbox)  # the front end left: nothing is wrong with the engine
+    assert [type(event) for event in outbox.events] == [EngineInfo]
     assert inbox.waits == [True] * 4
 
 
@@ -66,8 +68,27 @@ def test_a_step_that_raises_is_told_once_and_ends_the_loop(monkeypatch: pytest.M
 
     monkeypatch.setattr(engine.runner, "launch", broken)
     inbox, outbox = ScriptedInbox([[make_request("a")], []]), ListOutbox()
-    assert not run(engine, inbox, outbox)
-    (failure,) = outbox.events
+    assert not run(lambda: engine, inbox, outbox)
+    _, failure = outbox.events
     assert isinstance(failure, EngineFailure)
     assert failure.message == "ZeroDivisionError: by hand"
     assert "Traceback" in failure.traceback
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConfigError("no such file", param="model.path"), EngineFailure("no such file", "", True, "model.path")),
+        (MemoryError("4 TiB"), "MemoryError: 4 TiB"),
+        (ImportError("no torch here"), "ImportError: no torch here"),
+    ],
+)
+def test_whatever_keeps_the_engine_from_being_built_is_told(error: Exception, told: object) -> None:
+    def build() -> Engine:
+        raise error
+
+    outbox = ListOutbox()
+    assert not run(build, ScriptedInbox([]), outbox)
+    (failure,) = outbox.events
+    assert isinstance(failure, EngineFailure)
+    assert told in (failure, failure.message)
