@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import http_api_docs
+import metrics_docs
 from roseinfer import config_docs
-from roseinfer.observe import metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": config_docs.markdown,
     "http-api.md": http_api_docs.page,
-    "metrics.md": metrics.render_docs,
+    "metrics.md": metrics_docs.page,
 }
 
 

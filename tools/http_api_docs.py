@@ -1,4 +1,7 @@
-"""Turns the request structs and the error tree into docs/http-api.md. Knows no field and no error by name."""
+"""Turns the request structs and the error tree into docs/http-api.md.
+
+The tables come from the code; what is said by name here is what neither fields nor errors say of themselves.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.errors import CapacityError, EngineError, RequestError, RoseinferError
+from roseinfer.errors import CapacityError, EngineError, RequestError, RequestTimeout, RoseinferError
 from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody
 
 LIMITS = {
@@ -20,6 +23,10 @@ LIMITS = {
     "exclusiveMaximum": "<",
 }
 NO_LIMIT = 2**31 - 1  # where a field says no more than that an integer fits
+NO_EFFECT = "No effect."
+REMARKS: Mapping[type[GenerationBody], str] = {
+    ChatBody: "A message's `name` has no effect either. The role `developer` is `system` to the template.",
+}
 
 HEAD = """\
 # HTTP API
@@ -48,9 +55,12 @@ operations port has the probes and `/metrics` and needs no key.
 
 - `x-request-id`, in a request: up to 128 letters, digits, dots, dashes and underscores. The answer and the log carry
   it; a request without one gets one.
-- `x-roseinfer-intended-time`, in a request: the unix time in seconds, with a fraction, at which a load generator had
-  planned to send it. It becomes `roseinfer_client_submit_lag_seconds`.
+- `x-roseinfer-intended-time`, in a request: the unix time in seconds, such as `1700000000.25`, at which a load
+  generator had planned to send it. It becomes `roseinfer_client_submit_lag_seconds`. Anything else in it is a 400.
+- `traceparent`, in a request: the trace context of the W3C. It is kept with the request's other facts; nothing is
+  exported from it yet.
 - `Retry-After`, in an answer with status 429 or 503: after how many seconds to come back.
+- `Connection: close`, in an answer of a server that is draining or has failed: open the next connection elsewhere.
 
 ## Streams
 
@@ -58,6 +68,9 @@ With `"stream": true` the answer is a stream of server-sent events. Each event i
 The last chunk of a choice has a `finish_reason`, `stop` or `length`. With `stream_options.include_usage` one more
 chunk has the usage and no choices. `data: [DONE]` follows. A stream that fails ends with an event `{"error": {…}}`
 instead, and never with `[DONE]`. A client that goes away ends its request within one step of the engine.
+
+In a chat, the first `delta` of a choice has the role, `assistant`, and with it the first piece of text; the later
+ones have text alone.
 
 The status line of a stream leaves with its first token, so whatever goes wrong before is an ordinary error with a
 status.
@@ -72,11 +85,12 @@ def page() -> str:
         _fields("POST /v1/completions", CompletionBody, shared),
         _fields("POST /v1/chat/completions", ChatBody, shared),
         "## Errors\n",
-        'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault.',
-        "Whatever was not foreseen is a 500 of type `server_error` without a code; the log says more.\n",
+        'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
+        "null. The message names no internals; the log says more, under the request's id.\n",
         "| status | type | code | means |",
         "|---|---|---|---|",
-        *(f"| {error.status} | `{error.error_type}` | `{error.code}` | {_meaning(error)} |" for error in _errors()),
+        *(f"| {status} | `{kind}` | `{code}` | {meaning} |" for status, code, kind, meaning in _errors()),
+        f"\nThe code `{RequestTimeout.code}` is not raised yet: deadlines come later.",
     ]
     return "\n".join(parts) + "\n"
 
@@ -87,10 +101,15 @@ def _fields(title: str, body: type[GenerationBody], described: frozenset[str] = 
     definitions = schema["$defs"]
     required = definitions[body.__name__].get("required", ())
     lines = [f"## {title}\n", "| field | default | values | meaning |", "|---|---|---|---|"]
-    for name, field in definitions[body.__name__]["properties"].items():
-        if name not in described:
+    fields = {name: field for name, field in definitions[body.__name__]["properties"].items() if name not in described}
+    for name, field in fields.items():
+        if field["description"] != NO_EFFECT:
             default = "required" if name in required else f"`{json.dumps(field['default'])}`"
             lines.append(f"| `{name}` | {default} | {_values(field, definitions)} | {field['description']} |")
+    if idle := [f"`{name}`" for name, field in fields.items() if field["description"] == NO_EFFECT]:
+        lines.append(f"\nAccepted, and without any effect: {', '.join(idle)}.")
+    if body in REMARKS:
+        lines.append(f"\n{REMARKS[body]}")
     if body in UNSERVED:
         tolerated = ", ".join(f"`{name}`" for name in sorted(UNSERVED[body]))
         lines.append(f"\nOf OpenAI's fields, these are accepted only with a value that asks for nothing: {tolerated}.")
@@ -116,17 +135,17 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     return ", ".join([kind, *limits])
 
 
-def _errors() -> list[type[RoseinferError]]:
-    """Every error a client can meet, by status."""
-    found: list[type[RoseinferError]] = []
+def _errors() -> list[tuple[int, str, str, str]]:
+    """Every error a client can meet, by status and code: status, code, type, meaning."""
+    rows = [(500, "internal_error", "server_error", "Something that was not foreseen.")]
     todo: list[type[RoseinferError]] = [RequestError, CapacityError, EngineError]
     while todo:
         error = todo.pop()
         todo += error.__subclasses__()
         if error.code is not None:
-            found.append(error)
-    return sorted(found, key=lambda error: (error.status, error.code or ""))
+            rows.append((error.status, error.code, error.error_type, _meaning(error)))
+    return sorted(rows)
 
 
 def _meaning(error: type[RoseinferError]) -> str:
-    return (error.__doc__ or "").split("\n\n")[0].replace("\n", " ").strip()
+    return " ".join((error.__doc__ or "").split("\n\n")[0].split())

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from roseinfer import __version__
 from roseinfer.config_sources import Given, LoadedConfig, build, gather
 from roseinfer.errors import EngineError, RoseinferError
-from roseinfer.flags import Parser, add_config_flags, given_by, number
+from roseinfer.flags import Parser, add_config_flags, parser_of, values_given
+from roseinfer.messages import Seed, Temperature, TokenCount, TopK, TopP
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 70
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = _parser().parse_args(arguments)
         given.update(parsed.defaults)
-        given.update(gather(given_by(parsed), os.environ, parsed.config))
+        given.update(gather(values_given(parsed), os.environ, parsed.config))
         return int(parsed.run(parsed, build(given)))
     except EngineError as error:
         return _fail(error, given, EXIT_ENGINE)
@@ -60,17 +61,25 @@ def _parser() -> Parser:
     parser.set_defaults(parser=parser, config=None, defaults={})
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="COMMAND")
 
-    def command(name: str, help: str) -> Parser:  # noqa: A002
-        sub = commands.add_parser(name, help=help, description=help)
+    def command(name: str, help: str, usage: str | None = "%(prog)s [options]") -> Parser:  # noqa: A002
+        sub = commands.add_parser(name, help=help, description=help, usage=usage)
         assert isinstance(sub, Parser)
         sub.set_defaults(parser=sub)
         return sub
 
     _add_serve(command("serve", "Serve the OpenAI API, until SIGTERM or Ctrl-C."))
-    _add_generate(command("generate", "Continue one prompt and stream the text to standard output."))
+    _add_generate(
+        command("generate", "Continue one prompt and stream the text to standard output.", "%(prog)s [options] PROMPT")
+    )
     _add_chat(command("chat", "Talk to the model; /help lists the commands."))
-    _add_bench(command("bench", "Measure the engine, without HTTP."))
-    _add_config(command("config", "Print the configuration, its JSON Schema or its documentation."))
+    _add_bench(command("bench", "Measure the engine, without HTTP.", usage=None))
+    _add_config(
+        command(
+            "config",
+            "Print the configuration, its JSON Schema or its documentation.",
+            "%(prog)s [options] {show,schema,docs}",
+        )
+    )
     return parser
 
 
@@ -96,7 +105,7 @@ def _generate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer import terminal
 
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    return terminal.generate(loaded.config, prompt, terminal.Style.of(arguments))
+    return terminal.generate(loaded.config, prompt, terminal.Sampling.of(arguments))
 
 
 def _add_chat(parser: Parser) -> None:
@@ -109,23 +118,30 @@ def _add_chat(parser: Parser) -> None:
 def _chat(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer import terminal
 
-    return terminal.chat(loaded.config, arguments.system, terminal.Style.of(arguments))
+    return terminal.chat(loaded.config, arguments.system, terminal.Sampling.of(arguments))
 
 
 def _add_sampling_flags(parser: Parser, *, temperature: float) -> None:
     group = parser.add_argument_group("sampling")
-    whole, real = number(int), number(float)
     group.add_argument(
-        "--max-tokens", type=number(int, least=1), metavar="N", help="default: 256, or what the context has room for"
+        "--max-tokens", type=parser_of(TokenCount), metavar="N", help="default: 256, or what the context has room for"
     )
     group.add_argument(
-        "--temperature", type=real, default=temperature, metavar="T", help=f"0 is greedy; default: {temperature:g}"
+        "--temperature",
+        type=parser_of(Temperature),
+        default=temperature,
+        metavar="T",
+        help=f"0 is greedy; default: {temperature:g}",
     )
     group.add_argument(
-        "--top-p", type=number(float, least=1e-6, most=1), default=1.0, metavar="P", help="keep the likeliest mass P"
+        "--top-p", type=parser_of(TopP), default=1.0, metavar="P", help="keep the likeliest mass P; default: 1"
     )
-    group.add_argument("--top-k", type=whole, default=0, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
-    group.add_argument("--seed", type=whole, metavar="S", help="the same seed gives the same text; default: a new one")
+    group.add_argument(
+        "--top-k", type=parser_of(TopK), default=0, metavar="K", help="keep the K likeliest tokens; 0, the default, all"
+    )
+    group.add_argument(
+        "--seed", type=parser_of(Seed), metavar="S", help="the same seed gives the same text; default: a new one"
+    )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
 
 
@@ -142,7 +158,7 @@ def _add_bench(parser: Parser) -> None:
         ),
         ("scheduler", "A batch of requests at once, online or offline.", options.add_scheduler, _scheduler),
     ):
-        sub = kinds.add_parser(name, help=help_text, description=help_text)
+        sub = kinds.add_parser(name, help=help_text, description=help_text, usage="%(prog)s [options]")
         assert isinstance(sub, Parser)
         add_flags(sub)
         sub.set_defaults(parser=sub, run=run, defaults=options.DEFAULTS)

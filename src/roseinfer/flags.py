@@ -5,15 +5,19 @@ It knows no option and no command by name, and imports nothing heavy: `roseinfer
 
 import argparse
 import difflib
-import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+from msgspec import Meta
 
 from roseinfer.config import Option, options
 from roseinfer.config_sources import Given
 from roseinfer.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
-class Give(argparse.Action):
+class StoreGiven(argparse.Action):
     """Stores a `Given` under an option's path, with the flag as the user typed it. Booleans take `const`."""
 
     def __call__(
@@ -55,71 +59,66 @@ class Give(argparse.Action):
         setattr(namespace, self.dest, Given(value, str(option_string)))
 
 
-def give(parser: argparse._ActionsContainer, flag: str, path: str, help: str, *, const: Any = None) -> None:  # noqa: A002
+def add_alias(parser: argparse._ActionsContainer, flag: str, path: str, help: str, *, const: Any = None) -> None:  # noqa: A002
     """A flag that is another name for an option of the tree; with `const` it takes no value and means that one."""
-    if const is not None:
-        parser.add_argument(
-            flag, dest=path, action=Give, nargs=0, const=const, default=argparse.SUPPRESS, help=_escape(help)
-        )
-        return
-    parser.add_argument(
-        flag, dest=path, action=Give, default=argparse.SUPPRESS, help=_escape(help), metavar=_metavar(options()[path])
-    )
+    kind = {"metavar": _metavar(options()[path])} if const is None else {"nargs": 0, "const": const}
+    parser.add_argument(flag, dest=path, action=StoreGiven, default=argparse.SUPPRESS, help=_escape(help), **kind)
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, with_short: bool = True) -> None:
-    """`--config` and every option of the tree; `with_short=False` leaves the short names to the command."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with options; see docs/configuration.md")
-    for section, leaves in groupby(options().values(), key=lambda option: option.section):
+    """`--config` and every option of the tree, first those with a short flag, which are shown by it.
+
+    `with_short=False` leaves the short flags to the command.
+    """
+    everyday = parser.add_argument_group("everyday") if with_short else parser
+    everyday.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with options; see docs/configuration.md"
+    )
+    others = []
+    for option in options().values():
+        if with_short and option.short_flag:
+            _add_option(everyday, option, option.short_flag)
+            _add_option(everyday, option, option.flag, is_shown=False)
+        else:
+            others.append(option)
+    for section, leaves in groupby(others, key=lambda option: option.section):
         group = parser.add_argument_group(section)
         for option in leaves:
-            _add_option(group, option, with_short=with_short)
+            _add_option(group, option, option.flag)
 
 
-def _add_option(group: argparse._ArgumentGroup, option: Option, *, with_short: bool) -> None:
-    if option.type is bool:
-        give(group, option.flag, option.path, f"{option.description} Default: {option.default}.", const="true")
-        for flag, const in ((f"--no-{option.flag[2:]}", "false"), (f"{option.flag}=true", "true")):
-            give(group, flag, option.path, argparse.SUPPRESS, const=const)
-        give(group, f"{option.flag}=false", option.path, argparse.SUPPRESS, const="false")
+def _add_option(group: argparse._ActionsContainer, option: Option, flag: str, *, is_shown: bool = True) -> None:
+    default = "" if option.default is None else f" Default: {option.default}."
+    shown = option.description + default if is_shown else argparse.SUPPRESS
+    if option.type is not bool:
+        add_alias(group, flag, option.path, shown)
         return
-    flags = [option.flag] + ([option.short_flag] if option.short_flag and with_short else [])
-    shown = "" if option.default is None else f" Default: {option.default}."
-    group.add_argument(
-        *flags,
-        dest=option.path,
-        action=Give,
-        default=argparse.SUPPRESS,
-        help=_escape(option.description + shown),
-        metavar=_metavar(option),
-    )
+    add_alias(group, flag, option.path, shown, const="true")
+    for spelling, const in ((f"--no-{flag[2:]}", "false"), (f"{flag}=true", "true"), (f"{flag}=false", "false")):
+        add_alias(group, spelling, option.path, argparse.SUPPRESS, const=const)
 
 
-def given_by(arguments: argparse.Namespace) -> dict[str, Given]:
-    """What the flags gave for each path of the tree."""
+def values_given(arguments: argparse.Namespace) -> dict[str, Given]:
+    """What the flags said, for each path of the tree that they named."""
     return {path: value for path, value in vars(arguments).items() if path in options()}
 
 
-def number(kind: type[int] | type[float], *, least: float = 0, most: float = math.inf) -> Callable[[str], Any]:
-    """A parser for a flag's value that must be in [least, most]."""
+def parser_of(kind: Any) -> Callable[[str], Any]:
+    """A parser for a flag whose values are of an annotated type, such as `TokenCount`."""
 
-    def parse(text: str) -> int | float:
+    def parse(text: str) -> Any:
         try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"Expected `{kind.__name__}`, got {text!r}") from None
-        if not least <= value:
-            raise argparse.ArgumentTypeError(f"Expected `{kind.__name__}` >= {least:g}, got {text!r}")
-        if not value <= most:
-            raise argparse.ArgumentTypeError(f"Expected `{kind.__name__}` <= {most:g}, got {text!r}")
-        return value
+            return msgspec.convert(text, kind, strict=False)
+        except msgspec.ValidationError as error:
+            expected, _, _ = str(error).partition(", got")  # of a text msgspec says only that it is one
+            raise argparse.ArgumentTypeError(f"{expected}, got {text!r}") from None
 
     return parse
 
 
 def positives(text: str) -> Sequence[int]:
     """`1,4`: a comma list of positive integers."""
-    return [number(int, least=1)(part.strip()) for part in text.split(",")]
+    return [parser_of(Positive)(part.strip()) for part in text.split(",")]
 
 
 def _metavar(option: Option) -> str:

@@ -13,32 +13,24 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from roseinfer import wiring
 from roseinfer.config import Config
-from roseinfer.errors import InvalidRequest, Overloaded, PromptTooLong, RequestError, RoseinferError
-from roseinfer.messages import EngineInfo, Request, SamplingParams, StartupProgress, TokenOutput
-from roseinfer.observe.hub import Hub
+from roseinfer.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestError, RoseinferError
+from roseinfer.messages import EngineInfo, Request, SamplingParams, StartupProgress, TokenOutput, check_request
 from roseinfer.records import FinishReason, Observer, RequestTimeline
-from roseinfer.server.detokenizer import Detokenizer
+from roseinfer.server.choice import Choice, Delta
 from roseinfer.server.tokenizer import Tokenizer
 
 NUM_KEPT_TIMELINES = 4096
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
-
-
-class Piece(NamedTuple):
-    """What one flush of a stream carried."""
-
-    text: str
-    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,61 +45,52 @@ class Completion:
 
 @dataclass(slots=True)
 class _Stream:
-    """One request on its way. The loop's thread fills `pieces`; whoever submitted it empties them."""
+    """One request on its way. The loop's thread fills `deltas`; whoever submitted it empties them."""
 
     prompt: Prompt
     params: SamplingParams
     cache_salt: str
-    timeline: RequestTimeline
-    detokenizer: Detokenizer
-    interval: int
-    pieces: SimpleQueue[Piece | RoseinferError | None] = field(default_factory=SimpleQueue)
-    text: str = ""  # these two have not been flushed yet
-    token_ids: list[int] = field(default_factory=list)
+    choice: Choice
+    has_place: bool = False  # one of `max_inflight`, to be given back at its end
+    deltas: SimpleQueue[Delta | RoseinferError | None] = field(default_factory=SimpleQueue)
     is_aborted: bool = False
     is_finished: bool = False
 
-    def take(self, output: TokenOutput) -> None:
-        """Add one step's tokens; a piece leaves with the first token, then every `interval`, and at the end."""
-        ends_by_token = output.stop_token_id is not None
-        self.token_ids += output.token_ids
-        self.text += self.detokenizer.push(output.token_ids[:-1] if ends_by_token else output.token_ids)
-        is_last = output.finish_reason is not None
-        if is_last and not self.detokenizer.stopped:
-            self.text += self.detokenizer.flush()
-        is_due = is_last or self.detokenizer.stopped or not self.timeline.write_ns
-        if self.token_ids and (is_due or len(self.token_ids) >= self.interval):
-            self.pieces.put(Piece(self.text, self.token_ids))
-            self.timeline.write_ns.append(time.monotonic_ns())
-            self.text, self.token_ids = "", []
+    @property
+    def timeline(self) -> RequestTimeline:
+        return self.choice.timeline
 
 
 class LLM:
     """One model, ready to generate. A context manager; `close` stops the engine and joins every thread.
 
-    `max_inflight` bounds what `submit` lets in: past it Overloaded is raised. With `tokenize_workers` = 0 a text
-    prompt is tokenised inside `submit`; otherwise `submit` returns at once and so many are tokenised at a time.
-    Every id that `submit` returns must be given to `stream`, `stream_tokens`, `result` or `abort`.
+    `model` is a checkpoint directory or a Hugging Face id; without one the configuration's `model.path` holds, which
+    is the embedded model by default. `max_inflight` bounds what `submit` lets in: past it Overloaded is raised. With
+    `tokenize_workers` = 0 a text prompt is tokenised inside `submit`; otherwise `submit` returns at once and so many
+    are tokenised at a time. Every id that `submit` returns must be given to `stream`, `stream_tokens`, `result` or
+    `abort`.
     """
 
     def __init__(
         self,
-        config: Config | None = None,
+        model: str | None = None,
         *,
+        config: Config | None = None,
         observers: Sequence[Observer] = (),
         on_progress: Callable[[StartupProgress], None] = lambda _: None,
         tokenize_workers: int = 0,
         max_inflight: int | None = None,
     ) -> None:
-        self.config = config or Config()
+        config = config or Config()
+        self.config = config if model is None else replace(config, model=replace(config.model, path=model))
         self._streams: dict[str, _Stream] = {}  # until their last piece is taken; touched by callers' threads only
         self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of the streams that have left
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokenize_workers = tokenize_workers
         self._encoding = asyncio.Semaphore(tokenize_workers)
-        self._places = None if max_inflight is None else threading.Semaphore(max_inflight)
+        self._places = None if max_inflight is None else threading.BoundedSemaphore(max_inflight)
         self._ids = (f"llm-{uuid.uuid4().hex[:8]}-{i}" for i in itertools.count())
-        self._client = wiring.build_client(self.config, Hub(observers))
+        self._client = wiring.build_client(self.config, observers)
         self._loop = asyncio.new_event_loop()
         with ExitStack() as undo:
             thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
@@ -136,30 +119,42 @@ class LLM:
         return self._call(self.tokenizer.encode([text], add_special_tokens=add_special_tokens))[0]
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, stop: Sequence[str] = (), cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        cache_salt: str = "",
     ) -> str:
-        """Start one request and return its id. Raises RequestError for a prompt that cannot run, or Overloaded."""
-        stream = self._new_stream(prompt, params or SamplingParams(), stop, cache_salt)
-        if self._places is not None and not self._places.acquire(blocking=False):
-            raise Overloaded("As many requests as allowed are unfinished.")
+        """Start one request and return its id. Raises RequestError for one that cannot run, or Overloaded."""
+        stream = self._new_stream(prompt, params, stop, cache_salt)
+        if self._places is not None:
+            if not self._places.acquire(blocking=False):
+                raise Overloaded("As many requests as allowed are unfinished.")
+            stream.has_place = True
         try:
             if not isinstance(prompt, str) or not self._tokenize_workers:
-                self._tokenize(stream, self.encode(prompt) if isinstance(prompt, str) else prompt)
+                self._check(stream, self.encode(prompt) if isinstance(prompt, str) else prompt)
         except BaseException:
-            self._leave_place()
+            self._leave_place(stream)
             raise
         self._start([stream])
         return stream.timeline.request_id
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        cache_salt: str = "",
     ) -> list[Completion]:
         """Run all prompts as one batch and wait for all of them; nothing starts when one of them cannot run."""
-        streams = [self._new_stream(prompt, params or SamplingParams(), (), cache_salt) for prompt in prompts]
+        streams = [self._new_stream(prompt, params, stop, cache_salt) for prompt in prompts]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._call(self.tokenizer.encode(texts, add_special_tokens=True)))
-        for stream in streams:
-            self._tokenize(stream, next(encoded) if isinstance(stream.prompt, str) else stream.prompt)
+        for i, stream in enumerate(streams):
+            self._check(stream, next(encoded) if isinstance(stream.prompt, str) else stream.prompt, f"prompts[{i}]")
         self._start(streams)
         try:
             return [self.result(stream.timeline.request_id) for stream in streams]
@@ -170,29 +165,30 @@ class LLM:
     def stream(self, request_id: str) -> Iterator[str]:
         """Pieces of text as they come; leaving early aborts the request, an unknown id ends at once.
 
-        Raises EngineError when the engine goes down before the end.
+        Raises EngineError when the engine could not finish it.
         """
-        with closing(self._take_pieces(request_id)) as pieces:
-            for piece in pieces:
-                if piece.text:
-                    yield piece.text
+        with closing(self._take_deltas(request_id)) as deltas:
+            for delta in deltas:
+                if delta.text:
+                    yield delta.text
 
     def stream_tokens(self, request_id: str) -> Iterator[list[int]]:
         """As `stream`, but the token ids of each piece."""
-        with closing(self._take_pieces(request_id)) as pieces:
-            for piece in pieces:
-                yield piece.token_ids
+        with closing(self._take_deltas(request_id)) as deltas:
+            for delta in deltas:
+                if delta.token_ids:
+                    yield delta.token_ids
 
     def result(self, request_id: str) -> Completion:
-        """Wait for the end. Raises KeyError for an unknown id, EngineError when the engine goes down."""
+        """Wait for the end. Raises KeyError for an unknown id, EngineError when the engine could not finish it."""
         timeline = self._streams[request_id].timeline
-        pieces = list(self._take_pieces(request_id))
+        deltas = list(self._take_deltas(request_id))
         assert timeline.finish_reason is not None, "a finished request has a reason"
-        token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
-        return Completion("".join(piece.text for piece in pieces), token_ids, timeline.finish_reason, timeline)
+        token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        return Completion("".join(delta.text for delta in deltas), token_ids, timeline.finish_reason, timeline)
 
     def abort(self, request_id: str) -> None:
-        """End a request and forget its pieces. Unknown and finished ids are ignored."""
+        """End a request and forget its text. Unknown and finished ids are ignored."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
@@ -207,38 +203,33 @@ class LLM:
         stream = self._streams.get(request_id)
         return self._timelines[request_id] if stream is None else stream.timeline
 
-    def _take_pieces(self, request_id: str) -> Generator[Piece, None, None]:
+    def _take_deltas(self, request_id: str) -> Generator[Delta, None, None]:
         stream = self._streams.get(request_id)
         if stream is None:
             return
         try:
-            while (piece := stream.pieces.get()) is not None:
-                if isinstance(piece, RoseinferError):
-                    raise piece
-                yield piece
+            while (delta := stream.deltas.get()) is not None:
+                if isinstance(delta, RoseinferError):
+                    raise delta
+                yield delta
         finally:
             self.abort(request_id)
 
-    def _new_stream(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str], cache_salt: str) -> _Stream:
+    def _new_stream(
+        self, prompt: Prompt, params: SamplingParams | None, stop: str | Sequence[str], cache_salt: str
+    ) -> _Stream:
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(stops):
+            raise InvalidRequest("`stop` holds an empty text.", param="stop")
         now_ns = time.monotonic_ns()
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
-        detokenizer = Detokenizer(self.tokenizer.text_bytes, stop)
-        return _Stream(prompt, params, cache_salt, timeline, detokenizer, self.config.server.stream_interval)
+        choice = Choice(0, self.tokenizer, stops, False, timeline)
+        return _Stream(prompt, params or SamplingParams(), cache_salt, choice)
 
-    def _tokenize(self, stream: _Stream, token_ids: Sequence[int]) -> None:
-        """Give the stream its token ids. Raises RequestError when they cannot run."""
-        info = self.info
-        if not token_ids:
-            raise InvalidRequest("The prompt is empty.", param="prompt")
-        if not all(0 <= token_id < info.vocab_size for token_id in token_ids):
-            raise InvalidRequest(f"Token ids must be in [0, {info.vocab_size}).", param="prompt")
-        if len(token_ids) + stream.params.max_tokens > info.max_model_len:
-            raise PromptTooLong(
-                f"{len(token_ids)} prompt tokens and max_tokens={stream.params.max_tokens} do not fit into the "
-                f"context of {info.max_model_len} tokens.",
-                param="prompt",
-            )
-        stream.prompt = token_ids
+    def _check(self, stream: _Stream, token_ids: Sequence[int], name: str = "prompt") -> None:
+        """Give the stream its token ids. Raises RequestError when it cannot run."""
+        stream.prompt = list(token_ids)
+        check_request(stream.params, stream.prompt, self.info, name)
         stream.timeline.tokenized_ns = time.monotonic_ns()
 
     def _start(self, streams: Sequence[_Stream]) -> None:
@@ -285,7 +276,7 @@ class LLM:
         if isinstance(stream.prompt, str):
             async with self._encoding:
                 [token_ids] = await self.tokenizer.encode([stream.prompt], add_special_tokens=True)
-                self._tokenize(stream, token_ids)
+                self._check(stream, token_ids)
         assert not isinstance(stream.prompt, str)
         return Request(
             request_id=stream.timeline.request_id,
@@ -297,13 +288,21 @@ class LLM:
     def _route(self, stream: _Stream, output: TokenOutput) -> None:
         if stream.is_finished:  # it ended at a stop string; the engine's last word on it comes later
             return
-        stream.take(output)
-        if stream.detokenizer.stopped:
-            self._client.abort(output.request_id)
-            stream.timeline.finish_reason = FinishReason.STOP
-            self._finish(stream, FinishReason.STOP)
-        elif output.finish_reason is not None:
-            self._finish(stream, output.finish_reason)
+        choice = stream.choice
+        try:
+            choice.take(output)
+        except EngineError as error:
+            self._finish(stream, FinishReason.ERROR, None if stream.is_aborted else error)
+            return
+        if choice.is_due(self.config.server.stream_interval):
+            delta = choice.pop()
+            stream.deltas.put(delta)
+            if delta.token_ids:
+                stream.timeline.write_ns.append(time.monotonic_ns())
+        if choice.finish_reason is not None:
+            if output.finish_reason is None:  # the stop is in the text, which the engine does not know
+                self._client.abort(output.request_id)
+            self._finish(stream, choice.finish_reason)
 
     def _abort(self, stream: _Stream) -> None:
         stream.is_aborted = True
@@ -317,13 +316,15 @@ class LLM:
         timeline.end_ns = time.monotonic_ns()
         if timeline.finish_reason is None:
             timeline.finish_reason = reason
-            timeline.error_code = "" if error is None else error.code or ""
+        if error is not None:
+            timeline.error_code = error.code or ""
         self._client.close_timeline(timeline)
-        self._leave_place()
-        stream.pieces.put(error)
+        self._leave_place(stream)
+        stream.deltas.put(error)
 
-    def _leave_place(self) -> None:
-        if self._places is not None:
+    def _leave_place(self, stream: _Stream) -> None:
+        if self._places is not None and stream.has_place:
+            stream.has_place = False
             self._places.release()
 
     async def _stop(self) -> None:
@@ -337,3 +338,6 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         thread.join()
         self._loop.close()
+        for stream in self._streams.values():
+            if not stream.is_finished:  # submitted so late that the loop never saw it
+                stream.deltas.put(EngineDead("The engine was stopped."))

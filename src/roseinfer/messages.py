@@ -4,31 +4,53 @@ Front end to engine: a `Command`. Engine to front end: an `Event`, at most one `
 Nothing here knows text, tensors or HTTP; the process transport writes these structs as msgpack, never as pickle.
 """
 
-import msgspec
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from roseinfer.errors import InvalidRequest, PromptTooLong
 from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord
+
+GREEDY_BELOW = 1e-5  # dividing logits by such a temperature could overflow float32; the likeliest has all the mass
+MAX_LOGPROBS = 20
+_MAX_INT32 = 2**31 - 1
+
+# What a request may ask for, the same for a body, a flag and a caller of `LLM`.
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopK = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+TokenCount = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
+MinTokens = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
+TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
+StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=64)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How the next token is chosen and when to stop. Validated at the edge; the engine trusts it.
+    """How the next token is chosen and when to stop. `check_request` validates it at the edge; the engine trusts it.
 
     The order is the field's usual one: temperature, then top-k, then top-p, then min-p; what is left is renormalised.
     """
 
-    temperature: float = 1.0  # 0 means greedy
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of likeliest tokens whose mass reaches top_p
-    min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
-    max_tokens: int = 16
-    min_tokens: int = 0  # until then neither eos nor a stop token can be sampled
-    stop_token_ids: tuple[int, ...] = ()
+    temperature: Temperature = 1.0  # below GREEDY_BELOW: the likeliest token
+    top_k: TopK = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: TopP = 1.0  # keep the smallest set of likeliest tokens whose mass reaches top_p
+    min_p: MinP = 0.0  # drop tokens less likely than min_p times the likeliest
+    max_tokens: TokenCount = 16
+    min_tokens: MinTokens = 0  # until then neither eos nor a stop token can be sampled; no more than max_tokens
+    stop_token_ids: StopTokenIds = ()
     ignore_eos: bool = False
-    seed: int = 0  # in [0, 2**63); with the position it determines the random number of each token
-    num_logprobs: int | None = None  # None: none; k: the sampled token's and the k likeliest tokens'
+    seed: Seed = 0  # with the position it determines the random number of each token
+    num_logprobs: NumLogprobs | None = None  # None: none; k: the sampled token's and the k likeliest tokens'
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
@@ -70,7 +92,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # one per token id, when asked for
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the eos or stop token that ended it; it is the last of token_ids
-    times: EngineTimes | None = None  # only on the last output
+    times: EngineTimes | None = None  # on the first output after a prefill, and on the last
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -117,3 +139,46 @@ class EngineFailure(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 Event = StartupProgress | EngineInfo | StepOutput | EngineFailure
+
+
+def check_request(
+    params: SamplingParams, prompt_token_ids: Sequence[int], info: EngineInfo, name: str = "prompt"
+) -> None:
+    """Whether the engine can run this: what the server and `LLM` both ask before it hears of a request.
+
+    Raises InvalidRequest that names the field, the prompt being called `name`, or PromptTooLong.
+    """
+    _check(msgspec.structs.asdict(params), SamplingParams)
+    if not prompt_token_ids:
+        raise InvalidRequest(f"`{name}` is empty.", param=name)
+    known = list[Annotated[int, Meta(ge=0, lt=info.vocab_size)]]
+    for where, token_ids in ((name, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+        _check(token_ids, known, where, f"; the vocabulary has {info.vocab_size} tokens")
+    if len(prompt_token_ids) + params.max_tokens > info.max_model_len:
+        raise PromptTooLong(
+            f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of `{name}` and the "
+            f"{params.max_tokens} to be generated do not fit.",
+            param=name,
+        )
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequest(
+            f"`min_tokens` is {params.min_tokens}, more than the {params.max_tokens} to be generated.",
+            param="min_tokens",
+        )
+
+
+def _check(value: object, expected: Any, name: str = "", note: str = "") -> None:
+    try:
+        msgspec.convert(value, expected)
+    except msgspec.ValidationError as error:
+        phrase, path = locate(error)
+        raise InvalidRequest(f"`{name}{path}`: {phrase}{note}.", param=name + path) from None
+
+
+_AT_PATH = re.compile(r"(?P<phrase>.*) - at `(?:key in )?\$\.?(?P<path>[^`]*)`", re.DOTALL)
+
+
+def locate(error: msgspec.ValidationError) -> tuple[str, str]:
+    """What msgspec says of a value, and where: `stop[1]` for its `$.stop[1]`, nothing for the whole."""
+    found = _AT_PATH.fullmatch(str(error))
+    return (found["phrase"], found["path"]) if found else (str(error), "")

@@ -1,4 +1,4 @@
-"""Shows a person that something is going on, once it has gone on for a second. Knows nothing of what it is.
+"""Shows a person that something is going on, once it has gone on for a second. Knows nothing of who does it.
 
 On a terminal it is a live line that vanishes at the end; elsewhere plain lines, one for each change, not too often.
 Everything goes to standard error.
@@ -7,8 +7,12 @@ Everything goes to standard error.
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
+
+from roseinfer.messages import StartupProgress
 
 _PATIENCE_S = 1.0
 _REFRESH_S = 0.1
@@ -70,3 +74,10 @@ class Progress:
                 sys.stderr.flush()
             if self._over.wait(_PLAIN_REFRESH_S):
                 return
+
+
+@contextmanager
+def show_loading(path: str) -> Iterator[Callable[[StartupProgress], None]]:
+    """Name the model and then the stages of the engine's start, which whoever starts it hands to what this yields."""
+    with Progress(f"loading {path}") as progress:
+        yield lambda stage: progress.update(what=stage.detail or stage.stage)

@@ -78,7 +78,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The engine's part of one request's timeline; it crosses the link with the request's last output."""
+    """The engine's part of one request's timeline; it crosses the link with the first output and with the last."""
 
     inbox_ns: int  # the engine loop took the request from its inbox
     scheduled_ns: int  # first time in a batch; 0 when it ended before that

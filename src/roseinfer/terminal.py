@@ -13,7 +13,7 @@ from roseinfer.config import Config
 from roseinfer.errors import ConfigError, RequestError
 from roseinfer.llm import LLM
 from roseinfer.messages import SamplingParams
-from roseinfer.progress import Progress
+from roseinfer.progress import show_loading
 from roseinfer.server.chat_template import ChatTemplate
 
 _DEFAULT_MAX_TOKENS = 256
@@ -26,7 +26,7 @@ Ctrl-C stops an answer.
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class Sampling:
     """How to answer. `max_tokens` None: as many as are usual and fit."""
 
     params: SamplingParams
@@ -34,7 +34,7 @@ class Style:
     stop: tuple[str, ...]
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> "Style":
+    def of(cls, arguments: argparse.Namespace) -> "Sampling":
         """From the flags that `generate` and `chat` share."""
         seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
         params = SamplingParams(
@@ -50,19 +50,19 @@ class Style:
 
 def start(config: Config) -> LLM:
     """The model, with a sign of life while it loads."""
-    with Progress(f"loading {config.model.path}") as progress:
-        return LLM(config, on_progress=lambda event: progress.update(what=event.detail or event.stage))
+    with show_loading(config.model.path) as on_progress:
+        return LLM(config=config, on_progress=on_progress)
 
 
-def generate(config: Config, prompt: str, style: Style) -> int:
+def generate(config: Config, prompt: str, sampling: Sampling) -> int:
     """Stream the continuation of `prompt` to standard output."""
     with start(config) as llm:
-        _answer(llm, llm.encode(prompt), style, [])
+        _answer(llm, llm.encode(prompt), sampling, [])
     sys.stdout.write("\n")
     return 0
 
 
-def chat(config: Config, system: str | None, style: Style) -> int:
+def chat(config: Config, system: str | None, sampling: Sampling) -> int:
     """Read, answer, repeat, until /exit or the end of input."""
     with suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
@@ -85,19 +85,19 @@ def chat(config: Config, system: str | None, style: Style) -> int:
                 case _ if line.startswith("/"):
                     _note(f"no command {line}; /help lists them")
                 case _:
-                    messages = _turn(llm, template, messages, line, style)
+                    messages = _turn(llm, template, messages, line, sampling)
     return 0
 
 
 def _turn(
-    llm: LLM, template: ChatTemplate, messages: list[dict[str, str]], line: str, style: Style
+    llm: LLM, template: ChatTemplate, messages: list[dict[str, str]], line: str, sampling: Sampling
 ) -> list[dict[str, str]]:
     """The conversation after one more question; as it was when the question could not be asked."""
     asked = [*messages, {"role": "user", "content": line}]
     answer: list[str] = []
     try:
         with suppress(KeyboardInterrupt):  # stops the answer, not the conversation
-            _answer(llm, llm.encode(template.render(asked), add_special_tokens=False), style, answer)
+            _answer(llm, llm.encode(template.render(asked), add_special_tokens=False), sampling, answer)
     except RequestError as error:
         _note(f"{error.message} /clear starts anew.")
         return messages
@@ -105,9 +105,9 @@ def _turn(
     return [*asked, {"role": "assistant", "content": "".join(answer)}]
 
 
-def _answer(llm: LLM, prompt: list[int], style: Style, pieces: list[str]) -> None:
+def _answer(llm: LLM, prompt: list[int], sampling: Sampling, pieces: list[str]) -> None:
     """Stream to standard output and into `pieces`."""
-    request_id = llm.submit(prompt, style.params_for(len(prompt), llm.info.max_model_len), stop=style.stop)
+    request_id = llm.submit(prompt, sampling.params_for(len(prompt), llm.info.max_model_len), stop=sampling.stop)
     for piece in llm.stream(request_id):
         pieces.append(piece)
         sys.stdout.write(piece)

@@ -26,13 +26,13 @@ def test_one_streamed_request_is_counted_once_everywhere(start_server: StartServ
     samples = server.wait_metrics(roseinfer_http_inflight_streams=0)
     parts = {name: samples[f"roseinfer_{name}_seconds_count"] for name in ONCE}
     assert parts.pop("request_duration") == 2  # the refused one ended too
-    assert parts.pop("receive") in {1, 2}  # a body that does not fit is not received
-    assert set(parts.values()) == {1}
+    assert set(parts.values()) == {1}  # a body that does not fit counts as refused, not as received
     assert samples["roseinfer_inter_token_latency_seconds_count"] == 11
     assert samples["roseinfer_stream_gap_seconds_count"] == 11
     assert samples["roseinfer_generation_tokens_total"] == 12
     assert samples['roseinfer_requests_total{finish_reason="length"}'] == 1
     assert samples['roseinfer_requests_total{finish_reason="rejected"}'] == 1
+    assert samples['roseinfer_requests_rejected_total{code="invalid_value"}'] == 1
     first_token = samples["roseinfer_time_to_first_token_seconds_sum"]
     named = ["receive", "tokenize", "submit_lag", "queue_wait", "prefill"]
     assert 0 < sum(samples[f"roseinfer_{name}_seconds_sum"] for name in named) < first_token

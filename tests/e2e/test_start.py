@@ -75,3 +75,7 @@ def test_files_in_the_current_directory_are_not_imported(tmp_path: Path) -> None
 
 def test_a_number_that_is_none() -> None:
     assert_one_line(run("serve", "--engine.step-timeout-s", "inf"), "engine.step_timeout_s", "finite")
+
+
+def test_a_host_that_is_no_name() -> None:
+    assert_one_line(run("serve", "--host", "a..b", "--port", "0", "--ops-port", "0"), "server.host")

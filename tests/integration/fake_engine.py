@@ -3,14 +3,13 @@
 import sys
 from collections.abc import Callable
 
-from tests.unit.engine.harness import VOCAB_SIZE, make_engine
-
 from roseinfer.config import Config
 from roseinfer.engine.engine import Engine
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState
 from roseinfer.wiring import engine_main
+from tests.unit.engine.harness import VOCAB_SIZE, make_engine
 
 
 def build_fake_engine(config: Config, on_progress: Callable[[StartupProgress], None]) -> Engine:

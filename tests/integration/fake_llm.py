@@ -13,9 +13,10 @@ from roseinfer.config import Config
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.transport import ThreadTransport
+from roseinfer.messages import SamplingParams
 from roseinfer.observe.hub import Hub
 from roseinfer.records import Observer
-from tests.unit.engine.harness import EOS, VOCAB_SIZE, make_engine
+from tests.unit.engine.harness import EOS, VOCAB_SIZE, make_engine, make_request, run_alone
 
 ALPHABET = [chr(code) for code in range(0x21, 0x7F)]  # 94 characters, ids 1 to 94; id 0 is a space
 TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
@@ -62,3 +63,13 @@ def use_fake_engine(monkeypatch: pytest.MonkeyPatch, directory: Path, latency_s:
 
     monkeypatch.setattr(wiring, "build_client", build_client)
     return made
+
+
+def greedy(max_tokens: int, **params: object) -> SamplingParams:
+    """So many tokens, the likeliest each, whatever they are."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)  # type: ignore[arg-type]
+
+
+def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
+    """What the fake engine says, whatever runs beside it."""
+    return run_alone(make_request("alone", prompt, max_tokens=max_tokens))

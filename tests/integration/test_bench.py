@@ -58,7 +58,7 @@ def test_the_seeds_command_prints_the_seeds_report(capsys: pytest.CaptureFixture
     assert value(lines, "Submit interval/schedule") == "2.000 ms / absolute"
     assert (value(lines, "Pretok"), value(lines, "Stream interval")) == ("True", "8")
     assert value(lines, "Tokenize p50/p95/p99") == "0.00/0.00/0.00 ms"
-    assert value(lines, "Prefix cache") == "0 of 30 prompt tokens hit"
+    assert value(lines, "Prefix cache") == "0 of 0 prompt tokens hit", "nothing was looked up"
     assert float(value(lines, "Throughput (completion,total)").split()[0]) > 0
     for line in lines[lines.index("Submit interval/schedule: 2.000 ms / absolute") + 1 : end - 1]:
         assert re.fullmatch(r".+ p50/p95/p99: \d+\.\d\d/\d+\.\d\d/\d+\.\d\d ms(/token)?", line), line
@@ -179,8 +179,10 @@ def test_the_embedded_model_through_an_engine_process(
     monkeypatch.undo()  # the real engine, in its own process
     lines = report_of(
         capsys,
-        "streaming --pretok --num-requests 4 --submit-interval-ms 5 --max-new-tokens 8 --no-stop-on-eos",
+        "streaming --pretok --num-requests 4 --submit-interval-ms 5 --max-new-tokens 8 --no-stop-on-eos "
+        "--runner.num-threads 1",
     )
+    assert "1 thread, " in value(lines, "Host")
     assert value(lines, "Model") == "roseinfer/demo"
     assert "process transport" in value(lines, "Engine")
     assert value(lines, "Completion tokens (total)") == "32"

@@ -9,7 +9,7 @@ from aiohttp import web
 from roseinfer import __version__
 from roseinfer.records import FinishReason
 from roseinfer.server.app import build_ops_app, build_runner
-from tests.unit.server.harness import ScriptedEngine, engine_info, metrics_handler, says, serving
+from tests.unit.server.harness import ScriptedEngine, metrics_handler, says, serving
 
 
 async def test_the_probes_of_a_ready_server() -> None:
@@ -23,14 +23,6 @@ async def test_the_model_and_its_context() -> None:
     async with serving(ScriptedEngine()) as server:
         [model] = (await server.get("/v1/models")).json["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("scripted", "model", 128)
-
-
-async def test_the_context_is_no_longer_than_the_cache_can_hold() -> None:
-    async with serving(ScriptedEngine(says("a"), engine_info(num_blocks=4))) as server:
-        [model] = (await server.get("/v1/models")).json["data"]
-        assert model["max_model_len"] == 64
-        assert (await server.complete(max_tokens=63)).error["code"] == "context_length_exceeded"
-        assert (await server.complete(max_tokens=62)).status == 200
 
 
 async def test_version_and_metrics() -> None:

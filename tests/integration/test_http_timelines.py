@@ -52,8 +52,10 @@ async def test_how_late_the_client_was() -> None:
         await server.complete()
     late, early, unknown = (timeline.client_submit_lag_s for timeline in server.engine.closed)
     assert late is not None
+    assert early is not None
     assert 100 <= late < 160
-    assert (early, unknown) == (0.0, None)
+    assert -100 <= early < -40  # told as it is: two hosts' clocks differ
+    assert unknown is None
 
 
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1e9", "nan", "1.", "1,5", "9" * 40])

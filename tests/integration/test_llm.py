@@ -1,35 +1,34 @@
 """`LLM` from the threads that use it: streams, results, aborts, stop strings, and an end that leaves nothing behind."""
 
-import io
+import math
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, closing
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from roseinfer.bench.runs import StepLog
-from roseinfer.cli import main
-from roseinfer.config import Config, EngineConfig, ServerConfig
+from roseinfer.config import Config, EngineConfig, ModelConfig, ServerConfig
 from roseinfer.engine.client import AsyncEngine
-from roseinfer.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
+from roseinfer.errors import (
+    EngineDead,
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    RequestTimeout,
+)
 from roseinfer.llm import LLM
-from roseinfer.messages import SamplingParams
-from roseinfer.records import FinishReason
-from tests.integration.fake_llm import text_of, use_fake_engine, write_tokenizer
-from tests.unit.engine.harness import make_request, run_alone
-
-
-def greedy(max_tokens: int, **params: object) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)  # type: ignore[arg-type]
-
-
-def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
-    return run_alone(make_request("alone", prompt, max_tokens=max_tokens))
+from roseinfer.messages import Request, SamplingParams, TokenOutput
+from roseinfer.records import FinishReason, RequestTimeline
+from tests.integration.fake_llm import expected_tokens, greedy, text_of, use_fake_engine, write_tokenizer
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -93,7 +92,7 @@ def test_the_timeline_is_whole_and_in_order(llm: LLM) -> None:
 
 
 def test_the_stream_interval_groups_tokens_and_moves_no_stamp(engines: list[AsyncEngine]) -> None:
-    with LLM(Config(server=ServerConfig(stream_interval=4))) as llm:
+    with LLM(config=Config(server=ServerConfig(stream_interval=4))) as llm:
         request_id = llm.submit("Hello", greedy(11))
         assert [len(piece) for piece in llm.stream_tokens(request_id)] == [1, 4, 4, 2]
         timeline = llm.timeline(request_id)
@@ -151,19 +150,83 @@ def test_a_stop_token_is_counted_and_not_shown(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "max_tokens", "error"),
-    [("", 1, InvalidRequest), ([], 1, InvalidRequest), ([97], 1, InvalidRequest), ([-1], 1, InvalidRequest),
-     ("x" * 129, 1, PromptTooLong), ("x" * 100, 29, PromptTooLong)],
-)  # fmt: skip
+    ("prompt", "max_tokens", "param", "error"),
+    [
+        ("", 1, "", InvalidRequest),
+        ([], 1, "", InvalidRequest),
+        ([1, 97], 1, "[1]", InvalidRequest),
+        ([-1], 1, "[0]", InvalidRequest),
+        ([2**40], 1, "[0]", InvalidRequest),
+        ([1, 1.5], 1, "[1]", InvalidRequest),
+        ([True], 1, "[0]", InvalidRequest),
+        ("x" * 129, 1, "", PromptTooLong),
+        ("x" * 100, 29, "", PromptTooLong),
+    ],
+    ids=lambda value: str(value)[:20],
+)
 def test_a_prompt_that_cannot_run_is_refused(
-    prompt: str | list[int], max_tokens: int, error: type[Exception], llm: LLM, engines: list[AsyncEngine]
+    prompt: str | list[int], max_tokens: int, param: str, error: type[RequestError], llm: LLM
 ) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         llm.submit(prompt, greedy(max_tokens))
-    with pytest.raises(error):
+    assert caught.value.param == f"prompt{param}"
+    with pytest.raises(error) as caught:
         llm.generate(["fine", prompt], greedy(max_tokens))
-    assert engines[0].num_unfinished == 0
+    assert caught.value.param == f"prompts[1]{param}"
     assert llm.result(llm.submit("x" * 100, greedy(28))).finish_reason is FinishReason.LENGTH
+
+
+REJECTED: list[tuple[dict[str, object], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -3}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5}, "min_tokens"),  # of 4
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": math.nan}, "temperature"),
+    ({"temperature": math.inf}, "temperature"),
+    ({"top_k": -1}, "top_k"),
+    ({"top_p": -1.0}, "top_p"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop_token_ids": (1, 97)}, "stop_token_ids[1]"),
+    ({"stop_token_ids": (-1,)}, "stop_token_ids[0]"),
+    ({"stop_token_ids": (1,) * 65}, "stop_token_ids"),
+    ({"num_logprobs": 21}, "num_logprobs"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param"), REJECTED, ids=str)
+def test_params_that_cannot_run_are_refused_and_the_engine_lives(
+    wrong: dict[str, object], param: str, engines: list[AsyncEngine]
+) -> None:
+    params = SamplingParams(**{"max_tokens": 4, **wrong})  # type: ignore[arg-type]
+    with LLM(tokenize_workers=1) as llm:
+        for call in (
+            lambda: llm.submit([1], params),
+            lambda: llm.generate(["a"], params),
+            lambda: llm.result(llm.submit("tokenised on the loop", params)),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                call()
+            assert caught.value.param == param
+            assert caught.value.message.endswith(".")
+        assert engines[0].trouble is None
+        assert len(llm.result(llm.submit("Hello", greedy(4))).token_ids) == 4
+
+
+def test_stop_is_a_text_or_several(llm: LLM) -> None:
+    text = text_of(expected_tokens(llm.encode("Hello"), 60))
+    stop = text[10:13]
+    for given in (stop, [stop], ("never to be seen", stop)):
+        [done] = llm.generate(["Hello"], greedy(60), stop=given)
+        assert done.text == text[: text.index(stop)]
+    with pytest.raises(InvalidRequest, match="empty"):
+        llm.submit("Hello", greedy(1), stop="")
 
 
 def test_tokenize_workers_take_encoding_off_the_caller(engines: list[AsyncEngine]) -> None:
@@ -179,13 +242,19 @@ def test_tokenize_workers_take_encoding_off_the_caller(engines: list[AsyncEngine
 
 def test_max_inflight_refuses_and_places_come_back(engines: list[AsyncEngine]) -> None:
     with LLM(max_inflight=2) as llm:
-        ids = [llm.submit("Hello", greedy(50)) for _ in range(2)]
-        with pytest.raises(Overloaded):
-            llm.submit("Hello", greedy(1))
-        for request_id in ids:
-            llm.result(request_id)
-        with pytest.raises(PromptTooLong):
-            llm.submit("x" * 200, greedy(1))  # takes no place for good
+        for _ in range(2):
+            ids = [llm.submit("Hello", greedy(50)) for _ in range(2)]
+            with pytest.raises(Overloaded):
+                llm.submit("Hello", greedy(1))
+            llm.generate(["takes", "no", "place"], greedy(2))  # so it has none to give back
+            with pytest.raises(PromptTooLong):
+                llm.generate(["x" * 200], greedy(1))
+            with pytest.raises(Overloaded):
+                llm.submit("Hello", greedy(1))
+            for request_id in ids:
+                llm.result(request_id)
+            with pytest.raises(PromptTooLong):
+                llm.submit("x" * 200, greedy(1))  # takes no place for good
         assert [llm.result(llm.submit("Hello", greedy(1))).token_ids for _ in range(3)]
 
 
@@ -238,98 +307,36 @@ def test_a_dead_engine_ends_every_stream_with_an_error(llm: LLM, engines: list[A
         llm.result(llm.submit("Hello", greedy(1)))
 
 
-# --- the terminal's commands, which are thin users of the same object ----------------------------------------------
-
-
-def test_generate_command_streams_the_completion(
-    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("reason", "error"), [(FinishReason.ERROR, EngineFailed), (FinishReason.TIMEOUT, RequestTimeout)]
+)
+def test_a_request_that_the_engine_could_not_finish_is_an_error(
+    reason: FinishReason, error: type[EngineError], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["generate", "Hello", "--max-tokens", "9"]) == 0
-    prompt = [ord(char) - 0x20 for char in "Hello"]
-    assert capsys.readouterr().out == text_of(expected_tokens(prompt, 9)) + "\n"
+    generate = AsyncEngine.generate
+
+    async def generate_in_vain(
+        engine: AsyncEngine, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+    ) -> AsyncGenerator[list[TokenOutput], None]:
+        async with aclosing(generate(engine, requests, timelines)) as steps:
+            async for outputs in steps:
+                yield [msgspec.structs.replace(out, finish_reason=out.finish_reason and reason) for out in outputs]
+
+    monkeypatch.setattr(AsyncEngine, "generate", generate_in_vain)
+    request_id = llm.submit("Hello", greedy(5))
+    assert len(list(islice(llm.stream_tokens(request_id), 2))) == 2
+    request_id = llm.submit("Hello", greedy(5))
+    with pytest.raises(error):
+        llm.result(request_id)
+    assert llm.timeline(request_id).error_code == error.code
+    monkeypatch.undo()
 
 
-def test_generate_command_refuses_what_does_not_fit(
-    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "Hello", "--max-tokens", "500"]) == 2
-    assert capsys.readouterr().err.startswith("roseinfer: prompt: ")
-
-
-def test_chat_command_keeps_the_conversation_and_clears_it(
-    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = ["Hi", "/nope", "", "/help", "/clear", "Hi", "x" * 120, "/exit", "never read"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    assert main(["chat", "--system", "be brief", "--temperature", "0", "--max-tokens", "8"]) == 0
-    out, err = capsys.readouterr()
-    prompt = [0 if char == " " else ord(char) - 0x20 for char in "system:be brief;user:Hi;"]
-    assert out == (text_of(expected_tokens(prompt, 8)) + "\n") * 2
-    assert "no command /nope" in err
-    assert "/clear   forget the conversation" in err
-    assert "do not fit" in err
-
-
-def test_chat_command_answers_until_the_end_of_input(
-    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAnd\n"))
-    assert main(["chat", "--temperature", "0", "--max-tokens", "4"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    conversation = f"user:Hi;assistant:{first};user:And;"
-    prompt = [0 if char == " " else ord(char) - 0x20 for char in conversation]
-    assert second == text_of(expected_tokens(prompt, 4))
-
-
-@pytest.fixture
-def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Ctrl-C arrives in the first stream after three pieces; returns the ids of all streams."""
-    ids: list[str] = []
-    stream = LLM.stream
-
-    def stream_until_ctrl_c(llm: LLM, request_id: str) -> Iterator[str]:
-        ids.append(request_id)
-        for i, piece in enumerate(stream(llm, request_id)):
-            if i == 3 and len(ids) == 1:
-                raise KeyboardInterrupt
-            yield piece
-
-    monkeypatch.setattr(LLM, "stream", stream_until_ctrl_c)
-    return ids
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_conversation(
-    engines: list[AsyncEngine],
-    interrupted: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAnd\n"))
-    assert main(["chat", "--temperature", "0", "--max-tokens", "9"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    prompt = [ord(char) - 0x20 for char in "user:Hi;"]
-    whole = text_of(expected_tokens(prompt, 9))
-    assert whole.startswith(first)
-    assert 0 < len(first) < len(whole)
-    assert second
-    assert len(interrupted) == 2
-
-
-def test_ctrl_c_ends_generate(engines: list[AsyncEngine], interrupted: list[str]) -> None:
-    assert main(["generate", "Hello", "--max-tokens", "20"]) == 130
-    assert engines[0].num_unfinished == 0
-
-
-def test_chat_command_needs_a_template(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_tokenizer(tmp_path, chat_template=None)
-    use_fake_engine(monkeypatch, tmp_path)
-    assert main(["chat"]) == 2
-    assert "has no chat template" in capsys.readouterr().err
-
-
-def test_the_engine_config_reaches_the_client(engines: list[AsyncEngine]) -> None:
-    with LLM(Config(engine=EngineConfig(step_timeout_s=3))) as llm:
+def test_the_engine_config_and_the_model_reach_the_client(engines: list[AsyncEngine]) -> None:
+    config = Config(model=ModelConfig(path="x", dtype="float32"), engine=EngineConfig(step_timeout_s=3))
+    with LLM("openai-community/gpt2", config=config) as llm:
+        assert llm.config.model == ModelConfig(path="openai-community/gpt2", dtype="float32")
         assert llm.config.engine.step_timeout_s == 3
         assert engines[0]._step_timeout_ns == 3_000_000_000
+    with LLM(config=config) as llm:
+        assert llm.config == config

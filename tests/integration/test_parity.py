@@ -95,7 +95,7 @@ def test_logits_and_greedy_tokens(reference: PreTrainedModel, runner: ModelRunne
 
 def test_every_position_of_a_prompt(reference: PreTrainedModel, runner: ModelRunner) -> None:
     """All prefixes, one token a step, so that each of the model's positions is compared."""
-    length = runner.facts.max_model_len
+    length = runner.info.max_model_len
     prompt = np.random.default_rng(4).integers(0, reference.config.vocab_size, length).tolist()
     expected = reference(torch.tensor([prompt])).logits[0].detach()
     rows = [runner.logits(batch_of(position, [token_id]))[0] for position, token_id in enumerate(prompt)]

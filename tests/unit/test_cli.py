@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -95,11 +96,13 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
          "roseinfer: scheduler.max_num_seqs (from --scheduler.max-num-seqs): Expected `int`, got `str`"),
         (["serve", "--max-num-seq", "4"],
          "roseinfer: --max-num-seq: is not an argument of roseinfer serve; did you mean --max-num-seqs?"),
-        (["serve", "--port"], "roseinfer: --server.port/--port: expected one argument"),
+        (["serve", "--port"], "roseinfer: --port: expected one argument"),
         (["serve", "extra"], "roseinfer: extra: is not an argument of roseinfer serve"),
         (["generate"], "roseinfer: the following arguments are required: PROMPT; see roseinfer generate --help"),
         (["generate", "x", "--max-tokens", "0"], "roseinfer: --max-tokens: Expected `int` >= 1, got '0'"),
-        (["generate", "x", "--top-p", "1.5"], "roseinfer: --top-p: Expected `float` <= 1, got '1.5'"),
+        (["generate", "x", "--top-p", "1.5"], "roseinfer: --top-p: Expected `float` <= 1.0, got '1.5'"),
+        (["generate", "x", "--temperature", "nan"], "roseinfer: --temperature: Expected `float` >= 0.0, got 'nan'"),
+        (["chat", "--seed", "-1"], "roseinfer: --seed: Expected `int` >= 0, got '-1'"),
         (["bench", "streaming", "--num-requests", "0"], "roseinfer: --num-requests: Expected `int` >= 1, got '0'"),
         (["bench", "streaming", "--prompt-repeats", "1,0"],
          "roseinfer: --prompt-repeats: Expected `int` >= 1, got '0'"),
@@ -135,9 +138,9 @@ def test_an_unknown_or_missing_command_is_told(arguments: list[str], capsys: pyt
         (ConfigError("is not a directory", param="model.path"), 2,
          "roseinfer: model.path (from --model): is not a directory"),
         (ConfigError("is taken", param="server.port"), 2, "roseinfer: server.port: is taken"),
-        (PromptTooLong("too long", param="prompt"), 2, "roseinfer: prompt: too long"),
-        (EngineFailed("the engine failed"), 70, "roseinfer: the engine failed"),
-        (EngineDead("the engine's process has ended"), 70, "roseinfer: the engine's process has ended"),
+        (PromptTooLong("It is too long.", param="prompt"), 2, "roseinfer: prompt: It is too long."),
+        (EngineFailed("The engine failed."), 70, "roseinfer: The engine failed."),
+        (EngineDead("The engine's process has ended."), 70, "roseinfer: The engine's process has ended."),
     ],
 )  # fmt: skip
 def test_errors_become_exit_codes(
@@ -181,26 +184,42 @@ def test_config_commands_print_the_tree(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_generate_passes_prompt_and_sampling_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Config, str, terminal.Style]] = []
+    calls: list[tuple[Config, str, terminal.Sampling]] = []
 
-    def generate(config: Config, prompt: str, style: terminal.Style) -> int:
-        calls.append((config, prompt, style))
+    def generate(config: Config, prompt: str, sampling: terminal.Sampling) -> int:
+        calls.append((config, prompt, sampling))
         return 0
 
     monkeypatch.setattr(terminal, "generate", generate)
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     flags = "--temperature 0.5 --top-p 0.9 --top-k 7 --seed 3 --max-tokens 9 --stop a --stop b --device cpu"
     assert main(["generate", "-", *shlex.split(flags)]) == 0
-    [(config, prompt, style)] = calls
+    [(config, prompt, sampling)] = calls
     assert (config.runner.device, prompt) == ("cpu", "from a pipe")
     params = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, seed=3)
-    assert style == terminal.Style(params, 9, ("a", "b"))
-    assert style.params_for(10, 1024).max_tokens == 9
+    assert sampling == terminal.Sampling(params, 9, ("a", "b"))
+    assert sampling.params_for(10, 1024).max_tokens == 9
 
 
 def test_the_usual_length_gives_way_to_the_context() -> None:
-    style = terminal.Style(SamplingParams(), None, ())
-    assert [style.params_for(n, 1024).max_tokens for n in (10, 1000, 1023, 2000)] == [256, 24, 1, 1]
+    sampling = terminal.Sampling(SamplingParams(), None, ())
+    assert [sampling.params_for(n, 1024).max_tokens for n in (10, 1000, 1023, 2000)] == [256, 24, 1, 1]
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "config"])
+def test_help_begins_with_the_everyday_options_by_their_short_names(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: roseinfer {command} [options]")
+    everyday, *sections = re.split(r"\n\n(\w+):\n", text[text.index("everyday:\n") :])
+    short = [option for option in options().values() if option.short_flag]
+    shown = re.findall(r"^  (--[\w.-]+)", everyday, re.MULTILINE)
+    assert shown == ["--config", *(option.short_flag for option in short)]
+    rest = re.findall(r"^  (--[\w.-]+)", "\n".join(sections), re.MULTILINE)
+    assert rest == [option.flag for option in options().values() if not option.short_flag]
 
 
 def test_version_and_help_are_quick_to_load() -> None:

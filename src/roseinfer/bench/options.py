@@ -2,11 +2,18 @@
 
 import argparse
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from roseinfer.config_sources import Given
-from roseinfer.flags import Parser, add_config_flags, give, number, positives
+from roseinfer.flags import Parser, Positive, add_alias, add_config_flags, parser_of, positives
+from roseinfer.messages import Temperature, TokenCount, TopK, TopP
 
 DEFAULTS = {"scheduler.max_num_seqs": Given("8", "the benchmarks' default")}  # the seeds' own, so reports compare
+
+_Count = Annotated[int, Meta(ge=0)]
+_Milliseconds = Annotated[float, Meta(ge=0, le=3_600_000)]
 
 
 def add_streaming(parser: Parser) -> None:
@@ -15,13 +22,17 @@ def add_streaming(parser: Parser) -> None:
     group.add_argument("--pretok", action="store_true", help="tokenise before the clock starts")
     group.add_argument(
         "--tokenize-workers",
-        type=number(int),
+        type=parser_of(_Count),
         default=0,
         metavar="N",
         help="0: tokenise inside the submission; N: tokenise N at a time while the submission returns",
     )
     group.add_argument(
-        "--submit-interval-ms", type=number(float), default=0.0, metavar="MS", help="0, the default, is a burst"
+        "--submit-interval-ms",
+        type=parser_of(_Milliseconds),
+        default=0.0,
+        metavar="MS",
+        help="0, the default, is a burst",
     )
     group.add_argument(
         "--submit-schedule",
@@ -30,15 +41,21 @@ def add_streaming(parser: Parser) -> None:
         help="absolute: request i is due at i intervals, however late the one before was; relative: sleep in between",
     )
     group.add_argument(
-        "--max-inflight-requests", type=number(int, least=1), metavar="N", help="refuse more unfinished ones than this"
+        "--max-inflight-requests", type=parser_of(Positive), metavar="N", help="refuse more unfinished ones than this"
     )
     engine = _add_engine(parser)
-    give(engine, "--stream-interval", "server.stream_interval", "Flush a stream every so many tokens. Default: 1.")
-    give(engine, "--prefill-max-tokens", "scheduler.max_prefill_tokens", "Most prefill tokens in one step.")
-    give(engine, "--prefill-admission-policy", "scheduler.admission", "Order of admission. Default: fifo.")
-    give(engine, "--prefill-admission-lookahead", "scheduler.lookahead", "How many waiting requests pack considers.")
-    give(engine, "--prefill-force-fifo-every", "scheduler.fifo_every", "Under pack, how often the oldest goes first.")
-    give(engine, "--max-active-requests", "scheduler.max_active_seqs", "Sequences that hold KV blocks. Default: all.")
+    add_alias(engine, "--stream-interval", "server.stream_interval", "Flush a stream every so many tokens. Default: 1.")
+    add_alias(engine, "--prefill-max-tokens", "scheduler.max_prefill_tokens", "Most prefill tokens in one step.")
+    add_alias(engine, "--prefill-admission-policy", "scheduler.admission", "Order of admission. Default: fifo.")
+    add_alias(
+        engine, "--prefill-admission-lookahead", "scheduler.lookahead", "How many waiting requests pack considers."
+    )
+    add_alias(
+        engine, "--prefill-force-fifo-every", "scheduler.fifo_every", "Under pack, how often the oldest goes first."
+    )
+    add_alias(
+        engine, "--max-active-requests", "scheduler.max_active_seqs", "Sequences that hold KV blocks. Default: all."
+    )
     add_config_flags(parser, with_short=False)
 
 
@@ -57,7 +74,7 @@ def add_scheduler(parser: Parser) -> None:
 
 def _add_workload(parser: Parser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("workload")
-    count = number(int, least=1)
+    count = parser_of(Positive)
     group.add_argument("--prompt", default="Hello", metavar="TEXT", help="default: Hello")
     group.add_argument(
         "--prompt-repeats",
@@ -68,32 +85,32 @@ def _add_workload(parser: Parser) -> argparse._ArgumentGroup:
     )
     group.add_argument("--unique-prompts", action="store_true", help="end each prompt with its number: no prefix hits")
     group.add_argument("--num-requests", type=count, default=16, metavar="N", help="default: 16")
-    group.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="for each request; default: 64")
-    group.add_argument("--warmup-runs", type=number(int), default=1, metavar="N", help="not measured; default: 1")
+    group.add_argument(
+        "--max-new-tokens", type=parser_of(TokenCount), default=64, metavar="N", help="for each request; default: 64"
+    )
+    group.add_argument("--warmup-runs", type=parser_of(_Count), default=1, metavar="N", help="not measured; default: 1")
     group.add_argument("--repeat-runs", type=count, default=1, metavar="N", help="measured; default: 1")
     group.add_argument(
         "--no-reset-prefix-cache", action="store_true", help="let a run hit prefixes that the runs before it computed"
     )
     group.add_argument("--no-stop-on-eos", action="store_true", help="always generate --max-new-tokens")
     group.add_argument("--do-sample", action="store_true", help="sample; greedy otherwise")
-    group.add_argument("--temperature", type=number(float), default=1.0, metavar="T", help="with --do-sample")
-    group.add_argument("--top-k", type=number(int), default=0, metavar="K", help="with --do-sample; 0 keeps all")
-    group.add_argument(
-        "--top-p", type=number(float, least=1e-6, most=1), default=1.0, metavar="P", help="with --do-sample"
-    )
+    group.add_argument("--temperature", type=parser_of(Temperature), default=1.0, metavar="T", help="with --do-sample")
+    group.add_argument("--top-k", type=parser_of(TopK), default=0, metavar="K", help="with --do-sample; 0 keeps all")
+    group.add_argument("--top-p", type=parser_of(TopP), default=1.0, metavar="P", help="with --do-sample")
     group.add_argument("--json", type=Path, metavar="FILE", help="also write the report, with all settings, as JSON")
     return group
 
 
 def _add_engine(parser: Parser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("engine, by the seeds' names")
-    give(group, "--hf-model-id", "model.path", "Model. Default: the embedded one.")
-    give(group, "--device", "runner.device", "cpu or cuda. Default: auto.")
-    give(group, "--bf16", "model.dtype", "bfloat16.", const="bfloat16")
-    give(group, "--max-batch-size", "scheduler.max_num_seqs", "Sequences decoded in one step. Default: 8.")
-    give(group, "--prefill-max-batch-size", "scheduler.max_prefill_seqs", "Sequences admitted in one step.")
-    give(group, "--no-prefix-cache", "cache.prefix_caching", "Compute every prompt anew.", const="false")
-    give(group, "--nvtx", "observe.nvtx", "Mark the phases of each step for Nsight.", const="true")
+    add_alias(group, "--hf-model-id", "model.path", "Model. Default: the embedded one.")
+    add_alias(group, "--device", "runner.device", "cpu or cuda. Default: auto.")
+    add_alias(group, "--bf16", "model.dtype", "bfloat16.", const="bfloat16")
+    add_alias(group, "--max-batch-size", "scheduler.max_num_seqs", "Sequences decoded in one step. Default: 8.")
+    add_alias(group, "--prefill-max-batch-size", "scheduler.max_prefill_seqs", "Sequences admitted in one step.")
+    add_alias(group, "--no-prefix-cache", "cache.prefix_caching", "Compute every prompt anew.", const="false")
+    add_alias(group, "--nvtx", "observe.nvtx", "Mark the phases of each step for Nsight.", const="true")
     group.add_argument("--paged-attn", action="store_true", help="accepted; attention is always paged here")
     group.add_argument("--cuda-graph", action="store_true", help="a warning says so where there is no CUDA graph")
     return group

@@ -88,7 +88,7 @@ def scheduler_pools(run: Run) -> list[Pool]:
     requests = run.requests
     return [
         _pool("TTFT", _each(requests, d.ttft)),
-        _pool("TPOT", _each(requests, d.tpot_to_finish), "ms/token"),
+        _pool("TPOT", _each(requests, d.tpot_to_end), "ms/token"),
         _pool("Latency", _each(requests, d.latency)),
     ]
 
@@ -116,14 +116,15 @@ def streaming_lines(run: Run, header: Mapping[str, Any], submission: str) -> lis
 def own_lines(run: Run, setting: Mapping[str, Any]) -> list[str]:
     """What follows the seeds' lines, under its own heading."""
     kinds = [record.kind for record in run.steps]
+    timelines = [times.timeline for times in run.requests]
     queried = sum(record.num_prefix_queried_tokens for record in run.steps)
     return [
         "--- beyond the seeds' report ---",
         *header_lines(setting),
         *(pool.percentiles_line() for pool in own_pools(run)),
         f"Engine steps: {len(kinds)} ({', '.join(f'{kinds.count(k)} {k}' for k in ('prefill', 'mixed', 'decode'))})",
-        f"Prefix cache: {sum(times.num_cached_tokens for times in run.requests)} of {queried} prompt tokens hit",
-        f"Preemptions: {sum(times.num_preemptions for times in run.requests)}",
+        f"Prefix cache: {sum(timeline.num_cached_tokens for timeline in timelines)} of {queried} prompt tokens hit",
+        f"Preemptions: {sum(timeline.num_preemptions for timeline in timelines)}",
         f"Rejected requests: {len(run.rejected)}",
     ]
 

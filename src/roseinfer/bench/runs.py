@@ -23,11 +23,11 @@ class Run:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(times.num_prompt_tokens for times in self.requests)
+        return sum(times.timeline.num_prompt_tokens for times in self.requests)
 
     @property
     def num_completion_tokens(self) -> int:
-        return sum(len(times.tokens) for times in self.requests)
+        return sum(len(times.timeline.token_ns) for times in self.requests)
 
 
 class StepLog:
@@ -98,7 +98,7 @@ def run_online(
         schedule.pause()
     wall = schedule.clock() - first
     requests = [
-        RequestTimes.of(llm.result(request_id).timeline, start, end, target)
+        RequestTimes(llm.result(request_id).timeline, start, end, target)
         for request_id, start, end, target in submitted
     ]
     return Run(requests=requests, submit_wall=wall, rejected=rejected)
@@ -108,5 +108,5 @@ def run_offline(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, cac
     """All prompts as one batch. The parts of a request's latency mean nothing here, and no report shows them."""
     start = time.monotonic_ns()
     completions = llm.generate(prompts, params, cache_salt=cache_salt)
-    requests = [RequestTimes.of(done.timeline, start, start, None) for done in completions]
+    requests = [RequestTimes(done.timeline, start, start, None) for done in completions]
     return Run(requests=requests, submit_wall=0)

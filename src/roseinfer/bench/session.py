@@ -1,7 +1,6 @@
 """One benchmark from arguments to report: engine up, warm-up, measured runs, lines, JSON."""
 
 import argparse
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from roseinfer.bench.runs import Run, StepLog
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM, Prompt
-from roseinfer.progress import Progress
+from roseinfer.progress import Progress, show_loading
 
 Measure = Callable[[Sequence[Prompt], str], Run]  # of prompts and a cache salt
 Pools = Callable[[Run], Sequence[report.Pool]]
@@ -77,11 +76,11 @@ class Session:
     def setting(self) -> dict[str, Any]:
         """The engine and the host, without which no two reports can be compared."""
         info, config = self.llm.info, self.llm.config
-        threads = config.runner.num_threads or len(os.sched_getaffinity(0))
+        threads = f"{info.num_threads} thread{'s' * (info.num_threads > 1)}, " if info.num_threads else ""
         return {
             "Engine": f"{info.dtype}, {info.attention} attention, {config.engine.transport} transport, "
             f"{info.num_blocks} blocks of {info.block_size}, at most {config.scheduler.max_active_seqs} active",
-            "Host": f"{platform.machine()}, {threads} threads, Python {platform.python_version()}, "
+            "Host": f"{platform.machine()}, {threads}Python {platform.python_version()}, "
             f"torch {version('torch')}, roseinfer {__version__}",
         }
 
@@ -103,13 +102,8 @@ def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -
     texts = workload.prompts_of(arguments)
     config = workload.with_all_active(loaded, len(texts))
     log = StepLog()
-    with Progress(f"loading {config.model.path}") as progress:
-        llm = LLM(
-            config,
-            observers=[log],
-            on_progress=lambda event: progress.update(what=event.detail or event.stage),
-            **options,
-        )
+    with show_loading(config.model.path) as on_progress:
+        llm = LLM(config=config, observers=[log], on_progress=on_progress, **options)
     with llm:
         session = Session(arguments, llm, log, texts, [llm.encode(text) for text in texts])
         session.check_capacity()

@@ -18,7 +18,7 @@ from roseinfer.messages import (
     StepOutput,
     TokenOutput,
 )
-from roseinfer.records import FinishReason, Observer, RequestTimeline
+from roseinfer.records import EngineTimes, FinishReason, Observer, RequestTimeline
 
 
 class EngineClient(Protocol):
@@ -56,6 +56,9 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End one request; its last output, with reason abort, still comes through `generate`."""
+
+    def holds(self, request_id: str) -> bool:
+        """The engine has the request and has not told its end: nobody else may use the id yet."""
 
     def close_timeline(self, timeline: RequestTimeline) -> None:
         """The server's part is over: every stamp and, unless the engine's own holds, the finish reason is set.
@@ -210,6 +213,10 @@ class AsyncEngine:
         entry.is_in_engine = True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
 
+    def holds(self, request_id: str) -> bool:
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.is_in_engine
+
     def abort(self, request_id: str) -> None:
         entry = self._entries.get(request_id)
         if entry is not None and entry.is_in_engine:
@@ -248,25 +255,22 @@ class AsyncEngine:
             if output.token_ids:
                 entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
                 advanced.append(entry.timeline)
+            if output.times is not None:
+                _stamp(entry.timeline, output.times)
             if entry.mailbox is not None:
                 entry.mailbox.put(output)
             if output.finish_reason is not None:
-                self._leave_engine(entry, output)
+                self._leave_engine(entry, output.finish_reason)
                 concluded.append(entry)
         self._last_progress_ns = time.monotonic_ns()
         self.observer.on_step(step.record, advanced)
         for entry in concluded:
             self._conclude(entry)
 
-    def _leave_engine(self, entry: _Entry, output: TokenOutput) -> None:
-        assert output.times is not None, "a last output carries the engine's times"
-        timeline, times = entry.timeline, output.times
-        timeline.inbox_ns = times.inbox_ns
-        timeline.scheduled_ns = times.scheduled_ns
-        timeline.num_cached_tokens = times.num_cached_tokens
-        timeline.num_preemptions = times.num_preemptions
-        if timeline.finish_reason is None:
-            timeline.finish_reason = output.finish_reason
+    def _leave_engine(self, entry: _Entry, finish_reason: FinishReason) -> None:
+        assert entry.timeline.inbox_ns, "a last output carries the engine's times"
+        if entry.timeline.finish_reason is None:
+            entry.timeline.finish_reason = finish_reason
         entry.is_in_engine = False
         self._num_in_engine -= 1
 
@@ -301,3 +305,10 @@ class AsyncEngine:
                 if entry.mailbox is not None:
                     entry.mailbox.fail(dead)
                 self._conclude(entry)
+
+
+def _stamp(timeline: RequestTimeline, times: EngineTimes) -> None:
+    timeline.inbox_ns = times.inbox_ns
+    timeline.scheduled_ns = times.scheduled_ns
+    timeline.num_cached_tokens = times.num_cached_tokens
+    timeline.num_preemptions = times.num_preemptions

@@ -272,6 +272,8 @@ class Scheduler:
         table.num_tokens[slots] += 1
         self._begin_decoding(slots[batch.num_device_rows :])
         outputs = self._outputs(slots, sampled)
+        for row in range(batch.num_device_rows, len(slots)):
+            outputs[row] = msgspec.structs.replace(outputs[row], times=table.owner(slots[row]).times)
         is_stop = self._is_stop(slots, sampled.token_ids)
         is_last = is_stop | (table.num_tokens[slots] >= table.max_tokens[slots])
         for row in np.flatnonzero(is_last).tolist():

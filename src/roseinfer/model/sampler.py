@@ -18,7 +18,6 @@ from roseinfer.model.scratch import Scratch
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
 _CANDIDATES = (64, 256, 2048)  # likeliest tokens to look at, as far as they suffice, before sorting all
 _GREEDY, _WHOLE, _TRUNCATED = range(3)  # a slot's need: the maximum, a draw from all tokens, from the likeliest
-_COLDEST = 1e-6  # a temperature below it would only overflow; the likeliest token has all the mass already
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -85,7 +84,7 @@ class Sampler:
         is_whole = params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0
         is_greedy = params.is_greedy or params.top_k == 1
         self._need[slot] = _GREEDY if is_greedy else _WHOLE if is_whole else _TRUNCATED
-        self._temperature[slot] = max(params.temperature, _COLDEST)
+        self._temperature[slot] = params.temperature
         self._top_k[slot] = min(params.top_k, self._vocab_size)
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p

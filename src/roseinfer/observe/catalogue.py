@@ -5,34 +5,31 @@ dashboards are made from these rows, so a new metric is a new row and nothing el
 base units; each HELP text states the two events of an interval and what is counted once.
 """
 
-import platform
 from collections.abc import Callable
 
 from roseinfer.observe import intervals, measures
-from roseinfer.observe.series import AtFinish, AtScrape, AtStep, InfoAtScrape, Label, OfScrapes, Row
+from roseinfer.observe.buckets import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
+from roseinfer.observe.series import (
+    AtFinish,
+    AtScrape,
+    AtStep,
+    InfoAtScrape,
+    Label,
+    OfScrapes,
+    Row,
+    counter,
+    gauge,
+    histogram,
+    info,
+)
 from roseinfer.records import FinishReason, LifecycleState, RequestTimeline
-
-# Upper bounds. Each agreed threshold of a service level is a bound, so its share of good events is exact.
-HOST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-WAIT_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.25, 0.32, 0.5, 0.64),
-    *(1.0, 1.28, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0),
-)
-TOKEN_S = (
-    *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
-    *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
-)
-REQUEST_S = (*(round(0.01 * 2**i, 2) for i in range(14)), 120.0, 240.0, 480.0, 960.0)
-TOKENS = tuple(float(4**i) for i in range(10))
-SEQUENCES = tuple(float(2**i) for i in range(10))
 
 
 def _latency(
     name: str, buckets: tuple[float, ...], interval_ns: Callable[[RequestTimeline], float | None], meaning: str
 ) -> Row:
     """A histogram of one interval of each request that reached both of its ends."""
-    source = AtFinish(measures.seconds(interval_ns))
-    return Row(name=name, kind="histogram", unit="seconds", buckets=buckets, help=meaning, source=source)
+    return histogram(name, "seconds", buckets, AtFinish(measures.seconds(interval_ns)), meaning)
 
 
 _LATENCIES = (
@@ -55,15 +52,14 @@ _LATENCIES = (
         "Prompt tokenized (t_tokenized) → the engine loop takes the request from its inbox (t_inbox): the hand-off "
         "from event loop to engine. Once per request that reached the engine.",
     ),
-    Row(
-        name="roseinfer_client_submit_lag_seconds",
-        kind="histogram",
-        unit="seconds",
-        buckets=WAIT_S,
-        help="When the client meant to send the request (header x-roseinfer-intended-time) → its head arrived: how "
-        "late the load generator was, network included. Once per request with the header; not observed when "
-        "negative, which means that the two hosts' clocks differ.",
-        source=AtFinish(measures.client_lag_s),
+    histogram(
+        "roseinfer_client_submit_lag_seconds",
+        "seconds",
+        WAIT_S,
+        AtFinish(measures.client_lag_s),
+        "When the client meant to send the request (header x-roseinfer-intended-time) → its head arrived: how late the "
+        "load generator was, network included. Once per request with the header; not observed when negative, which "
+        "means that the two hosts' clocks differ.",
     ),
     _latency(
         "roseinfer_queue_wait_seconds",
@@ -93,23 +89,21 @@ _LATENCIES = (
         "Prompt tokenized (t_tokenized) → first token known on the host (t_tok[0]): time to first token without HTTP "
         "and text. Once per request that got a token.",
     ),
-    Row(
-        name="roseinfer_inter_token_latency_seconds",
-        kind="histogram",
-        unit="seconds",
-        buckets=TOKEN_S,
-        help="Token known on the host (t_tok[i-1]) → next token of the request known (t_tok[i]). Once per token but "
-        "the first of each request, observed as tokens come; a preemption while decoding is in it.",
-        source=AtStep(measures.newest_token_gaps_s),
+    histogram(
+        "roseinfer_inter_token_latency_seconds",
+        "seconds",
+        TOKEN_S,
+        AtStep(measures.newest_token_gaps_s),
+        "Token known on the host (t_tok[i-1]) → next token of the request known (t_tok[i]). Once per token but the "
+        "first of each request, observed as tokens come; a preemption while decoding is in it.",
     ),
-    Row(
-        name="roseinfer_stream_gap_seconds",
-        kind="histogram",
-        unit="seconds",
-        buckets=TOKEN_S,
-        help="Socket write with tokens returned (t_write[i-1]) → next one of the request returned (t_write[i]): what "
-        "the client sees. Once per write but the first, when the request ends.",
-        source=AtFinish(measures.stream_gaps_s),
+    histogram(
+        "roseinfer_stream_gap_seconds",
+        "seconds",
+        TOKEN_S,
+        AtFinish(measures.stream_gaps_s),
+        "Socket write with tokens returned (t_write[i-1]) → next one of the request returned (t_write[i]): what the "
+        "client sees. Once per write but the first, when the request ends.",
     ),
     _latency(
         "roseinfer_time_per_output_token_seconds",
@@ -125,188 +119,179 @@ _LATENCIES = (
     ),
 )
 
+_PHASE = Label(name="phase", values=measures.PHASES)
 _STEPS = (
-    Row(
-        name="roseinfer_step_seconds",
-        kind="histogram",
-        unit="seconds",
-        label=Label(name="phase", values=measures.PHASES),
-        buckets=TOKEN_S,
-        help="Start of an engine step → its end. Once per step that had rows; phase says what the rows were.",
-        source=AtStep(measures.step_s, label=lambda step: step.kind),
+    histogram(
+        "roseinfer_step_seconds",
+        "seconds",
+        TOKEN_S,
+        AtStep(measures.step_s, measures.phase),
+        "Start of an engine step → its end. Once per step that had rows; phase says what the rows were.",
+        _PHASE,
     ),
-    Row(
-        name="roseinfer_batch_size",
-        kind="histogram",
-        unit="sequences",
-        label=Label(name="phase", values=measures.PHASES),
-        buckets=SEQUENCES,
-        help="Sequences in an engine step. Once per step that had rows.",
-        source=AtStep(measures.batch_size, label=lambda step: step.kind),
+    histogram(
+        "roseinfer_batch_size",
+        "sequences",
+        SEQUENCES,
+        AtStep(measures.batch_size, measures.phase),
+        "Sequences in an engine step. Once per step that had rows.",
+        _PHASE,
     ),
-    Row(
-        name="roseinfer_prompt_tokens_total",
-        kind="counter",
-        unit="tokens",
-        help="Prompt tokens of requests whose prefill has ended, cached ones too, counted once, at the first token.",
-        source=AtStep(measures.prefilled_tokens),
+    counter(
+        "roseinfer_prompt_tokens_total",
+        "tokens",
+        AtStep(measures.prefilled_tokens),
+        "Prompt tokens of requests whose prefill has ended, cached ones too, counted once, at the first token.",
     ),
-    Row(
-        name="roseinfer_generation_tokens_total",
-        kind="counter",
-        unit="tokens",
-        help="Generated tokens, counted when each is known on the host and routed to its request.",
-        source=AtStep(lambda _, advanced: (len(advanced),)),
+    counter(
+        "roseinfer_generation_tokens_total",
+        "tokens",
+        AtStep(lambda _, advanced: (len(advanced),)),
+        "Generated tokens, counted when each is known on the host and routed to its request.",
     ),
-    Row(
-        name="roseinfer_preemptions_total",
-        kind="counter",
-        unit="preemptions",
-        help="Times that a running sequence lost its KV blocks and has to compute them again.",
-        source=AtStep(lambda step, _: (step.num_preemptions,)),
+    counter(
+        "roseinfer_preemptions_total",
+        "preemptions",
+        AtStep(lambda step, _: (step.num_preemptions,)),
+        "Times that a running sequence lost its KV blocks and has to compute them again.",
     ),
-    Row(
-        name="roseinfer_prefix_cache_queries_total",
-        kind="counter",
-        unit="tokens",
-        help="Prompt tokens that were looked up in the prefix cache.",
-        source=AtStep(lambda step, _: (step.num_prefix_queried_tokens,)),
+    counter(
+        "roseinfer_prefix_cache_queries_total",
+        "tokens",
+        AtStep(lambda step, _: (step.num_prefix_queried_tokens,)),
+        "Prompt tokens that were looked up in the prefix cache.",
     ),
-    Row(
-        name="roseinfer_prefix_cache_hits_total",
-        kind="counter",
-        unit="tokens",
-        help="Prompt tokens that were found in the prefix cache; at most the tokens looked up.",
-        source=AtStep(lambda step, _: (step.num_prefix_hit_tokens,)),
+    counter(
+        "roseinfer_prefix_cache_hits_total",
+        "tokens",
+        AtStep(lambda step, _: (step.num_prefix_hit_tokens,)),
+        "Prompt tokens that were found in the prefix cache; at most the tokens looked up.",
     ),
 )
 
+# A request here is a sequence: one HTTP request for several choices or prompts is as many.
 _REQUESTS = (
     # Not `roseinfer_prompt_tokens`: OpenMetrics gives a counter's family its name without `_total`, so the two clash.
-    Row(
-        name="roseinfer_request_prompt_tokens",
-        kind="histogram",
-        unit="tokens",
-        buckets=TOKENS,
-        help="Prompt tokens of a request. Once per tokenized request, when it ends.",
-        source=AtFinish(lambda timeline: (timeline.num_prompt_tokens,) if timeline.tokenized_ns else ()),
+    histogram(
+        "roseinfer_request_prompt_tokens",
+        "tokens",
+        TOKENS,
+        AtFinish(measures.prompt_tokens),
+        "Prompt tokens of a request. Once per tokenized request, when it ends.",
     ),
-    Row(
-        name="roseinfer_request_output_tokens",
-        kind="histogram",
-        unit="tokens",
-        buckets=TOKENS,
-        help="Generated tokens of a request, 0 included. Once per tokenized request, when it ends.",
-        source=AtFinish(lambda timeline: (len(timeline.token_ns),) if timeline.tokenized_ns else ()),
+    histogram(
+        "roseinfer_request_output_tokens",
+        "tokens",
+        TOKENS,
+        AtFinish(measures.output_tokens),
+        "Generated tokens of a request, 0 included. Once per tokenized request, when it ends.",
     ),
-    Row(
-        name="roseinfer_requests_received_total",
-        kind="counter",
-        unit="requests",
-        help="Requests received, counted once the head is parsed; each generated sequence of one HTTP request counts.",
-        source=AtScrape(lambda state: {"": state.num_received}),
+    counter(
+        "roseinfer_requests_received_total",
+        "requests",
+        AtScrape(lambda state: {"": state.num_received}),
+        "Requests received, counted once the head is parsed; each generated sequence of one HTTP request counts.",
     ),
-    Row(
-        name="roseinfer_requests_total",
-        kind="counter",
-        unit="requests",
-        label=Label(name="finish_reason", values=tuple(FinishReason)),
-        help="Requests ended, each counted once at its end; the sum over reasons is requests received less in flight.",
-        source=AtFinish(lambda _: (1,), label=measures.finish_reason),
+    counter(
+        "roseinfer_requests_total",
+        "requests",
+        AtFinish(lambda _: (1,), measures.finish_reason),
+        "Requests ended, each counted once at its end; the sum over reasons is requests received less in flight.",
+        Label(name="finish_reason", values=tuple(FinishReason)),
     ),
-    Row(
-        name="roseinfer_request_errors_total",
-        kind="counter",
-        unit="requests",
-        label=Label(name="error_type", values=measures.ERROR_TYPES),
-        help="Requests that ended by a fault of the server: finish reasons error and timeout, by error code.",
-        source=AtFinish(measures.server_faults, label=measures.error_type),
+    counter(
+        "roseinfer_requests_rejected_total",
+        "requests",
+        AtFinish(measures.rejections, measures.rejection_code),
+        "HTTP requests refused before the engine heard of them, by the code of the error that answered: overloaded is "
+        "status 429, not_ready and engine_dead are 503, other is an unforeseen 500, the rest are clients' mistakes; "
+        "the sum over codes is that of finish reason rejected.",
+        Label(name="code", values=measures.REJECTION_CODES),
     ),
-    Row(
-        name="roseinfer_client_disconnects_total",
-        kind="counter",
-        unit="requests",
-        help="Requests whose client went away before the response was complete, counted at their end.",
-        source=AtFinish(lambda timeline: (1,) if timeline.client_disconnected else ()),
+    counter(
+        "roseinfer_request_errors_total",
+        "requests",
+        AtFinish(measures.server_faults, measures.error_type),
+        "Requests that ended by a fault of the server: finish reasons error and timeout, by error code.",
+        Label(name="error_type", values=measures.ERROR_TYPES),
     ),
-    Row(
-        name="roseinfer_http_inflight_streams",
-        kind="gauge",
-        unit="requests",
-        help="Requests received and not yet ended, streamed or not.",
-        source=AtScrape(lambda state: {"": state.num_received - state.num_finished}),
+    counter(
+        "roseinfer_client_disconnects_total",
+        "requests",
+        AtFinish(measures.disconnects),
+        "Requests whose client went away before the response was complete, counted at their end.",
+    ),
+    gauge(
+        "roseinfer_http_inflight_streams",
+        "requests",
+        lambda state: {"": state.num_received - state.num_finished},
+        "Requests received and not yet ended, streamed or not. Each generated sequence of an HTTP request counts, so "
+        "this may exceed server.max_inflight, which limits HTTP requests.",
     ),
 )
 
 _ENGINE = (
-    Row(
-        name="roseinfer_num_requests_running",
-        kind="gauge",
-        unit="requests",
-        help="Requests the scheduler has admitted and not ended, after the last step.",
-        source=AtScrape(lambda state: {"": state.last_step.num_running if state.last_step else 0}),
+    gauge(
+        "roseinfer_num_requests_running",
+        "requests",
+        measures.num_running,
+        "Requests the scheduler has admitted and not ended, after the last step.",
     ),
-    Row(
-        name="roseinfer_num_requests_waiting",
-        kind="gauge",
-        unit="requests",
-        help="Requests that wait to be scheduled, after the last step.",
-        source=AtScrape(lambda state: {"": state.last_step.num_waiting if state.last_step else 0}),
+    gauge(
+        "roseinfer_num_requests_waiting",
+        "requests",
+        measures.num_waiting,
+        "Requests that wait to be scheduled, after the last step.",
     ),
-    Row(
-        name="roseinfer_kv_cache_usage_ratio",
-        kind="gauge",
-        unit="ratio",
-        help="KV blocks used by requests / all KV blocks, 0 to 1; those that only the prefix cache holds do not count.",
-        source=AtScrape(measures.kv_usage),
+    gauge(
+        "roseinfer_kv_cache_usage_ratio",
+        "ratio",
+        measures.kv_usage,
+        "KV blocks used by requests / all KV blocks, 0 to 1; those that only the prefix cache holds do not count.",
     ),
-    Row(
-        name="roseinfer_kv_cache_blocks",
-        kind="gauge",
-        unit="blocks",
-        label=Label(name="state", values=("used", "cached", "free", "total")),
-        help="KV blocks: used by requests, cached (held only for the prefix cache), free; together they are total.",
-        source=AtScrape(measures.kv_blocks),
+    gauge(
+        "roseinfer_kv_cache_blocks",
+        "blocks",
+        measures.kv_blocks,
+        "KV blocks: used by requests, cached (held only for the prefix cache), free; together they are total.",
+        Label(name="state", values=("used", "cached", "free", "total")),
     ),
-    Row(
-        name="roseinfer_cache_config_info",
-        kind="info",
-        help="Always 1, once the engine is ready: tokens in a KV block, and how many blocks there are on the device.",
-        source=InfoAtScrape(measures.cache_config),
+    info(
+        "roseinfer_cache_config_info",
+        InfoAtScrape(("block_size", "num_gpu_blocks"), measures.cache_config),
+        "Always 1, once the engine is ready: tokens in a KV block, and how many blocks the device holds. "
+        "num_gpu_blocks is the gateway protocol's name for that; on a CPU the blocks lie in main memory.",
     ),
-    Row(
-        name="roseinfer_lifecycle_state",
-        kind="gauge",
-        label=Label(name="state", values=tuple(LifecycleState)),
-        help="1 for the state the server is in, 0 for the others.",
-        source=AtScrape(lambda state: {value: float(value == state.lifecycle) for value in LifecycleState}),
+    gauge(
+        "roseinfer_lifecycle_state",
+        "",
+        measures.lifecycle,
+        "1 for the state the server is in, 0 for the others.",
+        Label(name="state", values=tuple(LifecycleState)),
     ),
-    Row(
-        name="roseinfer_engine_up",
-        kind="gauge",
-        help="1 from the engine's readiness until it fails, draining included; else 0.",
-        source=AtScrape(lambda state: {"": float(state.lifecycle in {LifecycleState.READY, LifecycleState.DRAINING})}),
+    gauge(
+        "roseinfer_engine_up",
+        "",
+        measures.engine_up,
+        "1 from the engine's readiness until it fails, draining included; else 0.",
     ),
-    Row(
-        name="roseinfer_engine_last_step_timestamp_seconds",
-        kind="gauge",
-        unit="seconds",
-        help="Unix time at which the last engine step ended; 0 before the first. While requests run it must move.",
-        source=AtScrape(lambda state: {"": state.last_step_unix_s}),
+    gauge(
+        "roseinfer_engine_last_step_timestamp_seconds",
+        "seconds",
+        lambda state: {"": state.last_step_unix_s},
+        "Unix time at which the last engine step ended; 0 before the first. While requests run it must move.",
     ),
-    Row(
-        name="roseinfer_startup_seconds",
-        kind="gauge",
-        unit="seconds",
-        label=Label(name="stage", values=()),
-        help="What each stage of the engine's start took; present once it is ready. The stages add up to the whole.",
-        source=AtScrape(lambda state: state.engine.startup_s if state.engine else {}),
+    gauge(
+        "roseinfer_startup_seconds",
+        "seconds",
+        lambda state: state.engine.startup_s if state.engine else {},
+        "What each stage of the engine's start took; present once it is ready. The stages add up to the whole.",
+        Label(name="stage", values=()),
     ),
-    Row(
-        name="roseinfer_model_info",
-        kind="info",
-        help="Always 1, once the engine is ready: the model, and how it runs after every `auto` was resolved.",
-        source=InfoAtScrape(measures.model),
+    info(
+        "roseinfer_model_info",
+        InfoAtScrape(measures.MODEL_FIELDS, measures.model),
+        "Always 1, once the engine is ready: the model, and how it runs after every `auto` was resolved.",
     ),
 )
 
@@ -316,7 +301,7 @@ _EXPORTER = (
         kind="info",
         is_per_model=False,
         help="Always 1: the version of roseinfer and of the Python it runs on.",
-        source=InfoAtScrape(lambda state: {"version": state.version, "python": platform.python_version()}),
+        source=InfoAtScrape(("version", "python"), measures.build),
     ),
     Row(
         name="roseinfer_scrape_duration_seconds",

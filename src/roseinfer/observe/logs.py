@@ -22,7 +22,7 @@ from roseinfer.observe.measures import NS_PER_S, newest_token_gaps_s
 from roseinfer.records import FinishReason, LifecycleState, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)
-access = logging.getLogger("roseinfer.access")
+requests = logging.getLogger("roseinfer.requests")  # `roseinfer.access` is the server's: HTTP and its status
 
 _QUEUE_LINES = 10_000
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -192,7 +192,7 @@ class Logs:
             "queue_ms": _ms(intervals.queue_wait_ns(timeline)),
             "duration_ms": _ms(intervals.request_duration_ns(timeline)),
         }
-        access.log(logging.WARNING if is_fault else logging.INFO, "request ended", extra=fields)
+        requests.log(logging.WARNING if is_fault else logging.INFO, "request ended", extra=fields)
 
     def _begin(self, start_ns: int) -> None:
         self._start_ns = start_ns

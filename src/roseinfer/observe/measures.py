@@ -3,26 +3,57 @@
 Interval functions give nothing where a stamp is missing; nothing here is clamped, rounded or remembered.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
 
-from roseinfer.errors import EngineError
+from roseinfer.errors import EngineError, RoseinferError
 from roseinfer.observe import intervals
 from roseinfer.observe.series import ServerState
-from roseinfer.records import FinishReason, RequestTimeline, StepRecord
+from roseinfer.records import FinishReason, LifecycleState, RequestTimeline, StepRecord
 
 # A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
 NS_PER_S = 1e9
 
 
-def _error_types(root: type[EngineError]) -> Iterator[str]:
+def _codes(root: type[RoseinferError]) -> Iterator[str]:
     if root.code is not None:
         yield root.code
     for leaf in root.__subclasses__():
-        yield from _error_types(leaf)
+        yield from _codes(leaf)
 
 
 PHASES = ("prefill", "decode", "mixed")  # of a step that had rows
-ERROR_TYPES = (*sorted(set(_error_types(EngineError))), "other")
+ERROR_TYPES = (*sorted(set(_codes(EngineError))), "other")
+REJECTION_CODES = (*sorted(set(_codes(RoseinferError))), "other")
+MODEL_FIELDS = (
+    *("model_type", "num_parameters", "vocab_size", "max_model_len"),
+    *("device", "dtype", "attention", "linear", "num_threads"),
+)
+
+# --- of a step ------------------------------------------------------------------------------------------------------
+
+
+def phase(step: StepRecord) -> str:
+    return step.kind
+
+
+def step_s(step: StepRecord, _: Sequence[RequestTimeline]) -> Sequence[float]:
+    return ((step.end_ns - step.start_ns) / NS_PER_S,) if step.kind in PHASES else ()
+
+
+def batch_size(step: StepRecord, _: Sequence[RequestTimeline]) -> Sequence[float]:
+    return (step.num_decode_seqs + step.num_prefill_seqs,) if step.kind in PHASES else ()
+
+
+def newest_token_gaps_s(_: StepRecord, advanced: Sequence[RequestTimeline]) -> list[float]:
+    return [gap / NS_PER_S for gap in intervals.newest_token_gaps_ns(advanced)]
+
+
+def prefilled_tokens(_: StepRecord, advanced: Sequence[RequestTimeline]) -> tuple[int]:
+    return (sum([timeline.num_prompt_tokens for timeline in advanced if len(timeline.token_ns) == 1]),)
+
+
+# --- of a request that ended ----------------------------------------------------------------------------------------
 
 
 def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[[RequestTimeline], Sequence[float]]:
@@ -35,25 +66,56 @@ def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[
     return values
 
 
-def newest_token_gaps_s(_: StepRecord, advanced: Sequence[RequestTimeline]) -> list[float]:
-    return [gap / NS_PER_S for gap in intervals.newest_token_gaps_ns(advanced)]
-
-
-def prefilled_tokens(_: StepRecord, advanced: Sequence[RequestTimeline]) -> tuple[int]:
-    return (sum([timeline.num_prompt_tokens for timeline in advanced if len(timeline.token_ns) == 1]),)
-
-
 def client_lag_s(timeline: RequestTimeline) -> Sequence[float]:
     lag_s = timeline.client_submit_lag_s
     return () if lag_s is None or lag_s < 0 else (lag_s,)
+
+
+def stream_gaps_s(timeline: RequestTimeline) -> Sequence[float]:
+    return [gap / NS_PER_S for gap in intervals.stream_gaps_ns(timeline)]
+
+
+def prompt_tokens(timeline: RequestTimeline) -> Sequence[float]:
+    return (timeline.num_prompt_tokens,) if timeline.tokenized_ns else ()
+
+
+def output_tokens(timeline: RequestTimeline) -> Sequence[float]:
+    return (len(timeline.token_ns),) if timeline.tokenized_ns else ()
 
 
 def finish_reason(timeline: RequestTimeline) -> str:
     return timeline.finish_reason or FinishReason.ERROR
 
 
+def rejections(timeline: RequestTimeline) -> Sequence[float]:
+    return (1,) if finish_reason(timeline) == FinishReason.REJECTED else ()
+
+
+def rejection_code(timeline: RequestTimeline) -> str:
+    return timeline.error_code if timeline.error_code in REJECTION_CODES else "other"
+
+
 def server_faults(timeline: RequestTimeline) -> Sequence[float]:
     return (1,) if finish_reason(timeline) in {FinishReason.ERROR, FinishReason.TIMEOUT} else ()
+
+
+def error_type(timeline: RequestTimeline) -> str:
+    return timeline.error_code if timeline.error_code in ERROR_TYPES else "other"
+
+
+def disconnects(timeline: RequestTimeline) -> Sequence[float]:
+    return (1,) if timeline.client_disconnected else ()
+
+
+# --- of the server's state ------------------------------------------------------------------------------------------
+
+
+def num_running(state: ServerState) -> dict[str, float]:
+    return {"": state.last_step.num_running if state.last_step else 0}
+
+
+def num_waiting(state: ServerState) -> dict[str, float]:
+    return {"": state.last_step.num_waiting if state.last_step else 0}
 
 
 def kv_blocks(state: ServerState) -> dict[str, float]:
@@ -70,43 +132,24 @@ def kv_usage(state: ServerState) -> dict[str, float]:
     return {"": blocks["used"] / blocks["total"] if blocks["total"] else 0.0}
 
 
-def cache_config(state: ServerState) -> Mapping[str, str]:
-    engine = state.engine
-    if engine is None:
-        return {}
-    return {"block_size": str(engine.block_size), "num_gpu_blocks": str(engine.num_blocks)}
+def lifecycle(state: ServerState) -> dict[str, float]:
+    return {value: float(value == state.lifecycle) for value in LifecycleState}
 
 
-def model(state: ServerState) -> Mapping[str, str]:
-    engine = state.engine
-    if engine is None:
-        return {}
-    return {
-        "model_type": engine.model_type,
-        "num_parameters": str(engine.num_parameters),
-        "vocab_size": str(engine.vocab_size),
-        "max_model_len": str(engine.max_model_len),
-        "device": engine.device,
-        "dtype": engine.dtype,
-        "attention": engine.attention,
-        "linear": engine.linear,
-    }
+def engine_up(state: ServerState) -> dict[str, float]:
+    return {"": float(state.lifecycle in {LifecycleState.READY, LifecycleState.DRAINING})}
 
 
-def stream_gaps_s(timeline: RequestTimeline) -> Sequence[float]:
-    return [gap / NS_PER_S for gap in intervals.stream_gaps_ns(timeline)]
+def cache_config(state: ServerState) -> Sequence[str | int]:
+    return (state.engine.block_size, state.engine.num_blocks) if state.engine else ()
 
 
-def step_s(step: StepRecord, _: Sequence[RequestTimeline]) -> Sequence[float]:
-    return ((step.end_ns - step.start_ns) / NS_PER_S,) if step.kind in PHASES else ()
+def model(state: ServerState) -> Sequence[str | int]:
+    return tuple(getattr(state.engine, name) for name in MODEL_FIELDS) if state.engine else ()
 
 
-def batch_size(step: StepRecord, _: Sequence[RequestTimeline]) -> Sequence[float]:
-    return (step.num_decode_seqs + step.num_prefill_seqs,) if step.kind in PHASES else ()
-
-
-def error_type(timeline: RequestTimeline) -> str:
-    return timeline.error_code if timeline.error_code in ERROR_TYPES else "other"
+def build(state: ServerState) -> Sequence[str | int]:
+    return (state.version, platform.python_version())
 
 
 def dropped(state: ServerState) -> dict[str, float]:

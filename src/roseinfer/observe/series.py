@@ -1,6 +1,6 @@
 """The words in which the catalogue is written: a row, its label, and where its values come from; knows no metric.
 
-Telemetry libraries stay out of here: `exposition.py` turns rows and values into theirs.
+Telemetry libraries stay out of here: `metrics.py` turns rows and values into theirs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,9 +52,10 @@ class AtScrape:
 
 @dataclass(frozen=True, slots=True)
 class InfoAtScrape:
-    """Label names and values of a series that is always 1; none while they are not known yet."""
+    """The labels of a series that is always 1: their names, and their values in this order or, not known yet, none."""
 
-    labels: Callable[[ServerState], Mapping[str, str]]
+    names: tuple[str, ...]
+    values: Callable[[ServerState], Sequence[str | int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +86,27 @@ class Row:
     label: Label | None = None
     buckets: tuple[float, ...] = ()
     is_per_model: bool = True
+
+
+def histogram(
+    name: str, unit: str, buckets: tuple[float, ...], source: Source, meaning: str, label: Label | None = None
+) -> Row:
+    return Row(name=name, kind="histogram", unit=unit, buckets=buckets, source=source, help=meaning, label=label)
+
+
+def counter(name: str, unit: str, source: Source, meaning: str, label: Label | None = None) -> Row:
+    return Row(name=name, kind="counter", unit=unit, source=source, help=meaning, label=label)
+
+
+def gauge(
+    name: str,
+    unit: str,
+    values: Callable[[ServerState], Mapping[str, float]],
+    meaning: str,
+    label: Label | None = None,
+) -> Row:
+    return Row(name=name, kind="gauge", unit=unit, source=AtScrape(values), help=meaning, label=label)
+
+
+def info(name: str, source: InfoAtScrape, meaning: str) -> Row:
+    return Row(name=name, kind="info", source=source, help=meaning)

@@ -46,6 +46,6 @@ async def list_models(request: web.Request) -> web.Response:
         "object": "model",
         "created": _CREATED,
         "owned_by": "roseinfer",
-        "max_model_len": service.max_model_len,
+        "max_model_len": service.client.info.max_model_len,
     }
     return web.json_response({"object": "list", "data": [model]})

@@ -1,9 +1,9 @@
 """Turns a service into the two HTTP applications: routes as a table, middlewares in the order a request meets them."""
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from roseinfer.server import admin, chat, completions, middleware
-from roseinfer.server.middleware import Handler
 from roseinfer.server.service import SERVICE, Service
 
 

@@ -11,12 +11,14 @@ from aiohttp import web
 from roseinfer.errors import InvalidRequest
 from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta
+from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.tokenizer import INLINE_CHARS
 from roseinfer.server.wire import ChatBody
 
 
+@generates_tokens
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make a prompt of its messages (3, 4), and run it (5, 6, 12–14)."""
     text_model = request.app[SERVICE].text_model

@@ -40,6 +40,13 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+class _NamedTemplate(msgspec.Struct):
+    """One of several templates, of which `default` is the one to chat with."""
+
+    name: str
+    template: str
+
+
 class ChatTemplate:
     """A compiled template and the special tokens it may name, such as `bos_token`."""
 
@@ -55,9 +62,13 @@ class ChatTemplate:
         """Read `chat_template.jinja` or the field of `tokenizer_config.json`; None when the model has neither."""
         config = _read_config(directory / "tokenizer_config.json")
         file = directory / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        try:
+            entry = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+            source = msgspec.convert(entry, str | list[_NamedTemplate] | None)
+        except ValueError as error:  # not UTF-8, or not the shape that checkpoints have
+            raise ConfigError(f"The chat template cannot be read: {error}.", param="model.path") from None
+        if isinstance(source, list):
+            source = next((named.template for named in source if named.name == "default"), None)
         if source is None:
             return None
         return cls(source, {name: text for name in config if (text := _token_text(name, config[name])) is not None})

@@ -28,7 +28,7 @@ class Delta:
     choice: "Choice"
     text: str
     scored: list[ScoredToken]
-    num_tokens: int
+    token_ids: list[int]  # with the token that ended the text, which has none of its own
     is_first: bool
     finish_reason: FinishReason | None
 
@@ -42,20 +42,23 @@ class Choice:
         self.index = index
         self.wants_logprobs = wants_logprobs
         self.timeline = timeline
-        self.num_tokens = 0  # delivered, up to and including the one that ended the text
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
-        self.is_over = False  # the engine has told everything
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer.text_bytes, stop)
-        self._text: list[str] = []
+        self._text: list[str] = []  # this and the next two: what has not been told
         self._scored: list[ScoredToken] = []
-        self._num_told = 0
+        self._token_ids: list[int] = []
+        self._num_told = 0  # tokens
         self._is_told = False  # the finish reason has gone out
+
+    @property
+    def num_tokens(self) -> int:
+        """Delivered, up to and including the one that ended the text."""
+        return self._num_told + len(self._token_ids)
 
     def take(self, output: TokenOutput) -> None:
         """Note one step's output. Raises EngineError when the engine did not bring the sequence to its end."""
-        self.is_over = output.finish_reason is not None
         if output.times is not None:
             self.num_cached_tokens = output.times.num_cached_tokens
         if self.finish_reason is not None:
@@ -64,7 +67,7 @@ class Choice:
         for position, token_id in enumerate(output.token_ids[:num_text_tokens]):
             if self._take_token(token_id, output.logprobs[position] if output.logprobs else None):
                 return
-        self.num_tokens += len(output.token_ids) - num_text_tokens
+        self._token_ids += output.token_ids[num_text_tokens:]
         if output.finish_reason is not None:
             self._end(output.finish_reason)
 
@@ -73,7 +76,7 @@ class Choice:
         offset = self._detokenizer.num_chars
         if text := self._detokenizer.push((token_id,)):
             self._text.append(text)
-        self.num_tokens += 1
+        self._token_ids.append(token_id)
         if self.wants_logprobs and logprobs is not None:
             self._scored.append(self._score(token_id, offset, logprobs))
         if self._detokenizer.stopped:
@@ -102,12 +105,11 @@ class Choice:
 
     def is_due(self, interval: int) -> bool:
         """The first token is due at once, then every `interval` tokens that make text, and at the end what is left."""
-        if self._is_told or self.finish_reason is not None:
+        if self.finish_reason is not None:
             return not self._is_told
-        num_untold = self.num_tokens - self._num_told
         if self._num_told == 0:
-            return num_untold > 0
-        return num_untold >= interval and bool(self._text or self._scored)
+            return bool(self._token_ids)
+        return len(self._token_ids) >= interval and bool(self._text or self._scored)
 
     def pop(self) -> Delta:
         """Everything that has not been told yet."""
@@ -115,11 +117,12 @@ class Choice:
             choice=self,
             text="".join(self._text),
             scored=self._scored,
-            num_tokens=self.num_tokens - self._num_told,
+            token_ids=self._token_ids,
             is_first=self._num_told == 0,
             finish_reason=self.finish_reason,
         )
-        self._text, self._scored, self._num_told = [], [], self.num_tokens
+        self._num_told += len(self._token_ids)
+        self._text, self._scored, self._token_ids = [], [], []
         self._is_told = self.finish_reason is not None
         return delta
 

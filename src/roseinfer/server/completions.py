@@ -11,12 +11,14 @@ from aiohttp import web
 from roseinfer.errors import InvalidRequest
 from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta
+from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
 from roseinfer.server.service import SERVICE
 from roseinfer.server.tokenizer import Tokenizer
 from roseinfer.server.wire import MAX_PROMPTS, CompletionBody
 
 
+@generates_tokens
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make token ids of its prompts (4), and run them (5, 6, 12–14)."""
     text_model = request.app[SERVICE].text_model

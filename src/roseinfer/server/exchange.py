@@ -1,4 +1,4 @@
-"""Turns one HTTP exchange on a generation endpoint into its timelines, and knows how it ended. Knows no text."""
+"""Turns one HTTP exchange about tokens into its timelines, and knows how it ended. Knows no text and no route."""
 
 import asyncio
 import re
@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from roseinfer.engine.client import EngineClient
 from roseinfer.errors import EngineError, InvalidRequest, RequestTimeout, RoseinferError
@@ -13,6 +14,19 @@ from roseinfer.records import FinishReason, RequestTimeline
 
 INTENDED_TIME_HEADER = "x-roseinfer-intended-time"
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,12})?")
+
+_generating: set[Handler] = set()
+
+
+def generates_tokens(handler: Handler) -> Handler:
+    """Mark a handler that asks the engine for tokens: each of its requests is an exchange."""
+    _generating.add(handler)
+    return handler
+
+
+def is_for_tokens(request: web.Request) -> bool:
+    """Whether a marked handler will answer; no request without a route, or with another method, has one."""
+    return request.match_info.handler in _generating
 
 
 class Exchange:
@@ -27,7 +41,7 @@ class Exchange:
                 request_id=key, recv_ns=time.monotonic_ns(), traceparent=request.headers.get("traceparent", "")
             )
         ]
-        self.stream: web.StreamResponse | None = None  # set once its status line is out
+        self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
         self.cache_salt = ""
         self._recv_unix_s = time.time()
         self._intended_time = request.headers.get(INTENDED_TIME_HEADER)
@@ -46,10 +60,9 @@ class Exchange:
         return self._key
 
     @property
-    def was_abandoned(self) -> bool:
-        """It ended before the engine did, which may be busy with its sequences a moment longer."""
-        reasons = {timeline.finish_reason for timeline in self.timelines}
-        return self._is_submitted and not reasons <= {FinishReason.STOP, FinishReason.LENGTH}
+    def is_in_engine(self) -> bool:
+        """The engine has not yet told the end of each sequence: an abort may be on its way."""
+        return any(self._client.holds(timeline.request_id) for timeline in self.timelines)
 
     def sequence_id(self, index: int) -> str:
         """The engine's id of one of its sequences; `/` is in no key, so no two exchanges share one."""
@@ -64,7 +77,7 @@ class Exchange:
                 f"The header {INTENDED_TIME_HEADER} takes unix seconds, such as 1700000000.25.",
                 param=INTENDED_TIME_HEADER,
             )
-        self.timelines[0].client_submit_lag_s = max(0.0, self._recv_unix_s - float(self._intended_time))
+        self.timelines[0].client_submit_lag_s = self._recv_unix_s - float(self._intended_time)
 
     def submit(self, prompt_lengths: Sequence[int], *, is_streamed: bool) -> None:
         """The engine takes over: have one timeline for each of the sequences, whose prompts have these lengths."""
@@ -98,7 +111,8 @@ class Exchange:
         return self._interruption
 
     def fail(self, error: RoseinferError) -> None:
-        """Sequences that have not finished end with `error`."""
+        """Sequences that have not finished end with `error`; from here on nothing interrupts."""
+        self._interruption = self._interruption or error
         if not self._is_submitted:
             self._finish(FinishReason.REJECTED, error.code or "internal_error")
         elif isinstance(error, RequestTimeout):

@@ -6,7 +6,7 @@ Both endpoints walk this one path (steps 5, 6 and 12–14 of docs/architecture.m
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,15 +14,13 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest, PromptTooLong
-from roseinfer.messages import Request, SamplingParams, TokenOutput
+from roseinfer.messages import Request, SamplingParams, TokenOutput, check_request
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta
 from roseinfer.server.exchange import EXCHANGE, Exchange
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.server.wire import GenerationBody, PromptTokensDetails, Reply, Usage
 
-GREEDY_BELOW = 1e-5  # dividing logits by less would overflow float32
 _SEEDS = 2**63
 
 
@@ -58,7 +56,8 @@ class Job:
 async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.StreamResponse:
     """Run the job and tell the client. Raises RequestError before the engine hears of it, EngineError after."""
     service, exchange = request.app[SERVICE], request[EXCHANGE]
-    exchange.timelines[0].tokenized_ns = time.monotonic_ns()
+    first = exchange.timelines[0]
+    first.tokenized_ns, first.num_prompt_tokens = time.monotonic_ns(), len(job.prompts[0])
     requests = _requests(job, service, exchange)
     exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=job.body.stream)
     generation = Generation(job, requests, service, exchange)
@@ -68,28 +67,12 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
 
 def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     """Step 5: `n` for each prompt, all validated. Raises InvalidRequest or PromptTooLong."""
-    body, vocab_size = job.body, service.client.info.vocab_size
-    _check_ids("stop_token_ids", body.stop_token_ids, vocab_size)
+    body, info = job.body, service.client.info
     seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
     requests: list[Request] = []
     for name, prompt in zip(job.prompt_names, job.prompts, strict=True):
-        if not prompt:
-            raise InvalidRequest(f"`{name}` is empty.", param=name)
-        _check_ids(name, prompt, vocab_size)
-        max_tokens = _max_tokens(name, len(prompt), job.max_tokens, service.max_model_len)
-        if body.min_tokens > max_tokens:
-            raise InvalidRequest(f"`min_tokens` is more than the {max_tokens} tokens asked for.", param="min_tokens")
-        params = SamplingParams(
-            temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
-            top_k=min(body.top_k, vocab_size),
-            top_p=body.top_p,
-            min_p=body.min_p,
-            max_tokens=max_tokens,
-            min_tokens=body.min_tokens,
-            stop_token_ids=tuple(body.stop_token_ids),
-            ignore_eos=body.ignore_eos,
-            num_logprobs=job.num_logprobs,
-        )
+        params = _params(job, info.max_model_len - len(prompt))
+        check_request(params, prompt, info, name)
         for i in range(body.n):
             requests.append(
                 Request(
@@ -102,24 +85,20 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     return requests
 
 
-def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if token_ids and max(token_ids) >= vocab_size:
-        index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
-        raise InvalidRequest(
-            f"`{name}[{index}]` is {token_ids[index]}, which is outside the vocabulary of {vocab_size} tokens.",
-            param=f"{name}[{index}]",
-        )
-
-
-def _max_tokens(name: str, prompt_length: int, asked: int | None, max_model_len: int) -> int:
-    left = max_model_len - prompt_length
-    if left < (asked or 1):
-        wish = f"and the {asked} to be generated" if asked else "and at least one to be generated"
-        raise PromptTooLong(
-            f"This model's context is {max_model_len} tokens; the {prompt_length} of `{name}` {wish} do not fit.",
-            param=name,
-        )
-    return asked or left
+def _params(job: Job, num_left: int) -> SamplingParams:
+    """As the body asks, but for the seed; without a `max_tokens` all that the context leaves."""
+    body = job.body
+    return SamplingParams(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        max_tokens=job.max_tokens or max(1, num_left),
+        min_tokens=body.min_tokens,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        num_logprobs=job.num_logprobs,
+    )
 
 
 class Generation:
@@ -143,7 +122,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """The engine has told everything about every sequence."""
+        """Every choice has its finish reason; the engine may not have heard of a stop string yet."""
         return self._num_left == 0
 
     def take(self, outputs: Iterable[TokenOutput]) -> None:
@@ -152,10 +131,10 @@ class Generation:
             choice = self._by_id[output.request_id]
             was_finished = choice.finish_reason is not None
             choice.take(output)
-            if choice.is_over:
+            if choice.finish_reason is not None and not was_finished:
                 self._num_left -= 1
-            elif choice.finish_reason is not None and not was_finished:
-                self._client.abort(output.request_id)  # the stop is in the text, which the engine does not know
+                if output.finish_reason is None:  # the stop is in the text, which the engine does not know
+                    self._client.abort(output.request_id)
 
     def due(self, outputs: Iterable[TokenOutput]) -> list[Delta]:
         """What these outputs made due, in their order."""
@@ -200,6 +179,8 @@ class _Reply:
                     stream = generation.exchange.stream = await sse.open_stream(request)
                 await stream.write(b"".join(frames))
                 _stamp_write(deltas)
+                if generation.is_over:
+                    break
         assert stream is not None
         await stream.write_eof()
         return stream
@@ -210,6 +191,8 @@ class _Reply:
         async with aclosing(generation.outputs) as batches:
             async for outputs in batches:
                 generation.take(outputs)
+                if generation.is_over:
+                    break
         deltas = [choice.pop() for choice in generation.choices]
         reply = Reply(
             id=self._id,
@@ -220,6 +203,7 @@ class _Reply:
             usage=generation.usage(),
         )
         response = web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+        generation.exchange.stream = response
         await response.prepare(request)
         await response.write_eof()
         _stamp_write(deltas)
@@ -251,5 +235,5 @@ class _Reply:
 def _stamp_write(deltas: Iterable[Delta]) -> None:
     now = time.monotonic_ns()
     for delta in deltas:
-        if delta.num_tokens:
+        if delta.token_ids:
             delta.choice.timeline.write_ns.append(now)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from roseinfer.config import Config
 from roseinfer.engine.client import EngineClient
@@ -21,12 +22,11 @@ from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.api_keys import ApiKeys
 from roseinfer.server.app import build_app, build_ops_app, build_runner
-from roseinfer.server.middleware import Handler
 from roseinfer.server.service import Service, TextModel
 
 EXIT_DRAINED = 0
 EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE of sysexits.h
-FAILED_LINGER_S = 5.0  # so long `/livez` says 503, for whoever looks, before the process goes
+FAILED_LINGER_S = 5.0  # for `/livez` to say 503 to whoever looks, before the process goes
 
 # After the drain, or a second signal, these add up to less than five seconds.
 FAREWELL_S = 1.5  # for interrupted streams to take their error event
@@ -115,7 +115,6 @@ async def _start(service: Service) -> None:
 
 async def _drain(service: Service, signals: _Signals, death: asyncio.Task[EngineError]) -> None:
     """Let what is running finish, within the limit; then end the rest with an error event."""
-    _log.info("draining")
     service.enter(LifecycleState.DRAINING)
     async with _Tasks() as tasks:
         idle = tasks.spawn(service.wait_idle())
@@ -128,7 +127,8 @@ async def _drain(service: Service, signals: _Signals, death: asyncio.Task[Engine
 
 
 def _fail(service: Service, error: EngineError) -> int:
-    _log.error("the engine failed: %s", error.message, exc_info=error)  # its notes are the engine's own words
+    # The error's notes are the engine's own words and traceback; frames of those who heard of it here would add noise.
+    _log.error("giving up: %s", error.message, exc_info=(type(error), error, None))
     service.enter(LifecycleState.FAILED)
     return EXIT_ENGINE_FAILED
 
@@ -179,6 +179,8 @@ async def _port(app: web.Application, host: str, port: int, port_name: str, host
     try:
         try:
             await web.TCPSite(runner, host, port).start()
+        except UnicodeError:
+            raise ConfigError(f"{host!r} is no host name.", param=host_name) from None
         except OSError as error:
             param = port_name if error.errno in {errno.EADDRINUSE, errno.EACCES} else host_name
             raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", param=param) from None

@@ -6,22 +6,19 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from roseinfer.errors import CapacityError, RoseinferError, Unauthorized, UnknownRoute
 from roseinfer.records import LifecycleState
 from roseinfer.server import sse
-from roseinfer.server.exchange import EXCHANGE
+from roseinfer.server.exchange import EXCHANGE, is_for_tokens
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import error_body
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 REQUEST_ID = web.RequestKey("request_id", str)
 REQUEST_ID_HEADER = "x-request-id"
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 QUIET_PATHS = PROBE_PATHS | {"/metrics"}  # asked every second; what they would say, the lifecycle logs
 CLIENT_CLOSED = 499  # nginx's word for it; nobody reads it but the log
@@ -53,7 +50,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
                 "method": request.method,
                 "path": request.path,
                 "status": status,
-                "duration_s": round(time.monotonic() - start, 6),
+                "duration_ms": round((time.monotonic() - start) * 1e3, 3),
             },
         )
 
@@ -70,7 +67,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 @web.middleware
 async def open_exchange(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Step 1, for requests for tokens: open a timeline at the first byte and close it after the last (step 15)."""
-    if request.path not in GENERATION_PATHS or request.method != "POST":
+    if not is_for_tokens(request):
         return await handler(request)
     service = request.app[SERVICE]
     exchange = request[EXCHANGE] = service.open_exchange(request, request[REQUEST_ID])
@@ -136,15 +133,23 @@ def error_response(error: RoseinferError, headers: dict[str, str] | None = None)
 async def _end_stream(request: web.Request, stream: web.StreamResponse, error: RoseinferError) -> web.StreamResponse:
     """An error event and the end of the stream, without `[DONE]`."""
     stream.force_close()
+    if isinstance(stream, web.Response):  # a whole answer, cut in the middle: nothing can be added to it
+        _abort(request)
+        return stream
     with contextlib.suppress(ConnectionError, TimeoutError):
         if not request.protocol.writing_paused:  # else its buffers are full, and aiohttp's waiter for them is spent
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
                 await stream.write(sse.event(error_body(error)))
                 await stream.write_eof()
                 return stream
-    if request.transport is not None:
-        request.transport.abort()  # it does not read, and closing politely would wait until it does
+    _abort(request)
     return stream
+
+
+def _abort(request: web.Request) -> None:
+    """Drop the connection of a client that does not read: closing politely would wait until it does."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 @web.middleware

@@ -82,20 +82,14 @@ class Service:
             raise NotReady(f"The server is {self.state}.")
         return self._text_model
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus completion: what the model allows and the KV cache can hold for one sequence."""
-        info = self.client.info
-        return min(info.max_model_len, info.num_blocks * info.block_size)
-
     def admit(self) -> None:
         """Raise NotReady, EngineDead or Overloaded unless one more exchange, open already, can be served."""
         if self.state is LifecycleState.FAILED:
             raise EngineDead("The engine is gone.")
         if self.state is not LifecycleState.READY:
             raise NotReady(f"The server is {self.state}.", retry_after_s=5)
-        if (trouble := self.client.trouble) is not None:
-            raise EngineDead(f"The engine is in trouble: {trouble}.")
+        if self.client.trouble is not None:
+            raise EngineDead("The engine is dead or makes no progress.")
         if len(self._exchanges) > self.config.max_inflight:
             raise Overloaded(f"{self.config.max_inflight} requests are being served already.")
 
@@ -111,7 +105,7 @@ class Service:
         del self._exchanges[exchange.key]
         if not self._exchanges:
             self._is_idle.set()
-        if exchange.was_abandoned:
+        if exchange.is_in_engine:
             self._abandoned[exchange.key] = None
             if len(self._abandoned) > MAX_ABANDONED:
                 del self._abandoned[next(iter(self._abandoned))]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import tokenizers
 
-from roseinfer.errors import ConfigError
+from roseinfer.errors import ConfigError, InvalidRequest
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
 
@@ -69,6 +69,8 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        if any("\ud800" <= char <= "\udfff" for text in texts if not text.isascii() for char in text):
+            raise InvalidRequest("The text holds a lone surrogate, which is no character.", param="prompt")
         return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
 
     def spell(self, token_id: int) -> bytes:

@@ -12,17 +12,26 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest, RoseinferError
+from roseinfer.messages import (
+    GREEDY_BELOW,
+    MinP,
+    MinTokens,
+    NumLogprobs,
+    StopTokenIds,
+    Temperature,
+    TokenCount,
+    TokenId,
+    TopK,
+    TopP,
+    locate,
+)
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
-MAX_LOGPROBS = 20
 MAX_ERROR_CHARS = 400
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 PromptPart = str | TokenId | list[TokenId]
 
 
@@ -55,25 +64,22 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
         ),
     ] = None
     temperature: Annotated[
-        float, Meta(ge=0, le=2, description="Flattens or sharpens the distribution; below 1e-5 the likeliest token.")
+        Temperature,
+        Meta(description=f"Flattens or sharpens the distribution; below {GREEDY_BELOW:g} the likeliest token."),
     ] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Keep the likeliest tokens that together reach this.")] = 1.0
-    top_k: Annotated[
-        int, Meta(ge=0, le=2**31 - 1, description="Keep so many of the likeliest tokens; 0 keeps all.")
-    ] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1, description="Drop tokens less likely than this times the likeliest.")] = (
-        0.0
-    )
+    top_p: Annotated[TopP, Meta(description="Keep the likeliest tokens that together reach this.")] = 1.0
+    top_k: Annotated[TopK, Meta(description="Keep so many of the likeliest tokens; 0 keeps all.")] = 0
+    min_p: Annotated[MinP, Meta(description="Drop tokens less likely than this times the likeliest.")] = 0.0
     min_tokens: Annotated[
-        int, Meta(ge=0, le=2**31 - 1, description="Until then neither the end token nor a stop token is sampled.")
+        MinTokens, Meta(description="Until then neither the end token nor a stop token is sampled.")
     ] = 0
     stop: Annotated[
         StopString | StopStrings,
         Meta(description="At most 16 strings; the text ends before the one that is complete first."),
     ] = []
     stop_token_ids: Annotated[
-        list[TokenId], Meta(max_length=64, description="Ends the text like the end token; its own text is left out.")
-    ] = []
+        StopTokenIds, Meta(description="Ends the text like the end token; its own text is left out.")
+    ] = ()
     ignore_eos: Annotated[bool, Meta(description="The end token does not end the text.")] = False
     user: Annotated[str, Meta(description="No effect.")] = ""
     metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
@@ -176,10 +182,13 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
         present["messages"] = [_without_nulls(message) for message in messages]
     if isinstance(options := present.get("stream_options"), dict):
         present["stream_options"] = _without_nulls(options)
+    if unknown := present.keys() - {field.encode_name for field in msgspec.structs.fields(body_type)}:
+        name = next(name for name in present if name in unknown)
+        raise InvalidRequest(f"Unknown field `{name}`.", param=name)
     try:
         return msgspec.convert(present, body_type)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise _named(error) from None
 
 
 def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:
@@ -188,7 +197,7 @@ def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("The body is nested too deeply.") from None
     except msgspec.ValidationError as error:  # JSON, but not an object, or with a number no machine type holds
-        raise InvalidRequest(f"{_phrase(str(error))}.", param=_oversized_field(raw)) from None
+        raise InvalidRequest(f"{locate(error)[0]}.", param=_oversized_field(raw)) from None
     except ValueError:  # malformed, or not UTF-8
         raise InvalidRequest("The body is not valid JSON.") from None
 
@@ -197,12 +206,12 @@ def _oversized_field(raw: bytes | bytearray) -> str | None:
     """The first field whose value does not decode; None when the body is not an object."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError:
+    except (ValueError, RecursionError):
         return None
     for name, value in fields.items():
         try:
             msgspec.json.decode(value)
-        except msgspec.ValidationError:
+        except (ValueError, RecursionError):
             return name
     return None
 
@@ -217,23 +226,16 @@ def _without_nulls(value: object) -> object:
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")
-_AT_PATH = re.compile(r"(?P<phrase>.*) - at `(?:key in )?\$\.?(?P<path>[^`]*)`", re.DOTALL)
 
 
-def _named(message: str) -> InvalidRequest:
-    """What msgspec says of a value, as an error that names the field: `$.stop[1]` is `stop[1]`."""
+def _named(error: msgspec.ValidationError) -> InvalidRequest:
+    """What msgspec says of a value, as an error that names the field."""
     for pattern, word in ((_UNKNOWN_FIELD, "Unknown field"), (_MISSING_FIELD, "Missing field")):
-        if found := pattern.fullmatch(message):
+        if found := pattern.fullmatch(str(error)):
             path = ".".join(part for part in (found["path"], found["name"]) if part)
             return InvalidRequest(f"{word} `{path}`.", param=path)
-    found = _AT_PATH.fullmatch(message)
-    path = found["path"] if found else ""
-    return InvalidRequest(f"`{path}`: {_phrase(message)}.", param=path or None)
-
-
-def _phrase(message: str) -> str:
-    found = _AT_PATH.fullmatch(message)
-    return found["phrase"] if found else message
+    phrase, path = locate(error)
+    return InvalidRequest(f"`{path}`: {phrase}.", param=path or None)
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -263,11 +265,18 @@ class Reply(msgspec.Struct):
 
 
 def error_body(error: RoseinferError) -> bytes:
-    """`{"error": {message, type, param, code}}`, as OpenAI's clients read it; never longer than a line or two."""
+    """`{"error": {message, type, param, code}}`, as OpenAI's clients read it; never longer than a line or two.
+
+    Header bytes that are no UTF-8 reach us as lone surrogates, which JSON cannot hold: they are told as escapes.
+    """
+
+    def told(text: str) -> str:
+        return text[:MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode()
+
     fields = {
-        "message": error.message[:MAX_ERROR_CHARS],
+        "message": told(error.message),
         "type": error.error_type,
-        "param": error.param and error.param[:MAX_ERROR_CHARS],
+        "param": None if error.param is None else told(error.param),
         "code": error.code or "internal_error",
     }
     return msgspec.json.encode({"error": fields})

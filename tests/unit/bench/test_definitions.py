@@ -2,6 +2,8 @@
 
 import statistics
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,18 @@ from hypothesis import strategies as st
 
 from roseinfer.bench import definitions as d
 from roseinfer.bench.definitions import RequestTimes
-from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.records import RequestTimeline
 
 GAP = st.integers(0, 10**10)
+
+
+def times(*, target: int | None = None, start: int = 10, end: int = 13, **changed: Any) -> RequestTimes:
+    """A request whose every interval is another number; see `test_worked_numbers`."""
+    stamps: dict[str, Any] = {
+        "request_id": "a", "recv_ns": 11, "tokenized_ns": 17, "inbox_ns": 22, "scheduled_ns": 30,
+        "token_ns": [50, 60, 75], "write_ns": [51, 77], "end_ns": 80,
+    }  # fmt: skip
+    return RequestTimes(RequestTimeline(**(stamps | changed)), start, end, target)
 
 
 @st.composite
@@ -20,29 +31,71 @@ def request_times(draw: st.DrawFn) -> RequestTimes:
     """Stamps in the order that the clock allows; tokenising may end inside or after the submission."""
     start = draw(st.integers(1, 10**12))
     end = start + draw(GAP)
-    tokenize_done = draw(st.integers(start, end)) if draw(st.booleans()) else end + draw(GAP)
-    inbox = tokenize_done + draw(GAP)
-    admit = inbox + draw(GAP)
-    tokens = list(np.cumsum([admit + draw(GAP) + 1, *draw(st.lists(GAP, max_size=20))]).tolist())
-    writes = sorted(draw(st.lists(st.sampled_from(tokens), min_size=1, max_size=len(tokens))))
-    return RequestTimes(
+    tokenized = draw(st.integers(start, end)) if draw(st.booleans()) else end + draw(GAP)
+    inbox = tokenized + draw(GAP)
+    scheduled = inbox + draw(GAP)
+    tokens = list(accumulate([scheduled + draw(GAP) + 1, *draw(st.lists(GAP, max_size=20))]))
+    return times(
         target=draw(st.none() | st.integers(0, 2 * 10**12)),
-        submit_start=start,
-        submit_end=end,
-        tokenize_done=tokenize_done,
-        inbox=inbox,
-        admit=admit,
-        tokens=tokens,
-        writes=writes,
-        finish=tokens[-1] + draw(GAP),
+        start=start,
+        end=end,
+        recv_ns=start,
+        tokenized_ns=tokenized,
+        inbox_ns=inbox,
+        scheduled_ns=scheduled,
+        token_ns=tokens,
+        write_ns=sorted(draw(st.lists(st.sampled_from(tokens), min_size=1, max_size=len(tokens)))),
+        end_ns=tokens[-1] + draw(GAP),
     )
+
+
+def test_worked_numbers() -> None:
+    """Every definition of docs/benchmarking.md on one request, with numbers that no two of them share by chance."""
+    request = times(target=3)
+    assert d.submit_lag(request) == 10 - 3
+    assert d.add_request_latency(request) == 13 - 10
+    assert d.tokenize(request) == 17 - 13
+    assert d.engine_submit_lag(request) == 22 - 17
+    assert d.engine_queue_wait(request) == 30 - 22
+    assert d.queue_wait(request) == 30 - 17
+    assert d.prefill_to_first_token(request) == 50 - 30
+    assert d.ttft(request) == 50 - 10
+    assert d.tpot(request) == (75 - 50) / 2
+    assert d.tpot_to_end(request) == (80 - 50) / 2
+    assert d.inter_token_latencies(request) == [60 - 50, 75 - 60]
+    assert d.flush_gaps(request) == [77 - 51]
+    assert d.latency(request) == 80 - 10
+    other = times(start=5, end=6, recv_ns=5, token_ns=[70], end_ns=95)
+    assert d.split_elapsed([request, other]) == (70 - 5, 95 - 70)
+    assert d.num_decode_tokens([request, other]) == 1
+    assert d.throughput([request, other]) == pytest.approx(4 / ((95 - 5) / 1e9))
+
+
+def test_only_the_two_differences_that_may_be_negative_are_cut_at_zero() -> None:
+    early = times(target=12, tokenized_ns=12)
+    assert d.submit_lag(early) == 0, "it went out before it was due"
+    assert d.tokenize(early) == 0, "the submission itself tokenised"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"end": 9}, {"tokenized_ns": 9}, {"inbox_ns": 16}, {"scheduled_ns": 21}, {"token_ns": [29, 60]},
+        {"token_ns": [50, 75, 60]}, {"end_ns": 74}, {"inbox_ns": 0}, {"scheduled_ns": 0}, {"token_ns": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_stamp_before_its_predecessor_is_an_error_and_not_a_zero(changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"not in order|no token"):
+        times(**changed)
 
 
 @given(request_times())
 def test_the_parts_of_ttft_add_up(times: RequestTimes) -> None:
     parts = d.queue_wait(times) + d.prefill_to_first_token(times)
-    assert times.tokenize_done - times.submit_start + parts == d.ttft(times)
-    if times.tokenize_done >= times.submit_end:
+    tokenized = times.timeline.tokenized_ns
+    assert tokenized - times.submit_start + parts == d.ttft(times)
+    if tokenized >= times.submit_end:
         assert d.add_request_latency(times) + d.tokenize(times) + parts == d.ttft(times)
     else:
         assert d.tokenize(times) == 0
@@ -56,15 +109,14 @@ def test_nothing_is_negative_and_ttft_is_within_latency(times: RequestTimes) -> 
     assert (d.submit_lag(times) or 0) >= 0
     assert min(d.inter_token_latencies(times), default=0) >= 0
     assert d.ttft(times) <= d.latency(times)
-    assert all(times.tokens[0] <= token <= times.finish for token in times.tokens)
 
 
 @given(request_times())
 def test_tpot_is_the_mean_of_a_requests_itl(times: RequestTimes) -> None:
     gaps = d.inter_token_latencies(times)
-    assert len(gaps) == len(times.tokens) - 1
+    assert len(gaps) == len(times.timeline.token_ns) - 1
     assert d.tpot(times) == (pytest.approx(statistics.mean(gaps)) if gaps else None)
-    assert d.tpot_to_finish(times) >= (d.tpot(times) or 0)
+    assert d.tpot_to_end(times) >= (d.tpot(times) or 0)
 
 
 @given(request_times())
@@ -76,8 +128,8 @@ def test_submit_lag_exists_under_an_absolute_schedule_only(times: RequestTimes) 
 
 @given(st.lists(request_times(), min_size=1, max_size=8))
 def test_throughput_times_wall_is_all_tokens(requests: list[RequestTimes]) -> None:
-    wall = max(times.finish for times in requests) - min(times.submit_start for times in requests)
-    assert d.throughput(requests) * wall / 1e9 == pytest.approx(sum(len(times.tokens) for times in requests))
+    wall = max(times.timeline.end_ns for times in requests) - min(times.submit_start for times in requests)
+    assert d.throughput(requests) * wall / 1e9 == pytest.approx(sum(len(times.timeline.token_ns) for times in requests))
 
 
 @given(st.lists(request_times(), min_size=1, max_size=8))
@@ -85,9 +137,9 @@ def test_prefill_and_decode_elapsed_share_the_wall(requests: list[RequestTimes])
     prefill, decode = d.split_elapsed(requests)
     assert prefill >= 0
     assert decode >= 0
-    wall = max(times.finish for times in requests) - min(times.submit_start for times in requests)
+    wall = max(times.timeline.end_ns for times in requests) - min(times.submit_start for times in requests)
     assert prefill + decode == wall
-    assert 0 <= d.num_decode_tokens(requests) <= sum(len(times.tokens) - 1 for times in requests)
+    assert 0 <= d.num_decode_tokens(requests) <= sum(len(times.timeline.token_ns) - 1 for times in requests)
     assert decode > 0 or d.num_decode_tokens(requests) == 0
 
 
@@ -101,28 +153,8 @@ def test_percentiles_of_a_known_list() -> None:
 
 
 def test_a_flush_interval_moves_flush_gaps_and_not_itl() -> None:
-    tokens = range(0, 1600, 100)
-    fine, coarse = (
-        RequestTimes(
-            target=None, submit_start=-9, submit_end=-9, tokenize_done=-9, inbox=-5, admit=-1,
-            tokens=tokens, writes=tokens[::interval], finish=1500,
-        )
-        for interval in (1, 8)
-    )  # fmt: skip
+    tokens = range(100, 1700, 100)
+    fine, coarse = (times(token_ns=[*tokens], write_ns=[*tokens[::every]], end_ns=1700) for every in (1, 8))
     assert d.inter_token_latencies(fine) == d.inter_token_latencies(coarse) == [100] * 15
     assert d.flush_gaps(fine) == [100] * 15
     assert d.flush_gaps(coarse) == [800]
-
-
-def test_a_timeline_gives_its_stamps() -> None:
-    timeline = RequestTimeline(
-        request_id="a", recv_ns=10, tokenized_ns=12, inbox_ns=13, scheduled_ns=14, token_ns=[15, 16], write_ns=[17],
-        end_ns=18, num_prompt_tokens=3, num_cached_tokens=2, num_preemptions=1, finish_reason=FinishReason.LENGTH,
-    )  # fmt: skip
-    times = RequestTimes.of(timeline, 9, 11, 8)
-    assert times == RequestTimes(
-        target=8, submit_start=9, submit_end=11, tokenize_done=12, inbox=13, admit=14, tokens=(15, 16), writes=(17,),
-        finish=18, num_prompt_tokens=3, num_cached_tokens=2, num_preemptions=1,
-    )  # fmt: skip
-    timeline.token_ns.append(99)
-    assert times.tokens == (15, 16), "later tokens of the timeline do not reach into a report"

@@ -10,27 +10,28 @@ import pytest
 from roseinfer.bench import report
 from roseinfer.bench.definitions import RequestTimes
 from roseinfer.bench.runs import Run
-from roseinfer.records import PhaseTimes, StepRecord
+from roseinfer.records import PhaseTimes, RequestTimeline, StepRecord
 
 MS = 1_000_000
 HEADER = {"Model": "gpt2", "Device": "cuda", "Requests": 2}
 
 
 def times(start_ms: int, tokens_ms: Sequence[int], target_ms: int | None = None) -> RequestTimes:
-    """Submitted at `start_ms`, admitted 5 ms later, finished with the last token; flushed once."""
-    return RequestTimes(
-        target=None if target_ms is None else target_ms * MS,
-        submit_start=start_ms * MS,
-        submit_end=(start_ms + 1) * MS,
-        tokenize_done=(start_ms + 1) * MS,
-        inbox=(start_ms + 2) * MS,
-        admit=(start_ms + 5) * MS,
-        tokens=[token * MS for token in tokens_ms],
-        writes=[tokens_ms[0] * MS, tokens_ms[-1] * MS],
-        finish=tokens_ms[-1] * MS,
+    """Submitted at `start_ms`, scheduled 5 ms later, ended with the last token; flushed twice."""
+    timeline = RequestTimeline(
+        request_id="a",
+        recv_ns=start_ms * MS,
+        tokenized_ns=(start_ms + 1) * MS,
+        inbox_ns=(start_ms + 2) * MS,
+        scheduled_ns=(start_ms + 5) * MS,
+        token_ns=[token * MS for token in tokens_ms],
+        write_ns=[tokens_ms[0] * MS, tokens_ms[-1] * MS],
+        end_ns=tokens_ms[-1] * MS,
         num_prompt_tokens=3,
         num_cached_tokens=2,
     )
+    target = None if target_ms is None else target_ms * MS
+    return RequestTimes(timeline, start_ms * MS, (start_ms + 1) * MS, target)
 
 
 def step(num_prefill: int, num_decode: int) -> StepRecord:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roseinfer.bench import options, workload
 from roseinfer.config_sources import LoadedConfig, build
-from roseinfer.flags import Parser, given_by
+from roseinfer.flags import Parser, values_given
 from roseinfer.messages import SamplingParams
 
 
@@ -17,7 +17,7 @@ def parse(*arguments: str) -> tuple[argparse.Namespace, LoadedConfig]:
     parser = Parser(prog="bench")
     options.add_streaming(parser)
     parsed = parser.parse_args([*arguments])
-    return parsed, build({**options.DEFAULTS, **given_by(parsed)})
+    return parsed, build({**options.DEFAULTS, **values_given(parsed)})
 
 
 def test_repeats_cycle_and_numbers_end_the_prompt() -> None:

@@ -225,6 +225,7 @@ def test_times_are_stamped_in_order() -> None:
     steps = run_to_end(engine).steps
     times = steps[-1].outputs[0].times
     assert times is not None
+    assert steps[0].outputs[0].times == times  # with the first token, and once more with the last
     assert times.inbox_ns <= times.scheduled_ns <= steps[0].record.tokens_ns <= steps[1].record.tokens_ns
     assert steps[0].record.kind == "prefill"
     assert steps[1].record.kind == "decode"

@@ -102,8 +102,8 @@ class Traffic:
         self.now_ns += ns
         return self.now_ns
 
-    def reject(self) -> None:
-        timeline = RequestTimeline(request_id=f"r-{len(self.received)}", recv_ns=self._tick(), error_code="overloaded")
+    def reject(self, code: str = "overloaded") -> None:
+        timeline = RequestTimeline(request_id=f"r-{len(self.received)}", recv_ns=self._tick(), error_code=code)
         self.received.append(timeline)
         self.observer.on_start(timeline)
         self._end(timeline, FinishReason.REJECTED)

@@ -1,4 +1,4 @@
-"""Lines that cannot be forged, an access line and a summary with the right numbers, and no waiting for stderr."""
+"""Lines that cannot be forged, a line a request and a summary with the right numbers, and no waiting for stderr."""
 
 import json
 import logging
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.config import ObserveConfig
+from roseinfer.messages import EngineInfo
 from roseinfer.observe.logs import JsonFormatter, LogOutput, Logs, TextFormatter, configure, escape
 from roseinfer.records import FinishReason, LifecycleState
 from tests.unit.observe.facts import MS, make_step, make_timeline
@@ -89,8 +90,8 @@ def test_text_shows_fields_so_that_they_can_be_told_apart() -> None:
     assert line.endswith('done request_id=r-1 note="two words" empty=""')
 
 
-def access_fields(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
-    [record] = [record for record in caplog.records if record.name == "roseinfer.access"]
+def request_fields(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
+    [record] = [record for record in caplog.records if record.name == "roseinfer.requests"]
     fields: dict[str, object] = json.loads(JsonFormatter().format(record))
     return fields
 
@@ -100,11 +101,11 @@ def test_a_request_is_one_line_at_its_end(caplog: pytest.LogCaptureFixture) -> N
     logs = Logs(summary_interval_s=10.0)
     logs.on_start(make_timeline())
     logs.on_finish(make_timeline(num_cached_tokens=4))
-    fields = access_fields(caplog)
+    fields = request_fields(caplog)
     del fields["ts"]
     assert fields == {
         "level": "info",
-        "logger": "roseinfer.access",
+        "logger": "roseinfer.requests",
         "message": "request ended",
         "request_id": "r-1",
         "finish_reason": "length",
@@ -128,7 +129,7 @@ def test_a_request_that_was_never_scheduled_says_only_what_it_knows(caplog: pyte
         error_code="overloaded",
     )
     Logs(summary_interval_s=10.0).on_finish(rejected)
-    fields = access_fields(caplog)
+    fields = request_fields(caplog)
     assert fields["error_code"] == "overloaded"
     assert fields.keys().isdisjoint({"ttft_ms", "tpot_ms", "queue_ms"})
 
@@ -136,7 +137,7 @@ def test_a_request_that_was_never_scheduled_says_only_what_it_knows(caplog: pyte
 def test_a_fault_of_the_server_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     Logs(summary_interval_s=10.0).on_finish(make_timeline(finish_reason=FinishReason.ERROR, error_code="engine_dead"))
-    assert access_fields(caplog)["level"] == "warning"
+    assert request_fields(caplog)["level"] == "warning"
 
 
 def test_lifecycle_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -277,6 +278,7 @@ def test_a_line_survives_a_stream_that_others_made_non_blocking() -> None:
 STALLED = """
 import logging, sys
 from roseinfer.config import ObserveConfig
+from roseinfer.messages import EngineInfo
 from roseinfer.observe.logs import configure
 
 output = configure(ObserveConfig(), sys.stderr)
@@ -294,3 +296,15 @@ def test_a_process_whose_stderr_is_stuck_still_exits_with_its_own_code() -> None
     finally:
         process.kill()
         process.communicate()
+
+
+def test_every_field_of_a_line_is_documented(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    logs = Logs(summary_interval_s=10.0)
+    logs.on_finish(make_timeline(finish_reason=FinishReason.ERROR, error_code="engine_dead"))
+    run_steps(logs, start_ns=50 * S, count=150)
+    assert len(caplog.records) == 2
+    fields = {name for record in caplog.records for name in json.loads(JsonFormatter().format(record))}
+    fields |= {*json.loads(JsonFormatter().format(failing_record("x"))), *EngineInfo.__struct_fields__}
+    page = (Path(__file__).parents[3] / "docs" / "logging.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(fields) if f"`{name}`" not in page] == []

@@ -1,6 +1,7 @@
 """What `Metrics` makes of facts: every series of design README §1, the gauges, and what happens at the edges."""
 
 import math
+import platform
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +145,23 @@ def test_faults_of_the_server_are_counted_under_a_closed_set_of_types(
         assert page.value("roseinfer_request_errors_total", error_type=error_type) == 1
 
 
+@pytest.mark.parametrize(
+    ("error_code", "code"),
+    [
+        *[(code, code) for code in ("overloaded", "not_ready", "invalid_value", "invalid_api_key", "engine_dead")],
+        ("internal_error", "other"),
+        ("made-up\nroseinfer_engine_up 1", "other"),
+    ],
+)
+def test_a_refusal_is_counted_under_the_code_that_the_client_was_told(error_code: str, code: str) -> None:
+    metrics = make_metrics()
+    metrics.on_finish(make_timeline(finish_reason=FinishReason.REJECTED, error_code=error_code))
+    metrics.on_finish(make_timeline(finish_reason=FinishReason.ABORT, error_code=error_code))
+    page = Page(metrics)
+    assert page.value("roseinfer_requests_rejected_total", code=code) == 1
+    assert page.total("roseinfer_requests_rejected_total") == 1
+
+
 def test_disconnects_and_requests_in_flight() -> None:
     metrics = make_metrics()
     for _ in range(3):
@@ -220,6 +238,7 @@ def test_what_the_engine_turned_out_to_be() -> None:
     assert page.value("roseinfer_startup_seconds", stage="load") == 0.25
     assert page.total("roseinfer_startup_seconds") == 0.875
     assert page.value("roseinfer_kv_cache_blocks", state="free") == 100
+    assert page.value("roseinfer_build_info", version="1.2.3", python=platform.python_version()) == 1
     [model] = [dict(labels) for name, labels in page.samples if name == "roseinfer_model_info"]
     assert model["device"] == "cpu"
     assert model["max_model_len"] == "128"

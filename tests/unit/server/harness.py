@@ -81,6 +81,7 @@ def engine_info(**changed: Any) -> EngineInfo:
         "dtype": "float32",
         "attention": "none",
         "linear": "none",
+        "num_threads": 1,
         "block_size": 16,
         "num_blocks": 64,
         "startup_s": {},
@@ -139,7 +140,7 @@ class ScriptedEngine:
     @property
     def info(self) -> EngineInfo:
         if not self.started.is_set():
-            raise NotReady("the engine is starting")
+            raise NotReady("The engine is starting.")
         return self.engine_info
 
     async def wait_dead(self) -> EngineError:
@@ -193,6 +194,10 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self.tell(TokenOutput(request_id, [], None, FinishReason.ABORT, None, times()))
+
+    def holds(self, request_id: str) -> bool:
+        """What was aborted stays here for ever: its echo never arrives."""
+        return request_id in self.aborted
 
     def tell(self, *outputs: TokenOutput) -> None:
         """Deliver outputs of one exchange as one step's."""

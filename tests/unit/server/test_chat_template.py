@@ -93,3 +93,11 @@ def test_a_broken_configuration_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize("template", [{"a": 1}, [{"template": "x"}], ["x"], 7])
+def test_a_template_of_no_known_shape_is_named(tmp_path: Path, template: object) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ConfigError, match="chat template cannot be read"):
+        ChatTemplate.load(tmp_path)

@@ -40,9 +40,8 @@ def test_every_error_is_told_and_documented(error: type[RoseinferError]) -> None
     assert body == {"message": "It went wrong.", "type": error.error_type, "param": None, "code": error.code}
     assert body["code"]
     assert ("Retry-After" in response.headers) == (error.status in {429, 503})
-    row = (
-        f"| {error.status} | `{error.error_type}` | `{error.code}` | {(inspect.getdoc(error) or '').splitlines()[0]} |"
-    )
+    meaning = (inspect.getdoc(error) or "").split("\n\n")[0].replace("\n", " ")
+    row = f"| {error.status} | `{error.error_type}` | `{error.code}` | {meaning} |"
     assert row in (ROOT / "docs" / "http-api.md").read_text()
 
 

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, processors
 
-from roseinfer.errors import ConfigError
+from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.server.detokenizer import Detokenizer
 from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
 from tests.unit.server.harness import BOS, EOS, TOOL, byte_tokenizer, ids, write_checkpoint
@@ -94,3 +94,9 @@ def test_a_sentencepiece_vocabulary() -> None:
     wave = [5 + byte for byte in "👋".encode()]
     detokenizer = Detokenizer(tokenizer.text_bytes)
     assert "".join(detokenizer.push([token_id]) for token_id in [1, 2, 3, 4, *wave]) == " Hello world👋"
+
+
+async def test_a_lone_surrogate_is_no_text(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        await Tokenizer.load(tmp_path).encode(["a\udcffb"], add_special_tokens=False)

@@ -3,12 +3,14 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, parse_body
+from roseinfer.messages import SamplingParams
+from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, error_body, parse_body
 
 BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
     (CompletionBody, {"prompt": "a"}),
@@ -41,6 +43,20 @@ def test_an_unserved_field_is_not_a_field(body_type: type[GenerationBody], least
     assert UNSERVED[body_type].keys().isdisjoint(body_type.__struct_fields__)
 
 
+@pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
+def test_what_both_edges_bound_they_bound_alike(body_type: type[GenerationBody]) -> None:
+    """A number in a body may be what `SamplingParams` may hold; only a seed has a meaning beyond."""
+    of_params = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
+    of_body = msgspec.json.schema(body_type)["$defs"][body_type.__name__]["properties"]
+    shared = of_params.keys() & of_body.keys() - {"seed"}
+    assert {"temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "stop_token_ids"} <= shared
+    for name in shared:
+        of_field = of_body[name]
+        described = {"description": of_field["description"], "default": of_field.get("default")}
+        bounds = of_field if "anyOf" not in of_field else of_field["anyOf"][0]
+        assert {**of_params[name], **described} == {**bounds, **described}, name
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -67,3 +83,8 @@ def test_any_json_is_a_body_or_an_invalid_request(fields: dict[str, Any]) -> Non
 def test_any_bytes_are_an_invalid_request(raw: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_body(raw, CompletionBody)
+
+
+def test_an_error_with_bytes_that_are_no_text_is_still_json() -> None:
+    body = error_body(InvalidRequest("got \udcff", param="\ud800"))
+    assert msgspec.json.decode(body)["error"]["message"] == "got \\udcff"

@@ -1,0 +1,107 @@
+"""`roseinfer generate` and `roseinfer chat`, which are thin users of `LLM`: what a person at a terminal sees."""
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roseinfer.cli import main
+from roseinfer.engine.client import AsyncEngine
+from roseinfer.llm import LLM
+from tests.integration.fake_llm import expected_tokens, text_of, use_fake_engine, write_tokenizer
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[AsyncEngine]:
+    write_tokenizer(tmp_path)
+    return use_fake_engine(monkeypatch, tmp_path, latency_s=0.002)
+
+
+def test_generate_command_streams_the_completion(
+    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "Hello", "--max-tokens", "9"]) == 0
+    prompt = [ord(char) - 0x20 for char in "Hello"]
+    assert capsys.readouterr().out == text_of(expected_tokens(prompt, 9)) + "\n"
+
+
+def test_generate_command_refuses_what_does_not_fit(
+    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "Hello", "--max-tokens", "500"]) == 2
+    assert capsys.readouterr().err.startswith("roseinfer: prompt: ")
+
+
+def test_chat_command_keeps_the_conversation_and_clears_it(
+    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["Hi", "/nope", "", "/help", "/clear", "Hi", "x" * 120, "/exit", "never read"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    assert main(["chat", "--system", "be brief", "--temperature", "0", "--max-tokens", "8"]) == 0
+    out, err = capsys.readouterr()
+    prompt = [0 if char == " " else ord(char) - 0x20 for char in "system:be brief;user:Hi;"]
+    assert out == (text_of(expected_tokens(prompt, 8)) + "\n") * 2
+    assert "no command /nope" in err
+    assert "/clear   forget the conversation" in err
+    assert "do not fit" in err
+
+
+def test_chat_command_answers_until_the_end_of_input(
+    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAnd\n"))
+    assert main(["chat", "--temperature", "0", "--max-tokens", "4"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    conversation = f"user:Hi;assistant:{first};user:And;"
+    prompt = [0 if char == " " else ord(char) - 0x20 for char in conversation]
+    assert second == text_of(expected_tokens(prompt, 4))
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ctrl-C arrives in the first stream after three pieces; returns the ids of all streams."""
+    ids: list[str] = []
+    stream = LLM.stream
+
+    def stream_until_ctrl_c(llm: LLM, request_id: str) -> Iterator[str]:
+        ids.append(request_id)
+        for i, piece in enumerate(stream(llm, request_id)):
+            if i == 3 and len(ids) == 1:
+                raise KeyboardInterrupt
+            yield piece
+
+    monkeypatch.setattr(LLM, "stream", stream_until_ctrl_c)
+    return ids
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(
+    engines: list[AsyncEngine],
+    interrupted: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAnd\n"))
+    assert main(["chat", "--temperature", "0", "--max-tokens", "9"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    prompt = [ord(char) - 0x20 for char in "user:Hi;"]
+    whole = text_of(expected_tokens(prompt, 9))
+    assert whole.startswith(first)
+    assert 0 < len(first) < len(whole)
+    assert second
+    assert len(interrupted) == 2
+
+
+def test_ctrl_c_ends_generate(engines: list[AsyncEngine], interrupted: list[str]) -> None:
+    assert main(["generate", "Hello", "--max-tokens", "20"]) == 130
+    assert engines[0].num_unfinished == 0
+
+
+def test_chat_command_needs_a_template(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path, chat_template=None)
+    use_fake_engine(monkeypatch, tmp_path)
+    assert main(["chat"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
