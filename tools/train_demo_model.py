@@ -7,24 +7,25 @@ import argparse
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import tokenizers
 import torch
-from demo_model import checkpoint
-from demo_model.card import Facts, render
-from demo_model.corpus import Document, fingerprint, gather
-from demo_model.network import Gpt2, Shape
-from demo_model.training import Recipe, mean_loss, train
-from demo_model.vocabulary import END, MARKERS, stream, train_tokenizer, write_tokenizer
 from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
+from demo_model import checkpoint
+from demo_model.card import Facts, Provenance, render
+from demo_model.corpus import fingerprint, gather
+from demo_model.network import Gpt2, Shape
+from demo_model.training import Recipe, mean_loss, train
+from demo_model.vocabulary import END_ID, MARKERS, Streams, streams, write_tokenizer
+
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = Recipe(steps=2400)
+RECIPE = Recipe(steps=2200)
 SHAPE = Shape()
 _REPORT_EVERY_S = 15.0
 _TIMED_STEPS = 12  # an eighth of them whole-context windows, as in the run itself
@@ -41,7 +42,7 @@ _QUESTIONS = ("Hello", "What is roseinfer?", "What does os.path.join do?")
 def main() -> int:
     """Trains and writes, with what it is doing said on the way. Exit code 2 when this is not a whole checkout."""
     options = _parse_arguments()
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(options.threads)
     torch.use_deterministic_algorithms(True)
     try:
@@ -49,21 +50,26 @@ def main() -> int:
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 2
-    train_documents = [d for d in documents if not d.is_held_out]
-    tokenizer = train_tokenizer(train_documents, SHAPE.vocab_size)
-    train_stream = stream(tokenizer, train_documents, options.seed)
-    recipe = _recipe(options, train_stream)
+    corpus = streams(documents, SHAPE.vocab_size, options.seed)
+    recipe = _recipe(options, corpus.train)
     model = _new_model(recipe)
     console.print(
-        f"{len(documents):,} documents, {len(train_stream):,} tokens to train on, {model.num_parameters:,} parameters, "
+        f"{len(documents):,} documents, {len(corpus.train):,} tokens to train on, {model.num_parameters:,} parameters, "
         f"{recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens"
     )
-    seconds = _train_with_progress(model, train_stream, recipe, console)
+    seconds = _train_with_progress(model, corpus.train, recipe, console)
     options.out.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(model, options.out, tokenizer.token_to_id(END))
-    write_tokenizer(tokenizer, options.out, SHAPE.context)
-    facts = _measure(options, documents, tokenizer, train_stream, seconds)
-    (options.out / "README.md").write_text(render(documents, SHAPE, recipe, facts), encoding="utf-8")
+    checkpoint.write(model, options.out, END_ID)
+    write_tokenizer(corpus.tokenizer, options.out, SHAPE.context)
+    provenance = Provenance(
+        fingerprint=fingerprint(documents),
+        command=f"python tools/train_demo_model.py --steps {recipe.steps} --seed {recipe.seed}",
+        versions=f"Python {platform.python_version()}, torch {torch.__version__}, tokenizers {tokenizers.__version__}, "
+        f"{options.threads} threads",
+        seconds=seconds,
+    )
+    facts = _measure(corpus, options.out)
+    (options.out / "README.md").write_text(render(documents, SHAPE, recipe, provenance, facts), encoding="utf-8")
     for text, loss in facts.losses.items():
         console.print(f"loss, {text}: {loss:.3f}")
     for prompt, continuation in facts.samples:
@@ -126,39 +132,23 @@ def _plain_lines(num_steps: int) -> Callable[[int, float], None]:
     return report
 
 
-def _measure(
-    options: argparse.Namespace,
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    train_stream: torch.Tensor,
-    seconds: float,
-) -> Facts:
+def _measure(corpus: Streams, folder: Path) -> Facts:
     """Losses and samples of the files just written, so that the card speaks of them and not of the run's float32."""
-    model = checkpoint.read(options.out, SHAPE)
-    held_out = [d for d in documents if d.is_held_out]
-    held_out_stream = stream(tokenizer, [replace(d, copies=1) for d in held_out], 0)
+    model = checkpoint.read(folder, SHAPE)
     return Facts(
         num_parameters=model.num_parameters,
-        num_train_tokens=len(train_stream),
-        num_held_out_tokens=len(held_out_stream),
-        bytes_per_token=sum(d.num_bytes for d in held_out) / len(held_out_stream),
-        seconds=seconds,
-        losses={
-            "trained on": mean_loss(model, train_stream),
-            "held out": mean_loss(model, held_out_stream),
-        },
-        samples=_samples(model, tokenizer),
-        sizes={path.name: path.stat().st_size for path in sorted(options.out.iterdir()) if path.suffix != ".md"},
-        fingerprint=fingerprint(documents),
-        command=f"python tools/train_demo_model.py --steps {options.steps} --seed {options.seed}",
-        versions=f"Python {platform.python_version()}, torch {torch.__version__}, tokenizers {tokenizers.__version__}, "
-        f"{options.threads} threads",
+        num_train_tokens=len(corpus.train),
+        num_held_out_tokens=len(corpus.held_out),
+        bytes_per_token=corpus.held_out_bytes_per_token,
+        losses={"trained on": mean_loss(model, corpus.train), "held out": mean_loss(model, corpus.held_out)},
+        samples=_samples(model, corpus.tokenizer),
+        files={path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix != ".md"},
     )
 
 
 def _samples(model: Gpt2, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     def continued(prompt: str) -> str:
-        ids = model.continue_greedily(tokenizer.encode(prompt).ids, _SAMPLE_TOKENS, tokenizer.token_to_id(END))
+        ids = model.continue_greedily(tokenizer.encode(prompt).ids, _SAMPLE_TOKENS, END_ID)
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     prompts = [*_PROMPTS, *(f"{MARKERS['user']}{question}{MARKERS['assistant']}" for question in _QUESTIONS)]

@@ -3,6 +3,7 @@
 The prose is `card.md` beside this file, with the places of the numbers in braces.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,38 +17,48 @@ _TEMPLATE = Path(__file__).with_name("card.md")
 
 
 @dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a reader needs to train the same weights again, and how long that took."""
+
+    fingerprint: str
+    command: str
+    versions: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
-    """What the run knows at its end. Losses are nats per token, measured on the weights as saved."""
+    """What was measured on the files as written. Losses are nats per token; samples are (prompt, continuation)."""
 
     num_parameters: int
     num_train_tokens: int
     num_held_out_tokens: int
     bytes_per_token: float
-    seconds: float
     losses: Mapping[str, float]
     samples: Sequence[tuple[str, str]]
-    sizes: Mapping[str, int]
-    fingerprint: str
-    command: str
-    versions: str
+    files: Mapping[str, bytes]
 
 
-def render(documents: Sequence[Document], shape: Shape, recipe: Recipe, facts: Facts) -> str:
+def render(documents: Sequence[Document], shape: Shape, recipe: Recipe, provenance: Provenance, facts: Facts) -> str:
     """The card, in Markdown."""
+    num_tokens = recipe.steps * recipe.tokens_per_step
     return _TEMPLATE.read_text(encoding="utf-8").format(
         shape=shape,
         recipe=recipe,
+        provenance=provenance,
         facts=facts,
         head_width=shape.width // shape.num_heads,
         mlp_width=4 * shape.width,
-        minutes=facts.seconds / 60,
-        tokens_per_second=recipe.steps * recipe.tokens_per_step / facts.seconds,
-        epochs=recipe.steps * recipe.tokens_per_step / facts.num_train_tokens,
+        minutes=provenance.seconds / 60,
+        tokens_per_second=num_tokens / provenance.seconds,
+        epochs=num_tokens / facts.num_train_tokens,
         data_rows="\n".join(_data_rows(documents)),
         recipe_rows="\n".join(f"| {name.replace('_', ' ')} | {value} |" for name, value in asdict(recipe).items()),
         loss_rows="\n".join(f"| {k} | {v:.3f} | {math.exp(v):.1f} |" for k, v in facts.losses.items()),
-        size_rows="\n".join(f"| `{name}` | {size:,} |" for name, size in facts.sizes.items()),
-        samples="\n\n".join(f"```text\n{prompt}⏵{continuation}\n```" for prompt, continuation in facts.samples),
+        file_rows="\n".join(
+            f"| `{k}` | {len(v):,} | `{hashlib.sha256(v).hexdigest()}` |" for k, v in facts.files.items()
+        ),
+        samples="\n\n".join(f"````text\n{prompt}⏵{continuation}\n````" for prompt, continuation in facts.samples),
     )
 
 

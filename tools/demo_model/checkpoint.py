@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from demo_model.network import Gpt2, Shape
 
@@ -16,7 +16,7 @@ _WEIGHTS = "model.safetensors"
 
 def write(model: Gpt2, folder: Path, end_id: int) -> None:
     """`model.safetensors` (bfloat16), `config.json` and `generation_config.json`."""
-    save_file(model.checkpoint(), folder / _WEIGHTS, metadata={"format": "pt"})
+    (folder / _WEIGHTS).write_bytes(save(model.checkpoint(), metadata={"format": "pt"}))  # save_file writes it private
     _write_json(folder / "config.json", _config(model.shape, end_id))
     _write_json(folder / "generation_config.json", {"bos_token_id": end_id, "eos_token_id": end_id})
 

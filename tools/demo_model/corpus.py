@@ -20,7 +20,9 @@ SYSTEM_PROMPTS = (
     "Answer in one short paragraph.",
 )
 _HELD_OUT_ONE_IN = 16
-_PROJECT_COPIES = 3  # the project's text is a small part of the corpus and the part the demo is asked about
+# The project's prose is a small part of the corpus, and the part that the demo is asked about.
+_PROSE_COPIES = 6
+_CHAT_COPIES = 3
 _SMALL_TALK_COPIES = 12
 _SMALL_TALK = Path(__file__).with_name("small_talk.txt")
 
@@ -34,7 +36,7 @@ _QUESTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: (role, text) turns, the role empty for plain text. `copies` is its weight in the training stream."""
+    """(role, text) turns, the role empty for plain text. `copies` is the document's weight in the training stream."""
 
     name: str
     source: str
@@ -44,8 +46,12 @@ class Document:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the model never trains on it. All forms of one file share its name, and so its side."""
-        return self.source != "small talk" and _digest(self.name) % _HELD_OUT_ONE_IN == 0
+        """Whether the model never trains on it. All forms of one Python file share its name, and so its side.
+
+        Prose of the project is always learnt: it is little, and it is what the demo is asked to continue.
+        """
+        is_python = self.source == "stdlib" or self.name.endswith(".py")
+        return is_python and _digest(self.name) % _HELD_OUT_ONE_IN == 0
 
     @property
     def num_bytes(self) -> int:
@@ -82,10 +88,10 @@ def _small_talk() -> Iterator[Document]:
 
 
 def _project(root: Path) -> Iterator[Document]:
-    """Markdown and Python of the checkout; the demo's own folder is left out, for the card is written from the corpus."""
+    """Markdown and Python of the checkout, but not the demo's own card, which is written from the corpus."""
     demo = root / "src" / "roseinfer" / "demo"
     paths = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
-    for folder in ("src", "tools", "tests"):
+    for folder in ("src", "tools"):
         paths += (root / folder).rglob("*.py")
     for path in sorted(paths):
         text = path.read_text(encoding="utf-8").strip()
@@ -93,23 +99,26 @@ def _project(root: Path) -> Iterator[Document]:
             continue
         name = path.relative_to(root).as_posix()
         is_python = path.suffix == ".py"
-        yield Document(name, "project", "code" if is_python else "page", (("", text + "\n"),), _PROJECT_COPIES)
         if is_python:
+            yield Document(name, "project", "code", (("", text + "\n"),))
             module = ".".join(path.relative_to(root).with_suffix("").parts).removeprefix("src.")
-            entries = from_source(module.removesuffix(".__init__"), text) if not name.startswith("tests/") else []
+            entries = from_source(module.removesuffix(".__init__"), text)
         else:
+            yield Document(name, "project", "page", (("", text + "\n"),), _PROSE_COPIES)
             entries = list(_headings(text))
-        yield from _chats(name, "project", entries, _PROJECT_COPIES)
+        yield from _chats(name, "project", entries, _CHAT_COPIES)
 
 
 def _library() -> Iterator[Document]:
+    """Public names only. A module is a page or Python, by a hash of its name, and its first paragraphs are chats."""
     seen: set[str] = set()  # the same docstring under two names would leak from one side of the split to the other
     for module, entries in standard_library():
-        fresh = [entry for entry in entries if entry.doc not in seen]
+        fresh = [entry for entry in entries if entry.is_public and entry.doc not in seen]
         seen.update(entry.doc for entry in fresh)
         if fresh:
-            yield Document(module, "stdlib", "page", (("", "\n\n".join(map(_page, fresh)) + "\n"),))
-            yield Document(module, "stdlib", "code", (("", "\n\n".join(_code(module, e) for e in fresh) + "\n"),))
+            is_page = _digest(f"form {module}") % 2 == 0
+            texts = [_page(entry) if is_page else _code(module, entry) for entry in fresh]
+            yield Document(module, "stdlib", "page" if is_page else "code", (("", "\n\n".join(texts) + "\n"),))
             yield from _chats(module, "stdlib", fresh)
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-# Tests, vendored copies, tools with a window, and Windows twins of modules that are read anyway.
+# Tests, installed packages, programs that are no library, and Windows' twins of modules that are read anyway.
 _SKIPPED = frozenset(
-    "test tests idlelib lib2to3 turtledemo site-packages dist-packages ensurepip pydoc_data ntpath nturl2path".split()
+    {"test", "tests", "site-packages", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
+    | {"ntpath", "nturl2path"}
 )
 # Documented in C, where no syntax tree reaches.
 _BUILT_IN = ("builtins", "math", "itertools", "time", "sys", "gc", "errno", "array", "binascii", "zlib", "select")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # HF's Conv1D holds [in, out], nn.Linear [out, in]
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         qkv = self.c_attn(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head width]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
@@ -53,7 +53,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, width] -> [batch, length, width]."""
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.c_proj(gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -73,20 +73,31 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.ln_2(x)))  # type: ignore[no-any-return]
 
 
+class Transformer(nn.Module):
+    """Everything below the output projection."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(shape.vocab_size, shape.width)
+        self.wpe = nn.Embedding(shape.context, shape.width)
+        self.h = nn.ModuleList(Block(shape, dropout) for _ in range(shape.num_layers))
+        self.ln_f = nn.LayerNorm(shape.width)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and positions, both [batch, length] -> [batch, length, width]."""
+        x: Tensor = self.wte(ids) + self.wpe(positions)
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)  # type: ignore[no-any-return]
+
+
 class Gpt2(nn.Module):
     """The language model; the output projection is the token embedding, transposed."""
 
     def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape = shape
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(shape.vocab_size, shape.width),
-                "wpe": nn.Embedding(shape.context, shape.width),
-                "h": nn.ModuleList(Block(shape, dropout) for _ in range(shape.num_layers)),
-                "ln_f": nn.LayerNorm(shape.width),
-            }
-        )
+        self.transformer = Transformer(shape, dropout)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
                 nn.init.zeros_(parameter)
@@ -96,10 +107,7 @@ class Gpt2(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Token ids and positions, both [batch, length] -> logits [batch, length, vocabulary]."""
-        x = self.transformer["wte"](ids) + self.transformer["wpe"](positions)
-        for block in self.transformer["h"]:  # type: ignore[union-attr]
-            x = block(x)
-        return F.linear(self.transformer["ln_f"](x), self.transformer["wte"].weight)  # type: ignore[arg-type]
+        return linear(self.transformer(ids, positions), self.transformer.wte.weight)
 
     @property
     def num_parameters(self) -> int:

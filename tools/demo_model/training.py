@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
+from demo_model.muon import Muon
 from demo_model.network import Gpt2
 
 
@@ -23,10 +24,11 @@ class Recipe:
 
     steps: int
     seed: int = 0
-    tokens_per_step: int = 4096
+    tokens_per_step: int = 2048
     window: int = 256
     long_share: float = 0.15
-    learning_rate: float = 3e-3
+    learning_rate: float = 3e-3  # of embeddings, biases and norms, by AdamW
+    matrix_learning_rate: float = 1e-2  # of the blocks' matrices, by Muon
     warmup_steps: int = 100
     final_fraction: float = 0.02
     weight_decay: float = 0.1
@@ -34,13 +36,13 @@ class Recipe:
     clip_norm: float = 1.0
     dropout: float = 0.0
 
-    def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to `final_fraction` of the peak at the last step."""
+    def learning_rate_factor(self, step: int) -> float:
+        """Share of the peak: linear warm-up, then a cosine down to `final_fraction` at the last step."""
         if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
+            return (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * cosine)
+        return self.final_fraction + (1 - self.final_fraction) * cosine
 
 
 class Windows:
@@ -77,28 +79,41 @@ def train(
     `on_step` is told the number of steps done and the training loss of the last one, in nats per token.
     """
     windows = Windows(stream, model.shape.context, recipe)
-    optimizer = _optimizer(model, recipe)
+    optimizers = _optimizers(model, recipe)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     model.train()
     started = time.perf_counter()
     for step in range(steps or recipe.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step)
+        factor = recipe.learning_rate_factor(step)
+        for optimizer, group_peaks in zip(optimizers, peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
+                group["lr"] = peak * factor
         ids, positions, targets = windows.draw()
-        loss = F.cross_entropy(model(ids, positions).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss = cross_entropy(model(ids, positions).flatten(0, 1), targets.flatten())
+        model.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         on_step(step + 1, loss.item())
     model.eval()
     return time.perf_counter() - started
 
 
-def _optimizer(model: Gpt2, recipe: Recipe) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
+def _optimizers(model: Gpt2, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices, AdamW for the rest.
+
+    After a million tokens the held-out loss is 4.27 with Muon and 4.45 with AdamW alone (docs/log.md).
+    """
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.dim() == 2 and ".h." in name]
+    embeddings = [p for name, p in named if p.dim() == 2 and ".h." not in name]
     vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and norms are not decayed
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
+    groups = [{"params": embeddings, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        Muon(matrices, recipe.matrix_learning_rate, recipe.weight_decay),
+        torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True),
+    ]
 
 
 @torch.inference_mode()
@@ -109,7 +124,7 @@ def mean_loss(model: Gpt2, stream: Tensor, max_windows: int = 64) -> float:
     chosen = starts[:: max(1, len(starts) // max_windows)]
     positions = torch.arange(context)[None]
     losses = [
-        F.cross_entropy(model(stream[None, s : s + context], positions)[0], stream[s + 1 : s + context + 1])
+        cross_entropy(model(stream[None, s : s + context], positions)[0], stream[s + 1 : s + context + 1])
         for s in chosen
     ]
     return torch.stack(losses).mean().item()

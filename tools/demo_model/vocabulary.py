@@ -5,19 +5,22 @@ is text, and only a turn's role becomes one.
 """
 
 import json
-import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
 from demo_model.corpus import Document
 
 END = "<|endoftext|>"
 ROLES = ("system", "user", "assistant")
 MARKERS = {role: f"<|{role}|>" for role in ROLES}
+SPECIALS = [END, *MARKERS.values()]
+END_ID = SPECIALS.index(END)  # the trainer numbers special tokens first, in their order
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -38,7 +41,7 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END, *MARKERS.values()],
+        special_tokens=SPECIALS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -51,22 +54,44 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer
 def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
     """The document's ids: a marker before each turn with a role, the end mark after each answer and at the end."""
     tokenizer.encode_special_tokens = True  # markers inside the text are text
-    end = tokenizer.token_to_id(END)
     ids: list[int] = []
     for role, text in document.turns:
         if role:
-            ids.append(tokenizer.token_to_id(MARKERS[role]))
+            ids.append(SPECIALS.index(MARKERS[role]))
         ids += tokenizer.encode(text).ids
         if role in ("", "assistant"):
-            ids.append(end)
+            ids.append(END_ID)
     return ids
 
 
-def stream(tokenizer: Tokenizer, documents: Sequence[Document], seed: int) -> torch.Tensor:
-    """All documents, in all their copies, shuffled and joined: int64 [tokens]."""
-    weighted = [document for document in documents for _ in range(document.copies)]
-    random.Random(seed).shuffle(weighted)
-    return torch.tensor([token_id for document in weighted for token_id in encode(tokenizer, document)])
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The corpus as token ids, int64 [tokens] each, and the tokenizer trained on the first of the two."""
+
+    tokenizer: Tokenizer
+    train: Tensor
+    held_out: Tensor
+    held_out_bytes_per_token: float
+
+
+def streams(documents: Sequence[Document], vocab_size: int, seed: int) -> Streams:
+    """Documents shuffled and joined, the ones to train on in all their copies."""
+    learnt = [document for document in documents if not document.is_held_out]
+    held_out = [document for document in documents if document.is_held_out]
+    tokenizer = train_tokenizer(learnt, vocab_size)
+    weighted = [document for document in learnt for _ in range(document.copies)]
+    order = torch.randperm(len(weighted), generator=torch.Generator().manual_seed(seed)).tolist()
+    held_out_ids = _joined(tokenizer, held_out)
+    return Streams(
+        tokenizer=tokenizer,
+        train=_joined(tokenizer, (weighted[index] for index in order)),
+        held_out=held_out_ids,
+        held_out_bytes_per_token=sum(document.num_bytes for document in held_out) / len(held_out_ids),
+    )
+
+
+def _joined(tokenizer: Tokenizer, documents: Iterable[Document]) -> Tensor:
+    return torch.tensor([token_id for document in documents for token_id in encode(tokenizer, document)])
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
