@@ -59,7 +59,7 @@ operations port has the probes and `/metrics` and needs no key.
   generator had planned to send it. It becomes `roseinfer_client_submit_lag_seconds`. Anything else in it is a 400.
 - `traceparent`, in a request: the trace context of the W3C. It is kept with the request's other facts; nothing is
   exported from it yet.
-- `Retry-After`, in an answer with status 429 or 503: after how many seconds to come back.
+- `Retry-After`, in an answer with status 429 or 503, except from the probes: after how many seconds to come back.
 - `Connection: close`, in an answer of a server that is draining or has failed: open the next connection elsewhere.
 
 ## Streams
@@ -85,7 +85,8 @@ def page() -> str:
         _fields("POST /v1/completions", CompletionBody, shared),
         _fields("POST /v1/chat/completions", ChatBody, shared),
         "## Errors\n",
-        'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
+        "What is no HTTP request, such as a broken chunk, aiohttp answers in plain text. Every other error",
+        'has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
         "null. The message names no internals; the log says more, under the request's id.\n",
         "| status | type | code | means |",
         "|---|---|---|---|",

@@ -28,7 +28,7 @@ ALLOWED_HOSTS = {
 }
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|tmp/\w+|opt/(?:pypi|wheels))\b")
 URL_HOST = re.compile(r"https?://([\w.-]+)")
-PACKAGE_INDEX = re.compile(r"(?:extra-)?index-url|find-links|trusted-host")
+PACKAGE_INDEX = re.compile(r"(?:extra-)?index[-]url|find-links|trusted-host")
 
 
 def anchors(path: Path) -> set[str]:
