@@ -58,7 +58,7 @@ def tokenize(times: RequestTimes) -> int:
 
 
 def queue_wait(times: RequestTimes) -> int:
-    """M4: a request that was ready, tokens and all, waited so long for its first batch."""
+    """M4: a request that was ready, tokens and all, waited for its first batch."""
     return engine_submit_lag(times) + engine_queue_wait(times)
 
 

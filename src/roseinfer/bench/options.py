@@ -44,7 +44,9 @@ def add_streaming(parser: Parser) -> None:
         "--max-inflight-requests", type=parser_of(Positive), metavar="N", help="refuse more unfinished ones than this"
     )
     engine = _add_engine(parser)
-    add_alias(engine, "--stream-interval", "server.stream_interval", "Flush a stream every so many tokens. Default: 1.")
+    add_alias(
+        engine, "--stream-interval", "server.stream_interval", "Tokens between two flushes of a stream. Default: 1."
+    )
     add_alias(engine, "--prefill-max-tokens", "scheduler.max_prefill_tokens", "Most prefill tokens in one step.")
     add_alias(engine, "--prefill-admission-policy", "scheduler.admission", "Order of admission. Default: fifo.")
     add_alias(

@@ -75,7 +75,7 @@ class Linear:
         return functional.gelu(y, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
     def warm_up(self, num_rows: int) -> None:
-        """Have the kernel for so many rows built."""
+        """Have the kernel for `num_rows` rows built."""
         self(torch.zeros(num_rows, self.num_inputs, dtype=self._placement.dtype, device=self._placement.device))
 
 

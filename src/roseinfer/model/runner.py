@@ -93,7 +93,7 @@ class ModelRunner:
         return self._model.logits(hidden[self._tensor(_padded(sampled))])[: len(sampled)]
 
     def warm_up(self, max_num_tokens: int) -> None:
-        """Meet every number of rows that steps of up to so many tokens bring, and each kind of sampling, once.
+        """Meet every number of rows that steps of up to `max_num_tokens` bring, and each kind of sampling, once.
 
         Only before the first request: it writes into the first blocks of the cache.
         """

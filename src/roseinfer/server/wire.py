@@ -54,7 +54,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     ] = StreamOptions()
     stream_interval: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        Meta(description="Send a stream's tokens every so many. Default: `server.stream_interval`."),
+        Meta(description="Tokens between two chunks of a stream; the first is sent at once. Default: the server's."),
     ] = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Completions of each prompt.")] = 1
     seed: Annotated[
@@ -68,7 +68,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
         Meta(description=f"Flattens or sharpens the distribution; below {GREEDY_BELOW:g} the likeliest token."),
     ] = 1.0
     top_p: Annotated[TopP, Meta(description="Keep the likeliest tokens that together reach this.")] = 1.0
-    top_k: Annotated[TopK, Meta(description="Keep so many of the likeliest tokens; 0 keeps all.")] = 0
+    top_k: Annotated[TopK, Meta(description="How many of the likeliest tokens to keep; 0 keeps all.")] = 0
     min_p: Annotated[MinP, Meta(description="Drop tokens less likely than this times the likeliest.")] = 0.0
     min_tokens: Annotated[
         MinTokens, Meta(description="Until then neither the end token nor a stop token is sampled.")
@@ -100,7 +100,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     max_tokens: Annotated[TokenCount, Meta(description="Most tokens to generate.")] = 16
     logprobs: Annotated[
         NumLogprobs | None,
-        Meta(description="Log-probabilities of each token and of so many of the likeliest."),
+        Meta(description="Log-probabilities of each token, and how many of the likeliest to list beside it."),
     ] = None
     best_of: Annotated[int | None, Meta(description="Accepted when equal to `n`.")] = None
 
@@ -138,7 +138,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: Annotated[bool, Meta(description="Log-probabilities of each token.")] = False
     top_logprobs: Annotated[
         NumLogprobs | None,
-        Meta(description="And of so many of the likeliest; needs `logprobs`. Default: 0."),
+        Meta(description="How many of the likeliest to list beside each token; needs `logprobs`. Default: 0."),
     ] = None
 
 

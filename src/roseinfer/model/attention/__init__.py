@@ -12,5 +12,5 @@ _BACKENDS: dict[str, Callable[[KVCache, int], AttentionBackend]] = {"reference":
 
 
 def choose_attention(name: str, cache: KVCache, num_heads: int) -> AttentionBackend:
-    """The backend called `name` in the configuration, over `cache`, for so many query heads."""
+    """The backend called `name` in the configuration, over `cache`, for `num_heads` query heads."""
     return _BACKENDS["reference" if name == "auto" else name](cache, num_heads)

@@ -25,7 +25,7 @@ from roseinfer.model.scratch import Scratch
 QUERY_TILE = 8
 KEY_TILE = 64
 _TILES_PER_KEY_TILE = KEY_TILE // QUERY_TILE
-_GATHER_BYTES = 4 << 20  # keys or values are gathered so many at a time, so that the product finds them in the cache
+_GATHER_BYTES = 4 << 20  # of keys or values gathered at a time: the product still finds them in the cache
 
 IndexArray = npt.NDArray[np.int64]
 
