@@ -169,7 +169,10 @@ class RunnerConfig:
     ] = _option("auto")
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Threads of the model on a CPU. Default: the cores this process may use."),
+        Meta(
+            description="Threads of the model on a CPU. Default: the cores this process may use; in bfloat16 at most "
+            "8, beyond which a row could depend on its neighbours."
+        ),
     ] = _option(None)
 
 

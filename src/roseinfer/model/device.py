@@ -7,6 +7,7 @@ import torch
 
 from roseinfer.errors import ConfigError
 
+_MAX_EXACT_BFLOAT16_THREADS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,6 +37,16 @@ def _cpu_multiplies_bfloat16() -> bool:
     # Without these instructions oneDNN emulates bfloat16 by widening, which is slower than float32. Torch has no
     # public question for it in all the versions we support.
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+
+
+def default_num_threads(dtype: torch.dtype) -> int:
+    """Threads of the model on a CPU unless the user says otherwise: every usable core, and in bfloat16 no more than 8.
+
+    With 16 oneDNN was seen to split a sum between threads by the number of rows, and a row's bits would depend on its
+    neighbours (docs/log.md, 2026-11-21).
+    """
+    num_cores = num_usable_cores()
+    return min(num_cores, _MAX_EXACT_BFLOAT16_THREADS) if dtype == torch.bfloat16 else num_cores
 
 
 def num_usable_cores() -> int:

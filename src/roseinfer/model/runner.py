@@ -17,7 +17,7 @@ from roseinfer.engine.batch import SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, SamplingParams
 from roseinfer.model.attention import AttentionBackend, PackedTokens, choose_attention
-from roseinfer.model.device import dtype_name, num_usable_cores, resolve_device, resolve_dtype
+from roseinfer.model.device import default_num_threads, dtype_name, resolve_device, resolve_dtype
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
 from roseinfer.model.layers import Placement, padded_rows
 from roseinfer.model.registry import CausalLM, build_model
@@ -146,7 +146,7 @@ def load_runner(config: Config, max_active_seqs: int, on_progress: OnProgress) -
     device = resolve_device(config.runner.device)
     placement = Placement(device, resolve_dtype(config.model.dtype, device))
     if device.type == "cpu":
-        torch.set_num_threads(config.runner.num_threads or num_usable_cores())
+        torch.set_num_threads(config.runner.num_threads or default_num_threads(placement.dtype))
     on_progress(LifecycleState.LOADING, "checkpoint", config.model.path)
     directory = resolve_checkpoint(config.model.path, config.model.revision)
     on_progress(LifecycleState.LOADING, "weights", f"to {device.type} as {dtype_name(placement.dtype)}")

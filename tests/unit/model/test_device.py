@@ -57,3 +57,13 @@ def test_cores_are_what_the_container_may_use(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
     monkeypatch.setattr(Path, "read_text", read_text)
     assert device.num_usable_cores() == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_cores", "expected"), [("float32", 32, 32), ("bfloat16", 32, 8), ("bfloat16", 2, 2)]
+)
+def test_bfloat16_takes_no_more_threads_than_keep_it_exact(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, num_cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(device, "num_usable_cores", lambda: num_cores)
+    assert device.default_num_threads(device.DTYPES[dtype]) == expected
