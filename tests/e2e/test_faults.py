@@ -58,7 +58,7 @@ def test_two_hundred_disconnects_leave_nothing_behind(start_server: StartServer)
     assert samples['roseinfer_requests_total{finish_reason="abort"}'] == 200
     assert samples["roseinfer_client_disconnects_total"] == 200
     assert samples["roseinfer_requests_received_total"] == 200
-    status, reply = server.post("/v1/completions", {"prompt": "still here", "max_tokens": 3})
+    status, reply = server.post("/v1/completions", {"prompt": "still here", "max_tokens": 3, "ignore_eos": True})
     assert (status, reply["usage"]["completion_tokens"]) == (200, 3)
 
 
