@@ -2,21 +2,27 @@
 
 PYTHON ?= python3
 ARGS ?=
+PEERS_DIR ?= $(HOME)/.cache/roseinfer/benchmarks/peers
 BIN := .venv/bin
 
 .NOTPARALLEL:
-.PHONY: help setup serve test lint type fmt bench docs constraints
+.PHONY: help setup serve test test-gpu lint type fmt bench bench-peers bench-gpu bench-streaming docs constraints
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/.installed ## install the tested versions into .venv
+setup: .venv/.installed .venv/.kernels ## install the tested versions into .venv, compile the CPU kernels
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("roseinfer needs Python 3.11 or newer and $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip' || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@touch $@
+
+# Without a compiler the command says so, and the server runs in plain torch: no reason to stop here.
+.venv/.kernels: .venv/.installed $(wildcard src/roseinfer/model/kernels/*.cpp src/roseinfer/model/kernels/*.h)
+	@$(BIN)/roseinfer kernels build || true
 	@touch $@
 
 serve: setup ## serve on port 8000; options in ARGS="--port 9000"
@@ -33,11 +39,23 @@ type: setup ## mypy --strict over src, tests and tools
 test: lint type ## everything that must hold: lint, types, tests
 	$(BIN)/pytest $(ARGS)
 
+test-gpu: ## the tests that need a GPU, offline, with the Python that is given: PYTHON=python3 make test-gpu
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir $(CURDIR) tests/gpu $(ARGS)
+
 fmt: setup ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: setup ## 64 streams, 20 ms apart, 128 tokens each, through the engine
+bench: setup ## all CPU benchmarks into docs/benchmarks/cpu.md, half an hour; ARGS=--quick checks that they run
+	$(BIN)/python -m benchmarks.suite --peers $(PEERS_DIR) $(ARGS)
+
+bench-peers: ## install the rivals that `make bench` compares with, into PEERS_DIR
+	PYTHON=$(PYTHON) benchmarks/peers/setup.sh $(PEERS_DIR)
+
+bench-gpu: ## the GPU's benchmarks, offline, with the Python that is given: PYTHON=python3 make bench-gpu
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu_suite $(ARGS)
+
+bench-streaming: setup ## 64 streams, 20 ms apart, 128 tokens each, through the engine
 	$(BIN)/roseinfer bench streaming --prompt Hello --pretok --num-requests 64 --submit-interval-ms 20 --submit-schedule absolute --max-batch-size 64 --prefill-max-batch-size 64 --max-new-tokens 128 --no-stop-on-eos --no-prefix-cache --stream-interval 8 $(ARGS)
 
 docs: setup ## write the generated pages again

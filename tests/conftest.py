@@ -2,10 +2,15 @@
 
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
+
+from roseinfer.errors import ConfigError
+from roseinfer.model.kernels.build import build_kernels, find_compiler
+from roseinfer.model.kernels.levels import LEVELS
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
@@ -24,6 +29,33 @@ def require_tool(name: str) -> str:
             pytest.fail(reason)
         pytest.skip(reason)
     return path
+
+
+@pytest.fixture(scope="session")
+def kernels_dir(pytestconfig: pytest.Config) -> Path:
+    """Where tests have kernels compiled: beside pytest's own cache, so that the next session finds them."""
+    return pytestconfig.cache.mkdir("kernels")
+
+
+BuiltKernels = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def built_kernels(kernels_dir: Path) -> BuiltKernels:
+    """Level -> the directory that holds its kernels, compiled once for all sessions until the sources change."""
+    refusals: dict[str, ConfigError] = {}  # of sources that do not compile, so that not every test tries it again
+
+    def build(level: str) -> Path:
+        if level in refusals:
+            raise refusals[level]
+        try:
+            build_kernels(LEVELS[level], kernels_dir, find_compiler(require_tool("g++")))
+        except ConfigError as error:
+            refusals[level] = error
+            raise
+        return kernels_dir
+
+    return build
 
 
 def _refuse_skip(report: Report) -> Report:

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
-PLATFORM_PACKAGES = ("nvidia-", "cuda-", "triton")  # torch pins its own CUDA libraries; a CPU build has none of them
+PLATFORM_PACKAGES = ("nvidia-", "cuda-", "flashinfer")  # for a GPU alone: a CPU build of torch has none of them
 
 HEADER = """\
 # The versions that roseinfer is tested with: everything its dependencies and extras pull in, and nothing else.

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from roseinfer import __version__
 from roseinfer.config_sources import Given, LoadedConfig, build, gather
-from roseinfer.errors import EngineError, RoseinferError
+from roseinfer.errors import ConfigError, EngineError, RoseinferError
 from roseinfer.flags import Parser, add_config_flags, parser_of, values_given
 from roseinfer.messages import Seed, Temperature, TokenCount, TopK, TopP
+from roseinfer.model.kernels.levels import LEVELS, find_built, kernels_directory, levels_here, sources
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 70
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = _parser().parse_args(arguments)
         given.update(parsed.defaults)
+        given.update(_from_system(os.environ))
         given.update(gather(values_given(parsed), os.environ, parsed.config))
         return int(parsed.run(parsed, build(given)))
     except EngineError as error:
@@ -43,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `| head`; silence Python's flush at exit too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _from_system(env: Mapping[str, str]) -> dict[str, Given]:
+    """What variables that are not ours say about our options; any other source is stronger."""
+    cache = env.get("XDG_CACHE_HOME", "")
+    return {"runner.kernels_dir": Given(f"{cache}/roseinfer/kernels", "XDG_CACHE_HOME")} if cache else {}
 
 
 def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
@@ -73,6 +81,7 @@ def _parser() -> Parser:
     )
     _add_chat(command("chat", "Talk to the model; /help lists the commands."))
     _add_bench(command("bench", "Measure the engine, without HTTP.", usage=None))
+    _add_kernels(command("kernels", "Compile the CPU kernels, or list what is compiled.", usage=None))
     _add_config(
         command(
             "config",
@@ -174,6 +183,50 @@ def _scheduler(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.bench import scheduler
 
     return scheduler.run(arguments, loaded)
+
+
+def _add_kernels(parser: Parser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="ACTION")
+    for name, help_text, run in (
+        ("build", "Compile the CPU kernels with the C++ compiler on the PATH, or the one in CXX.", _build_kernels),
+        ("list", "The levels, whether this processor has them, and where they are built.", _list_kernels),
+    ):
+        sub = actions.add_parser(name, help=help_text, description=help_text, usage="%(prog)s [options]")
+        assert isinstance(sub, Parser)
+        sub.set_defaults(parser=sub, run=run)
+        if name == "build":
+            sub.add_argument(
+                "--level",
+                action="append",
+                choices=[*LEVELS, "all"],
+                help="repeatable; default: the highest that this processor has",
+            )
+        add_config_flags(sub)
+
+
+def _build_kernels(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.model.kernels.build import build_kernels, find_compiler
+    from roseinfer.progress import Progress
+
+    kernels_dir = kernels_directory(loaded.config.runner.kernels_dir)
+    compiler = find_compiler(os.environ.get("CXX") or None)
+    names = arguments.level or [level.name for level in levels_here()[-1:]]
+    if not names:
+        raise ConfigError("This processor has no level of the kernels; name one with --level to build it for another.")
+    for name in LEVELS if "all" in names else names:
+        with Progress(f"compiling {name} kernels", total=len(sources())) as progress:
+            path, is_new = build_kernels(LEVELS[name], kernels_dir, compiler, progress.count)
+        print(f"{name}: {'built' if is_new else 'already built'}: {path}")
+    return 0
+
+
+def _list_kernels(_: argparse.Namespace, loaded: LoadedConfig) -> int:
+    kernels_dir = kernels_directory(loaded.config.runner.kernels_dir)
+    runnable = levels_here()
+    for level in LEVELS.values():
+        has = "this processor has it" if level in runnable else "this processor lacks it"
+        print(f"{level.name:<11}  {has}  {find_built(level, kernels_dir) or 'not built'}")
+    return 0
 
 
 def _add_config(parser: Parser) -> None:

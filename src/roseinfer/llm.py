@@ -19,6 +19,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
+
 from roseinfer import wiring
 from roseinfer.config import Config
 from roseinfer.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestError, RoseinferError
@@ -224,7 +226,8 @@ class LLM:
         now_ns = time.monotonic_ns()
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
         choice = Choice(0, self.tokenizer, stops, False, timeline)
-        return _Stream(prompt, params or SamplingParams(), cache_salt, choice)
+        params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
+        return _Stream(prompt, params, cache_salt, choice)
 
     def _check(self, stream: _Stream, token_ids: Sequence[int], name: str = "prompt") -> None:
         """Give the stream its token ids. Raises RequestError when it cannot run."""

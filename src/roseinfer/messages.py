@@ -5,7 +5,7 @@ Nothing here knows text, tensors or HTTP; the process transport writes these str
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -53,6 +53,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_BELOW
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What a request means that leaves these out: the checkpoint's own values, else those that change nothing."""
+
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """What was asked: one prompt to continue. What becomes of it is the engine's `Sequence`."""
 
@@ -85,7 +94,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step did for one request. `finish_reason` is set exactly once, on the last output of a request."""
+    """What became due for one request. `finish_reason` is set exactly once, on the last output of a request."""
 
     request_id: str
     token_ids: list[int]
@@ -93,13 +102,25 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the eos or stop token that ended it; it is the last of token_ids
     times: EngineTimes | None = None  # on the first output after a prefill, and on the last
+    slot: int | None = None  # on the first output after a prefill: where `StepOutput.tokens` tells the next ones
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """All that one step has to tell: tokens and finishes together, and the record of the step itself."""
+    """All that one step has to tell: tokens and finishes together, and the record of the step itself.
 
+    A sequence that got its next token and nothing else, as nearly all do in nearly all steps, is one entry of the
+    columns `slots` and `token_ids` (int32 in the byte order of this host, which no message leaves). Whatever has more
+    to tell is in `outputs`. No request is in both.
+    """
+
+    slots: bytes  # of the sequences: each is the one whose `TokenOutput.slot` named it last
+    token_ids: bytes  # the token that each of them got
     outputs: list[TokenOutput]
     record: StepRecord
+
+    def tokens(self) -> Iterator[tuple[int, int]]:
+        """Slot and token id of each sequence in the columns."""
+        return zip(memoryview(self.slots).cast("i"), memoryview(self.token_ids).cast("i"), strict=True)
 
 
 class StartupProgress(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -119,10 +140,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
     device: str
     dtype: str
+    quantization: str = "none"
+    kernels: str = ""  # level of the compiled CPU kernels; empty without them
     attention: str
-    linear: str  # how matrices are multiplied: `onednn` (packed, exact whatever the batch) or `torch`
+    linear: str  # how matrices are multiplied: `amx`, `int8`, `onednn` (all exact whatever the batch) or `torch`
     num_threads: int  # of the model on a CPU; 0 elsewhere
     block_size: int
     num_blocks: int

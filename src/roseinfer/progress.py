@@ -35,6 +35,10 @@ class Progress:
         if what is not None:
             self._what = what
 
+    def count(self, done: int) -> None:
+        """`update` as a callback of whoever counts."""
+        self.update(done=done)
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self

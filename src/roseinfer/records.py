@@ -5,11 +5,10 @@ All stamps are `time.monotonic_ns()`, which on Linux is one clock for every proc
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -37,7 +36,10 @@ class LifecycleState(StrEnum):
 
 
 class PhaseTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Nanoseconds that one step spent in each of its parts; together they are the step."""
+    """Nanoseconds that one step spent in each of its parts.
+
+    Together they are the step, unless steps overlap: then the parts of the next one lie between its launch and wait.
+    """
 
     schedule: int = 0
     launch: int = 0
@@ -46,7 +48,10 @@ class PhaseTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One engine step. Counts are of this step; `num_*_blocks`, running and waiting are the state after it."""
+    """One engine step, told with its tokens; with a pipeline, after the next one was launched.
+
+    Counts are of this step; `num_*_blocks`, running and waiting are the state when it is told.
+    """
 
     step_id: int
     start_ns: int
@@ -67,6 +72,8 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_blocks: int  # held for the prefix cache alone, so free to take
     num_total_blocks: int
     outbox_depth: int  # messages to the front end that are not yet with the kernel
+    graph_rows: int  # rows of the CUDA graph that ran, padding included; 0 when none did
+    pipeline_depth: int  # steps that may be launched before the one before them has been read
     phases: PhaseTimes
 
     @property
@@ -140,33 +147,46 @@ class RangeMarker(Protocol):
 
 
 class Phases:
-    """The step's stopwatch: `with phases("launch"):` adds its nanoseconds and, with a marker, opens a range.
-
-    The names are the fields of `PhaseTimes`. One instance serves one engine; `begin` resets it for a new step.
-    """
+    """Makes the stopwatch of each step. One instance serves one engine; with a marker it also opens ranges."""
 
     def __init__(self, marker: RangeMarker | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
         self._marker = marker
+
+    def begin(self, step_id: int) -> "Stopwatch":
+        return Stopwatch(step_id, self.clock, self._marker)
+
+
+class Stopwatch:
+    """One step's times: `with watch("launch"):` adds its nanoseconds and, with a marker, opens a range.
+
+    The names are the fields of `PhaseTimes`. A class and no generator, which would cost several times as much.
+    """
+
+    __slots__ = ("_clock", "_elapsed", "_marker", "_open", "start_ns", "step_id")
+
+    def __init__(self, step_id: int, clock: Callable[[], int], marker: RangeMarker | None) -> None:
+        self.step_id = step_id
+        self.start_ns = clock()
+        self._clock = clock
+        self._marker = marker
         self._elapsed: dict[str, int] = {}
-        self._step_id = 0
+        self._open: list[tuple[str, int]] = []  # phases begun and not ended, and when
 
-    def begin(self, step_id: int) -> None:
-        self._step_id = step_id
-        self._elapsed.clear()
+    def __call__(self, name: str) -> Self:
+        """The phase begins here; the `with` that follows ends it."""
+        if self._marker is not None:
+            self._marker.push(name, self.step_id)
+        self._open.append((name, self._clock()))
+        return self
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        marker = self._marker
-        if marker is not None:
-            marker.push(name, self._step_id)
-        start = self.clock()
-        try:
-            yield
-        finally:
-            self._elapsed[name] = self._elapsed.get(name, 0) + self.clock() - start
-            if marker is not None:
-                marker.pop()
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        name, begin_ns = self._open.pop()
+        self._elapsed[name] = self._elapsed.get(name, 0) + self._clock() - begin_ns
+        if self._marker is not None:
+            self._marker.pop()
 
     def times(self) -> PhaseTimes:
         return PhaseTimes(**self._elapsed)

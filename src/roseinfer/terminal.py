@@ -14,7 +14,7 @@ from roseinfer.errors import ConfigError, RequestError
 from roseinfer.llm import LLM
 from roseinfer.messages import SamplingParams
 from roseinfer.progress import show_loading
-from roseinfer.server.chat_template import ChatTemplate
+from roseinfer.server.chat_template import ChatTemplate, read_chosen_template
 
 _DEFAULT_MAX_TOKENS = 256
 _HELP = """\
@@ -67,10 +67,14 @@ def chat(config: Config, system: str | None, sampling: Sampling) -> int:
     with suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
 
+    chosen = read_chosen_template(config.server.chat_template)
     with start(config) as llm:
-        template = ChatTemplate.load(Path(llm.info.checkpoint_dir))
+        template = ChatTemplate.load(Path(llm.info.checkpoint_dir), chosen)
         if template is None:
-            raise ConfigError("has no chat template; `roseinfer generate` continues plain text", param="model.path")
+            raise ConfigError(
+                "has no chat template: give one with --chat-template; `roseinfer generate` continues plain text",
+                param="model.path",
+            )
         opening = [] if system is None else [{"role": "system", "content": system}]
         messages = list(opening)
         _note(f"{llm.config.served_model_name}; /help lists the commands")

@@ -6,6 +6,7 @@ starts the same way wherever it runs.
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -26,7 +27,9 @@ from roseinfer.engine.engine import Engine
 from roseinfer.engine.link import EngineLink
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
+from roseinfer.gc_pauses import GcPauses
 from roseinfer.messages import StartupProgress
+from roseinfer.model import memory
 from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.nvtx import make_marker
@@ -67,9 +70,11 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     limits = config.scheduler.limits
     clock = _StartupClock(on_progress)
     clock.enter(LifecycleState.LOADING, "import", "importing torch")
+    memory.prefer_huge_pages()
     from roseinfer.model.runner import load_runner
 
     runner = load_runner(config, limits.max_active_seqs, clock.enter)
+    memory.keep_freed_memory()
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
     runner.warm_up(limits.max_num_batched_tokens)
     clock.stop()
@@ -81,7 +86,8 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
         max_model_len=info.max_model_len,
         eos_token_ids=tuple(info.eos_token_ids),
     )
-    return Engine(scheduler, runner, Phases(make_marker(enabled=config.observe.nvtx)), info)
+    phases = Phases(make_marker(enabled=config.observe.nvtx))
+    return Engine(scheduler, runner, phases, info, config.runner.pipeline_depth)
 
 
 def build_transport(config: Config) -> Transport:
@@ -136,7 +142,10 @@ def serve(config: Config) -> int:
     from roseinfer.server import lifecycle
 
     output = logs.configure(config.observe, sys.stderr)
-    metrics = Metrics(config.served_model_name, __version__, CollectorRegistry(), lambda: output.num_dropped)
+    gc_pauses = GcPauses()
+    metrics = Metrics(
+        config.served_model_name, __version__, CollectorRegistry(), lambda: output.num_dropped, gc_pauses.take
+    )
     client = build_client(config, [metrics, logs.Logs(config.observe.log_summary_interval_s)])
 
     async def handle_metrics(request: web.Request) -> web.Response:
@@ -145,9 +154,12 @@ def serve(config: Config) -> int:
 
     def on_ready(url: str) -> None:
         metrics.set_engine_info(client.info)
+        gc.collect()
+        gc.freeze()  # what start-up made lives for ever: later collections need not walk it
         _log.info("ready on %s", url, extra=msgspec.structs.asdict(client.info))
 
     try:
-        return asyncio.run(lifecycle.run(config, client, client.observer, handle_metrics, on_ready))
+        with gc_pauses:
+            return asyncio.run(lifecycle.run(config, client, client.observer, handle_metrics, on_ready))
     finally:
         output.close()

@@ -33,6 +33,7 @@ def test_one_streamed_request_is_counted_once_everywhere(start_server: StartServ
     assert samples['roseinfer_requests_total{finish_reason="length"}'] == 1
     assert samples['roseinfer_requests_total{finish_reason="rejected"}'] == 1
     assert samples['roseinfer_requests_rejected_total{code="invalid_value"}'] == 1
+    assert samples["roseinfer_gc_pause_seconds_count"] >= 1  # the one that ends the start-up
     first_token = samples["roseinfer_time_to_first_token_seconds_sum"]
     named = ["receive", "tokenize", "submit_lag", "queue_wait", "prefill"]
     assert 0 < sum(samples[f"roseinfer_{name}_seconds_sum"] for name in named) < first_token

@@ -1,7 +1,8 @@
 """An `LLM` without a model: the real scheduler over the fake runner, in a thread, and one token for each character."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -73,3 +74,11 @@ def greedy(max_tokens: int, **params: object) -> SamplingParams:
 def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
     """What the fake engine says, whatever runs beside it."""
     return run_alone(make_request("alone", prompt, max_tokens=max_tokens))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -143,6 +143,17 @@ def test_cuda_graph_is_not_claimed(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.count("warning: --cuda-graph") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"), [("", "off"), ("--cuda-graph", "startup"), ("--runner.cuda-graphs lazy", "lazy")]
+)
+def test_without_the_flag_no_graph_is_captured(
+    flags: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "report.json"
+    report_of(capsys, f"streaming --num-requests 1 --max-new-tokens 1 --warmup-runs 0 --json {file} {flags}")
+    assert json.loads(file.read_text())["settings"]["config"]["runner"]["cuda_graphs"] == expected
+
+
 def test_scheduler_online_has_latency(capsys: pytest.CaptureFixture[str]) -> None:
     lines = report_of(
         capsys, "scheduler --prompt Hello --num-requests 2 --max-new-tokens 4 --mode online --no-stop-on-eos"

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from roseinfer.messages import Request, SamplingParams, TokenLogprobs, TokenOutput
+from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenLogprobs, TokenOutput
 from roseinfer.records import FinishReason
 from tests.unit.server.harness import (
     BOS,
@@ -141,6 +141,16 @@ async def test_fields_that_ask_for_nothing_are_accepted(nothing: dict[str, Any])
     async with serving(ScriptedEngine(says("a"))) as server:
         assert (await server.complete(**nothing)).status == 200
     assert server.engine.requests[0].params == SamplingParams(seed=server.engine.requests[0].params.seed)
+
+
+async def test_what_a_request_leaves_out_is_the_models_and_what_it_says_wins() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05)
+    async with serving(ScriptedEngine(says("x"), engine_info(sampling_defaults=defaults))) as server:
+        await server.complete()
+        await server.chat(temperature=0, top_k=0)
+        await server.complete(temperature=1.5, top_k=3, top_p=1, min_p=0)
+    chosen = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (r.params for r in server.engine.requests)]
+    assert chosen == [(0.6, 20, 0.95, 0.05), (0, 0, 0.95, 0.05), (1.5, 3, 1, 0)]
 
 
 async def test_a_tiny_temperature_is_greedy_and_a_large_top_k_keeps_all() -> None:

@@ -288,6 +288,23 @@ async def test_an_api_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
     assert caught.value.param == "server.api_key_file"
 
 
+async def test_a_chat_template_that_is_missing_is_named_before_the_engine_starts(tmp_path: Path) -> None:
+    config = ServerConfig(port=0, ops_port=0, chat_template=str(tmp_path / "mine.jinja"))
+    with pytest.raises(ConfigError) as caught:
+        await lifecycle.run(Config(server=config), ScriptedEngine(), Listener(), metrics_handler, lambda _: None)
+    assert caught.value.param == "server.chat_template"
+
+
+async def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("mine: {{ messages[0].content }}")
+    async with running(tmp_path, chat_template=str(tmp_path / "mine.jinja")) as server:
+        await server.until("/readyz", 200)
+        server.engine.reply = says("x")
+        messages = [{"role": "user", "content": "Hi"}]
+        assert await server.status("/v1/chat/completions", json={"messages": messages}) == 200
+    assert bytes(server.engine.requests[0].prompt_token_ids) == b"mine: Hi"
+
+
 async def test_a_checkpoint_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     engine = ScriptedEngine(info=engine_info(checkpoint_dir=str(tmp_path)))
     error = await start_error(ServerConfig(port=0, ops_port=0), engine)

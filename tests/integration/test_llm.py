@@ -3,8 +3,7 @@
 import math
 import re
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, closing
 from itertools import islice
 from pathlib import Path
@@ -26,17 +25,9 @@ from roseinfer.errors import (
     RequestTimeout,
 )
 from roseinfer.llm import LLM
-from roseinfer.messages import Request, SamplingParams, TokenOutput
+from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
-from tests.integration.fake_llm import expected_tokens, greedy, text_of, use_fake_engine, write_tokenizer
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.integration.fake_llm import expected_tokens, greedy, text_of, until, use_fake_engine, write_tokenizer
 
 
 @pytest.fixture
@@ -69,6 +60,23 @@ def test_a_stream_is_the_text_of_the_engines_tokens(llm: LLM) -> None:
     assert [token for piece in pieces for token in piece] == tokens
     done = llm.result(llm.submit(prompt, greedy(20)))
     assert (done.text, done.token_ids, done.finish_reason) == (text_of(tokens), tokens, FinishReason.LENGTH)
+
+
+def test_without_parameters_the_models_own_are_taken(
+    llm: LLM, engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[SamplingParams] = []
+    generate = engines[0].generate
+
+    def recording(requests: Sequence[Request], timelines: Sequence[RequestTimeline]) -> object:
+        taken.extend(request.params for request in requests)
+        return generate(requests, timelines)
+
+    monkeypatch.setattr(engines[0], "generate", recording)
+    llm.info = msgspec.structs.replace(llm.info, sampling_defaults=SamplingDefaults(temperature=0.6, top_k=20))
+    llm.generate(["Hello"])
+    llm.generate(["Hello"], SamplingParams(temperature=0.5))
+    assert taken == [SamplingParams(temperature=0.6, top_k=20), SamplingParams(temperature=0.5)]
 
 
 def test_generate_keeps_the_order_of_mixed_prompts(llm: LLM) -> None:

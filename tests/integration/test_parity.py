@@ -1,55 +1,128 @@
-"""Our models against `transformers`, on small random checkpoints: the same logits, the same greedy tokens."""
+"""Our models against `transformers`, on small random checkpoints: the same logits, the same greedy tokens.
+
+Every checkpoint is written by `save_pretrained` and read as a server reads it. In float32 the two differ by rounding
+alone: no logit by more than `TOLERANCE`, of logits that go up to about 10.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from roseinfer.config import Config, ModelConfig, RunnerConfig
+from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
+from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.runner import ModelRunner, load_runner
+from tests.conftest import BuiltKernels
+
+NUM_TOKENS = 64
+TOLERANCE = 1e-4
 
 # Weights wider than a model is born with, so that no two logits are nearly equal and greedy has no ties.
-GPT2_CONFIGS = {
-    "gpt2": GPT2Config(vocab_size=211, n_positions=256, n_embd=64, n_layer=3, n_head=4, initializer_range=0.2),
-    "gpt2-one-head": GPT2Config(vocab_size=97, n_positions=200, n_embd=32, n_layer=2, n_head=1, initializer_range=0.3),
+GPT2 = {"vocab_size": 211, "n_positions": 150, "n_embd": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.2}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 144,
+    "initializer_range": 0.2,
+}
+SMALL = {"vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 2}
+ROPE = {"rope_theta": 500.0, "original_max_position_embeddings": 50, "factor": 4.0}
+CONFIGS = {
+    "gpt2": GPT2Config(**GPT2),
+    "gpt2-one-head": GPT2Config(**GPT2 | {"vocab_size": 97, "n_embd": 32, "n_head": 1, "initializer_range": 0.3}),
     "gpt2-untied-gelu": GPT2Config(
-        vocab_size=150,
-        n_positions=256,
-        n_embd=96,
-        n_layer=2,
-        n_head=2,
+        **GPT2 | {"vocab_size": 150, "n_embd": 96, "n_layer": 2, "n_head": 2},
         n_inner=200,
         activation_function="gelu",
         tie_word_embeddings=False,
         layer_norm_epsilon=1e-3,
-        initializer_range=0.2,
+    ),
+    "llama": LlamaConfig(**LLAMA),
+    "llama-biases-tied": LlamaConfig(
+        **LLAMA | SMALL | {"num_key_value_heads": 4},
+        head_dim=32,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-3,
+    ),
+    "llama-llama3-rope": LlamaConfig(
+        **LLAMA, rope_parameters=ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    ),
+    "llama-yarn": LlamaConfig(**LLAMA, rope_parameters=ROPE | {"rope_type": "yarn"}),
+    "llama-linear": LlamaConfig(**LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}),
+    "llama-dynamic": LlamaConfig(
+        **LLAMA | SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+    ),
+    "mistral-window": MistralConfig(**LLAMA | {"num_key_value_heads": 1}, sliding_window=37),
+    "mistral": MistralConfig(**LLAMA | {"num_key_value_heads": 4}, sliding_window=None),
+    "qwen2-tied": Qwen2Config(**LLAMA, tie_word_embeddings=True),
+    "qwen2-windows": Qwen2Config(**LLAMA, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": Qwen3Config(**LLAMA, head_dim=32),
+    "qwen3-windows-biases": Qwen3Config(
+        **LLAMA,
+        head_dim=24,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
 }
-NUM_TOKENS = 64
-TOLERANCE = 1e-4
+MODELS: dict[type, type[PreTrainedModel]] = {
+    GPT2Config: GPT2LMHeadModel,
+    LlamaConfig: LlamaForCausalLM,
+    MistralConfig: MistralForCausalLM,
+    Qwen2Config: Qwen2ForCausalLM,
+    Qwen3Config: Qwen3ForCausalLM,
+}
 
 
-@pytest.fixture(params=GPT2_CONFIGS, scope="module")
+@pytest.fixture(params=CONFIGS, scope="module")
 def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = GPT2_CONFIGS[request.param]
+    config = CONFIGS[request.param]
     config.bos_token_id = config.eos_token_id = None
-    model = GPT2LMHeadModel(config).eval()
+    model = MODELS[type(config)](config).eval()
     for parameter in model.parameters():  # biases and norms are born at 0 and 1, where a mistake would not show
         if parameter.dim() == 1:
             parameter.data += torch.randn(parameter.shape) * 0.2
     return model
 
 
+def load(reference: PreTrainedModel, directory: Path, **runner: Any) -> ModelRunner:
+    reference.save_pretrained(directory, max_shard_size="150KB")  # in several files, all but the smallest
+    config = Config(
+        model=ModelConfig(path=str(directory), dtype="float32"),
+        cache=CacheConfig(num_blocks=16),
+        runner=RunnerConfig(device="cpu", num_threads=1, **({"kernels": "off"} | runner)),
+    )
+    return load_runner(config, 1, lambda *_: None)
+
+
 @pytest.fixture
 def runner(reference: PreTrainedModel, tmp_path: Path) -> ModelRunner:
-    reference.save_pretrained(tmp_path)
-    model = ModelConfig(path=str(tmp_path), dtype="float32")
-    return load_runner(Config(model=model, runner=RunnerConfig(device="cpu", num_threads=1)), 1, lambda *_: None)
+    return load(reference, tmp_path)
 
 
 def batch_of(start: int, token_ids: list[int]) -> ScheduledBatch:
@@ -67,36 +140,54 @@ def batch_of(start: int, token_ids: list[int]) -> ScheduledBatch:
     )
 
 
+def prompt_of(reference: PreTrainedModel, length: int) -> list[int]:
+    prompt: list[int] = np.random.default_rng(3).integers(0, reference.config.vocab_size, length).tolist()
+    return prompt
+
+
 @torch.inference_mode()
 def greedy(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Each token from the whole text before it, without a cache."""
     token_ids = list(prompt)
     for _ in range(NUM_TOKENS):
-        token_ids.append(int(reference(torch.tensor([token_ids])).logits[0, -1].argmax()))
+        token_ids.append(int(reference(torch.tensor([token_ids]), logits_to_keep=1).logits[0, -1].argmax()))
     return token_ids
 
 
-@pytest.mark.parametrize("prompt_length", [1, 100])
-def test_logits_and_greedy_tokens(reference: PreTrainedModel, runner: ModelRunner, prompt_length: int) -> None:
-    vocab_size = reference.config.vocab_size
-    prompt = np.random.default_rng(3).integers(0, vocab_size, prompt_length).tolist()
+def test_greedy_tokens(reference: PreTrainedModel, runner: ModelRunner) -> None:
+    prompt = prompt_of(reference, 70)
     expected = greedy(reference, prompt)
-    logits = reference(torch.tensor([expected])).logits[0].detach()
-    gaps = logits.topk(2).values.diff().abs()
-    assert float(gaps[prompt_length - 1 : -1].min()) > 2 * TOLERANCE, "greedy nearly ties: widen the weights"
+    gaps = reference(torch.tensor([expected])).logits[0].detach().topk(2).values.diff().abs()
+    assert float(gaps[len(prompt) - 1 : -1].min()) > 2 * TOLERANCE, "greedy nearly ties: widen the weights"
     ours, position, step = list(prompt), 0, prompt
     while len(ours) < len(expected):
-        row = runner.logits(batch_of(position, step))
-        torch.testing.assert_close(row[0], logits[position + len(step) - 1], atol=TOLERANCE, rtol=0)
         sampled = runner.launch(batch_of(position, step)).wait().token_ids.tolist()
         position, step = position + len(step), sampled
         ours += sampled
     assert ours == expected
 
 
-def test_every_position_of_a_prompt(reference: PreTrainedModel, runner: ModelRunner) -> None:
-    """All prefixes, one token a step, so that each of the model's positions is compared."""
-    length = runner.info.max_model_len
-    prompt = np.random.default_rng(4).integers(0, reference.config.vocab_size, length).tolist()
+def test_logits_at_every_position(reference: PreTrainedModel, runner: ModelRunner) -> None:
+    """All prefixes of a text as long as the model allows, one token a step; then a prompt at once."""
+    prompt = prompt_of(reference, runner.info.max_model_len)
     expected = reference(torch.tensor([prompt])).logits[0].detach()
     rows = [runner.logits(batch_of(position, [token_id]))[0] for position, token_id in enumerate(prompt)]
+    rows[99] = runner.logits(batch_of(0, prompt[:100]))[0]
     torch.testing.assert_close(torch.stack(rows), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_with_compiled_kernels(reference: PreTrainedModel, tmp_path: Path, built_kernels: BuiltKernels) -> None:
+    """At the highest level of this processor: a prompt in pieces, then token by token."""
+    level = levels_here()[-1].name
+    runner = load(reference, tmp_path, kernels=level, kernels_dir=str(built_kernels(level)))
+    assert runner.info.kernels == level
+    prompt = prompt_of(reference, 144)
+    expected = reference(torch.tensor([prompt])).logits[0].detach()
+    for start, end in ((0, 90), (90, 136), *((i, i + 1) for i in range(136, 144))):
+        row = runner.logits(batch_of(start, prompt[start:end]))[0]
+        torch.testing.assert_close(row, expected[end - 1], atol=TOLERANCE, rtol=0)
+
+
+def test_parameters_are_counted_once(reference: PreTrainedModel, runner: ModelRunner) -> None:
+    assert runner.info.model_type == reference.config.model_type
+    assert runner.info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())

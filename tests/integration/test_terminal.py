@@ -105,3 +105,18 @@ def test_chat_command_needs_a_template(
     use_fake_engine(monkeypatch, tmp_path)
     assert main(["chat"]) == 2
     assert "has no chat template" in capsys.readouterr().err
+
+
+def test_chat_command_takes_a_template_from_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path, chat_template=None)
+    use_fake_engine(monkeypatch, tmp_path)
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    file = str(tmp_path / "mine.jinja")
+    assert main(["chat", "--chat-template", file, "--temperature", "0", "--max-tokens", "9"]) == 0
+    prompt = [ord(char) - 0x20 for char in "Hi!"]
+    assert capsys.readouterr().out == text_of(expected_tokens(prompt, 9)) + "\n"
+    assert main(["chat", "--chat-template", file + "x"]) == 2
+    assert "server.chat_template" in capsys.readouterr().err

@@ -10,7 +10,11 @@ from roseinfer.config_sources import Given
 from roseinfer.flags import Parser, Positive, add_alias, add_config_flags, parser_of, positives
 from roseinfer.messages import Temperature, TokenCount, TopK, TopP
 
-DEFAULTS = {"scheduler.max_num_seqs": Given("8", "the benchmarks' default")}  # the seeds' own, so reports compare
+_SOURCE = "the benchmarks' default"
+DEFAULTS = {  # the seeds' own, so reports compare
+    "scheduler.max_num_seqs": Given("8", _SOURCE),
+    "runner.cuda_graphs": Given("off", _SOURCE),
+}
 
 _Count = Annotated[int, Meta(ge=0)]
 _Milliseconds = Annotated[float, Meta(ge=0, le=3_600_000)]
@@ -114,5 +118,7 @@ def _add_engine(parser: Parser) -> argparse._ArgumentGroup:
     add_alias(group, "--no-prefix-cache", "cache.prefix_caching", "Compute every prompt anew.", const="false")
     add_alias(group, "--nvtx", "observe.nvtx", "Mark the phases of each step for Nsight.", const="true")
     group.add_argument("--paged-attn", action="store_true", help="accepted; attention is always paged here")
-    group.add_argument("--cuda-graph", action="store_true", help="a warning says so where there is no CUDA graph")
+    add_alias(
+        group, "--cuda-graph", "runner.cuda_graphs", "Decode steps as CUDA graphs, captured first.", const="startup"
+    )
     return group

@@ -69,6 +69,11 @@ class Session:
             self.log.clear(progress)
             return replace(measure(prompts, salt), steps=self.log.steps)
 
+    @property
+    def captures_graphs(self) -> bool:
+        """Decode steps are replayed as CUDA graphs, whenever they are captured."""
+        return self.llm.config.runner.cuda_graphs != "off" and self.llm.info.device == "cuda"
+
     def header(self) -> dict[str, Any]:
         """What both reports begin with."""
         return {"Model": self.llm.config.model.path, "Device": self.llm.info.device}
@@ -77,9 +82,12 @@ class Session:
         """The engine and the host, without which no two reports can be compared."""
         info, config = self.llm.info, self.llm.config
         threads = f"{info.num_threads} thread{'s' * (info.num_threads > 1)}, " if info.num_threads else ""
+        runner = config.runner
+        launches = f"graphs {runner.cuda_graphs}, {runner.staging} staging, " if info.device == "cuda" else ""
         return {
-            "Engine": f"{info.dtype}, {info.attention} attention, {config.engine.transport} transport, "
-            f"{info.num_blocks} blocks of {info.block_size}, at most {config.scheduler.max_active_seqs} active",
+            "Engine": f"{info.dtype}, {info.attention} attention, {launches}pipeline depth {runner.pipeline_depth}, "
+            f"{config.engine.transport} transport, {info.num_blocks} blocks of {info.block_size}, "
+            f"at most {config.scheduler.max_active_seqs} active",
             "Host": f"{platform.machine()}, {threads}Python {platform.python_version()}, "
             f"torch {version('torch')}, roseinfer {__version__}",
         }
@@ -97,8 +105,6 @@ class Session:
 @contextmanager
 def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -> Iterator[Session]:
     """The engine, up; `options` go to `LLM`."""
-    if arguments.cuda_graph:
-        sys.stderr.write("warning: --cuda-graph has no effect: this version captures no CUDA graphs\n")
     texts = workload.prompts_of(arguments)
     config = workload.with_all_active(loaded, len(texts))
     log = StepLog()
@@ -106,6 +112,8 @@ def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -
         llm = LLM(config=config, observers=[log], on_progress=on_progress, **options)
     with llm:
         session = Session(arguments, llm, log, texts, [llm.encode(text) for text in texts])
+        if config.runner.cuda_graphs != "off" and not session.captures_graphs:
+            sys.stderr.write(f"warning: --cuda-graph has no effect on the device {llm.info.device}\n")
         session.check_capacity()
         yield session
 

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
             "Tokenize workers": arguments.tokenize_workers,
             "Stream interval": llm.config.server.stream_interval,
             "Paged attention": True,  # always, with the flag and without
-            "CUDA Graph": False,
+            "CUDA Graph": bench.captures_graphs,
             "NVTX": llm.config.observe.nvtx,
             "Requests": arguments.num_requests,
         }

@@ -8,12 +8,14 @@ launched before the host has seen the step before. All other rows bring their to
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from roseinfer.messages import SamplingParams, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
+IndexArray = npt.NDArray[np.intp]  # what numpy indexes with at once; int32 it converts first, at four times the cost
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -31,8 +33,7 @@ class SlotBinding:
     eos_token_ids: tuple[int, ...]  # empty when the request ignores them; barred while min_tokens is not reached
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
+class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
     """One step's work. Arrays have one entry a row unless their shape says otherwise.
 
     The runner reads the arrays during `launch` and keeps none of them: `block_table` is the scheduler's own.
@@ -57,8 +58,7 @@ class ScheduledBatch:
         return self.num_device_rows + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """The outcome of one batch: one entry for each row with `samples`, in row order."""
 
     token_ids: Int32Array
@@ -67,6 +67,10 @@ class SampledTokens:
 
 class Launched(Protocol):
     """A batch on its way through the device."""
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the CUDA graph that runs it, padding included; 0 without one."""
 
     def wait(self) -> SampledTokens:
         """Block until the sampled tokens are on the host. Called once."""
@@ -83,4 +87,7 @@ class Runner(Protocol):
     def vocab_size(self) -> int: ...
 
     def launch(self, batch: ScheduledBatch) -> Launched:
-        """Start computing a batch of at least one row."""
+        """Start computing a batch of at least one row.
+
+        The batch before may not have been waited for. Batches are computed in the order of their launches.
+        """

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from roseinfer.engine.batch import BoolArray, Int32Array
-
 
 class BlockPool:
     """Reference counts and eviction order of `num_blocks` blocks.
@@ -25,8 +23,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
-        self._reference_counts: Int32Array = np.zeros(num_blocks, np.int32)
-        self._is_cached: BoolArray = np.zeros(num_blocks, np.bool_)
+        self._reference_counts = [0] * num_blocks  # lists: a step touches a few of them, one at a time
+        self._is_cached = [False] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what was just used is warm
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the next to be evicted first
 
@@ -47,7 +45,8 @@ class BlockPool:
         """Take `count` blocks, free ones before cached ones, each with one reference."""
         assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
         block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        self._reference_counts[block_ids] = 1
+        for block_id in block_ids:
+            self._reference_counts[block_id] = 1
         return block_ids
 
     def _evict(self) -> int:
@@ -93,7 +92,7 @@ class BlockPool:
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & self._evictable.keys(), "a block is free and cached"
-        unused = set(np.flatnonzero(self._reference_counts == 0).tolist())
+        unused = set(np.flatnonzero(np.array(self._reference_counts) == 0).tolist())
         assert unused == free | self._evictable.keys(), "used + cached + free differs from the total"
         assert all(self._is_cached[block_id] for block_id in self._evictable), "an evictable block is not cached"
         assert not any(self._is_cached[block_id] for block_id in free), "a free block is still marked as cached"

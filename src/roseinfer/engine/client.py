@@ -107,6 +107,7 @@ class _Entry:
     timeline: RequestTimeline
     mailbox: _Mailbox | None = None  # while `generate` runs it
     is_in_engine: bool = False
+    slot: int | None = None  # under which `StepOutput.tokens` tells of it
     is_closed: bool = False
 
 
@@ -121,6 +122,7 @@ class AsyncEngine:
         self._transport = transport
         self._step_timeout_ns = int(step_timeout_s * 1e9)
         self._entries: dict[str, _Entry] = {}
+        self._by_slot: dict[int, _Entry] = {}
         self._num_in_engine = 0
         self._last_progress_ns = 0
         self._info: EngineInfo | None = None
@@ -250,8 +252,17 @@ class AsyncEngine:
         tokens_ns = step.record.tokens_ns
         advanced: list[RequestTimeline] = []
         concluded: list[_Entry] = []
+        for slot, token_id in step.tokens():
+            entry = self._by_slot[slot]
+            entry.timeline.token_ns.append(tokens_ns)
+            advanced.append(entry.timeline)
+            if entry.mailbox is not None:
+                entry.mailbox.put(TokenOutput(entry.timeline.request_id, [token_id]))
         for output in step.outputs:
             entry = self._entries[output.request_id]
+            if output.slot is not None:
+                entry.slot = output.slot
+                self._by_slot[output.slot] = entry
             if output.token_ids:
                 entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
                 advanced.append(entry.timeline)
@@ -273,6 +284,8 @@ class AsyncEngine:
             entry.timeline.finish_reason = finish_reason
         entry.is_in_engine = False
         self._num_in_engine -= 1
+        if entry.slot is not None and self._by_slot[entry.slot] is entry:  # it may have lost the slot to another
+            del self._by_slot[entry.slot]
 
     def _on_death(self, reason: str) -> None:
         self._go_down(EngineDead(reason))

@@ -1,24 +1,43 @@
 """One step, three verbs: schedule, launch, commit. Turns requests into step outputs; never sees text or tensors."""
 
-from roseinfer.engine.batch import Runner
+from collections import deque
+
+import msgspec
+
+from roseinfer.engine.batch import Launched, Runner, ScheduledBatch
 from roseinfer.engine.scheduler import Scheduler
+from roseinfer.engine.steps import NOTHING, Outcome
 from roseinfer.messages import EngineInfo, Request, StepOutput
-from roseinfer.records import Phases, StepRecord
+from roseinfer.records import Phases, StepRecord, Stopwatch
+
+
+class _LaunchedStep(msgspec.Struct, frozen=True, gc=False):
+    batch: ScheduledBatch
+    launched: Launched
+    watch: Stopwatch
 
 
 class Engine:
-    """A scheduler, a runner and a stopwatch. Owned by one loop; nothing here has a lock."""
+    """A scheduler, a runner and a stopwatch. Owned by one loop; nothing here has a lock.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, phases: Phases, info: EngineInfo) -> None:
+    With a `pipeline_depth` of 1 the next step is launched before the result of the one before is read, so the device
+    goes on while the host tells of the tokens and schedules.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, phases: Phases, info: EngineInfo, pipeline_depth: int = 0
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.phases = phases
         self.info = info
-        self._step_id = 0
+        self.pipeline_depth = pipeline_depth
+        self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first
+        self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
-        """A step would do something: run a sequence, or tell of one that was aborted."""
+        """A step would do something: run a sequence, read a launched step, or tell of a request that was aborted."""
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
@@ -28,33 +47,46 @@ class Engine:
         self.scheduler.abort(request_id)
 
     def step(self, outbox_depth: int = 0) -> StepOutput:
-        """Advance every sequence that has its turn. `outbox_depth` is only written into the record."""
-        scheduler, phases = self.scheduler, self.phases
-        self._step_id += 1
-        phases.begin(self._step_id)
-        start_ns = phases.clock()
-        with phases("schedule"):
-            batch = scheduler.schedule(self._step_id, start_ns)
-        outputs = []
-        tokens_ns = start_ns
-        if batch is not None:
-            with phases("launch"):
-                launched = self.runner.launch(batch)
-            with phases("wait"):
-                sampled = launched.wait()
-            tokens_ns = phases.clock()
-            with phases("commit"):
-                outputs = scheduler.commit(batch, sampled)
-        num_generated_tokens = len(outputs)
-        outputs += scheduler.take_ended()
-        return StepOutput(outputs, self._record(start_ns, tokens_ns, num_generated_tokens, outbox_depth))
+        """Launch as far as the pipeline goes, then read the oldest step: one output tells of one step.
 
-    def _record(self, start_ns: int, tokens_ns: int, num_generated_tokens: int, outbox_depth: int) -> StepRecord:
+        `outbox_depth` is only written into the record.
+        """
+        watch = self._fill_pipeline()
+        if not self._pipeline:  # nothing could run: a step all the same, which may tell of aborted requests
+            self._num_steps += 1
+            return self._tell(NOTHING, watch, watch.start_ns, 0, outbox_depth)
+        step = self._pipeline.popleft()
+        with step.watch("wait"):
+            sampled = step.launched.wait()
+        tokens_ns = self.phases.clock()
+        with step.watch("commit"):
+            outcome = self.scheduler.commit(step.batch, sampled)
+        return self._tell(outcome, step.watch, tokens_ns, step.launched.graph_rows, outbox_depth)
+
+    def _fill_pipeline(self) -> Stopwatch:
+        """Schedule and launch until the pipeline is full or nothing can run; the stopwatch of the last attempt."""
+        while True:
+            watch = self.phases.begin(self._num_steps + 1)
+            with watch("schedule"):
+                batch = self.scheduler.schedule(watch.step_id, watch.start_ns)
+            if batch is None:
+                return watch
+            with watch("launch"):
+                launched = self.runner.launch(batch)
+            self._num_steps += 1
+            self._pipeline.append(_LaunchedStep(batch, launched, watch))
+            if len(self._pipeline) > self.pipeline_depth:
+                return watch
+
+    def _tell(
+        self, outcome: Outcome, watch: Stopwatch, tokens_ns: int, graph_rows: int, outbox_depth: int
+    ) -> StepOutput:
         scheduler = self.scheduler
+        outputs = outcome.outputs + scheduler.take_ended()
         counts, pool = scheduler.counts, scheduler.residency.pool
-        return StepRecord(
-            step_id=self._step_id,
-            start_ns=start_ns,
+        record = StepRecord(
+            step_id=watch.step_id,
+            start_ns=watch.start_ns,
             tokens_ns=tokens_ns,
             end_ns=self.phases.clock(),
             num_running=scheduler.num_running,
@@ -62,7 +94,7 @@ class Engine:
             num_decode_seqs=counts.num_decode_seqs,
             num_prefill_seqs=counts.num_prefill_seqs,
             num_prefill_tokens=counts.num_prefill_tokens,
-            num_generated_tokens=num_generated_tokens,
+            num_generated_tokens=outcome.num_tokens,
             num_not_selected=counts.num_not_selected,
             num_preemptions=counts.num_preemptions,
             num_finished=counts.num_finished,
@@ -72,8 +104,11 @@ class Engine:
             num_cached_blocks=pool.num_cached,
             num_total_blocks=pool.num_blocks,
             outbox_depth=outbox_depth,
-            phases=self.phases.times(),
+            graph_rows=graph_rows,
+            pipeline_depth=self.pipeline_depth,
+            phases=watch.times(),
         )
+        return StepOutput(outcome.slots, outcome.token_ids, outputs, record)
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()

@@ -3,25 +3,36 @@
 It writes every token id into the slot of its "KV cache" that the block table names, and computes the next token from
 all it reads back through the table. So a wrong block, a lost token or a stale prefix changes the output, just as in a
 real model, and two schedules of one request agree only if both kept their blocks right.
+
+It computes as late as it can: nothing before somebody waits, and then batch after batch in the order of the launches,
+like a device that lags behind its host. So a step that is scheduled before the one in front of it was read gets no
+help from that one having happened already.
 """
 
 import hashlib
 import time
-from dataclasses import dataclass
+from collections import deque
 
 import numpy as np
+from msgspec.structs import replace
 
 from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.messages import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
 class _FakeLaunched:
-    sampled: SampledTokens
-    ready_at: float
+    graph_rows = 0
+
+    def __init__(self, runner: "FakeRunner", batch: ScheduledBatch, ready_at: float) -> None:
+        self.batch = batch
+        self.ready_at = ready_at
+        self.sampled: SampledTokens | None = None  # None until it has been computed
+        self._runner = runner
 
     def wait(self) -> SampledTokens:
+        self._runner.compute_until(self)
         time.sleep(max(0.0, self.ready_at - time.monotonic()))
+        assert self.sampled is not None
         return self.sampled
 
 
@@ -43,6 +54,8 @@ class FakeRunner:
         self._memory: Int32Array = np.full(num_blocks * block_size, -1, np.int32)
         self._last_token: Int32Array = np.full(num_slots, -1, np.int32)
         self._bindings: dict[int, SlotBinding] = {}
+        self._launched: deque[_FakeLaunched] = deque()  # those not computed yet
+        self._ready_at = 0.0  # of the batch launched last
         self.latency_s = latency_s
         self.latency_per_token_s = latency_per_token_s
 
@@ -51,6 +64,19 @@ class FakeRunner:
         return self._vocab_size
 
     def launch(self, batch: ScheduledBatch) -> _FakeLaunched:
+        delay_s = self.latency_s + self.latency_per_token_s * batch.num_tokens
+        self._ready_at = max(self._ready_at, time.monotonic()) + delay_s
+        launched = _FakeLaunched(self, replace(batch, block_table=batch.block_table.copy()), self._ready_at)
+        self._launched.append(launched)
+        return launched
+
+    def compute_until(self, launched: _FakeLaunched) -> None:
+        """Compute what was launched up to and with this batch."""
+        while launched.sampled is None:
+            oldest = self._launched.popleft()
+            oldest.sampled = self._compute(oldest.batch)
+
+    def _compute(self, batch: ScheduledBatch) -> SampledTokens:
         for binding in batch.bindings:
             self._bindings[binding.slot] = binding
         token_ids = np.concatenate([self._last_token[batch.slots[: batch.num_device_rows]], batch.token_ids])
@@ -69,10 +95,8 @@ class FakeRunner:
                 sampled.append(token_id)
                 is_asked = self._bindings[slot].params.num_logprobs is not None
                 logprobs.append(TokenLogprobs(-1.0, 1, [token_id], [-1.0]) if is_asked else None)
-        delay_s = self.latency_s + self.latency_per_token_s * batch.num_tokens
         has_logprobs = any(entry is not None for entry in logprobs)
-        result = SampledTokens(np.array(sampled, np.int32), logprobs if has_logprobs else None)
-        return _FakeLaunched(result, time.monotonic() + delay_s)
+        return SampledTokens(np.array(sampled, np.int32), logprobs if has_logprobs else None)
 
     def _places(self, block_ids: Int32Array, num_tokens: int) -> Int32Array:
         """Where the first `num_tokens` tokens of a sequence lie in memory."""

@@ -9,6 +9,8 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from roseinfer.engine.batch import Int32Array
 from roseinfer.engine.block_pool import BlockPool
 
@@ -19,11 +21,10 @@ class BlockChain:
 
     root: bytes
     digests: list[bytes] = field(default_factory=list)
-    contents: list[bytes] = field(default_factory=list)  # the token ids of each block as little-endian int32
+    contents: list[bytes] = field(default_factory=list)  # the token ids of each block as int32
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedBlock:
+class _CachedBlock(msgspec.Struct, frozen=True, gc=False):  # one a block: the collector need not walk them
     block_id: int
     parent: bytes
     content: bytes
@@ -50,12 +51,15 @@ class PrefixCache:
         """Bring the chain up to the full blocks of `token_ids`, of which it has seen a prefix before."""
         if not self.is_enabled:
             return
-        size = self.block_size
-        for index in range(len(chain.digests), len(token_ids) // size):
-            content = token_ids[index * size : (index + 1) * size].astype("<i4").tobytes()
-            parent = chain.digests[-1] if chain.digests else chain.root
-            chain.digests.append(hashlib.sha256(parent + content).digest())
-            chain.contents.append(content)
+        digests, contents = chain.digests, chain.contents
+        tail = token_ids[len(digests) * self.block_size :].tobytes()
+        size = self.block_size * token_ids.itemsize
+        digest = digests[-1] if digests else chain.root
+        for start in range(0, len(tail) - size + 1, size):
+            content = tail[start : start + size]
+            digest = hashlib.sha256(digest + content).digest()
+            digests.append(digest)
+            contents.append(content)
 
     def match(self, chain: BlockChain, max_blocks: int) -> list[int]:
         """The longest run of cached blocks, from the first on, that holds the chain's tokens; at most `max_blocks`."""
@@ -69,15 +73,17 @@ class PrefixCache:
             parent = digest
         return block_ids
 
-    def publish(self, chain: BlockChain, index: int, block_id: int) -> None:
-        """Block `index` of the chain is now computed, in `block_id`. An equal block published earlier stays."""
-        digest = chain.digests[index]
-        self._pending.pop(digest, None)
-        if digest not in self._blocks:
-            parent = chain.digests[index - 1] if index else chain.root
-            self._blocks[digest] = _CachedBlock(block_id, parent, chain.contents[index])
-            self._digest_of[block_id] = digest
-            self.pool.mark_cached(block_id)
+    def publish(self, chain: BlockChain, start: int, block_ids: list[int]) -> None:
+        """Blocks `start`.. of the chain are now computed, in `block_ids`. An equal block published earlier stays."""
+        digests = chain.digests
+        for index, block_id in enumerate(block_ids, start):
+            digest = digests[index]
+            self._pending.pop(digest, None)
+            if digest not in self._blocks:
+                parent = digests[index - 1] if index else chain.root
+                self._blocks[digest] = _CachedBlock(block_id, parent, chain.contents[index])
+                self._digest_of[block_id] = digest
+                self.pool.mark_cached(block_id)
 
     def _forget(self, block_id: int) -> None:
         del self._blocks[self._digest_of.pop(block_id)]

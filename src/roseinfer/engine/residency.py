@@ -3,8 +3,10 @@
 The memory side of the scheduler. Knows blocks, slots and prefixes; nothing of budgets, turns or steps.
 """
 
+from bisect import insort
+
 from roseinfer.config import CacheConfig
-from roseinfer.engine.batch import Int32Array
+from roseinfer.engine.batch import IndexArray
 from roseinfer.engine.prefix_cache import BlockChain, PrefixCache
 from roseinfer.engine.sequence import Sequence, SequenceStatus, SlotTable
 
@@ -61,40 +63,38 @@ class Residency:
         sequence.num_published_blocks = len(matched)
         sequence.num_announced_blocks = len(sequence.chain.digests)
         self.prefix_cache.announce(sequence.chain, len(matched), len(sequence.chain.digests))
-        self.sequences.append(sequence)
-        self.sequences.sort(key=lambda resident: resident.age)
+        insort(self.sequences, sequence, key=lambda resident: resident.age)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take slot and blocks back, and what was announced and will not be computed."""
+        """Take slot and blocks back, and what was announced and will not be computed.
+
+        What it generated is published here, all at once: while it ran nobody could ask for it, short of a twin.
+        """
+        self.publish(sequence, int(self.table.num_computed[sequence.slot]))
         self.prefix_cache.withdraw(sequence.chain, sequence.num_published_blocks, sequence.num_announced_blocks)
         self.sequences.remove(sequence)
         self.pool.release(self.table.unbind(sequence))
 
-    def find_full(self, slots: Int32Array) -> Int32Array:
+    def find_full(self, slots: IndexArray) -> list[int]:
         """Those of the slots whose last block is full, so that the next token needs a new one."""
-        full: Int32Array = slots[self.table.num_computed[slots] == self.table.blocks.lengths[slots] * self.block_size]
+        full: list[int] = slots[self.table.num_computed[slots] == self.table.blocks.capacities[slots]].tolist()
         return full
 
-    def grow(self, slots: Int32Array) -> None:
+    def grow(self, slots: list[int]) -> None:
         """Give each of the slots one more block. The pool must have as many."""
         if len(slots):
             self.table.blocks.append(slots, self.pool.allocate(len(slots)))
 
-    def advance(self, slots: Int32Array, starts: Int32Array, num_new_tokens: Int32Array) -> None:
-        """The tokens are in the KV cache now: count them, and publish every block that became full."""
-        table = self.table
-        ends = starts + num_new_tokens
-        table.num_computed[slots] = ends
-        if not self.prefix_cache.is_enabled:
+    def publish(self, sequence: Sequence, num_computed: int) -> None:
+        """The first `num_computed` tokens of a resident are in its KV cache: let others find the blocks they fill."""
+        num_full, start = num_computed // self.block_size, sequence.num_published_blocks
+        if num_full <= start or not self.prefix_cache.is_enabled:
             return
-        for slot in slots[ends // self.block_size > starts // self.block_size].tolist():
-            sequence = table.owner(slot)
-            num_full = int(table.num_computed[slot]) // self.block_size
-            self.prefix_cache.extend(sequence.chain, table.known_tokens(slot)[: num_full * self.block_size])
-            for index in range(sequence.num_published_blocks, num_full):
-                self.prefix_cache.publish(sequence.chain, index, int(table.blocks.ids[slot, index]))
-            sequence.num_published_blocks = num_full
-            sequence.num_announced_blocks = max(num_full, sequence.num_announced_blocks)
+        table, slot = self.table, sequence.slot
+        self.prefix_cache.extend(sequence.chain, table.token_ids[slot, : num_full * self.block_size])
+        self.prefix_cache.publish(sequence.chain, start, table.blocks.ids[slot, start:num_full].tolist())
+        sequence.num_published_blocks = num_full
+        sequence.num_announced_blocks = max(num_full, sequence.num_announced_blocks)
 
     def check_integrity(self) -> None:
         """Assert that sequences, slots and blocks agree."""
@@ -104,9 +104,9 @@ class Residency:
         assert len(self.sequences) + table.num_free == len(table.owners), "a slot is lost"
         for sequence in self.sequences:
             slot = sequence.slot
-            assert sequence.status in {SequenceStatus.PREFILLING, SequenceStatus.DECODING}
+            assert sequence.status is not SequenceStatus.WAITING
             assert table.owners[slot] is sequence, f"slot {slot} has another owner"
             assert table.num_computed[slot] < table.num_tokens[slot] <= table.max_tokens[slot]
-            assert table.num_computed[slot] <= table.blocks.lengths[slot] * self.block_size
+            assert table.num_computed[slot] <= table.blocks.capacities[slot]
         if not self.sequences:
             assert not self.prefix_cache.num_pending, "blocks are announced that nobody computes"

@@ -2,39 +2,32 @@
 
 One token budget a step: first one token for each decoding sequence, then the next chunk of prompts being prefilled,
 then newcomers. Knows sequences and counts; never sees text, tensors or a clock of its own.
+
+Counts grow when a step is scheduled, token ids are filled in when it is committed. So the next step can be scheduled
+between the two. What the host cannot know by then is that a token was an end-of-sequence or stop token: the row that
+such a sequence has in the next step is surplus, and its commit drops it.
 """
 
+from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 from itertools import islice
 
-import msgspec
 import numpy as np
 
 from roseinfer.config import CacheConfig, SchedulerConfig
 from roseinfer.engine.admission import make_policy
-from roseinfer.engine.batch import BoolArray, Int32Array, SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.decode_ring import DecodeRing, DecodeRows, rows_of
 from roseinfer.engine.residency import Residency
 from roseinfer.engine.sequence import Sequence, SequenceStatus
+from roseinfer.engine.steps import Outcome, ScheduledStep, StepCounts, find_last, tell
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import FinishReason
 
 Chunk = tuple[Sequence, int]
 """A sequence and how many of its known tokens this step computes."""
 
-
-@dataclass(slots=True)
-class StepCounts:
-    """What the scheduler counted in one step; part of its `StepRecord`."""
-
-    num_decode_seqs: int = 0
-    num_prefill_seqs: int = 0
-    num_prefill_tokens: int = 0
-    num_not_selected: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
-    num_prefix_queried_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
+_NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 
 
 class Scheduler:
@@ -57,21 +50,23 @@ class Scheduler:
             cache, num_slots=self.limits.max_active_seqs, num_blocks=num_blocks, max_model_len=max_model_len
         )
         self.waiting: deque[Sequence] = deque()
-        self.counts = StepCounts()
+        self.counts = StepCounts()  # of the step scheduled or committed last
         self._table = self.residency.table
         self._policy = make_policy(config)
         self._window = max(config.lookahead, self.limits.max_prefill_seqs)
         self._max_prefix_wait_steps = config.max_prefix_wait_steps
         self._admission_turn = 0
         self._sequences: dict[str, Sequence] = {}  # every unfinished one by request id
-        self._decode_ring: deque[int] = deque()  # slots that decode, the next to be selected first
-        self._decode_slots: Int32Array | None = None  # the ring as an array, while nothing has changed
+        self._ring = DecodeRing(self.limits.max_num_seqs)
+        self._prefilling: list[Sequence] = []  # oldest first
+        self._in_flight: deque[ScheduledStep] = deque()  # scheduled and not committed, oldest first
+        self._leaving: list[Sequence] = []  # ended, but in a step in flight: slot and blocks are still theirs
         self._bindings: list[SlotBinding] = []
         self._ended: list[TokenOutput] = []  # last outputs of sequences that ended outside a step
 
     @property
     def num_running(self) -> int:
-        return len(self.residency.sequences)
+        return len(self._sequences) - len(self.waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -79,7 +74,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._ended)
+        return bool(self._sequences or self._ended or self._in_flight)
 
     # --- requests in, requests out ----------------------------------------------------------------------------------
 
@@ -98,14 +93,10 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
-        """End a sequence wherever it is; its blocks are free at once. An unknown or finished id is no mistake."""
+        """End a sequence wherever it is. An unknown or finished id is no mistake."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        if sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
-        else:
-            self._leave(sequence)
         self._end(sequence)
         self._ended.append(TokenOutput(request_id, [], None, FinishReason.ABORT, None, sequence.times))
 
@@ -115,63 +106,83 @@ class Scheduler:
         self.counts.num_finished += len(ended)
         return ended
 
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.status is SequenceStatus.DECODING:
-            self._decode_ring.remove(sequence.slot)
-            self._decode_slots = None
-        self.residency.leave(sequence)
-
     def _end(self, sequence: Sequence) -> None:
+        """It is over. Slot and blocks are free again as soon as no step in flight writes there."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self._stop_running(sequence)
+            self._leaving.append(sequence)
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.request.request_id]
+        self._release()
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """No further step contains it."""
+        if sequence.status is SequenceStatus.DECODING:
+            self._ring.remove(sequence.slot)
+        elif sequence.status is SequenceStatus.PREFILLING:
+            self._prefilling.remove(sequence)
+
+    def _release(self) -> None:
+        """Take slots and blocks back from those that are over and in no step any more."""
+        for sequence in self._leaving.copy():
+            if not any(step.holds(sequence.slot) for step in self._in_flight):
+                self._leaving.remove(sequence)
+                self.residency.leave(sequence)
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 
     def schedule(self, step_id: int, now_ns: int) -> ScheduledBatch | None:
-        """The step's batch, or None when nothing can run. `now_ns` becomes newcomers' first scheduling."""
+        """The next step's batch, or None when nothing can run, or not before the steps in flight are committed.
+
+        `now_ns` becomes newcomers' first scheduling.
+        """
         self.counts = StepCounts()
-        device_slots = self._make_room(self._select_decodes())
-        budget = min(self.limits.max_num_batched_tokens - len(device_slots), self.limits.max_prefill_tokens)
+        decodes = self._select_decodes()
+        if decodes is None:
+            return None
+        budget = min(self.limits.max_num_batched_tokens - len(decodes), self.limits.max_prefill_tokens)
         chunks = self._continue_prefills(budget)
         budget -= sum(length for _, length in chunks)
         chunks += self._admit(budget, now_ns)
-        if not chunks and not len(device_slots):
+        if not chunks and not len(decodes):
             return None
-        return self._build_batch(step_id, device_slots, chunks)
+        return self._advance(step_id, decodes, chunks)
 
-    def _select_decodes(self) -> Int32Array:
-        """Slots that decode in this step; when there are more than a step decodes, they take turns."""
-        ring = self._decode_ring
-        self.counts.num_not_selected = max(0, len(ring) - self.limits.max_num_seqs)
-        if self.counts.num_not_selected:
-            selected = [ring.popleft() for _ in range(self.limits.max_num_seqs)]
-            ring.extend(selected)
-            return np.array(selected, np.int32)
-        if self._decode_slots is None:
-            self._decode_slots = np.array(ring, np.int32)
-        return self._decode_slots
+    def _select_decodes(self) -> DecodeRows | None:
+        """Slots that decode in this step, each with room for its token; when more decode, they take turns."""
+        self.counts.num_not_selected = max(0, len(self._ring) - self.limits.max_num_seqs)
+        rows = self._make_room(self._ring.select())
+        if rows is not None:
+            self._ring.pass_turn(len(rows))
+        return rows
 
-    def _make_room(self, slots: Int32Array) -> Int32Array:
+    def _make_room(self, rows: DecodeRows) -> DecodeRows | None:
         """A new block for every slot whose last one is full; the youngest sequences are preempted when none is left.
 
         Blocks go to the oldest first, and it is never preempted while others hold any, so it always progresses.
-        Returns the slots that still decode.
+        Returns the rows that still decode. None when somebody must be preempted while steps are in flight: what is
+        preempted comes back with its token ids, so all of them must be known.
         """
         residency, owners = self.residency, self._table.owners
-        full = residency.find_full(slots)
+        full = residency.find_full(rows.index)
         if len(full) <= residency.pool.num_available:
             residency.grow(full)
-            return slots
-        for sequence in sorted((self._table.owner(slot) for slot in full.tolist()), key=lambda owner: owner.age):
+            return rows
+        if self._in_flight:
+            return None
+        for sequence in sorted((self._table.owner(slot) for slot in full), key=lambda owner: owner.age):
             while sequence.slot >= 0 and not residency.pool.num_available:
                 self._preempt(residency.sequences[-1])
             if sequence.slot >= 0:
-                residency.grow(np.array([sequence.slot], np.int32))
-        return np.array([slot for slot in slots.tolist() if owners[slot] is not None], np.int32)
+                residency.grow([sequence.slot])
+        return rows_of([slot for slot in rows.slots.tolist() if owners[slot] is not None])
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the sequence's blocks; it computes its tokens again later, the prefix cache permitting."""
-        self._leave(sequence)
+        self._stop_running(sequence)
+        self.residency.leave(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
         self.counts.num_preemptions += 1
@@ -180,17 +191,18 @@ class Scheduler:
     def _continue_prefills(self, budget: int) -> list[Chunk]:
         """Prompts begun in an earlier step, oldest first."""
         chunks: list[Chunk] = []
-        if len(self._decode_ring) == self.num_running:
-            return chunks
-        for sequence in self.residency.sequences:
-            if sequence.status is SequenceStatus.PREFILLING and budget > 0:
-                length = min(budget, self.residency.num_missing(sequence))
-                chunks.append((sequence, length))
-                budget -= length
+        for sequence in self._prefilling:
+            if budget <= 0:
+                break
+            length = min(budget, self.residency.num_missing(sequence))
+            chunks.append((sequence, length))
+            budget -= length
         return chunks
 
     def _admit(self, budget: int, now_ns: int) -> list[Chunk]:
         """Sequences from the waiting queue, in the policy's order, as long as there is room for them."""
+        if not self.waiting or budget <= 0 or not self._table.num_free:
+            return []
         window = list(islice(self.waiting, self._window))
         order = self._policy(window, self._admission_turn)
         chunks: list[Chunk] = []
@@ -227,6 +239,7 @@ class Scheduler:
         """Slot and blocks for the sequence, and the news for the runner."""
         self.residency.enter(sequence, matched)
         sequence.status = SequenceStatus.PREFILLING
+        insort(self._prefilling, sequence, key=lambda prefilling: prefilling.age)
         if not sequence.scheduled_ns:
             sequence.scheduled_ns = now_ns
             sequence.num_cached_tokens = len(matched) * self.residency.block_size
@@ -237,99 +250,93 @@ class Scheduler:
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
         self._bindings.append(SlotBinding(sequence.slot, params, sequence.num_prompt_tokens, eos_token_ids))
 
-    def _build_batch(self, step_id: int, device_slots: Int32Array, chunks: list[Chunk]) -> ScheduledBatch:
-        table, num_device_rows = self._table, len(device_slots)
-        slots = np.concatenate([device_slots, np.array([s.slot for s, _ in chunks], np.int32)])
-        num_new_tokens = np.ones(len(slots), np.int32)
-        num_new_tokens[num_device_rows:] = [length for _, length in chunks]
-        starts = table.num_computed[slots]
+    def _advance(self, step_id: int, decodes: DecodeRows, chunks: list[Chunk]) -> ScheduledBatch:
+        """The batch. From here on its tokens count as computed, and those it samples as known."""
+        table, num_device_rows = self._table, len(decodes)
+        slots, index, num_new_tokens = decodes.slots, decodes.index, decodes.num_new_tokens
+        if chunks:
+            lengths = np.array([length for _, length in chunks], np.int32)
+            slots = np.concatenate([slots, np.array([sequence.slot for sequence, _ in chunks], np.int32)])
+            index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
+            self.counts.num_prefill_tokens = int(lengths.sum())
+        self.counts.num_decode_seqs, self.counts.num_prefill_seqs = num_device_rows, len(chunks)
+        starts = table.num_computed[index]
         ends = starts + num_new_tokens
-        rows = range(num_device_rows, len(slots))
-        self.counts.num_decode_seqs = num_device_rows
-        self.counts.num_prefill_seqs = len(chunks)
-        self.counts.num_prefill_tokens = int(num_new_tokens[num_device_rows:].sum())
+        num_tokens = table.num_tokens[index]
+        samples = ends == num_tokens
         bindings, self._bindings = tuple(self._bindings), []
-        return ScheduledBatch(
+        batch = ScheduledBatch(
             step_id=step_id,
             slots=slots,
             starts=starts,
             num_new_tokens=num_new_tokens,
-            samples=ends == table.num_tokens[slots],
+            samples=samples,
             num_device_rows=num_device_rows,
-            token_ids=concatenate([table.token_ids[slots[row], starts[row] : ends[row]] for row in rows]),
+            token_ids=self._prompt_tokens(chunks),
             block_table=table.blocks.ids,
             bindings=bindings,
         )
+        table.num_computed[index] = ends
+        num_tokens += samples
+        table.num_tokens[index] = num_tokens
+        for row, (sequence, _) in enumerate(chunks, num_device_rows):
+            if samples[row]:
+                self._begin_decoding(sequence)
+        last_rows = (num_tokens == table.max_tokens[index]).nonzero()[0].tolist()
+        for row in last_rows:
+            sequence = table.owner(slots[row])
+            self._stop_running(sequence)
+            sequence.status = SequenceStatus.ENDING
+        self._in_flight.append(ScheduledStep(batch, index, ends, bool(last_rows), self.counts))
+        return batch
+
+    def _prompt_tokens(self, chunks: list[Chunk]) -> Int32Array:
+        if not chunks:
+            return _NO_TOKENS
+        table = self._table
+        starts = [int(table.num_computed[sequence.slot]) for sequence, _ in chunks]
+        return np.concatenate(
+            [
+                table.token_ids[sequence.slot, start : start + length]
+                for (sequence, length), start in zip(chunks, starts, strict=True)
+            ]
+        )
+
+    def _begin_decoding(self, sequence: Sequence) -> None:
+        """The last chunk of its prompt is in a step: it decodes from the next one on."""
+        self._prefilling.remove(sequence)
+        sequence.status = SequenceStatus.DECODING
+        self._ring.append(sequence.slot)
 
     # --- commit -----------------------------------------------------------------------------------------------------
 
-    def commit(self, batch: ScheduledBatch, sampled: SampledTokens) -> list[TokenOutput]:
-        """Take the sampled tokens in: lengths grow, full blocks are published, finished sequences give all back."""
-        table = self._table
-        self.residency.advance(batch.slots, batch.starts, batch.num_new_tokens)
-        slots = batch.slots[batch.samples]
-        table.token_ids[slots, table.num_tokens[slots]] = sampled.token_ids
-        table.num_tokens[slots] += 1
-        self._begin_decoding(slots[batch.num_device_rows :])
-        outputs = self._outputs(slots, sampled)
-        for row in range(batch.num_device_rows, len(slots)):
-            outputs[row] = msgspec.structs.replace(outputs[row], times=table.owner(slots[row]).times)
-        is_stop = self._is_stop(slots, sampled.token_ids)
-        is_last = is_stop | (table.num_tokens[slots] >= table.max_tokens[slots])
-        for row in np.flatnonzero(is_last).tolist():
-            outputs[row] = self._finish(table.owner(slots[row]), outputs[row], is_stop=bool(is_stop[row]))
-        return outputs
-
-    def _outputs(self, slots: Int32Array, sampled: SampledTokens) -> list[TokenOutput]:
-        """One for each sampled token, as if none were the last."""
-        request_ids = self._table.request_ids
-        rows = zip(slots.tolist(), sampled.token_ids.tolist(), strict=True)
-        if sampled.logprobs is None:
-            return [TokenOutput(request_ids[slot], [token_id]) for slot, token_id in rows]
-        return [
-            TokenOutput(request_ids[slot], [token_id], None if told is None else [told])
-            for (slot, token_id), told in zip(rows, sampled.logprobs, strict=True)
-        ]
-
-    def _begin_decoding(self, slots: Int32Array) -> None:
-        """Prompts whose last chunk was computed decode from the next step on."""
-        for slot in slots.tolist():
-            self._table.owner(slot).status = SequenceStatus.DECODING
-            self._decode_ring.append(slot)
-            self._decode_slots = None
-
-    def _is_stop(self, slots: Int32Array, token_ids: Int32Array) -> BoolArray:
-        """Rows whose token is an end-of-sequence id they heed, or one of their own stop ids."""
-        table = self._table
-        is_stop: BoolArray = np.zeros(len(slots), np.bool_)
-        for eos_token_id in self.eos_token_ids:
-            is_stop |= token_ids == eos_token_id
-        is_stop &= ~table.ignores_eos[slots]
-        for row in np.flatnonzero(table.has_stop_tokens[slots]).tolist():
-            is_stop[row] |= int(token_ids[row]) in table.owner(slots[row]).request.params.stop_token_ids
-        return is_stop
-
-    def _finish(self, sequence: Sequence, output: TokenOutput, *, is_stop: bool) -> TokenOutput:
-        """The sequence's output, now its last one; slot and blocks are free from here on."""
-        self._leave(sequence)
-        self._end(sequence)
-        self.counts.num_finished += 1
-        return msgspec.structs.replace(
-            output,
-            finish_reason=FinishReason.STOP if is_stop else FinishReason.LENGTH,
-            stop_token_id=output.token_ids[-1] if is_stop else None,
-            times=sequence.times,
-        )
+    def commit(self, batch: ScheduledBatch, sampled: SampledTokens) -> Outcome:
+        """Take the tokens of the oldest step in flight in: ids are kept, full blocks published, sequences finished."""
+        step = self._in_flight.popleft()
+        assert step.batch is batch, "steps are committed in the order of their launches"
+        self.counts = step.counts
+        for row in range(batch.num_device_rows, batch.num_rows):
+            self.residency.publish(self._table.owner(step.index[row]), int(step.ends[row]))
+        rows = step.sampled_rows(sampled, {sequence.slot for sequence in self._leaving})
+        self._table.token_ids[rows.index, rows.ends] = sampled.token_ids
+        last = find_last(rows, self._table, self.eos_token_ids)
+        outcome = tell(rows, self._table, last)
+        for row in sorted(last):
+            self._end(self._table.owner(rows.index[row]))
+        self.counts.num_finished += len(last)
+        if self._leaving:
+            self._release()
+        return outcome
 
     def check_integrity(self) -> None:
         """Assert every invariant over sequences, slots and blocks. For tests, and for debugging when idle."""
         self.residency.check_integrity()
-        assert self.num_running + self.num_waiting == len(self._sequences), "a sequence is lost, or in two places"
-        decoding = {s.slot for s in self.residency.sequences if s.status is SequenceStatus.DECODING}
-        assert set(self._decode_ring) == decoding, "the decode ring differs from the decoding sequences"
-        assert len(self._decode_ring) == len(decoding), "a slot is in the decode ring twice"
-
-
-def concatenate(pieces: list[Int32Array]) -> Int32Array:
-    """Like np.concatenate, which refuses an empty list."""
-    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+        residents = self.residency.sequences
+        assert self.num_running + len(self._leaving) == len(residents), "a sequence is lost, or in two places"
+        decoding = [s.slot for s in residents if s.status is SequenceStatus.DECODING]
+        assert sorted(self._ring) == sorted(decoding), "the decode ring differs from the decoding sequences"
+        prefilling = [s for s in residents if s.status is SequenceStatus.PREFILLING]
+        assert self._prefilling == prefilling, "the list of prompts being prefilled differs from the sequences"
+        for sequence in residents:
+            if sequence.status in {SequenceStatus.ENDING, SequenceStatus.FINISHED}:
+                assert any(step.holds(sequence.slot) for step in self._in_flight), "a slot is held for no step"

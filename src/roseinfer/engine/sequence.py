@@ -18,12 +18,13 @@ NO_SLOT = -1
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is; only `PREFILLING` and `DECODING` hold a slot and blocks."""
+    """Where a sequence is. It holds a slot and blocks from `PREFILLING` on, until no launched step contains it."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"  # some of its known tokens are not in the KV cache yet
     DECODING = "decoding"  # all but the last token are, and the runner remembers that one
-    FINISHED = "finished"
+    ENDING = "ending"  # the step of its last token has been launched: no other will
+    FINISHED = "finished"  # its last output has been told
 
 
 @dataclass(slots=True, eq=False)
@@ -54,46 +55,51 @@ class Sequence:
 
 
 class BlockTable:
-    """Block ids of every slot, int32 [slots, max_blocks]; row s is valid up to `lengths[s]`."""
+    """Block ids of every slot, int32 [slots, max_blocks]; row s is valid up to `capacities[s]` tokens."""
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
         self.ids: Int32Array = np.zeros((num_slots, max_blocks), np.int32)
-        self.lengths: Int32Array = np.zeros(num_slots, np.int32)
+        self.capacities: Int32Array = np.zeros(num_slots, np.int32)  # tokens that the slot's blocks hold
 
-    def append(self, slots: Int32Array, block_ids: list[int]) -> None:
-        """Give each of the slots one more block."""
-        self.ids[slots, self.lengths[slots]] = block_ids
-        self.lengths[slots] += 1
+    def append(self, slots: list[int], block_ids: list[int]) -> None:
+        """Give each of the slots one more block; one by one, since in most steps they are few."""
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            capacity = self.capacities.item(slot)
+            self.ids[slot, capacity // self.block_size] = block_id
+            self.capacities[slot] = capacity + self.block_size
 
     def assign(self, slot: int, block_ids: list[int]) -> None:
         self.ids[slot, : len(block_ids)] = block_ids
-        self.lengths[slot] = len(block_ids)
+        self.capacities[slot] = len(block_ids) * self.block_size
 
     def of(self, slot: int) -> list[int]:
-        ids: list[int] = self.ids[slot, : self.lengths[slot]].tolist()
+        ids: list[int] = self.ids[slot, : self.capacities[slot] // self.block_size].tolist()
         return ids
 
     def take(self, slot: int) -> list[int]:
         """The slot's block ids; the row is empty afterwards."""
         ids = self.of(slot)
-        self.lengths[slot] = 0
+        self.capacities[slot] = 0
         return ids
 
 
 class SlotTable:
-    """The state of every sequence that holds a slot, as arrays of [slots] or [slots, max_model_len]."""
+    """The state of every sequence that holds a slot, as arrays of [slots] or [slots, max_model_len].
+
+    Counts are as of the step launched last; ids are filled in when a step's result has been read. So the last
+    tokens that `num_tokens` counts may still be without an id while a step that samples them is on its way.
+    """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
         self.token_ids: Int32Array = np.zeros((num_slots, max_model_len), np.int32)
         self.num_tokens: Int32Array = np.zeros(num_slots, np.int32)  # known: prompt and generated
         self.num_computed: Int32Array = np.zeros(num_slots, np.int32)  # of those, in the KV cache
         self.max_tokens: Int32Array = np.zeros(num_slots, np.int32)  # prompt and generated: the length limit
         self.ignores_eos = np.zeros(num_slots, np.bool_)
-        self.has_stop_tokens = np.zeros(num_slots, np.bool_)
-        self.blocks = BlockTable(num_slots, -(-max_model_len // block_size))
+        self.stop_token_ids: dict[int, frozenset[int]] = {}  # by slot, of those that have any
+        self.blocks = BlockTable(num_slots, -(-max_model_len // block_size), block_size)
         self.owners: list[Sequence | None] = [None] * num_slots
-        self.request_ids = [""] * num_slots  # of the owners
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -110,10 +116,10 @@ class SlotTable:
         self.num_computed[slot] = num_computed
         self.max_tokens[slot] = sequence.num_prompt_tokens + params.max_tokens
         self.ignores_eos[slot] = params.ignore_eos
-        self.has_stop_tokens[slot] = bool(params.stop_token_ids)
+        if params.stop_token_ids:
+            self.stop_token_ids[slot] = frozenset(params.stop_token_ids)
         self.blocks.assign(slot, block_ids)
         self.owners[slot] = sequence
-        self.request_ids[slot] = sequence.request.request_id
         sequence.slot = slot
         return slot
 
@@ -123,6 +129,7 @@ class SlotTable:
         sequence.token_ids = self.known_tokens(slot).copy()
         sequence.slot = NO_SLOT
         self.owners[slot] = None
+        self.stop_token_ids.pop(slot, None)
         self._free.append(slot)
         return self.blocks.take(slot)
 

@@ -39,14 +39,29 @@ def _cpu_multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
 
 
-def default_num_threads(dtype: torch.dtype) -> int:
-    """Threads of the model on a CPU unless the user says otherwise: every usable core, and in bfloat16 no more than 8.
+def resolve_num_threads(configured: int | None, *, splits_sums: bool) -> int:
+    """Threads of the model on a CPU: as configured, or the default.
 
-    With 16 oneDNN was seen to split a sum between threads by the number of rows, and a row's bits would depend on its
-    neighbours (docs/log.md, 2026-11-21).
+    `splits_sums`: matrices are multiplied by oneDNN in bfloat16. With 16 threads it was seen to split a sum between
+    threads by the number of rows, and a row's bits would depend on its neighbours (docs/log.md, 2026-11-21).
+    Raises ConfigError for more than 8 threads there.
     """
+    if configured is None:
+        return default_num_threads(splits_sums=splits_sums)
+    if splits_sums and configured > _MAX_EXACT_BFLOAT16_THREADS:
+        raise ConfigError(
+            f"With {configured} threads a request's tokens could depend on what else runs: in bfloat16 without the "
+            f"compiled kernels for AMX no more than {_MAX_EXACT_BFLOAT16_THREADS} are exact. Take --dtype float32, or "
+            "run `roseinfer kernels build` where the processor has AMX.",
+            param="runner.num_threads",
+        )
+    return configured
+
+
+def default_num_threads(*, splits_sums: bool) -> int:
+    """Every usable core, and no more than 8 where sums are split between threads."""
     num_cores = num_usable_cores()
-    return min(num_cores, _MAX_EXACT_BFLOAT16_THREADS) if dtype == torch.bfloat16 else num_cores
+    return min(num_cores, _MAX_EXACT_BFLOAT16_THREADS) if splits_sums else num_cores
 
 
 def num_usable_cores() -> int:

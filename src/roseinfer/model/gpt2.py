@@ -10,7 +10,7 @@ import torch
 from msgspec import Meta
 
 from roseinfer.errors import ConfigError
-from roseinfer.model.attention.base import Attend
+from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.kv_cache import CacheShape
 from roseinfer.model.layers import Activation, Embedding, LayerNorm, Linear, Placement
 from roseinfer.model.weights import Checkpoint
@@ -42,6 +42,15 @@ class GPT2Spec(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"activation_function is {self.activation_function!r}, not one of {list(_ACTIVATIONS)}")
         if not self.scale_attn_weights or self.scale_attn_by_inverse_layer_idx:
             raise ValueError("only attention scaled by the root of the head size is supported")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def attention(self) -> AttentionSpec:
+        windows = (None,) * self.n_layer
+        return AttentionSpec(self.n_head, self.n_head, self.head_dim, scale=self.head_dim**-0.5, windows=windows)
 
 
 class _Block:
@@ -96,19 +105,20 @@ class GPT2:
         read = _Reader(spec, checkpoint, placement)
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.n_positions
-        self.num_heads = spec.n_head
-        self.cache_shape = CacheShape(spec.n_layer, spec.n_head, spec.n_embd // spec.n_head)
+        self.attention_spec = spec.attention
+        self.cache_shape = CacheShape(spec.n_layer, spec.n_head, spec.head_dim)
         self._token_embedding = Embedding(read.tensor("wte.weight", spec.vocab_size, spec.n_embd), placement)
         self._position_embedding = Embedding(read.tensor("wpe.weight", spec.n_positions, spec.n_embd), placement)
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]
         self._final_norm = read.norm("ln_f", spec.n_embd)
         self.num_parameters = read.num_parameters
         if spec.tie_word_embeddings or "lm_head.weight" not in checkpoint.names:
-            self.head = Linear(self._token_embedding.table, None, placement, is_mapped=False)
+            table = self._token_embedding.table
+            self.head = Linear(table, None, placement, is_mapped=False, dtype=torch.float32)
         else:
             head = checkpoint.tensor("lm_head.weight", (spec.vocab_size, spec.n_embd))
             self.num_parameters += head.numel()
-            self.head = Linear(head, None, placement)
+            self.head = Linear(head, None, placement, dtype=torch.float32)
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))
 
     @property
@@ -119,14 +129,16 @@ class GPT2:
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Ids and positions [tokens] -> hidden rows [tokens, width] float32, before the final norm."""
-        x = self._token_embedding(token_ids).add_(self._position_embedding(positions))
+        x = self._token_embedding(token_ids)
+        self._position_embedding.add_to(x, positions)
+        delta = None  # what the residual stream has yet to be given: the next norm adds it on its way
         for layer, block in enumerate(self._blocks):
-            qkv = block.qkv(block.attention_norm(x))
-            q, k, v = qkv.view(x.shape[0], 3, self.num_heads, -1).unbind(1)
-            x += block.attention_out(attend(layer, q, k, v))
-            x += block.down(block.up(block.mlp_norm(x)))
-        return x
+            qkv = block.qkv(block.attention_norm(x, delta))
+            q, k, v = qkv.view(x.shape[0], 3, self.attention_spec.num_heads, -1).unbind(1)
+            delta = block.attention_out(attend(layer, q, k, v))
+            delta = block.down(block.up(block.mlp_norm(x, delta)))
+        return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [rows, width] -> logits [rows, vocab_size] float32."""
-        return self.head(self._final_norm(hidden)).float()
+        """Hidden rows [rows, width] -> logits [rows, vocab_size]: float32, or bfloat16 where linears give only that."""
+        return self.head(self._final_norm(hidden))

@@ -8,6 +8,8 @@ from roseinfer.config import CacheConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.layers import Placement
 
+_STEP_BYTES = 1 << 30  # of a GPU's memory, left for what a step computes with and for the pool of the CUDA graphs
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
@@ -67,5 +69,7 @@ def _budget_bytes(config: CacheConfig, device: torch.device) -> tuple[int, str]:
     """Bytes the cache may take, and the name of the value that says so."""
     if device.type == "cpu":
         return config.cpu_memory_mib << 20, "cache.cpu_memory_mib"
+    torch.cuda.empty_cache()  # what loading needed for a while counts as in use until torch gives it back
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.memory_utilization) - (total - free), "cache.memory_utilization"
+    share = int(total * config.memory_utilization) - (total - free)
+    return min(share, free - _STEP_BYTES), "cache.memory_utilization"

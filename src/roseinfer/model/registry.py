@@ -1,15 +1,17 @@
 """An architecture's name into the class that computes it. Adding a family is a file and a line here."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from roseinfer.errors import ConfigError
-from roseinfer.model.attention.base import Attend
+from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.gpt2 import GPT2
 from roseinfer.model.kv_cache import CacheShape
 from roseinfer.model.layers import Linear, Placement
+from roseinfer.model.llama import Llama, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
 from roseinfer.model.weights import Checkpoint
 
 
@@ -26,7 +28,7 @@ class CausalLM(Protocol):
     def max_positions(self) -> int: ...
 
     @property
-    def num_heads(self) -> int: ...
+    def attention_spec(self) -> AttentionSpec: ...
 
     @property
     def cache_shape(self) -> CacheShape: ...
@@ -50,21 +52,31 @@ class CausalLM(Protocol):
 
 
 _Constructor = Callable[[dict[str, Any], Checkpoint, Placement], CausalLM]
-_ARCHITECTURES: dict[str, _Constructor] = {"GPT2LMHeadModel": GPT2}
-_MODEL_TYPES: dict[str, _Constructor] = {"gpt2": GPT2}  # for configurations that name no architecture
+_ARCHITECTURES: dict[str, _Constructor] = {
+    "GPT2LMHeadModel": GPT2,
+    "LlamaForCausalLM": partial(Llama, LlamaSpec),
+    "MistralForCausalLM": partial(Llama, MistralSpec),
+    "Qwen2ForCausalLM": partial(Llama, Qwen2Spec),
+    "Qwen3ForCausalLM": partial(Llama, Qwen3Spec),
+}
+_MODEL_TYPES = {  # for configurations that name no architecture
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
     """Read the checkpoint's weights into the model its configuration names. Raises ConfigError when it names none."""
     config = checkpoint.config
     named = config.get("architectures") or []
-    constructors = [_ARCHITECTURES[name] for name in named if name in _ARCHITECTURES]
-    if not named and config.get("model_type") in _MODEL_TYPES:
-        constructors = [_MODEL_TYPES[config["model_type"]]]
-    if not constructors:
+    known = [name for name in named or [_MODEL_TYPES.get(str(config.get("model_type")))] if name in _ARCHITECTURES]
+    if not known:
         raise ConfigError(
             f"{checkpoint.directory}/config.json asks for {', '.join(map(str, named)) or config.get('model_type')}; "
             f"known architectures are {', '.join(_ARCHITECTURES)}.",
             param="model.path",
         )
-    return constructors[0](config, checkpoint, placement)
+    return _ARCHITECTURES[known[0]](config, checkpoint, placement)

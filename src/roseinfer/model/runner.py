@@ -1,60 +1,75 @@
-"""Scheduled batches into sampled tokens: packs rows, runs the model over its paged cache, samples. Never sees text.
+"""Scheduled batches into sampled tokens: stages rows, runs the model over its paged cache, samples. Never sees text.
 
 A step's tokens travel packed, without padding to a longest row; the token a slot sampled last waits on the device.
-The number of rows is rounded up by letting the last token travel more than once (see `layers.padded_rows`): a copy
-computes and writes what the original does.
+Where linears ask for it, the number of tokens is rounded up by letting the last one travel more than once: nobody
+reads what becomes of a copy. On a GPU a step whose rows all decode is one CUDA graph, filled up to its size.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from roseinfer.config import Config
-from roseinfer.engine.batch import SampledTokens, ScheduledBatch, SlotBinding
-from roseinfer.errors import ConfigError
-from roseinfer.messages import EngineInfo, SamplingParams
-from roseinfer.model.attention import AttentionBackend, PackedTokens, choose_attention
-from roseinfer.model.device import default_num_threads, dtype_name, resolve_device, resolve_dtype
-from roseinfer.model.kv_cache import KVCache, plan_num_blocks
-from roseinfer.model.layers import Placement, padded_rows
-from roseinfer.model.registry import CausalLM, build_model
-from roseinfer.model.sampler import LogprobRows, Sampler
-from roseinfer.model.weights import Checkpoint, resolve_checkpoint
+from roseinfer.config import Config, RunnerConfig
+from roseinfer.engine.batch import Int32Array, ScheduledBatch, SlotBinding
+from roseinfer.messages import SamplingParams
+from roseinfer.model.graphs import CudaGraphs, graph_sizes
+from roseinfer.model.loading import LoadedModel, OnProgress, load_model
+from roseinfer.model.results import LaunchedBatch, Results
+from roseinfer.model.sampler import Sampler
+from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
+from roseinfer.model.stream import Stream, open_stream
 from roseinfer.records import LifecycleState
 
-IntArray = npt.NDArray[np.integer[Any]]
-OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, one phrase for a person
-
-_MAX_WARM_ROWS = 128  # beyond, a step takes many times as long as the building of its kernels
+_MAX_WARM_ROWS = 1024  # beyond, a step takes many times as long as the building of its kernels
+_WARM_PARAMS = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, num_logprobs=1))
 
 
-class LaunchedBatch:
-    """A batch whose tokens are sampled on the device, or will be."""
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """The most that a step may bring."""
 
-    def __init__(self, token_ids: torch.Tensor, logprobs: LogprobRows | None) -> None:
-        self._token_ids = token_ids
-        self._logprobs = logprobs
-
-    def wait(self) -> SampledTokens:
-        """See Launched."""
-        token_ids = self._token_ids.to(torch.int32).numpy(force=True)
-        logprobs = None if self._logprobs is None else self._logprobs.to_host(len(token_ids))
-        return SampledTokens(token_ids, logprobs)
+    num_slots: int
+    max_decode_rows: int  # rows of a step that does nothing but decode
+    max_tokens: int
 
 
 class ModelRunner:
     """The torch `Runner`. Owns the KV cache, the sampler and the last token of each slot; one thread uses it."""
 
-    def __init__(self, model: CausalLM, attention: AttentionBackend, info: EngineInfo, num_slots: int) -> None:
-        self.info = info  # without start-up times, which whoever loads the runner knows
-        self._model = model
-        self._attention = attention
-        self._device = torch.device(info.device)
-        self._sampler = Sampler(num_slots, model.vocab_size, self._device)
-        self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
+    def __init__(
+        self, loaded: LoadedModel, stream: Stream, limits: RunnerLimits, config: RunnerConfig, on_progress: OnProgress
+    ) -> None:
+        self.info = loaded.info
+        self._model = loaded.model
+        self._attention = loaded.attention
+        self._placement = loaded.placement
+        self._limits = limits
+        self._captures_at_startup = config.cuda_graphs == "startup"
+        self._on_progress = on_progress
+        padded_rows, device, num_slots = cache(loaded.placement.padded_rows), stream.device, limits.num_slots
+        sizes = StagingSizes(
+            num_slots=num_slots,
+            max_rows=padded_rows(num_slots),
+            max_tokens=padded_rows(max(limits.max_tokens, loaded.info.max_model_len, num_slots)),
+            max_model_len=loaded.info.max_model_len,
+            block_size=loaded.info.block_size,
+            spare_block=loaded.info.num_blocks,
+        )
+        self._staging = InputStaging(stream, sizes, padded_rows)
+        self._results = Results(stream, num_slots)
+        # One slot more than batches name, for the rows that fill up a graph.
+        self._sampler = Sampler(num_slots + 1, loaded.model.vocab_size, device, loaded.placement.kernels)
+        self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # where a graph leaves its tokens
+        # Decode steps that warming up has to meet: kernels of a GPU are compiled for ranges of the number of rows.
+        self._decode_sizes = (limits.max_decode_rows,) if stream.is_host else graph_sizes(limits.max_decode_rows)
+        self._graphs: CudaGraphs | None = None
+        if config.cuda_graphs != "off" and not stream.is_host and loaded.attention.is_capturable:
+            fill = partial(self._staging.stage_decode, None)
+            self._graphs = CudaGraphs(stream, self._decode_sizes, fill, self._decode)
 
     @property
     def vocab_size(self) -> int:
@@ -63,78 +78,135 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedBatch:
         """See Runner."""
-        for binding in batch.bindings:
-            self._sampler.bind(binding)
-        logits = self.logits(batch)
-        slots = batch.slots[batch.samples]
-        next_positions = (batch.starts + batch.num_new_tokens)[batch.samples]
+        self._bind(batch.bindings)
+        slots, next_positions = _sampled(batch)
+        if self._graphs is not None and batch.num_device_rows == batch.num_rows:
+            is_plain = self._sampler.can_capture(slots, next_positions)
+            size = self._graphs.size_for(batch.num_rows) if is_plain else 0
+            if size:
+                self._staging.stage_decode(batch, size)
+                self._graphs.replay(size)
+                return self._results.fetch(self._graph_tokens[: batch.num_rows], None, graph_rows=size)
+        step = self._staging.stage(batch)
+        logits = self._logits(step)
         tokens, logprobs = self._sampler.sample(logits, slots, next_positions)
-        self._last_token[self._tensor(slots)] = tokens
-        return LaunchedBatch(tokens, logprobs)
+        self._last_token.index_copy_(0, step.sampled_slots, tokens)
+        return self._results.fetch(tokens, logprobs)
 
     @torch.inference_mode()
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
-        """The forward pass alone: fills the KV cache, returns logits [rows that sample, vocab_size] float32."""
-        ends = np.cumsum(batch.num_new_tokens)
-        index = _padded(np.arange(batch.num_tokens))
-        row_of_token = np.repeat(np.arange(batch.num_rows), batch.num_new_tokens)[index]
-        positions = (index - (ends - batch.num_new_tokens - batch.starts)[row_of_token]).astype(np.int32)
-        attend = self._attention.prepare(PackedTokens(batch.slots[row_of_token], positions, batch.block_table))
-        token_ids = torch.cat(
-            (
-                self._last_token[self._tensor(batch.slots[: batch.num_device_rows])],
-                self._tensor(batch.token_ids),
-            )
-        )
-        hidden = self._model.forward(token_ids[self._tensor(index)], self._tensor(positions), attend)
-        sampled = (ends - 1)[batch.samples]
-        if not len(sampled):
-            return torch.empty(0, self.vocab_size, device=self._device)
-        return self._model.logits(hidden[self._tensor(_padded(sampled))])[: len(sampled)]
+        """The forward pass alone: fills the KV cache, returns logits [rows that sample, vocab_size]."""
+        self._bind(batch.bindings)
+        return self._logits(self._staging.stage(batch))
+
+    def _bind(self, bindings: Iterable[SlotBinding]) -> None:
+        for binding in bindings:
+            self._sampler.bind(binding)
+            self._staging.bind(binding.slot)
+
+    def _logits(self, step: StagedStep) -> torch.Tensor:
+        """Logits [num_samples, vocab_size] of a staged step, in the type that the model gives them."""
+        attend = self._attention.prepare(step.packed)
+        if step.num_gathered:
+            torch.index_select(self._last_token, 0, step.slots, out=step.token_ids[: step.num_gathered])
+        hidden = self._model.forward(step.token_ids, step.positions, attend)
+        if not step.num_samples:
+            return hidden.new_empty(0, self.vocab_size)
+        if step.sampled_tokens is not None:
+            hidden = hidden.index_select(0, step.sampled_tokens)
+        return self._model.logits(hidden)[: step.num_samples]
+
+    def _decode(self, num_rows: int) -> None:
+        """A whole step of so many decoding rows, from staged integers to sampled tokens: what a graph records."""
+        step = self._staging.decode_step(num_rows)
+        self._staging.put_last_blocks(num_rows)
+        logits = self._logits(step)
+        tokens = self._sampler.sample_captured(logits, step.slots, self._staging.next_positions(num_rows))
+        self._last_token.index_copy_(0, step.slots, tokens)
+        self._graph_tokens[:num_rows].copy_(tokens)
 
     def warm_up(self, max_num_tokens: int) -> None:
         """Meet every number of rows that steps of up to `max_num_tokens` bring, and each kind of sampling, once.
 
         Only before the first request: it writes into the first blocks of the cache.
         """
-        for num_rows in _row_counts(min(max_num_tokens, _MAX_WARM_ROWS)):
-            for linear in self._model.layer_linears:
-                linear.warm_up(num_rows)
-        for num_rows in _row_counts(min(len(self._last_token), _MAX_WARM_ROWS)):
-            self._model.head.warm_up(num_rows)
+        graphs, self._graphs = self._graphs, None  # first as the steps that no graph serves
+        self._build_linears(max_num_tokens)
         prompt_length = min(64, self.info.max_model_len - 1)
-        for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, num_logprobs=1)):
-            for start, num_new_tokens, num_device_rows in ((0, prompt_length, 0), (prompt_length, 1, 1)):
-                binding = SlotBinding(0, params, prompt_length, ())
-                self.launch(_solo_batch(binding, start, num_new_tokens, num_device_rows)).wait()
+        for params in _WARM_PARAMS:
+            binding = SlotBinding(0, params, prompt_length, ())
+            self.launch(self._prompt_batch(prompt_length, (binding,))).wait()
+            self.launch(_decode_batch(1, prompt_length)).wait()
+        # The largest steps touch every page of the buffers that grow, and a graph needs them where they will stay.
+        for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
+            self.launch(self._prompt_batch(num_tokens)).wait()
+        for num_rows in reversed(self._decode_sizes):
+            self.launch(_decode_batch(num_rows)).wait()
+        self._graphs = graphs
+        if graphs is not None and self._captures_at_startup:
+            with torch.inference_mode():
+                graphs.capture_all(partial(self._on_progress, LifecycleState.WARMUP, "cuda_graphs"))
         self._last_token.zero_()
 
-    def _tensor(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+    def _prompt_sizes(self, max_num_tokens: int) -> set[int]:
+        """Numbers of prompt tokens that a step is run with. A GPU loads a kernel when a size first asks for it."""
+        if self._placement.device.type == "cpu":
+            return {max_num_tokens}
+        return {max_num_tokens, *(1 << power for power in range(max_num_tokens.bit_length()))}
+
+    def _prompt_batch(self, num_tokens: int, bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
+        """Prompts of zeros, each as long as one may be but the last, all over the first blocks of the pool."""
+        longest = self.info.max_model_len - 1
+        num_rows = min(-(-num_tokens // longest), self._limits.num_slots)
+        lengths = np.full(num_rows, longest, np.int32)
+        lengths[-1] = min(num_tokens - longest * (num_rows - 1), longest)
+        return ScheduledBatch(
+            step_id=0,
+            slots=np.arange(num_rows, dtype=np.int32),
+            starts=np.zeros(num_rows, np.int32),
+            num_new_tokens=lengths,
+            samples=np.ones(num_rows, np.bool_),
+            num_device_rows=0,
+            token_ids=np.zeros(lengths.sum(), np.int32),
+            block_table=np.tile(np.arange(longest, dtype=np.int32), (num_rows, 1)),
+            bindings=bindings,
+        )
+
+    def _build_linears(self, max_num_tokens: int) -> None:
+        """Run the linears of a layer, and the head, with every number of rows that they will be run with."""
+        padded_rows = self._placement.padded_rows
+        if padded_rows(1) == 1:
+            return  # numbers of rows are taken as they come, so there is nothing that would be built for each
+        for linears, limit in (
+            (self._model.layer_linears, max_num_tokens),
+            ([self._model.head], self._limits.max_decode_rows),
+        ):
+            for num_rows in sorted({padded_rows(count) for count in range(1, min(limit, _MAX_WARM_ROWS) + 1)}):
+                for linear in linears:
+                    linear.warm_up(num_rows)
 
 
-def _padded(rows: IntArray) -> IntArray:
-    """The rows, the last one repeated up to a number of rows that linears are run with."""
-    return np.pad(rows, (0, padded_rows(len(rows)) - len(rows)), mode="edge")
+def _sampled(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:
+    """Slots of the rows that sample, and where each one's next token will stand."""
+    ends = batch.starts + batch.num_new_tokens
+    if batch.num_device_rows == batch.num_rows:
+        return batch.slots, ends
+    return batch.slots[batch.samples], ends[batch.samples]
 
 
-def _row_counts(limit: int) -> list[int]:
-    """Every number of rows that 1..limit rows are padded to."""
-    return sorted({padded_rows(num_rows) for num_rows in range(1, limit + 1)})
-
-
-def _solo_batch(binding: SlotBinding, start: int, num_new_tokens: int, num_device_rows: int) -> ScheduledBatch:
-    """One row of zeros for the binding's slot, over the first blocks of the pool."""
+def _decode_batch(num_rows: int, start: int = 0) -> ScheduledBatch:
+    """Rows that decode at one position, all over the first blocks of the pool."""
+    blocks = np.arange(start + 1, dtype=np.int32)
     return ScheduledBatch(
         step_id=0,
-        slots=np.array([binding.slot], np.int32),
-        starts=np.array([start], np.int32),
-        num_new_tokens=np.array([num_new_tokens], np.int32),
-        samples=np.array([True]),
-        num_device_rows=num_device_rows,
-        token_ids=np.zeros(num_new_tokens - num_device_rows, np.int32),
-        block_table=np.arange(start + num_new_tokens, dtype=np.int32)[None],
-        bindings=(binding,),
+        slots=np.arange(num_rows, dtype=np.int32),
+        starts=np.full(num_rows, start, np.int32),
+        num_new_tokens=np.ones(num_rows, np.int32),
+        samples=np.ones(num_rows, np.bool_),
+        num_device_rows=num_rows,
+        token_ids=np.zeros(0, np.int32),
+        block_table=np.repeat(blocks[None], num_rows, axis=0),
+        bindings=(),
     )
 
 
@@ -143,44 +215,11 @@ def load_runner(config: Config, max_active_seqs: int, on_progress: OnProgress) -
 
     Raises ConfigError when the checkpoint cannot be used, or does not fit.
     """
-    device = resolve_device(config.runner.device)
-    placement = Placement(device, resolve_dtype(config.model.dtype, device))
-    if device.type == "cpu":
-        torch.set_num_threads(config.runner.num_threads or default_num_threads(placement.dtype))
-    on_progress(LifecycleState.LOADING, "checkpoint", config.model.path)
-    directory = resolve_checkpoint(config.model.path, config.model.revision)
-    on_progress(LifecycleState.LOADING, "weights", f"to {device.type} as {dtype_name(placement.dtype)}")
-    with Checkpoint(directory) as checkpoint:
-        model = build_model(checkpoint, placement)
-        eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
-    max_model_len = _max_model_len(config.model.max_model_len, model)
-    num_blocks = plan_num_blocks(config.cache, model.cache_shape, placement, max_model_len, max_active_seqs)
-    on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {config.cache.block_size} tokens")
-    cache = KVCache(model.cache_shape, num_blocks, config.cache.block_size, placement)
-    attention = choose_attention(config.runner.attention, cache, model.num_heads)
-    info = EngineInfo(
-        checkpoint_dir=str(directory),
-        model_type=model.model_type,
-        num_parameters=model.num_parameters,
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=list(eos_token_ids),
-        device=device.type,
-        dtype=dtype_name(placement.dtype),
-        attention=attention.name,
-        linear="onednn" if placement.packs_linears else "torch",
-        num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
-        block_size=config.cache.block_size,
-        num_blocks=num_blocks,
-        startup_s={},
+    loaded = load_model(config, max_active_seqs, on_progress)
+    limits = RunnerLimits(
+        num_slots=max_active_seqs,
+        max_decode_rows=min(config.scheduler.limits.max_num_seqs, max_active_seqs),
+        max_tokens=config.scheduler.limits.max_num_batched_tokens,
     )
-    return ModelRunner(model, attention, info, max_active_seqs)
-
-
-def _max_model_len(configured: int | None, model: CausalLM) -> int:
-    if configured is not None and configured > model.max_positions:
-        raise ConfigError(
-            f"max_model_len is {configured}, but the model has only {model.max_positions} positions.",
-            param="model.max_model_len",
-        )
-    return configured or model.max_positions
+    stream = open_stream(loaded.placement.device, is_pinned=config.runner.staging == "pinned")
+    return ModelRunner(loaded, stream, limits, config.runner, on_progress)

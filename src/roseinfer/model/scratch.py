@@ -15,12 +15,24 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The buffer `name` as a contiguous tensor of `shape`; each name keeps to one dtype."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=dtype, device=self._device)
+            buffer = torch.empty(self._room(size, buffer), dtype=dtype, device=self._device)
             self._buffers[name] = buffer
         return buffer[:size].view(shape)
+
+    def _room(self, size: int, outgrown: torch.Tensor | None) -> int:
+        """How much to take for `size`, in place of a buffer that is too small.
+
+        On a GPU that one is kept, for a CUDA graph may write to its address as long as it lives. Twice its size is
+        taken at least, so that all that were outgrown are no larger than the last together.
+        """
+        if outgrown is None or self._device.type == "cpu":
+            return size
+        self._outgrown.append(outgrown)
+        return max(size, 2 * outgrown.numel())

@@ -4,23 +4,42 @@ Whatever is wrong with a checkpoint is the choice of `model.path`: one sentence 
 """
 
 import json
+import logging
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import msgspec
 import safetensors
 import torch
 
 from roseinfer.config import DEMO_MODEL
 from roseinfer.errors import ConfigError
+from roseinfer.messages import SamplingDefaults
 
 _DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, index, configs, tokenizer, template
 _HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_UNSERVED_SAMPLING = {  # what else in generation_config.json would change the answers, and the values that do not
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "num_beams": 1,
+    "bad_words_ids": [],
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "forced_bos_token_id": None,
+    "sequence_bias": {},
+}
+
+_log = logging.getLogger(__name__)
 
 
 def _refuse(message: str, cause: Exception | None = None, *, param: str = "model.path") -> NoReturn:
@@ -78,7 +97,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
 class Checkpoint:
     """A directory with config.json and one or several safetensors files; tensors are read one by one, when asked for.
 
-    A context manager: the files stay mapped until it ends.
+    A context manager: the files stay open until it ends.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -104,17 +123,26 @@ class Checkpoint:
 
         Ids past the vocabulary are left out, for they are never sampled: small models carry a larger one's eos along.
         """
-        generation = (
-            self._json("generation_config.json") if (self.directory / "generation_config.json").exists() else {}
-        )
-        value = generation.get("eos_token_id", self.config.get("eos_token_id"))
+        value = self._generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
             _refuse(f"{self.directory}: eos_token_id {value} is neither a token id nor a list of them.")
         return tuple(token_id for token_id in ids if token_id < vocab_size)
 
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What generation_config.json says of sampling, in values that a request may have. Tells what it leaves out."""
+        given = {name: value for name, value in self._generation_config.items() if value is not None}
+        for name, neutral in _UNSERVED_SAMPLING.items():
+            if given.get(name, neutral) != neutral:
+                _log.warning("generation_config.json: %s=%s is not supported and has no effect", name, given[name])
+        try:
+            return msgspec.convert(given, SamplingDefaults)
+        except msgspec.ValidationError as error:
+            name = f"{self.directory}/generation_config.json"
+            _refuse(f"{name}: {error}; with `model.generation_config` = `ignore` it is passed over.", error)
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor, on the CPU, in its own floating type. Raises ConfigError unless it has exactly this shape."""
+        """One tensor, a piece of a mapped file, in its own floating type. Raises ConfigError for another shape."""
         if name not in self._file_of:
             _refuse(f"{self.directory} has no tensor {name}.")
         file_name = self._file_of[name]
@@ -126,11 +154,30 @@ class Checkpoint:
                     f"{self.directory / file_name}: tensor {name} is {dtype} {list(found)}; "
                     f"config.json asks for floating point {list(shape)}."
                 )
-            tensor: torch.Tensor = self._open(file_name).get_tensor(name)
+            # A mapping of its own, which goes with the tensor: what was read is not held beside what was made of it.
+            with safetensors.safe_open(self.directory / file_name, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
         except safetensors.SafetensorError as error:
             _refuse(f"{self.directory / file_name}: tensor {name} cannot be read: {error}.", error)
         self._unread.discard(name)
         return tensor
+
+    def joined(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> torch.Tensor:
+        """Tensors with these shapes, one below the other, in the type of the first; read one at a time.
+
+        On `device`, unless there is only one: that one is as `tensor` gives it.
+        """
+        names = list(shapes)
+        first = self.tensor(names[0], shapes[names[0]])
+        if len(names) == 1:
+            return first
+        num_rows = sum(shape[0] for shape in shapes.values())
+        whole = torch.empty(num_rows, *first.shape[1:], dtype=first.dtype, device=device)
+        start = 0
+        for name, shape in shapes.items():
+            whole[start : start + shape[0]].copy_(self.tensor(name, shape))
+            start += shape[0]
+        return whole
 
     def check_all_read(self, ignored: tuple[str, ...]) -> None:
         """Raise ConfigError if a tensor is left whose name does not end as one of `ignored`: another model's."""
@@ -138,6 +185,11 @@ class Checkpoint:
         if strangers:
             file = self.directory / self._file_of[strangers[0]]
             _refuse(f"{file}: tensor {strangers[0]} does not belong to a {self.config.get('model_type')} model.")
+
+    @cached_property
+    def _generation_config(self) -> dict[str, Any]:
+        name = "generation_config.json"
+        return self._json(name) if (self.directory / name).exists() else {}
 
     @cached_property
     def _file_of(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ from roseinfer.observe.series import (
     AtStep,
     InfoAtScrape,
     Label,
+    OfCollections,
     OfScrapes,
     Row,
     counter,
@@ -302,6 +303,16 @@ _EXPORTER = (
         is_per_model=False,
         help="Always 1: the version of roseinfer and of the Python it runs on.",
         source=InfoAtScrape(("version", "python"), measures.build),
+    ),
+    Row(
+        name="roseinfer_gc_pause_seconds",
+        kind="histogram",
+        unit="seconds",
+        buckets=HOST_S,
+        is_per_model=False,
+        help="Start of a garbage collection in the front end → its end; nothing is read or written meanwhile. Once per "
+        "collection, of any generation.",
+        source=OfCollections(),
     ),
     Row(
         name="roseinfer_scrape_duration_seconds",

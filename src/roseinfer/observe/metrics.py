@@ -19,7 +19,16 @@ from roseinfer.messages import EngineInfo
 from roseinfer.observe.catalogue import CATALOGUE
 from roseinfer.observe.histogram import Histogram
 from roseinfer.observe.measures import NS_PER_S
-from roseinfer.observe.series import AtFinish, AtScrape, AtStep, InfoAtScrape, OfScrapes, Row, ServerState
+from roseinfer.observe.series import (
+    AtFinish,
+    AtScrape,
+    AtStep,
+    InfoAtScrape,
+    OfCollections,
+    OfScrapes,
+    Row,
+    ServerState,
+)
 from roseinfer.records import LifecycleState, RequestTimeline, StepRecord
 
 Values = Mapping[str, float | str | int | Histogram]
@@ -34,10 +43,12 @@ class Metrics(Collector):
         version: str,
         registry: CollectorRegistry,
         num_dropped_log_lines: Callable[[], int] = lambda: 0,
+        take_gc_pauses_ns: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self._model_name = model_name
         self._registry = registry
         self._num_dropped_log_lines = num_dropped_log_lines
+        self._take_gc_pauses_ns = take_gc_pauses_ns
         self._lock = threading.Lock()
         self._state = ServerState(version=version)
         # A counter is a histogram without bounds: it takes the same values, and nothing negative.
@@ -49,6 +60,7 @@ class Metrics(Collector):
         self._at_step = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtStep)]
         self._at_finish = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtFinish)]
         self._of_scrapes = [self._cells[row.name][""] for row in CATALOGUE if isinstance(row.source, OfScrapes)]
+        self._of_collections = [self._cells[row.name][""] for row in CATALOGUE if isinstance(row.source, OfCollections)]
         registry.register(self)
 
     def set_engine_info(self, info: EngineInfo) -> None:
@@ -73,6 +85,7 @@ class Metrics(Collector):
             for source, cells in self._at_step:
                 if values := source.values(record, advanced):
                     self._state.num_refused_intervals += cells[source.label(record)].add(values)
+            self._count_collections()
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         with self._lock:
@@ -80,6 +93,11 @@ class Metrics(Collector):
             for source, cells in self._at_finish:
                 if values := source.values(timeline):
                     self._state.num_refused_intervals += cells[source.label(timeline)].add(values)
+
+    def _count_collections(self) -> None:
+        if pauses_ns := self._take_gc_pauses_ns():
+            for cell in self._of_collections:
+                cell.add([pause_ns / NS_PER_S for pause_ns in pauses_ns])
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The page in the format that the Accept header asks for, OpenMetrics or Prometheus text, and its content type.
@@ -104,6 +122,7 @@ class Metrics(Collector):
 
     def _snapshot(self) -> list[tuple[Row, Values]]:
         with self._lock:
+            self._count_collections()
             state = self._state
             state.num_dropped_log_lines = self._num_dropped_log_lines()
             if state.last_step_end_ns:

@@ -63,7 +63,12 @@ class OfScrapes:
     """Seconds that each scrape took; the exporter itself knows them."""
 
 
-Source = AtStep | AtFinish | AtScrape | InfoAtScrape | OfScrapes
+@dataclass(frozen=True, slots=True)
+class OfCollections:
+    """Seconds that each garbage collection of the front end took."""
+
+
+Source = AtStep | AtFinish | AtScrape | InfoAtScrape | OfScrapes | OfCollections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from roseinfer.messages import Request, SamplingParams, TokenOutput, check_request
+from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta
 from roseinfer.server.exchange import EXCHANGE, Exchange
@@ -71,7 +71,7 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
     requests: list[Request] = []
     for name, prompt in zip(job.prompt_names, job.prompts, strict=True):
-        params = _params(job, info.max_model_len - len(prompt))
+        params = _params(job, info.sampling_defaults, info.max_model_len - len(prompt))
         check_request(params, prompt, info, name)
         for i in range(body.n):
             requests.append(
@@ -85,14 +85,14 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     return requests
 
 
-def _params(job: Job, num_left: int) -> SamplingParams:
+def _params(job: Job, defaults: SamplingDefaults, num_left: int) -> SamplingParams:
     """As the body asks, but for the seed; without a `max_tokens` all that the context leaves."""
     body = job.body
     return SamplingParams(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_k=defaults.top_k if body.top_k is None else body.top_k,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
         max_tokens=job.max_tokens or max(1, num_left),
         min_tokens=body.min_tokens,
         stop_token_ids=body.stop_token_ids,
@@ -216,14 +216,15 @@ class _Reply:
             created=self._created,
             model=self._model_name,
             field=self._dialect.chunk_field,
+            num_choices=len(self._generation.choices),
             include_usage=self._generation.include_usage,
         )
 
     def _frame(self, template: sse.ChunkTemplate, delta: Delta) -> bytes:
         """Step 13."""
-        logprobs = msgspec.json.encode(self._dialect.logprobs(delta))
-        reason = msgspec.json.encode(delta.finish_reason)
-        return template.choice(delta.choice.index, self._dialect.payload(delta), logprobs, reason)
+        choice, dialect = delta.choice, self._dialect
+        logprobs = msgspec.json.encode(dialect.logprobs(delta)) if choice.wants_logprobs else None
+        return template.choice(choice.index, dialect.payload(delta), logprobs, delta.finish_reason)
 
     def _last_frames(self, template: sse.ChunkTemplate) -> bytes:
         """Step 14."""

@@ -9,6 +9,7 @@ import errno
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -22,6 +23,7 @@ from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.api_keys import ApiKeys
 from roseinfer.server.app import build_app, build_ops_app, build_runner
+from roseinfer.server.chat_template import read_chosen_template
 from roseinfer.server.service import Service, TextModel
 
 EXIT_DRAINED = 0
@@ -52,10 +54,11 @@ async def run(
     """
     with _Signals() as signals:
         keys = ApiKeys.load(Path(config.server.api_key_file)) if config.server.api_key_file else None
+        load_text = partial(TextModel.load, chosen_template=read_chosen_template(config.server.chat_template))
         service = Service(config, client, observer, keys)
         try:
             async with _listening(service, metrics_handler) as url:
-                return await _serve(service, signals, lambda: on_ready(url))
+                return await _serve(service, load_text, signals, lambda: on_ready(url))
         finally:
             await _close(service)
 
@@ -80,10 +83,12 @@ class _Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-async def _serve(service: Service, signals: _Signals, on_ready: Callable[[], None]) -> int:
+async def _serve(
+    service: Service, load_text: Callable[[Path], TextModel], signals: _Signals, on_ready: Callable[[], None]
+) -> int:
     async with _Tasks() as tasks:
         stop = tasks.spawn(signals.first.wait())
-        startup = tasks.spawn(_start(service))
+        startup = tasks.spawn(_start(service, load_text))
         await asyncio.wait({startup, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not startup.done():
             service.enter(LifecycleState.DRAINING)
@@ -104,13 +109,13 @@ async def _serve(service: Service, signals: _Signals, on_ready: Callable[[], Non
         return exit_code
 
 
-async def _start(service: Service) -> None:
+async def _start(service: Service, load_text: Callable[[Path], TextModel]) -> None:
     def on_progress(progress: StartupProgress) -> None:
         if progress.state is not LifecycleState.READY:  # ours to say: the text side comes after the engine
             service.enter(progress.state)
 
     info = await service.client.start(on_progress)
-    service.open(await asyncio.to_thread(TextModel.load, Path(info.checkpoint_dir)))
+    service.open(await asyncio.to_thread(load_text, Path(info.checkpoint_dir)))
 
 
 async def _drain(service: Service, signals: _Signals, death: asyncio.Task[EngineError]) -> None:

@@ -29,14 +29,19 @@ class TextModel:
     chat_template: ChatTemplate | None
 
     @classmethod
-    def load(cls, checkpoint_dir: Path) -> "TextModel":
-        """Raises ConfigError when the checkpoint's text files cannot be used. Takes up to a second: not on the loop."""
-        return cls(Tokenizer.load(checkpoint_dir), ChatTemplate.load(checkpoint_dir))
+    def load(cls, checkpoint_dir: Path, chosen_template: str | None) -> "TextModel":
+        """Raises ConfigError when the checkpoint's text files cannot be used. Takes up to a second: not on the loop.
+
+        `chosen_template` takes the place of the checkpoint's.
+        """
+        return cls(Tokenizer.load(checkpoint_dir), ChatTemplate.load(checkpoint_dir, chosen_template))
 
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise InvalidRequest(
-                "This model has no chat template, so it cannot chat; use /v1/completions.", param="messages"
+                "This model has no chat template, so it cannot chat: use /v1/completions, or start the server with "
+                "--chat-template.",
+                param="messages",
             )
         return self.chat_template
 

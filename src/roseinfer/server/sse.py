@@ -3,6 +3,8 @@
 import msgspec
 from aiohttp import web
 
+from roseinfer.records import FinishReason
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -30,27 +32,34 @@ class ChunkTemplate:
     With many streams, encoding a dictionary for each chunk would be a good part of a step: see docs/log.md, 2026-11-21.
     """
 
-    def __init__(self, *, reply_id: str, kind: str, created: int, model: str, field: str, include_usage: bool) -> None:
+    def __init__(
+        self,
+        *,
+        reply_id: str,
+        kind: str,
+        created: int,
+        model: str,
+        field: str,
+        num_choices: int,
+        include_usage: bool,
+    ) -> None:
         head = msgspec.json.encode({"id": reply_id, "object": kind, "created": created, "model": model})
         self._head = b"data: " + head[:-1] + b',"choices":['
-        self._field = b',"' + field.encode() + b'":'
-        self._tail = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        name = msgspec.json.encode(field)
+        self._heads = [self._head + b'{"index":%d,%b:' % (index, name) for index in range(num_choices)]
+        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._plain_tail = self._tail(b"null", None)
 
-    def choice(self, index: int, payload: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
-        """A chunk for one choice; all but `index` are JSON."""
-        return b"".join(
-            (
-                self._head,
-                b'{"index":%d' % index,
-                self._field,
-                payload,
-                b',"logprobs":',
-                logprobs,
-                b',"finish_reason":',
-                finish_reason,
-                self._tail,
-            )
-        )
+    def choice(
+        self, index: int, payload: bytes, logprobs: bytes | None = None, finish_reason: FinishReason | None = None
+    ) -> bytes:
+        """A chunk for one choice; payload and log-probabilities are JSON."""
+        if logprobs is None and finish_reason is None:  # nearly all are
+            return self._heads[index] + payload + self._plain_tail
+        return self._heads[index] + payload + self._tail(logprobs or b"null", finish_reason)
+
+    def _tail(self, logprobs: bytes, finish_reason: FinishReason | None) -> bytes:
+        return b',"logprobs":%b,"finish_reason":%b%b' % (logprobs, msgspec.json.encode(finish_reason), self._end)
 
     def usage(self, usage: bytes) -> bytes:
         """The chunk that carries the usage, as JSON, and no choices."""

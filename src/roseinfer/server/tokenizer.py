@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 import tokenizers
+from tokenizers import processors
 
 from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.server.tokenizer_config import TokenizerConfig
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
 
@@ -42,20 +44,25 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Read `tokenizer.json`. Raises ConfigError when it is missing, broken or of an unknown family."""
+        """Read `tokenizer.json`, and what `tokenizer_config.json` wants around a text.
+
+        Raises ConfigError when the first is missing, broken or of an unknown family, or does not fit the second.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"The checkpoint has no tokenizer.json: {directory}.", param="model.path")
-        return cls.from_bytes(path.read_bytes())
+        return cls.from_bytes(path.read_bytes(), TokenizerConfig.load(directory))
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> "Tokenizer":
-        """Read the content of a `tokenizer.json`."""
+    def from_bytes(cls, content: bytes, config: TokenizerConfig | None = None) -> "Tokenizer":
+        """Read the content of a `tokenizer.json`; without a `config`, nothing else is said of it."""
         try:
             inner = tokenizers.Tokenizer.from_buffer(content)
             decoder = msgspec.json.decode(content, type=_TokenizerFile).decoder
         except ValueError as error:
             raise ConfigError(f"tokenizer.json cannot be read: {error}.", param="model.path") from None
+        if config is not None and config.adds_bos is not None:
+            inner.post_processor = _frame(inner, config)
         return cls(inner, _spelling(decoder))
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -83,6 +90,22 @@ class Tokenizer:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.TemplateProcessing:
+    """Puts BOS before and EOS after a text as the configuration says, instead of what tokenizer.json does."""
+    wanted = {"bos_token": config.adds_bos, "eos_token": config.adds_eos}
+    texts = {name: config.special_tokens[name] for name in wanted if wanted[name] and name in config.special_tokens}
+    token_ids = {text: inner.token_to_id(text) for text in texts.values()}
+    for name, text in texts.items():
+        if token_ids[text] is None:
+            raise ConfigError(
+                f"tokenizer_config.json: the {name} {text!r} is not in the vocabulary.", param="model.path"
+            )
+    pieces = [texts.get("bos_token"), "$A", texts.get("eos_token")]
+    return processors.TemplateProcessing(
+        single=[piece for piece in pieces if piece is not None], special_tokens=list(token_ids.items())
+    )
 
 
 def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:

@@ -64,12 +64,24 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
         ),
     ] = None
     temperature: Annotated[
-        Temperature,
-        Meta(description=f"Flattens or sharpens the distribution; below {GREEDY_BELOW:g} the likeliest token."),
-    ] = 1.0
-    top_p: Annotated[TopP, Meta(description="Keep the likeliest tokens that together reach this.")] = 1.0
-    top_k: Annotated[TopK, Meta(description="How many of the likeliest tokens to keep; 0 keeps all.")] = 0
-    min_p: Annotated[MinP, Meta(description="Drop tokens less likely than this times the likeliest.")] = 0.0
+        Temperature | None,
+        Meta(
+            description=f"Flattens or sharpens the distribution; below {GREEDY_BELOW:g} the likeliest token. "
+            "Default: the model's, else 1."
+        ),
+    ] = None
+    top_p: Annotated[
+        TopP | None,
+        Meta(description="Keep the likeliest tokens that together reach this. Default: the model's, else 1."),
+    ] = None
+    top_k: Annotated[
+        TopK | None,
+        Meta(description="How many of the likeliest tokens to keep; 0 keeps all. Default: the model's, else 0."),
+    ] = None
+    min_p: Annotated[
+        MinP | None,
+        Meta(description="Drop tokens less likely than this times the likeliest. Default: the model's, else 0."),
+    ] = None
     min_tokens: Annotated[
         MinTokens, Meta(description="Until then neither the end token nor a stop token is sampled.")
     ] = 0

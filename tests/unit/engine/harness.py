@@ -33,6 +33,7 @@ def make_engine(
     block_size: Literal[8, 16] = 8,
     max_model_len: int = 128,
     prefix_caching: bool = True,
+    pipeline_depth: int = 0,
     **scheduler: Any,
 ) -> Engine:
     config = Config(
@@ -64,7 +65,7 @@ def make_engine(
         num_blocks=num_blocks,
         startup_s={},
     )
-    return Engine(made, runner, Phases(), info)
+    return Engine(made, runner, Phases(), info, pipeline_depth)
 
 
 @dataclass
@@ -74,12 +75,18 @@ class Transcript:
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     steps: list[StepOutput] = field(default_factory=list)
+    slots: dict[int, str] = field(default_factory=dict)  # of the requests that the columns tell of
 
     def take(self, step: StepOutput) -> StepOutput:
         self.steps.append(step)
+        for slot, token_id in step.tokens():
+            assert self.slots[slot] not in self.reasons, "a token after the last output"
+            self.tokens[self.slots[slot]].append(token_id)
         for output in step.outputs:
             assert output.request_id not in self.reasons, "an output after the last one"
             self.tokens[output.request_id] += output.token_ids
+            if output.slot is not None:
+                self.slots[output.slot] = output.request_id
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
                 assert output.times is not None
@@ -97,8 +104,8 @@ def run_to_end(engine: Engine, transcript: Transcript | None = None, max_steps: 
     raise AssertionError(f"still busy after {max_steps} steps")
 
 
-def run_alone(request: Request) -> list[int]:
+def run_alone(request: Request, **config: Any) -> list[int]:
     """The request's tokens when nothing else runs and nothing is cached."""
-    engine = make_engine(prefix_caching=False)
+    engine = make_engine(prefix_caching=False, **config)
     engine.add(request)
     return run_to_end(engine).tokens[request.request_id]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.errors import EngineDead, NotReady
 from roseinfer.messages import Abort, Command, Event, Request, Shutdown, StepOutput, TokenOutput
-from roseinfer.records import FinishReason, RequestTimeline, StepRecord
+from roseinfer.records import EngineTimes, FinishReason, RequestTimeline, StepRecord
 from tests.unit.engine.harness import make_engine, make_request
 
 
@@ -152,6 +153,31 @@ async def test_death_ends_every_stream_after_what_was_already_due(
     assert timeline.error_code == "engine_dead"
     assert client.trouble == "the engine process was killed by signal 9"
     assert client.num_unfinished == 0
+
+
+async def test_tokens_go_to_whoever_took_the_slot_last(client: AsyncEngine, transport: ManualTransport) -> None:
+    timelines = {name: open_timeline(client, name) for name in "ab"}
+    streams = {name: client.generate([make_request(name)], [timelines[name]]) for name in "ab"}
+    tasks = {name: start_taking(stream) for name, stream in streams.items()}
+    await breathe()
+    record = transport.engine.step().record
+    times = EngineTimes(inbox_ns=1, scheduled_ns=1, num_cached_tokens=0, num_preemptions=0)
+
+    def tell(*outputs: TokenOutput, **tokens: int) -> None:
+        slots, token_ids = array("i", [3] * len(tokens)), array("i", tokens.values())
+        transport.on_event(StepOutput(slots.tobytes(), token_ids.tobytes(), list(outputs), record))
+
+    tell(TokenOutput("a", [10], times=times, slot=3))
+    tell(slot_3=11)
+    tell(TokenOutput("b", [20], times=times, slot=3))  # `a` was preempted
+    tell(slot_3=21)
+    tell(TokenOutput("a", [], None, FinishReason.ABORT, None, times))
+    tell(slot_3=22)
+    told = {name: [token for output in await task for token in output.token_ids] for name, task in tasks.items()}
+    assert told == {"a": [10, 11], "b": [20, 21, 22]}
+    for stream in streams.values():
+        await stream.aclose()
+    assert client.num_unfinished == 1
 
 
 def start_taking(stream: AsyncGenerator[list[TokenOutput], None]) -> asyncio.Task[list[TokenOutput]]:

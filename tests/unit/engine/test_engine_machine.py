@@ -1,7 +1,11 @@
-"""Random life of an engine: whatever is asked, in whatever order, nothing is lost and every promise holds."""
+"""Random life of an engine: whatever is asked, in whatever order, nothing is lost and every promise holds.
+
+The tokens must be those of the request run alone, and that one is run without a pipeline: so depths agree too.
+"""
 
 from typing import Any
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,33 +27,37 @@ CONFIGS: list[dict[str, Any]] = [
 class EngineMachine(RuleBasedStateMachine):
     """Adds, aborts and steps at random; the end of each run checks tokens, reasons and blocks."""
 
-    @initialize(config=st.sampled_from(CONFIGS))
-    def start(self, config: dict[str, Any]) -> None:
-        self.engine = make_engine(**config)
+    @initialize(config=st.sampled_from(CONFIGS), depth=st.sampled_from([0, 1]))
+    def start(self, config: dict[str, Any], depth: int) -> None:
+        self.engine = make_engine(pipeline_depth=depth, **config)
         self.transcript = Transcript()
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
+        self.alone: dict[bytes, list[int]] = {}
 
     @rule(
+        copies=st.integers(1, 3),
         shared=st.integers(0, 30),
         own=st.lists(st.integers(1, 5), min_size=1, max_size=30),
         max_tokens=st.integers(1, 40),
         seed=st.integers(0, 3),
         salt=st.sampled_from(["", "", "tenant"]),
     )
-    def add(self, shared: int, own: list[int], max_tokens: int, seed: int, salt: str) -> None:
-        request = make_request(
-            f"r{len(self.requests)}",
-            [*range(10, 10 + shared), *own],
-            salt,
-            max_tokens=max_tokens,
-            temperature=1.0 if seed else 0.0,
-            seed=seed,
-            ignore_eos=bool(seed % 2),
-            stop_token_ids=(7,) if seed == 2 else (),
-        )
-        self.requests[request.request_id] = request
-        self.engine.add(request)
+    def add(self, copies: int, shared: int, own: list[int], max_tokens: int, seed: int, salt: str) -> None:
+        for _ in range(copies):
+            request = make_request(
+                f"r{len(self.requests)}",
+                [*range(10, 10 + shared), *own],
+                salt,
+                max_tokens=max_tokens,
+                temperature=1.0 if seed else 0.0,
+                seed=seed,
+                ignore_eos=bool(seed % 2),
+                stop_token_ids=(7, 8, 9) if seed == 2 else (),
+                min_tokens=3 if seed == 2 and max_tokens >= 3 else 0,
+            )
+            self.requests[request.request_id] = request
+            self.engine.add(request)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -76,7 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
         run_to_end(self.engine, self.transcript)
         assert self.transcript.reasons.keys() == self.requests.keys(), "not exactly one end for each request"
         for request_id, request in self.requests.items():
-            expected = run_alone(request)
+            expected = self.run_alone(request)
             if request_id in self.aborted:
                 assert self.transcript.reasons[request_id] is FinishReason.ABORT
                 expected = expected[: len(self.transcript.tokens[request_id])]
@@ -86,6 +94,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.scheduler.residency.prefix_cache.num_pending == 0
         generated = sum(step.record.num_generated_tokens for step in self.transcript.steps)
         assert generated == sum(map(len, self.transcript.tokens.values()))
+
+    def run_alone(self, request: Request) -> list[int]:
+        """As the harness's, once for equal requests."""
+        key = msgspec.json.encode(msgspec.structs.replace(request, request_id=""))
+        if key not in self.alone:
+            self.alone[key] = run_alone(request)
+        return self.alone[key]
 
 
 EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

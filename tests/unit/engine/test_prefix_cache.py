@@ -36,11 +36,16 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_token() -> None:
     assert run_one(engine, "b", PREFIX) == 32
 
 
-def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation() -> None:
-    engine = make_engine()
-    engine.add(make_request("a", PREFIX, max_tokens=20))
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+@pytest.mark.parametrize(("max_tokens", "num_cached"), [(20, 56), (24, 56), (25, 64)])
+def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation(
+    max_tokens: int, num_cached: int, pipeline_depth: int
+) -> None:
+    engine = make_engine(pipeline_depth=pipeline_depth)
+    engine.add(make_request("a", PREFIX, max_tokens=max_tokens))
     answer = run_to_end(engine).tokens["a"]
-    assert run_one(engine, "b", [*PREFIX, *answer, 3]) == 56  # 40 + 16 of the answer's 19 computed tokens
+    # The last token of an answer was never computed, so a block that it fills is not there.
+    assert run_one(engine, "b", [*PREFIX, *answer, 3]) == num_cached
 
 
 def test_another_salt_shares_nothing() -> None:
@@ -73,7 +78,7 @@ def test_a_digest_collision_can_only_miss(monkeypatch: pytest.MonkeyPatch) -> No
         cache.extend(chain, np.array(tokens, np.int32))
         chains.append(chain)
     assert chains[0].digests == chains[1].digests
-    cache.publish(chains[0], 0, cache.pool.allocate(1)[0])
+    cache.publish(chains[0], 0, cache.pool.allocate(1))
     assert len(cache.match(chains[0], 1)) == 1
     assert cache.match(chains[1], 1) == []
 
@@ -94,6 +99,31 @@ def test_a_burst_with_a_new_shared_prefix_computes_it_once() -> None:
     transcript = run_to_end(engine)
     assert sum(step.record.num_prefill_tokens for step in transcript.steps) == 41 + 5
     assert transcript.tokens == {r.request_id: run_alone(r) for r in requests}
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+@pytest.mark.parametrize("max_prefill_tokens", [None, 64])
+def test_eight_long_prompts_at_once_compute_what_they_share_once(
+    max_prefill_tokens: int | None, pipeline_depth: int
+) -> None:
+    engine = make_engine(
+        pipeline_depth=pipeline_depth,
+        num_blocks=512,
+        block_size=16,
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        max_prefill_tokens=max_prefill_tokens,
+    )
+    shared = [1 + i % 90 for i in range(448)]
+    requests = [make_request(f"r{i}", [*shared, *([i + 1] * 64)], max_tokens=4) for i in range(8)]
+    for request in requests:
+        engine.add(request)
+    transcript = run_to_end(engine)
+    assert sum(step.record.num_prefill_tokens for step in transcript.steps) == 448 + 8 * 64
+    assert sum(step.record.num_prefix_hit_tokens for step in transcript.steps) == 7 * 448
+    alone = {request.request_id: run_alone(request, max_model_len=1024, num_blocks=128) for request in requests}
+    assert transcript.tokens == alone
 
 
 def test_waiting_for_a_prefix_is_bounded() -> None:

@@ -1,5 +1,7 @@
 """The scheduler's promises, each on a real engine over the fake runner."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -52,21 +54,21 @@ def test_running_sequences_come_first_and_prompts_share_the_rest_of_the_budget(r
 def test_decode_is_not_starved_by_a_long_prompt() -> None:
     engine = make_engine(max_num_batched_tokens=16)
     engine.add(make_request("a", max_tokens=30))
-    engine.step()
-    engine.add(make_request("long", range(1, 100), max_tokens=1))
     transcript = Transcript()
+    transcript.take(engine.step())
+    engine.add(make_request("long", range(1, 100), max_tokens=1))
     for _ in range(8):
         transcript.take(engine.step())
-    assert len(transcript.tokens["a"]) == 8  # one token in every step, whatever else the step carries
+    assert len(transcript.tokens["a"]) == 1 + 8  # one token in every step, whatever else the step carries
 
 
 def test_prefill_is_not_starved_by_full_decode() -> None:
     engine = make_engine(max_num_seqs=8, max_active_seqs=9, max_num_batched_tokens=16, num_blocks=128)
     for i in range(8):
         engine.add(make_request(f"r{i}", [i + 1], max_tokens=100))
-    engine.step()
-    engine.add(make_request("late", range(1, 65), max_tokens=1))
     transcript = Transcript()
+    transcript.take(engine.step())
+    engine.add(make_request("late", range(1, 65), max_tokens=1))
     for _ in range(64 // 8):  # the budget leaves eight tokens beside eight decode rows
         transcript.take(engine.step())
     assert transcript.reasons.get("late") is FinishReason.LENGTH
@@ -234,11 +236,25 @@ def test_times_are_stamped_in_order() -> None:
 def test_arrays_are_mutated_in_place() -> None:
     engine = make_engine()
     table = engine.scheduler.residency.table
-    before = [table.num_computed, table.token_ids, table.blocks.ids, table.blocks.lengths]
+    before = [table.num_computed, table.token_ids, table.blocks.ids, table.blocks.capacities]
     engine.add(make_request("a", range(1, 20), max_tokens=30))
     run_to_end(engine)
-    after = [table.num_computed, table.token_ids, table.blocks.ids, table.blocks.lengths]
+    after = [table.num_computed, table.token_ids, table.blocks.ids, table.blocks.capacities]
     assert all(np.shares_memory(one, other) and one is other for one, other in zip(before, after, strict=True))
+
+
+def test_decode_steps_leave_nothing_for_the_garbage_collector() -> None:
+    engine = make_engine(num_blocks=128)
+    for i in range(8):
+        engine.add(make_request(f"r{i}", range(1, 10 + i), max_tokens=100))
+    for _ in range(5):
+        engine.step()
+    gc.collect()
+    num_tracked = len(gc.get_objects())
+    for _ in range(60):
+        engine.step()
+    gc.collect()
+    assert len(gc.get_objects()) - num_tracked < 10  # not one a step, and not one a block
 
 
 def test_blocks_roll_over_exactly_when_full() -> None:

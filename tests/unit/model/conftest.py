@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.batch import ScheduledBatch, SlotBinding
+from roseinfer.engine.batch import Int32Array, ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.runner import ModelRunner, load_runner
 
@@ -110,14 +111,14 @@ class Player:
         self.free = np.random.default_rng(7).permutation(runner.info.num_blocks).tolist()
         self.table = np.zeros((num_slots, -(-runner.info.max_model_len // block_size)), np.int32)
         self.sequences: dict[int, Sequence] = {}
-        self.logits = torch.empty(0)
-        forward = runner.logits
+        self.logits = torch.empty(0)  # of the rows that sampled last
+        sample = runner._sampler.sample
 
-        def recording(batch: ScheduledBatch) -> torch.Tensor:
-            self.logits = forward(batch)
-            return self.logits
+        def recording(logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Any:
+            self.logits = logits
+            return sample(logits, slots, positions)
 
-        runner.logits = recording  # type: ignore[method-assign]
+        runner._sampler.sample = recording  # type: ignore[method-assign]
 
     def admit(
         self, slot: int, prompt: list[int], params: SamplingParams = GREEDY, eos: tuple[int, ...] = ()
@@ -207,16 +208,24 @@ MakePlayer = Callable[..., Player]
 
 @pytest.fixture
 def make_player(tmp_path: Path) -> MakePlayer:
-    """A player over a runner of a fresh checkpoint. One thread by default: tiny products only wait for a second."""
+    """A player over a runner of a fresh checkpoint; further arguments are options of `RunnerConfig`.
+
+    One thread by default: tiny products only wait for a second.
+    """
 
     def make(
-        shape: Shape, dtype: str = "float32", num_slots: int = 8, block_size: int = 16, num_threads: int = 1
+        shape: Shape,
+        dtype: str = "float32",
+        num_slots: int = 8,
+        block_size: int = 16,
+        quantization: str = "none",
+        **runner: object,
     ) -> Player:
         path = write_checkpoint(tmp_path / f"{shape.head_dim}x{shape.num_heads}", shape)
         config = Config(
-            model=ModelConfig(path=str(path), dtype=dtype),  # type: ignore[arg-type]
+            model=ModelConfig(path=str(path), dtype=dtype, quantization=quantization),  # type: ignore[arg-type]
             cache=CacheConfig(block_size=block_size),  # type: ignore[arg-type]
-            runner=RunnerConfig(device="cpu", num_threads=num_threads),
+            runner=RunnerConfig(**{"device": "cpu", "num_threads": 1} | runner),  # type: ignore[arg-type]
         )
         return Player(load_runner(config, num_slots, lambda *_: None), num_slots, block_size)
 

@@ -60,10 +60,22 @@ def test_cores_are_what_the_container_may_use(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_cores", "expected"), [("float32", 32, 32), ("bfloat16", 32, 8), ("bfloat16", 2, 2)]
+    ("splits_sums", "num_cores", "expected"), [(False, 32, 32), (True, 32, 8), (True, 2, 2), (False, 2, 2)]
 )
-def test_bfloat16_takes_no_more_threads_than_keep_it_exact(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, num_cores: int, expected: int
+def test_no_more_threads_than_keep_a_row_exact(
+    monkeypatch: pytest.MonkeyPatch, splits_sums: bool, num_cores: int, expected: int
 ) -> None:
     monkeypatch.setattr(device, "num_usable_cores", lambda: num_cores)
-    assert device.default_num_threads(device.DTYPES[dtype]) == expected
+    assert device.default_num_threads(splits_sums=splits_sums) == expected
+    assert device.resolve_num_threads(None, splits_sums=splits_sums) == expected
+
+
+@pytest.mark.parametrize(("configured", "splits_sums"), [(1, True), (8, True), (9, False), (64, False)])
+def test_threads_as_configured(configured: int, splits_sums: bool) -> None:
+    assert device.resolve_num_threads(configured, splits_sums=splits_sums) == configured
+
+
+def test_more_threads_than_keep_a_row_exact_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"With 9 threads .* no more than 8 are exact") as caught:
+        device.resolve_num_threads(9, splits_sums=True)
+    assert caught.value.param == "runner.num_threads"

@@ -1,9 +1,13 @@
 """A request's tokens and logits, bit for bit, whatever else happens in the engine."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests.conftest import BuiltKernels
 from tests.unit.model.conftest import GREEDY, MakePlayer, Outcome, Player, Shape, prompt_of
+from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
 
 SHAPES = [
     Shape(head_dim=16, num_heads=1),
@@ -12,9 +16,27 @@ SHAPES = [
     Shape(head_dim=48),
     Shape(head_dim=64, num_heads=3),
 ]
-DTYPES = ["float32", "bfloat16"]
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.num_heads}x{shape.head_dim}")
+# With the kernels that a user of this processor gets, and without any; each has its own attention and its own linears.
+SETUPS_HERE = [setup for setup in SETUPS if setup.kernels in {"off", *LEVELS_HERE[-1:]}]
+PLAIN, FASTEST = Setup("float32", "none", "off"), Setup("bfloat16", "none", SETUPS_HERE[-1].kernels)
+every_setup = pytest.mark.parametrize("setup", SETUPS_HERE, ids=str)
+both_ends = pytest.mark.parametrize("setup", [PLAIN, FASTEST], ids=str)
+every_shape = pytest.mark.parametrize(
+    ("setup", "shape"),
+    [
+        *((setup, SHAPES[-1]) for setup in SETUPS_HERE),
+        *((setup, shape) for setup in (PLAIN, FASTEST) for shape in SHAPES[:-1]),
+    ],
+    ids=lambda value: f"{value.num_heads}x{value.head_dim}" if isinstance(value, Shape) else str(value),
+)
+
+
+@pytest.fixture
+def make_player(make_player: MakePlayer, setup: Setup, built_kernels: BuiltKernels) -> MakePlayer:
+    """A player over a runner of the test's setup."""
+    options = {"dtype": setup.dtype, "quantization": setup.quantization, **setup.runner_options(built_kernels)}
+    return partial(make_player, **options)
+
 
 LENGTHS = [1, 5, 8, 63, 64, 65, 75, 130]  # around the tiles of 8 and of 64
 
@@ -34,12 +56,17 @@ def alone(player: Player, prompt: list[int], num_tokens: int) -> list[Outcome]:
     return outcomes
 
 
-@every_dtype
-@pytest.mark.parametrize(
-    ("shape", "num_threads"), [*((shape, 1) for shape in SHAPES), (SHAPES[-1], 2)], ids=lambda value: str(value)[:32]
-)
-def test_batched(make_player: MakePlayer, shape: Shape, num_threads: int, dtype: str) -> None:
-    player = make_player(shape, dtype, num_slots=len(LENGTHS), num_threads=num_threads)
+@every_shape
+def test_batched(make_player: MakePlayer, setup: Setup, shape: Shape) -> None:
+    check_batched(make_player(shape, num_slots=len(LENGTHS)))
+
+
+@pytest.mark.parametrize("setup", [PLAIN, Setup("bfloat16", "none", "off"), FASTEST], ids=str)
+def test_batched_by_two_threads(make_player: MakePlayer, setup: Setup) -> None:
+    check_batched(make_player(SHAPES[-1], num_slots=len(LENGTHS), num_threads=2))
+
+
+def check_batched(player: Player) -> None:
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     expected = [alone(player, prompt, 6) for prompt in prompts]
     collected: dict[int, list[Outcome]] = {slot: [] for slot in range(len(prompts))}
@@ -55,10 +82,10 @@ def test_batched(make_player: MakePlayer, shape: Shape, num_threads: int, dtype:
         assert_same(outcomes, expected[slot])
 
 
-@every_dtype
-def test_chunked_at_every_size(make_player: MakePlayer, dtype: str) -> None:
+@both_ends
+def test_chunked_at_every_size(make_player: MakePlayer, setup: Setup) -> None:
     prompt = prompt_of(75)
-    player = make_player(Shape(head_dim=48), dtype, num_slots=75)
+    player = make_player(Shape(head_dim=48), num_slots=75)
     expected = alone(player, prompt, 3)
     for chunk in range(1, 75):
         player.admit(chunk, prompt)
@@ -66,10 +93,9 @@ def test_chunked_at_every_size(make_player: MakePlayer, dtype: str) -> None:
         player.free.extend(player.sequences.pop(chunk).blocks)
 
 
-@every_dtype
 @every_shape
-def test_chunked(make_player: MakePlayer, shape: Shape, dtype: str) -> None:
-    player = make_player(shape, dtype)
+def test_chunked(make_player: MakePlayer, setup: Setup, shape: Shape) -> None:
+    player = make_player(shape)
     prompt = prompt_of(140)
     expected = alone(player, prompt, 3)
     for slot, chunk in enumerate((1, 7, 16, 24, 64, 100)):
@@ -78,19 +104,17 @@ def test_chunked(make_player: MakePlayer, shape: Shape, dtype: str) -> None:
         player.free.extend(player.sequences.pop(slot).blocks)
 
 
-@every_dtype
 @every_shape
-@pytest.mark.parametrize("block_size", [8, 64])
-def test_block_size_does_not_matter(make_player: MakePlayer, shape: Shape, dtype: str, block_size: int) -> None:
+def test_block_size_does_not_matter(make_player: MakePlayer, setup: Setup, shape: Shape) -> None:
     prompt = prompt_of(100)
-    expected = alone(make_player(shape, dtype), prompt, 4)
-    assert_same(alone(make_player(shape, dtype, block_size=block_size), prompt, 4), expected)
+    expected = alone(make_player(shape), prompt, 4)
+    for block_size in (8, 64):
+        assert_same(alone(make_player(shape, block_size=block_size), prompt, 4), expected)
 
 
-@every_dtype
 @every_shape
-def test_shared_prefix(make_player: MakePlayer, shape: Shape, dtype: str) -> None:
-    player = make_player(shape, dtype)
+def test_shared_prefix(make_player: MakePlayer, setup: Setup, shape: Shape) -> None:
+    player = make_player(shape)
     owner, prompt = prompt_of(130, seed=1), prompt_of(130, seed=1)[:96] + prompt_of(20, seed=2)
     expected = alone(player, prompt, 4)
     player.admit(0, owner)
@@ -106,10 +130,9 @@ def test_shared_prefix(make_player: MakePlayer, shape: Shape, dtype: str) -> Non
         assert_same(outcomes, expected)
 
 
-@every_dtype
 @every_shape
-def test_resumed_after_preemption(make_player: MakePlayer, shape: Shape, dtype: str) -> None:
-    player = make_player(shape, dtype)
+def test_resumed_after_preemption(make_player: MakePlayer, setup: Setup, shape: Shape) -> None:
+    player = make_player(shape)
     prompt = prompt_of(58)
     expected = alone(player, prompt, 12)
     player.admit(0, prompt)
@@ -123,9 +146,9 @@ def test_resumed_after_preemption(make_player: MakePlayer, shape: Shape, dtype: 
     assert_same(outcomes, expected)
 
 
-@every_dtype
-def test_what_blocks_held_before(make_player: MakePlayer, dtype: str) -> None:
-    player = make_player(Shape(), dtype)
+@both_ends
+def test_what_blocks_held_before(make_player: MakePlayer, setup: Setup) -> None:
+    player = make_player(Shape())
     prompt = prompt_of(40)
     expected = alone(player, prompt, 3)
     cache = player.runner._attention._cache  # type: ignore[attr-defined]
@@ -135,7 +158,8 @@ def test_what_blocks_held_before(make_player: MakePlayer, dtype: str) -> None:
     assert_same(alone(player, prompt, 3), expected)
 
 
-def test_a_broken_sequence_does_not_break_the_next_owner_of_its_blocks(make_player: MakePlayer) -> None:
+@both_ends
+def test_a_broken_sequence_does_not_break_the_next_owner_of_its_blocks(make_player: MakePlayer, setup: Setup) -> None:
     player = make_player(Shape())
     prompt = prompt_of(40)
     expected = alone(player, prompt, 3)
@@ -150,9 +174,9 @@ def test_a_broken_sequence_does_not_break_the_next_owner_of_its_blocks(make_play
     assert_same(alone(player, prompt, 3), expected)
 
 
-@every_dtype
-def test_warm_up_leaves_no_trace(make_player: MakePlayer, dtype: str) -> None:
-    player = make_player(Shape(), dtype)
+@every_setup
+def test_warm_up_leaves_no_trace(make_player: MakePlayer, setup: Setup) -> None:
+    player = make_player(Shape())
     prompt = prompt_of(40)
     expected = alone(player, prompt, 3)
     player.runner.warm_up(max_num_tokens=64)

@@ -46,10 +46,26 @@ def test_one_full_sequence_must_fit(config: CacheConfig, told: str) -> None:
     assert "63 blocks" in caught.value.message
 
 
+GPU = Placement(torch.device("cuda"), torch.bfloat16)  # 1 KiB a token
+GIB, BLOCK_BYTES = 1 << 30, 16 << 10
+
+
+def memory_of(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, total))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
 def test_on_a_gpu_the_share_of_its_memory_that_weights_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 MiB a share of 0.5 is 50; 30 are in use; 20 MiB at 1 KiB a token and 16 tokens a block are left."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (70 << 20, 100 << 20))
-    gpu = Placement(torch.device("cuda"), torch.bfloat16)
-    assert plan_num_blocks(CacheConfig(memory_utilization=0.5), SHAPE, gpu, 1000, 10_000) == 20 * 1024 // 16
+    """Of 100 GiB a share of 0.5 is 50, and 30 are in use."""
+    memory_of(monkeypatch, free=70 * GIB, total=100 * GIB)
+    config = CacheConfig(memory_utilization=0.5)
+    assert plan_num_blocks(config, SHAPE, GPU, 1000, 1_000_000) == 20 * GIB // BLOCK_BYTES
     with pytest.raises(ConfigError, match=r"hold 0 tokens.*raise cache.memory_utilization"):
-        plan_num_blocks(CacheConfig(memory_utilization=0.1), SHAPE, gpu, 1000, 10_000)
+        plan_num_blocks(CacheConfig(memory_utilization=0.1), SHAPE, GPU, 1000, 1_000_000)
+
+
+def test_on_a_gpu_something_is_left_to_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever share was asked for: a step has its own tensors, and so have the graphs."""
+    memory_of(monkeypatch, free=70 * GIB, total=100 * GIB)
+    config = CacheConfig(memory_utilization=1.0)
+    assert plan_num_blocks(config, SHAPE, GPU, 1000, 1_000_000) == 69 * GIB // BLOCK_BYTES

@@ -1,5 +1,6 @@
 """The runner: what it reports, how it is loaded, and that slots keep their last token on the device."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +11,23 @@ from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.batch import ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
-from roseinfer.model.layers import Placement
+from roseinfer.model.kernels.levels import levels_here
+from roseinfer.model.linear import Linear
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import LifecycleState
 from tests.unit.model.conftest import MakePlayer, Shape, prompt_of, write_checkpoint
 
 SHAPE = Shape()
+LEVELS = [level.name for level in levels_here()]
 
 
-def config_of(directory: Path, **model: object) -> Config:
+def config_of(directory: Path, model: dict[str, object] | None = None, **runner: object) -> Config:
+    """Without kernels, on one thread and in float32, unless said otherwise."""
+    model = {"dtype": "float32"} | (model or {})
+    runner = {"device": "cpu", "num_threads": 1, "kernels": "off"} | runner
     return Config(
-        model=ModelConfig(path=str(directory), **{"dtype": "float32", **model}),  # type: ignore[arg-type]
-        runner=RunnerConfig(device="cpu", num_threads=1),
+        model=ModelConfig(path=str(directory), **model),  # type: ignore[arg-type]
+        runner=RunnerConfig(**runner),  # type: ignore[arg-type]
     )
 
 
@@ -31,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def load(directory: Path, **model: object) -> ModelRunner:
-    return load_runner(config_of(directory, **model), 4, lambda *_: None)
+    return load_runner(config_of(directory, model), 4, lambda *_: None)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -39,15 +45,36 @@ def test_info(directory: Path, dtype: str) -> None:
     info = load(directory, dtype=dtype, max_model_len=100).info
     assert info.checkpoint_dir == str(directory)
     assert (info.model_type, info.vocab_size, info.max_model_len) == ("gpt2", 131, 100)
-    assert (info.device, info.dtype, info.attention) == ("cpu", dtype, "reference")
+    assert (info.device, info.dtype, info.attention) == ("cpu", dtype, "gathered")
+    assert (info.quantization, info.kernels) == ("none", "")
     assert info.num_blocks == 4 * 7
     assert info.eos_token_ids == []
 
 
-def test_info_tells_which_linears_serve(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    for is_packed, name in ((True, "onednn"), (False, "torch")):
-        monkeypatch.setattr(Placement, "packs_linears", is_packed)
-        assert load(directory).info.linear == name
+def test_info_tells_which_linears_serve(directory: Path) -> None:
+    for quantization, name in (("none", "onednn"), ("int8", "int8")):
+        info = load(directory, quantization=quantization).info
+        assert (info.linear, info.quantization) == (name, quantization)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_info_tells_which_kernels_serve(directory: Path, level: str, built_kernels: Callable[[str], Path]) -> None:
+    config = config_of(directory, kernels=level, kernels_dir=str(built_kernels(level)))
+    info = load_runner(config, 4, lambda *_: None).info
+    assert (info.kernels, info.attention) == (level, "native")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_threads", "param"), [("bfloat16", 9, "runner.num_threads"), ("float32", 9, None)]
+)
+def test_threads_that_would_split_a_sum(directory: Path, dtype: str, num_threads: int, param: str | None) -> None:
+    config = config_of(directory, {"dtype": dtype}, num_threads=num_threads)
+    if param is None:
+        assert load_runner(config, 4, lambda *_: None).info.num_threads == num_threads
+        return
+    with pytest.raises(ConfigError, match="no more than 8 are exact") as caught:
+        load_runner(config, 4, lambda *_: None)
+    assert caught.value.param == param
 
 
 def test_stages_of_loading_are_told_in_order(directory: Path) -> None:
@@ -85,8 +112,7 @@ def test_bfloat16_is_near_float32(make_player: MakePlayer) -> None:
     for dtype in ("float32", "bfloat16"):
         player = make_player(Shape(head_dim=32), dtype)
         player.admit(0, prompt_of(50))
-        rows.append(player.run(0, 1)[0].logits)
-    assert rows[0].dtype == rows[1].dtype == torch.float32
+        rows.append(player.run(0, 1)[0].logits.float())
     assert (rows[0] - rows[1]).abs().max() < 0.05 * rows[0].abs().max()
 
 
@@ -158,3 +184,54 @@ def test_min_tokens_counts_from_the_end_of_the_prompt(make_player: MakePlayer) -
     player.sequences[1].token_ids.pop()
     player.preempt(1, new_slot=4)
     assert player.run(4, 2)[0].token_id == barred[0].token_id
+
+
+def test_a_warm_runner_has_met_every_number_of_rows(make_player: MakePlayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that oneDNN builds no kernel while a request waits."""
+    met: dict[int, set[int]] = {}
+    call = Linear.__call__
+
+    def recording(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        met.setdefault(id(linear), set()).add(x.shape[0])
+        return call(linear, x)
+
+    monkeypatch.setattr(Linear, "__call__", recording)
+    player = make_player(SHAPE, num_slots=20, kernels="off")
+    player.runner.warm_up(200)
+    model, placement = player.runner._model, player.runner._placement
+    for linear in model.layer_linears:
+        assert {placement.padded_rows(count) for count in range(1, 201)} <= met[id(linear)]
+    assert {placement.padded_rows(count) for count in range(1, 21)} <= met[id(model.head)]
+
+
+def test_warming_up_leaves_no_trace(make_player: MakePlayer) -> None:
+    outcomes = []
+    for is_warm in (False, True):
+        player = make_player(SHAPE)
+        if is_warm:
+            player.runner.warm_up(100)
+        player.admit(0, prompt_of(20), SamplingParams(seed=3))
+        outcomes.append([outcome.token_id for outcome in player.run(0, 8)])
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_result_is_kept_until_it_is_asked_for(make_player: MakePlayer) -> None:
+    """Also when more steps were launched than there are buffers for."""
+    player = make_player(SHAPE)
+    player.admit(0, prompt_of(20), SamplingParams(seed=3, num_logprobs=2))
+    expected = [(outcome.token_id, outcome.logprobs) for outcome in player.run(0, 6)]
+    player.preempt(0, new_slot=1)
+    sequence = player.sequences[1]
+    sequence.token_ids = prompt_of(20)
+    launched = []
+    for step in range(6):
+        count = 1 if step else 20
+        sequence.is_last_on_device = step > 0
+        launched.append(player.runner.launch(player._batch([1], {1: count})))
+        sequence.num_computed += count
+        sequence.is_new = False
+        sequence.token_ids.append(-1)  # on the device alone
+    results = [step.wait() for step in launched]
+    assert [(int(result.token_ids[0]), (result.logprobs or [None])[0]) for result in results] == expected
+    assert [step.wait() is result for step, result in zip(launched, results, strict=True)] == [True] * 6
+    assert {step.graph_rows for step in launched} == {0}

@@ -1,17 +1,19 @@
 """Checkpoints: what is read from them, and the one sentence about each thing that may be wrong."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 from safetensors.torch import load_file, save_file
 
 from roseinfer.config import DEMO_MODEL
 from roseinfer.errors import ConfigError
+from roseinfer.messages import SamplingDefaults
 from roseinfer.model.layers import Placement
 from roseinfer.model.registry import CausalLM, build_model
 from roseinfer.model.weights import Checkpoint, resolve_checkpoint
@@ -71,7 +73,7 @@ def shard(directory: Path) -> None:
 def test_parameters_are_counted_once(directory: Path) -> None:
     model = build(directory)
     assert model.num_parameters == NUM_PARAMETERS
-    assert (model.vocab_size, model.max_positions, model.num_heads) == (131, 256, 2)
+    assert (model.vocab_size, model.max_positions, model.attention_spec.num_heads) == (131, 256, 2)
 
 
 def test_all_the_ways_gpt2_is_stored_are_the_same_model(tmp_path: Path, directory: Path) -> None:
@@ -194,6 +196,74 @@ def test_an_eos_id_that_is_none(directory: Path) -> None:
         checkpoint.eos_token_ids(vocab_size=131)
 
 
+def defaults_of(directory: Path, generation: dict[str, object]) -> SamplingDefaults:
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    with Checkpoint(directory) as checkpoint:
+        return checkpoint.sampling_defaults()
+
+
+def test_sampling_defaults(directory: Path) -> None:
+    with Checkpoint(directory) as checkpoint:
+        assert checkpoint.sampling_defaults() == SamplingDefaults()
+    qwen = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
+    assert defaults_of(directory, qwen) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    nulls: dict[str, object] = {"temperature": None, "top_k": None, "min_p": 0.1, "repetition_penalty": None}
+    assert defaults_of(directory, nulls) == SamplingDefaults(min_p=0.1)
+
+
+def test_what_is_not_served_of_sampling_is_told(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    neutral: dict[str, object] = {"repetition_penalty": 1.0, "num_beams": 1, "typical_p": 1.0, "suppress_tokens": None}
+    defaults_of(directory, neutral)
+    assert caplog.messages == []
+    defaults_of(directory, {"temperature": 0.7, "repetition_penalty": 1.05})
+    assert caplog.messages == ["generation_config.json: repetition_penalty=1.05 is not supported and has no effect"]
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": "all"}, {"min_p": 2}], ids=str)
+def test_a_sampling_default_that_is_none_is_named(directory: Path, wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"generation_config.json.*{next(iter(wrong))}.*ignore") as caught:
+        defaults_of(directory, wrong)
+    assert caught.value.param == "model.path"
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tensors_are_joined_in_the_order_asked_for(directory: Path, is_sharded: bool) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    if is_sharded:
+        shard(directory)
+    names = ["h.1.ln_2.weight", "h.0.attn.c_attn.bias", "h.0.ln_1.bias"]
+    shapes = {name: tuple(tensors[name].shape) for name in names}
+    with Checkpoint(directory) as checkpoint:
+        joined = checkpoint.joined(shapes, torch.device("cpu"))
+        assert torch.equal(joined, torch.cat([tensors[name] for name in names]))
+        assert torch.equal(checkpoint.joined({names[0]: shapes[names[0]]}, torch.device("cpu")), tensors[names[0]])
+        with pytest.raises(ConfigError, match=r"h\.0\.ln_1\.bias is F32"):
+            checkpoint.joined(shapes | {"h.0.ln_1.bias": (31,)}, torch.device("cpu"))
+
+
+def test_what_was_read_does_not_stay_in_memory(tmp_path: Path) -> None:
+    """Eight tensors of 8 MiB, one after the other: no more than the last of them is held."""
+    file = tmp_path / "model.safetensors"
+    save_file({str(i): torch.full((2048, 1024), float(i)) for i in range(8)}, file)
+    (tmp_path / "config.json").write_text("{}")
+    with Checkpoint(tmp_path) as checkpoint:
+        for i in range(8):
+            tensor = checkpoint.tensor(str(i), (2048, 1024))
+            assert float(tensor.sum()) == i * 2048 * 1024
+        assert 0 < resident_bytes_of(file) <= 9 << 20
+
+
+def resident_bytes_of(file: Path) -> int:
+    """How much of a mapped file lies in this process's memory, as Linux tells."""
+    num_kib, is_of_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_of_file = line.endswith(str(file))
+        elif is_of_file and line.startswith("Rss:"):
+            num_kib += int(line.split()[1])
+    return num_kib << 10
+
+
 def test_the_embedded_model_and_directories_are_found(directory: Path) -> None:
     assert (resolve_checkpoint(DEMO_MODEL) / "config.json").exists()
     assert resolve_checkpoint(str(directory)) == directory
@@ -207,8 +277,8 @@ def test_a_path_that_cannot_be_an_id_is_never_looked_up(path: str) -> None:
 
 
 def test_an_id_without_a_copy_while_the_hub_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
         ConfigError, match="no directory nobody/nothing here, and the model cannot be fetched"
     ) as caught:

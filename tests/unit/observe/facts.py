@@ -1,6 +1,6 @@
 """Facts for the observers' tests: single records, and a small server whose traffic obeys the rules of the real one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -31,8 +31,8 @@ ENGINE = EngineInfo(
 )
 
 
-def make_metrics() -> Metrics:
-    return Metrics(MODEL, "1.2.3", CollectorRegistry())
+def make_metrics(take_gc_pauses_ns: Callable[[], Sequence[int]] = tuple) -> Metrics:
+    return Metrics(MODEL, "1.2.3", CollectorRegistry(), take_gc_pauses_ns=take_gc_pauses_ns)
 
 
 def make_step(**changes: int) -> StepRecord:

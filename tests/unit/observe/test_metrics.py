@@ -249,6 +249,18 @@ def test_a_scrape_counts_the_scrapes_before_it() -> None:
     assert [Page(metrics).value("roseinfer_scrape_duration_seconds_count") for _ in range(3)] == [0, 1, 2]
 
 
+def test_collections_are_counted_when_a_step_or_a_scrape_asks_for_them() -> None:
+    pauses = [[2 * MS], [], [MS // 2, 3 * MS], []]
+    metrics = make_metrics(take_gc_pauses_ns=lambda: pauses.pop(0))
+    metrics.on_step(make_step(), [])
+    metrics.on_step(make_step(), [])
+    page = Page(metrics)
+    assert page.value("roseinfer_gc_pause_seconds_count") == 3
+    assert page.value("roseinfer_gc_pause_seconds_sum") == pytest.approx(0.0055)
+    assert page.value("roseinfer_gc_pause_seconds_bucket", le="0.0005") == 1
+    assert Page(metrics).value("roseinfer_gc_pause_seconds_count") == 3
+
+
 def test_a_page_rendered_in_another_thread_shows_one_moment() -> None:
     """Eight requests get all the tokens, one each 1.002 ms, so on every consistent page the numbers below agree."""
     metrics = make_metrics()

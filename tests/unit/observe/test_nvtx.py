@@ -54,9 +54,9 @@ def test_the_phases_of_a_step_are_balanced_ranges_with_its_number() -> None:
     tape = Tape()
     phases = Phases(make_marker(enabled=True, domain=tape))
     for step_id in (7, 8):
-        phases.begin(step_id)
+        watch = phases.begin(step_id)
         for name in PhaseTimes.__struct_fields__:
-            with phases(name):
+            with watch(name):
                 pass
     expected = [
         event for step_id in (7, 8) for name in PhaseTimes.__struct_fields__ for event in ((name, step_id), "pop")
@@ -67,8 +67,7 @@ def test_the_phases_of_a_step_are_balanced_ranges_with_its_number() -> None:
 
 def test_ranges_nest_and_close_when_a_phase_raises() -> None:
     tape = Tape()
-    phases = Phases(make_marker(enabled=True, domain=tape))
-    phases.begin(1)
-    with pytest.raises(ZeroDivisionError), phases("launch"), phases("wait"):
+    watch = Phases(make_marker(enabled=True, domain=tape)).begin(1)
+    with pytest.raises(ZeroDivisionError), watch("launch"), watch("wait"):
         raise ZeroDivisionError
     assert tape.seen == [("launch", 1), ("wait", 1), "pop", "pop"]

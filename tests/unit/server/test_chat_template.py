@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import ConfigError, InvalidRequest
-from roseinfer.server.chat_template import MAX_PROMPT_CHARS, ChatTemplate
+from roseinfer.server.chat_template import MAX_PROMPT_CHARS, ChatTemplate, read_chosen_template
 from tests.unit.server.harness import TEMPLATE, write_checkpoint
 
 MESSAGES = [{"role": "user", "content": "Hi\n"}]
@@ -37,12 +37,26 @@ def test_what_a_template_may_use() -> None:
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.__init__.__globals__ }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content.index('?') }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
 def test_a_refusal_is_an_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         render(source)
     assert caught.value.param == "messages"
+
+
+def test_json_is_written_as_templates_ask_for_it() -> None:
+    source = "{{ {'b': '<é>', 'a': 1} | tojson(sort_keys=true, separators=(',', ':')) }}"
+    assert render(source) == '{"a":1,"b":"<é>"}'
+
+
+def test_marks_for_training_leave_what_they_hold() -> None:
+    source = "{% for m in messages %}{% generation %}{% set x = m.role %}{{ x }}!{% endgeneration %}{{ x }}{% endfor %}"
+    assert render(source) == "user!"
 
 
 def test_the_output_is_bounded() -> None:
@@ -82,6 +96,31 @@ def test_of_several_templates_the_default(tmp_path: Path) -> None:
     loaded = ChatTemplate.load(write_config(tmp_path, {"chat_template": several}))
     assert loaded is not None
     assert loaded.render(MESSAGES) == "b"
+
+
+def test_a_file_for_processors_is_read_when_nothing_else_has_a_template(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ bos_token }}processor"}))
+    loaded = ChatTemplate.load(write_config(tmp_path, {"bos_token": "<s>"}))
+    assert loaded is not None
+    assert loaded.render(MESSAGES) == "<s>processor"
+
+
+def test_a_chosen_template_goes_before_the_models_and_has_its_tokens(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ bos_token }}mine")
+    chosen = read_chosen_template(str(tmp_path / "mine.jinja"))
+    loaded = ChatTemplate.load(write_checkpoint(tmp_path), chosen)
+    assert loaded is not None
+    assert loaded.render(MESSAGES) == "<|bos|>mine"
+    assert read_chosen_template(None) is None
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"{% for %}"])
+def test_a_chosen_template_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "mine.jinja").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_chosen_template(str(tmp_path / "mine.jinja"))
+    assert caught.value.param == "server.chat_template"
 
 
 def test_there_may_be_none(tmp_path: Path) -> None:

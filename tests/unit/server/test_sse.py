@@ -4,12 +4,19 @@ import json
 
 import pytest
 
+from roseinfer.records import FinishReason
 from roseinfer.server.sse import ChunkTemplate, event
 
 
 def template(*, include_usage: bool) -> ChunkTemplate:
     return ChunkTemplate(
-        reply_id="cmpl-1", kind="text_completion", created=7, model='na"me', field="text", include_usage=include_usage
+        reply_id="cmpl-1",
+        kind="text_completion",
+        created=7,
+        model='na"me',
+        field="text",
+        num_choices=4,
+        include_usage=include_usage,
     )
 
 
@@ -21,10 +28,18 @@ def parse(frame: bytes) -> object:
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_choice(include_usage: bool) -> None:
+@pytest.mark.parametrize("finish_reason", [None, FinishReason.STOP])
+@pytest.mark.parametrize("logprobs", [None, {"tokens": ["a"]}])
+def test_a_choice(include_usage: bool, finish_reason: FinishReason | None, logprobs: object) -> None:
     payload = json.dumps('a "line"\nand\r\u2028another').encode()
-    frame = template(include_usage=include_usage).choice(3, payload, b"null", b'"stop"')
-    choice = {"index": 3, "text": 'a "line"\nand\r\u2028another', "logprobs": None, "finish_reason": "stop"}
+    told = None if logprobs is None else json.dumps(logprobs).encode()
+    frame = template(include_usage=include_usage).choice(3, payload, told, finish_reason)
+    choice = {
+        "index": 3,
+        "text": 'a "line"\nand\r\u2028another',
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+    }
     head = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": 'na"me'}
     assert parse(frame) == head | {"choices": [choice]} | ({"usage": None} if include_usage else {})
 

@@ -18,6 +18,11 @@ def wrap(inner: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer.from_bytes(inner.to_str().encode())
 
 
+def change_config(directory: Path, **changes: object) -> None:
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json") as caught:
         Tokenizer.load(tmp_path)
@@ -42,6 +47,42 @@ async def test_encoding_adds_what_the_post_processor_asks_for_only_when_told(tmp
     tokenizer = Tokenizer.load(write_checkpoint(tmp_path, with_bos=True))
     assert await tokenizer.encode(["a", "b"], add_special_tokens=True) == [[BOS, 97], [BOS, 98]]
     assert await tokenizer.encode(["a<|eos|>"], add_special_tokens=False) == [[97, EOS]]
+
+
+@pytest.mark.parametrize("with_bos", [False, True], ids=["plain file", "file with bos"])
+@pytest.mark.parametrize(
+    ("wishes", "around"),
+    [
+        ({"add_bos_token": True}, ([BOS], [])),
+        ({"add_bos_token": True, "add_eos_token": True}, ([BOS], [EOS])),
+        ({"add_bos_token": False}, ([], [])),
+        ({"add_bos_token": True, "bos_token": None}, ([], [])),
+    ],
+    ids=str,
+)
+async def test_the_configuration_decides_what_stands_around_a_text(
+    tmp_path: Path, with_bos: bool, wishes: dict[str, object], around: tuple[list[int], list[int]]
+) -> None:
+    change_config(write_checkpoint(tmp_path, with_bos=with_bos), **wishes)
+    before, after = around
+    tokenizer = Tokenizer.load(tmp_path)
+    assert await tokenizer.encode(["a"], add_special_tokens=True) == [[*before, 97, *after]]
+    assert await tokenizer.encode(["a"], add_special_tokens=False) == [[97]]
+
+
+async def test_an_older_checkpoint_names_its_tokens_in_another_file(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<|bos|>"}}))
+    write_checkpoint(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
+    assert await Tokenizer.load(tmp_path).encode(["a"], add_special_tokens=True) == [[BOS, 97]]
+
+
+def test_a_bos_that_is_no_token_is_named(tmp_path: Path) -> None:
+    wishes = {"add_bos_token": True, "bos_token": "<nobody>"}
+    change_config(write_checkpoint(tmp_path), **wishes)
+    with pytest.raises(ConfigError, match="the bos_token '<nobody>' is not in the vocabulary") as caught:
+        Tokenizer.load(tmp_path)
+    assert caught.value.param == "model.path"
 
 
 async def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:

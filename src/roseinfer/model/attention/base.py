@@ -17,15 +17,45 @@ call, which are written to the cache first. The result has the dtype of q.
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The shape of a model's attention. Query head h reads key head h // (num_heads / num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the products of queries and keys
+    windows: tuple[int | None, ...]  # of each layer: a token sees the last `window` positions, its own included
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTokens:
+    """The integers of one step where a GPU reads them: int32, with the shapes of `PackedTokens`' arrays.
+
+    Under a CUDA graph the tensors keep their addresses, and rows past the step's own belong to a slot whose blocks
+    nobody reads.
+    """
+
+    slots: torch.Tensor  # [rows] row of the block table
+    starts: torch.Tensor  # [rows] position of the row's first new token
+    query_starts: torch.Tensor  # [rows + 1] index of the row's first token; ends with the number of tokens
+    positions: torch.Tensor  # [tokens]
+    block_table: torch.Tensor  # [slots, max_blocks]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedTokens:
     """The tokens of one step, sequence after sequence, without padding.
 
-    The last token may be repeated, to round their number up; each repetition computes and writes the same.
+    The last token may be repeated, to round their number up; what attention returns for a repetition is not read.
     """
 
     slots: Int32Array  # [tokens] row of the block table
     positions: Int32Array  # [tokens] absolute position in the sequence, ascending within it
+    query_starts: Int32Array  # [rows + 1] index of each row's first token, then that of the first repetition
     block_table: Int32Array  # [slots, max_blocks] block ids, valid up to each slot's last token here
+    max_query_len: int  # most tokens of a row
+    max_context_len: int  # most positions that a token sees, its own included, without regard to windows
+    device: DeviceTokens | None = None  # the same on a GPU; None on a CPU
 
 
 class AttentionBackend(Protocol):
@@ -33,6 +63,10 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def is_capturable(self) -> bool:
+        """A CUDA graph can hold a step of single tokens: of it, nothing is read but `PackedTokens.device`."""
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         """Build the step's indices once; what is returned serves all layers of this step, until the next call."""

@@ -1,208 +1,65 @@
-"""Packed tokens into attention over pages, in plain torch: the oracle, and the CPU without a compiler.
+"""Packed tokens into attention over pages, one token at a time: what the other backends are held against.
 
-Knows nothing about models. Its rule is "same shape, same place": a query at position p is always row p % 8 of query
-tile p // 8 of its sequence, and meets the keys in tiles of 64, also cut at absolute positions. Each (query tile, key
-tile) pair is a product of the same small shape, and the tiles of a query are added up in one order, from its own tile
-down to position 0. So a token's bits do not depend on the batch, on chunking or on what was found in the cache.
-
-Query tiles are sorted by their number of key tiles, most first, and pairs by how far the key tile lies below the
-query's own: the tiles that have a j-th pair are then a prefix of all tiles, their j-th pairs are one contiguous run,
-and only the first run needs a causal mask.
+Knows nothing about models. What a token gets is computed from its own query and the keys and values it sees, by
+operations whose shapes follow from its position alone; so it cannot depend on its neighbours.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from roseinfer.model.attention.base import Attend, PackedTokens
+from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.scratch import Scratch
-
-QUERY_TILE = 8
-KEY_TILE = 64
-_TILES_PER_KEY_TILE = KEY_TILE // QUERY_TILE
-_GATHER_BYTES = 4 << 20  # of keys or values gathered at a time: the product still finds them in the cache
-
-IndexArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Consecutive pairs whose keys, or values, are gathered together."""
-
-    products: slice  # the pairs times K
-    pair_tiles: torch.Tensor  # [pairs] query tile of each
-    blocks: torch.Tensor  # [pairs * K * blocks a key tile] rows of the cache as [blocks * K, block_size * head_dim]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Indices and buffers of one step. H heads share K key heads: R = 8 * H / K rows of a query tile meet each."""
-
-    query_tiles: torch.Tensor  # [tiles, K, R, head_dim] float32, zero where the step has no token
-    query_rows: torch.Tensor  # [tokens * H] rows of query_tiles, seen as [tiles * H * 8, head_dim]
-    write_rows: torch.Tensor  # [tokens * K] rows of the cache, seen as [blocks * K * block_size, head_dim]
-    pair_tiles: torch.Tensor  # [pairs] query tile of each pair
-    chunks: list[_Chunk]
-    hidden: torch.Tensor  # [tiles, 1, 1, 8, 64] True where a key of the query's own tile lies after it
-    runs: list[tuple[int, slice]]  # of each run but the first: its number of tiles, its pairs
-    scores: torch.Tensor  # [pairs * K, R, 64]
-    parts: torch.Tensor  # [pairs * K, R, head_dim]
 
 
 class ReferenceAttention:
-    """Attention over a head-major cache `[blocks, kv_heads, block_size, head_dim]`; softmax and sums in float32."""
+    """Attention over a cache `[blocks, kv_heads, block_size, head_dim]`; softmax and sums in float32."""
 
     name = "reference"
+    is_capturable = False
 
-    def __init__(self, cache: KVCache, num_heads: int) -> None:
+    def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
         self._cache = cache
-        self._num_heads = num_heads
-        self._num_kv_heads = cache.shape.num_kv_heads
-        self._head_dim = cache.shape.head_dim
-        self._num_rows = QUERY_TILE * num_heads // self._num_kv_heads
-        self._scale = self._head_dim**-0.5
-        self._device = cache.keys[0].device
-        self._scratch = Scratch(self._device)
-        query = torch.arange(KEY_TILE, device=self._device).view(_TILES_PER_KEY_TILE, QUERY_TILE, 1)
-        self._hidden = torch.arange(KEY_TILE, device=self._device) > query  # [8 tiles, 8 queries, 64 keys]
+        self._spec = spec
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         """See AttentionBackend."""
-        return partial(self._attend, self._plan(tokens))
-
-    def _plan(self, tokens: PackedTokens) -> _Plan:
-        slots, positions = tokens.slots.astype(np.int64), tokens.positions.astype(np.int64)
-        tiles_per_slot = tokens.block_table.shape[1] * self._cache.block_size // QUERY_TILE
-        keys = slots * tiles_per_slot + positions // QUERY_TILE
-        is_first = np.diff(keys, prepend=-1) != 0
-        tile_of_token = np.cumsum(is_first) - 1
-        last_of_tile = np.append(np.flatnonzero(is_first)[1:], len(keys)) - 1
-        tile_slots, tile_indices = np.divmod(keys[last_of_tile], tiles_per_slot)
-        num_key_tiles = tile_indices // _TILES_PER_KEY_TILE + 1
-        order = np.argsort(-num_key_tiles, kind="stable")
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
-        tile_slots, tile_indices, num_key_tiles = tile_slots[order], tile_indices[order], num_key_tiles[order]
-        run_lengths = len(order) - np.searchsorted(num_key_tiles[::-1], np.arange(num_key_tiles[0]), side="right")
-        runs = np.repeat(np.arange(len(run_lengths)), run_lengths)
-        pair_tiles = np.arange(len(runs)) - np.repeat(np.cumsum(run_lengths) - run_lengths, run_lengths)
-        last_positions = positions[last_of_tile][order]
-        pair_blocks = self._key_tile_blocks(
-            tokens, tile_slots[pair_tiles], (num_key_tiles[pair_tiles] - 1 - runs), last_positions[pair_tiles]
-        )
-        query_rows = (rank[tile_of_token][:, None] * self._num_heads + np.arange(self._num_heads)) * QUERY_TILE
-        num_tiles, num_products = len(order), len(runs) * self._num_kv_heads
-        tiles_shape = (num_tiles, self._num_kv_heads, self._num_rows, self._head_dim)
-        tiles_on_device = self._index(pair_tiles)
-        starts = np.cumsum(run_lengths).tolist()
-        return _Plan(
-            query_tiles=self._scratch.take("queries", tiles_shape).zero_(),
-            query_rows=self._index(query_rows + (positions % QUERY_TILE)[:, None]),
-            write_rows=self._index(self._write_rows(tokens.block_table, slots, positions)),
-            pair_tiles=tiles_on_device,
-            chunks=self._chunks(tiles_on_device, self._index(pair_blocks)),
-            hidden=self._hidden[self._index(tile_indices % _TILES_PER_KEY_TILE)][:, None, None],
-            runs=[(stop - start, slice(start, stop)) for start, stop in pairwise(starts)],
-            scores=self._scratch.take("scores", (num_products, self._num_rows, KEY_TILE)),
-            parts=self._scratch.take("parts", (num_products, self._num_rows, self._head_dim)),
+        num_tokens = int(tokens.query_starts[-1])
+        return partial(
+            self._attend,
+            tokens.slots[:num_tokens].tolist(),
+            tokens.positions[:num_tokens].tolist(),
+            torch.from_numpy(tokens.block_table.astype(np.int64)).to(self._cache.keys[0].device),
         )
 
-    def _index(self, array: IndexArray) -> torch.Tensor:
-        return torch.from_numpy(array.reshape(-1)).to(self._device)
+    def _attend(
+        self,
+        slots: list[int],
+        positions: list[int],
+        block_table: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        keys, values, block_size = self._cache.keys[layer], self._cache.values[layer], self._cache.block_size
+        for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            block, offset = block_table[slot, position // block_size], position % block_size
+            keys[block, :, offset], values[block, :, offset] = k[token], v[token]
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # zero for the repetitions of the last token
+        for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            blocks = block_table[slot, : position // block_size + 1]
+            out[token] = self._token(layer, q[token], position, keys[blocks], values[blocks])
+        return out.flatten(1)
 
-    def _write_rows(self, block_table: npt.NDArray[np.int32], slots: IndexArray, positions: IndexArray) -> IndexArray:
-        block_size = self._cache.block_size
-        blocks = block_table[slots, positions // block_size].astype(np.int64)
-        first: IndexArray = (blocks[:, None] * self._num_kv_heads + np.arange(self._num_kv_heads)) * block_size
-        first += (positions % block_size)[:, None]
-        return first
-
-    def _key_tile_blocks(
-        self, tokens: PackedTokens, slots: IndexArray, key_tiles: IndexArray, last_positions: IndexArray
-    ) -> IndexArray:
-        """[pairs, kv_heads, blocks] rows of the cache that make up each key tile.
-
-        Blocks after the last query's are not the sequence's; its last block stands in for them, behind the mask.
-        """
-        blocks_per_tile = KEY_TILE // self._cache.block_size
-        columns = key_tiles[:, None] * blocks_per_tile + np.arange(blocks_per_tile)
-        columns = np.minimum(columns, (last_positions // self._cache.block_size)[:, None])
-        blocks: IndexArray = tokens.block_table[slots[:, None], columns].astype(np.int64)
-        rows: IndexArray = blocks[:, None, :] * self._num_kv_heads + np.arange(self._num_kv_heads)[:, None]
-        return rows
-
-    def _chunks(self, pair_tiles: torch.Tensor, pair_blocks: torch.Tensor) -> list[_Chunk]:
-        """The pairs in pieces small enough for the processor's cache."""
-        num_heads, blocks_per_tile = self._num_kv_heads, KEY_TILE // self._cache.block_size
-        step = max(1, _GATHER_BYTES // (num_heads * KEY_TILE * self._head_dim * 4))
-        chunks = []
-        for start in range(0, pair_tiles.shape[0], step):
-            tiles = pair_tiles[start : start + step]
-            products = slice(start * num_heads, (start + tiles.shape[0]) * num_heads)
-            blocks = pair_blocks[products.start * blocks_per_tile : products.stop * blocks_per_tile]
-            chunks.append(_Chunk(products, tiles, blocks))
-        return chunks
-
-    def _attend(self, plan: _Plan, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        head_dim = self._head_dim
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys.view(-1, head_dim).index_copy_(0, plan.write_rows, k.reshape(-1, head_dim))
-        # A block keeps its former owner's values behind the mask, where their weight is 0: they must be finite.
-        values.view(-1, head_dim).index_copy_(0, plan.write_rows, v.nan_to_num().reshape(-1, head_dim))
-        scaled = q.float() * self._scale
-        plan.query_tiles.view(-1, head_dim).index_copy_(0, plan.query_rows, scaled.reshape(-1, head_dim))
-        self._score(plan, keys)
-        totals = self._softmax(plan)
-        mixed = self._mix(plan, values).div_(totals.unsqueeze(-1))
-        return mixed.view(-1, head_dim).index_select(0, plan.query_rows).to(q.dtype).view(q.shape[0], -1)
-
-    def _gather(self, pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Keys or values of a layer -> those of the given blocks [pairs * K, 64, head_dim] float32, in scratch."""
-        shape = (blocks.shape[0], self._cache.block_size * self._head_dim)
-        rows = self._scratch.take(f"pages {pages.dtype}", shape, pages.dtype)
-        torch.index_select(pages.view(-1, shape[1]), 0, blocks, out=rows)
-        if rows.dtype != torch.float32:
-            rows = self._scratch.take("wide pages", shape).copy_(rows)
-        return rows.view(-1, KEY_TILE, self._head_dim)
-
-    def _score(self, plan: _Plan, keys: torch.Tensor) -> None:
-        """Products of queries and keys into the plan's scores, -inf where the key lies after the query."""
-        num_tiles = plan.query_tiles.shape[0]
-        tiles = plan.query_tiles.view(num_tiles, -1)
-        for chunk in plan.chunks:
-            queries = self._scratch.take("pair queries", (chunk.pair_tiles.shape[0], tiles.shape[1]))
-            torch.index_select(tiles, 0, chunk.pair_tiles, out=queries)
-            tile_keys = self._gather(keys, chunk.blocks).transpose(1, 2)
-            torch.bmm(queries.view(-1, self._num_rows, self._head_dim), tile_keys, out=plan.scores[chunk.products])
-        own = plan.scores[: num_tiles * self._num_kv_heads]
-        own.view(num_tiles, self._num_kv_heads, -1, QUERY_TILE, KEY_TILE).masked_fill_(plan.hidden, -torch.inf)
-
-    def _softmax(self, plan: _Plan) -> torch.Tensor:
-        """Scores into exp(score - maximum of the query), in place; the sum of them for each query [tiles, K, R]."""
-        shape = (-1, self._num_kv_heads, self._num_rows)
-        num_tiles = plan.query_tiles.shape[0]
-        pair_maxima = plan.scores.amax(-1).view(shape)
-        maxima = pair_maxima[:num_tiles]
-        for length, pairs in plan.runs:
-            torch.maximum(maxima[:length], pair_maxima[pairs], out=maxima[:length])
-        plan.scores.sub_(maxima.index_select(0, plan.pair_tiles).view(-1, self._num_rows, 1)).exp_()
-        sums = plan.scores.sum(-1).view(shape)
-        totals = sums[:num_tiles]
-        for length, pairs in plan.runs:
-            totals[:length] += sums[pairs]
-        return totals
-
-    def _mix(self, plan: _Plan, values: torch.Tensor) -> torch.Tensor:
-        """The values of each query, weighted by its scores and summed [tiles, K, R, head_dim]."""
-        for chunk in plan.chunks:
-            torch.bmm(plan.scores[chunk.products], self._gather(values, chunk.blocks), out=plan.parts[chunk.products])
-        parts = plan.parts.view(-1, *plan.query_tiles.shape[1:])
-        mixed = parts[: plan.query_tiles.shape[0]]
-        for length, pairs in plan.runs:
-            mixed[:length] += parts[pairs]
-        return mixed
+    def _token(
+        self, layer: int, q: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """The query [heads, head_dim] of one token, and its sequence's pages up to its own -> [heads, head_dim]."""
+        window = self._spec.windows[layer]
+        seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+        keys, values = (pages.transpose(0, 1).flatten(1, 2)[:, seen].float() for pages in (keys, values))
+        grouped = q.float().view(self._spec.num_kv_heads, -1, self._spec.head_dim)
+        scores = grouped @ keys.transpose(1, 2) * self._spec.scale  # [kv_heads, heads / kv_heads, keys]
+        return (scores.softmax(-1) @ values).view_as(q)

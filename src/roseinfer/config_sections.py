@@ -1,0 +1,288 @@
+"""The sections of the configuration: every option with its type, bounds, default and description, and nothing else."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+DEMO_MODEL = "roseinfer/demo"
+
+
+def _option(default: Any, *, flag: str | None = None) -> Any:
+    """A leaf with a default and, for an everyday option, the short flag it also goes by."""
+    return field(default=default, metadata={"flag": flag} if flag else {})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how its numbers are held."""
+
+    path: Annotated[
+        str, Meta(description="A checkpoint directory, a Hugging Face id, or `roseinfer/demo` for the embedded model.")
+    ] = _option(DEMO_MODEL, flag="--model")
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit of a Hugging Face id.")] = _option(None)
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(
+            description="Type of weights and KV cache. `auto` is bfloat16 on CUDA and on CPUs that multiply it in "
+            "hardware, float32 elsewhere, where bfloat16 would be emulated and slower."
+        ),
+    ] = _option("auto", flag="--dtype")
+    quantization: Annotated[
+        Literal["none", "int8"],
+        Meta(
+            description="`int8`: weights of linears in int8, a scale for each output, and activations in int8, a scale "
+            "for each token; on a CPU only. An option, not a default: it changes the model's answers."
+        ),
+    ] = _option("none", flag="--quantization")
+    generation_config: Annotated[
+        Literal["auto", "ignore"],
+        Meta(
+            description="`auto`: sampling parameters that a request leaves out come from the checkpoint's "
+            "generation_config.json. Its end-of-sequence ids count either way."
+        ),
+    ] = _option("auto")
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(description="Longest prompt plus completion, in tokens. Default: what the model allows."),
+    ] = _option(None, flag="--max-model-len")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: Annotated[
+        Literal[8, 16, 32, 64],
+        Meta(description="Tokens in one block. 16 wastes at most 15 positions a sequence and shares prefixes finely."),
+    ] = _option(16)
+    num_blocks: Annotated[
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(description="Blocks in the pool. Default: `memory_utilization` on CUDA, `cpu_memory_mib` on CPU."),
+    ] = _option(None)
+    memory_utilization: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Share of the GPU's memory that weights and KV cache may take together."),
+    ] = _option(0.9)
+    cpu_memory_mib: Annotated[
+        int,
+        Meta(
+            ge=1, description="Most memory the KV cache takes on a CPU, in MiB; less when every sequence fits in less."
+        ),
+    ] = _option(2048)
+    prefix_caching: Annotated[
+        bool, Meta(description="Share the KV blocks of equal prompt prefixes between requests of one cache salt.")
+    ] = _option(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's limits with every default resolved.
+
+    Two bounds on starvation follow from them. Decode: a sequence decodes at least once in
+    ceil(max_active_seqs / max_num_seqs) steps, and no step carries more than `max_prefill_tokens` of others' prompts.
+    Prefill: decode rows leave at least one block of the budget, so the oldest prompt advances in every step.
+    """
+
+    max_num_seqs: int
+    max_prefill_seqs: int
+    max_active_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What goes into one step."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Sequences decoded in one step.")] = _option(
+        64, flag="--max-num-seqs"
+    )
+    max_prefill_seqs: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Sequences admitted to prefill in one step. Default: the same as `max_num_seqs`."),
+    ] = _option(None)
+    max_active_seqs: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Sequences that hold KV blocks; when more are active than one step decodes, they take turns. "
+            "Default: the larger of `max_num_seqs` and `max_prefill_seqs`.",
+        ),
+    ] = _option(None)
+    max_num_batched_tokens: Annotated[
+        int,
+        Meta(
+            ge=2,
+            description="Token budget of one step: decode rows first, prefill chunks in the rest. It must exceed "
+            "`max_num_seqs` by at least one block, so that decoding can never shut prefill out.",
+        ),
+    ] = _option(512)
+    max_prefill_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Most prefill tokens in one step, which bounds how much a newcomer can slow the streams "
+            "already running. Default: all that the token budget leaves.",
+        ),
+    ] = _option(None)
+    admission: Annotated[
+        Literal["fifo", "pack"],
+        Meta(description="`fifo`: in order of arrival. `pack`: the shortest prompts of the look-ahead window first."),
+    ] = _option("fifo")
+    lookahead: Annotated[int, Meta(ge=1, description="Waiting requests among which `pack` chooses.")] = _option(64)
+    fifo_every: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Under `pack`, the oldest request goes first once in this number of admitting steps, so that "
+            "none starves.",
+        ),
+    ] = _option(8)
+    max_prefix_wait_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most steps for which a request waits for a prefix block that another request is computing. "
+            "0 turns the waiting off.",
+        ),
+    ] = _option(64)
+
+    @property
+    def limits(self) -> Limits:
+        max_prefill_seqs = self.max_prefill_seqs or self.max_num_seqs
+        return Limits(
+            max_num_seqs=self.max_num_seqs,
+            max_prefill_seqs=max_prefill_seqs,
+            max_active_seqs=self.max_active_seqs or max(self.max_num_seqs, max_prefill_seqs),
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_tokens=self.max_prefill_tokens or self.max_num_batched_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Where and how the model runs."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="`auto` takes CUDA when a GPU is present.")] = (
+        _option("auto", flag="--device")
+    )
+    attention: Annotated[
+        Literal["auto", "native", "gathered", "reference", "triton", "flashinfer"],
+        Meta(
+            description="Attention backend. `auto` takes `native`, the compiled kernel, on a CPU where it was built, "
+            "and `gathered`, plain torch, where not; on CUDA `flashinfer` where it is installed, and `triton` where "
+            "not. `reference` is slow and obvious."
+        ),
+    ] = _option("auto")
+    kernels: Annotated[
+        Literal["auto", "off", "avx2", "avx512", "avx512_bf16", "amx"],
+        Meta(
+            description="Level of the compiled CPU kernels (`roseinfer kernels build`). `auto`: the highest that this "
+            "processor has and that was built; without one, plain torch."
+        ),
+    ] = _option("auto")
+    kernels_dir: Annotated[
+        str | None, Meta(description="Where compiled kernels lie. Default: `roseinfer/kernels` in the user's cache.")
+    ] = _option(None)
+    cuda_graphs: Annotated[
+        Literal["startup", "lazy", "off"],
+        Meta(
+            description="When decode steps are captured as CUDA graphs: before the port is ready, each size when it is "
+            "first met (which a stream then waits for), or never."
+        ),
+    ] = _option("startup")
+    staging: Annotated[
+        Literal["pinned", "pageable"],
+        Meta(
+            description="Host memory from which a step's integers are copied to the GPU; `pageable` is for comparison."
+        ),
+    ] = _option("pinned")
+    pipeline_depth: Annotated[
+        Literal[0, 1], Meta(description="Steps launched before the result of the one before has been read.")
+    ] = _option(0)
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="On CUDA: a request's tokens do not depend on what else is in the batch, bit for bit, at some "
+            "cost. A CPU keeps that promise always."
+        ),
+    ] = _option(False)
+    num_threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Threads of the model on a CPU. Default: the cores this process may use; in bfloat16 at most "
+            "8, beyond which a row could depend on its neighbours."
+        ),
+    ] = _option(None)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine's place and its watchdog."""
+
+    transport: Annotated[
+        Literal["process", "thread"],
+        Meta(description="`process`: the engine has its own interpreter and its own GIL. `thread`: for debugging."),
+    ] = _option("process")
+    step_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest time without a step while there is work; then `/livez` fails.")
+    ] = _option(30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """HTTP."""
+
+    host: Annotated[str, Meta(description="Address of the API port.")] = _option("127.0.0.1", flag="--host")
+    port: Annotated[int, Meta(ge=0, le=65535, description="API port; 0 takes a free one.")] = _option(
+        8000, flag="--port"
+    )
+    ops_host: Annotated[str, Meta(description="Address of the operations port.")] = _option("127.0.0.1")
+    ops_port: Annotated[
+        int, Meta(ge=0, le=65535, description="Operations port: probes and `/metrics` again. 0 turns it off.")
+    ] = _option(8001, flag="--ops-port")
+    served_model_name: Annotated[
+        str | None,
+        Meta(description="The `model` that clients name. Default: the last part of the path; `roseinfer-demo`."),
+    ] = _option(None, flag="--served-model-name")
+    api_key_file: Annotated[
+        str | None,
+        Meta(description="File with one API key a line. When given, everything on the API port but probes needs one."),
+    ] = _option(None, flag="--api-key-file")
+    chat_template: Annotated[
+        str | None,
+        Meta(description="File with a Jinja chat template, instead of the checkpoint's."),
+    ] = _option(None, flag="--chat-template")
+    max_inflight: Annotated[
+        int, Meta(ge=1, description="HTTP requests served at once; the next one is answered 429 with `Retry-After`.")
+    ] = _option(256)
+    stream_interval: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Tokens that a stream sends together; the first always goes at once. Requests may differ.",
+        ),
+    ] = _option(1)
+    drain_timeout_s: Annotated[
+        float,
+        Meta(ge=0, description="Longest time for streams to finish after SIGTERM; then they end with an error event."),
+    ] = _option(25.0)
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Longest request body.")] = _option(2 * 1024 * 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveConfig:
+    """What is told, and how."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Lowest level that is logged.")
+    ] = _option("info", flag="--log-level")
+    log_format: Annotated[
+        Literal["auto", "json", "text"],
+        Meta(description="`auto`: text on a terminal, one JSON object a line elsewhere."),
+    ] = _option("auto")
+    log_summary_interval_s: Annotated[
+        float, Meta(ge=0, description="Seconds between summary lines while there is work; 0 turns them off.")
+    ] = _option(10.0)
+    nvtx: Annotated[bool, Meta(description="Mark the phases of each step with NVTX ranges for Nsight.")] = _option(
+        False
+    )

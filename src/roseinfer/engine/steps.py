@@ -1,0 +1,119 @@
+"""A step between its schedule and its commit: what is remembered of it, and what is told once its tokens are known.
+
+Knows slots, counts and ids; changes no sequence. These are msgspec structs because some are made in every step: a
+frozen dataclass takes several times as long to make.
+"""
+
+import msgspec
+import numpy as np
+
+from roseinfer.engine.batch import IndexArray, Int32Array, SampledTokens, ScheduledBatch
+from roseinfer.engine.sequence import SlotTable
+from roseinfer.messages import TokenOutput
+from roseinfer.records import FinishReason
+
+
+class StepCounts(msgspec.Struct, gc=False):
+    """What the scheduler counted in one step; part of its `StepRecord`."""
+
+    num_decode_seqs: int = 0
+    num_prefill_seqs: int = 0
+    num_prefill_tokens: int = 0
+    num_not_selected: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+
+
+class SampledRows(msgspec.Struct, frozen=True, gc=False):
+    """The rows of a step that sampled. Arrays have one entry a row."""
+
+    index: IndexArray  # slots
+    ends: Int32Array  # position of the sampled token
+    sampled: SampledTokens
+    first: range  # rows whose token is the first one after a prefill
+    has_last: bool  # some row sampled the last token that its request allows
+    surplus: set[int]  # rows of sequences that had ended before, which was not known when the step was scheduled
+
+
+class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
+    """A step that has been scheduled and not been committed. Arrays have one entry a row."""
+
+    batch: ScheduledBatch
+    index: IndexArray  # `batch.slots`, as numpy indexes with
+    ends: Int32Array  # tokens in the row's KV cache after the step: where its sampled token goes
+    has_last: bool  # some row samples the last token that its request allows
+    counts: StepCounts
+
+    def holds(self, slot: int) -> bool:
+        """A row of it is the slot's."""
+        return bool((self.index == slot).any())
+
+    def sampled_rows(self, sampled: SampledTokens, ended: set[int]) -> SampledRows:
+        """Its rows with their tokens; `ended` are the slots of sequences that ended after it was scheduled."""
+        index, ends = self.index, self.ends
+        if len(sampled.token_ids) < len(index):
+            index, ends = index[self.batch.samples], ends[self.batch.samples]
+        surplus = {row for row, slot in enumerate(index.tolist()) if slot in ended} if ended else set()
+        return SampledRows(index, ends, sampled, range(self.batch.num_device_rows, len(index)), self.has_last, surplus)
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """What a step has to tell; the columns are those of `StepOutput`."""
+
+    slots: bytes
+    token_ids: bytes
+    outputs: list[TokenOutput]
+    num_tokens: int
+
+
+NOTHING = Outcome(b"", b"", [], 0)
+
+
+def find_last(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
+    """Rows whose token ends their sequence: the last one allowed, an eos id they heed, or one of their stop ids."""
+    index, token_ids, last = rows.index, rows.sampled.token_ids, dict[int, FinishReason]()
+    if rows.has_last:
+        at_limit = (rows.ends + 1 == table.max_tokens[index]).nonzero()[0].tolist()
+        last = dict.fromkeys(at_limit, FinishReason.LENGTH)
+    for eos_token_id in eos_token_ids:
+        for row in (token_ids == eos_token_id).nonzero()[0].tolist():
+            if not table.ignores_eos[index[row]]:
+                last[row] = FinishReason.STOP
+    if table.stop_token_ids:
+        for row, slot in enumerate(index.tolist()):
+            if slot in table.stop_token_ids and int(token_ids[row]) in table.stop_token_ids[slot]:
+                last[row] = FinishReason.STOP
+    for row in rows.surplus:
+        last.pop(row, None)
+    return last
+
+
+def tell(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> Outcome:
+    """Columns for the rows that have a token to tell and nothing else, outputs for the others."""
+    logprobs = rows.sampled.logprobs
+    scored = () if logprobs is None else [row for row, told in enumerate(logprobs) if told is not None]
+    told_in_full = {*rows.first, *last, *scored} - rows.surplus
+    slots, token_ids = rows.index.astype(np.int32), rows.sampled.token_ids
+    if told_in_full or rows.surplus:
+        is_plain = np.ones(len(slots), np.bool_)
+        is_plain[[*told_in_full, *rows.surplus]] = False
+        slots, token_ids = slots[is_plain], token_ids[is_plain]
+    outputs = [_output(rows, row, table, last.get(row)) for row in sorted(told_in_full)]
+    return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, len(slots) + len(outputs))
+
+
+def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: FinishReason | None) -> TokenOutput:
+    slot, token_id = int(rows.index[row]), int(rows.sampled.token_ids[row])
+    sequence, is_first = table.owner(slot), row in rows.first
+    logprobs = None if rows.sampled.logprobs is None else rows.sampled.logprobs[row]
+    return TokenOutput(
+        request_id=sequence.request.request_id,
+        token_ids=[token_id],
+        logprobs=None if logprobs is None else [logprobs],
+        finish_reason=finish_reason,
+        stop_token_id=token_id if finish_reason is FinishReason.STOP else None,
+        times=sequence.times if is_first or finish_reason is not None else None,
+        slot=slot if is_first else None,
+    )

@@ -1,0 +1,133 @@
+"""Packed tokens into attention over pages, by the compiled kernel. Knows nothing about models.
+
+The kernel writes the new keys and values and reads them again in a layout of its own (`kernels/attention.cpp`), so a
+cache that this backend has written is read by no other.
+"""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import partial
+
+import numpy as np
+import torch
+
+from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.kernels.library import Kernels
+from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.scratch import Scratch
+
+_FUNCTIONS = {torch.float32: "attention_float32", torch.bfloat16: "attention_bfloat16"}
+
+
+class _Call(Structure):
+    """`Call` of kernels/attention.cpp."""
+
+    _fields_ = (
+        ("slots", c_void_p),
+        ("positions", c_void_p),
+        ("query_starts", c_void_p),
+        ("block_table", c_void_p),
+        ("items", c_void_p),
+        ("block_table_stride", c_int64),
+        ("num_items", c_int64),
+        ("num_tokens", c_int64),
+        ("appends_first", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("scale", c_float),
+        ("window", c_int32),
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("out", c_void_p),
+        ("q_strides", c_int64 * 2),
+        ("k_strides", c_int64 * 2),
+        ("v_strides", c_int64 * 2),
+    )
+
+
+class NativeAttention:
+    """Attention over the cache's bytes in the kernel's layout; softmax and sums in float32.
+
+    `attend` gives the same tensor back in every layer of a step, overwritten.
+    """
+
+    name = "native"
+    is_capturable = False
+
+    def __init__(self, cache: KVCache, spec: AttentionSpec, kernels: Kernels) -> None:
+        dtype = cache.keys[0].dtype
+        self._spec = spec
+        self._cache = cache
+        self._run = kernels.function(_FUNCTIONS[dtype], POINTER(_Call))
+        self._plan = kernels.function(
+            "attention_plan", c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64)
+        )
+        self._scratch = Scratch(torch.device("cpu"))
+        self._items = np.empty((0, 4), np.int32)
+        self._layers = [
+            (keys.data_ptr(), values.data_ptr(), window or 0)
+            for keys, values, window in zip(cache.keys, cache.values, spec.windows, strict=True)
+        ]
+        self._call = _Call(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=cache.block_size,
+            scale=spec.scale,
+        )
+
+    @staticmethod
+    def can_compute(spec: AttentionSpec) -> bool:
+        """Whether the kernel knows the shape."""
+        return spec.head_dim % 8 == 0
+
+    def prepare(self, tokens: PackedTokens) -> Attend:
+        """See AttentionBackend."""
+        arrays = tuple(map(np.ascontiguousarray, (tokens.slots, tokens.positions, tokens.query_starts)))
+        slots, positions, query_starts = (array.ctypes.data for array in arrays)
+        num_most = int(tokens.query_starts[-1]) * self._spec.num_heads
+        if len(self._items) < num_most:
+            self._items = np.empty((num_most, 4), np.int32)
+        results = (c_int64 * 2)()
+        self._plan(
+            query_starts,
+            positions,
+            len(tokens.query_starts) - 1,
+            self._spec.num_heads,
+            self._spec.num_kv_heads,
+            self._items.ctypes.data,
+            results,
+        )
+        call = self._call
+        call.slots, call.positions, call.query_starts = slots, positions, query_starts
+        call.block_table = tokens.block_table.ctypes.data
+        call.block_table_stride = tokens.block_table.strides[0] // tokens.block_table.itemsize
+        call.items = self._items.ctypes.data
+        call.num_items, call.appends_first = results
+        call.num_tokens = int(tokens.query_starts[-1])
+        shape = (len(tokens.slots), self._spec.num_heads * self._spec.head_dim)
+        out = self._scratch.take("out", shape, self._cache.keys[0].dtype)
+        call.out = out.data_ptr()
+        return partial(self._attend, (arrays, tokens), ctypes.byref(call), out)
+
+    def _attend(
+        self,
+        _: object,  # the arrays that the call points to, kept alive
+        pointer: "ctypes._CArgObject",
+        out: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        call = self._call
+        call.keys, call.values, call.window = self._layers[layer]
+        call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        call.q_strides, call.k_strides, call.v_strides = q.stride()[:2], k.stride()[:2], v.stride()[:2]
+        self._run(pointer)
+        return out

@@ -1,0 +1,95 @@
+"""Device tokens into attention over pages, in Triton kernels on a GPU. Knows nothing about models or graphs.
+
+A step in which every row has one token goes through the split-KV kernel, any other through the kernel for packed rows
+(`roseinfer.model.triton_kernels`). Both read slots, starts, lengths and block ids on the device: of the host's side of
+a step only the shapes count, and the two maxima. So a captured graph serves every step of its shape, whatever the
+lengths; `max_context_len` decides how far rows are split, not what is right.
+
+`batch_invariant` sends every step through the kernel for packed rows, which never splits a row's keys and cuts them at
+absolute positions. Then a token's bits depend on its own sequence alone: not on the other rows, nor on how the prompt
+was cut into steps, nor on what was found in the cache. It costs a long sequence that decodes in a small batch most of
+the GPU, since one program for each key head reads all of its keys. Without it, the bits depend on the number of rows
+of the step, and on whether another row of it has more than one token.
+"""
+
+from functools import partial
+
+import torch
+
+from roseinfer.errors import ConfigError
+from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.scratch import Scratch
+from roseinfer.model.triton_kernels.decode import Parts, choose_num_splits, decode
+from roseinfer.model.triton_kernels.language import IS_INTERPRETED
+from roseinfer.model.triton_kernels.paging import Rows, heads_of, pages_of, rows_of, step_of
+from roseinfer.model.triton_kernels.varlen import varlen
+
+_MAX_HEAD_DIM = 256
+_INTERPRETED_PROCESSORS = 132
+
+
+class TritonAttention:
+    """Attention over a head-major cache `[blocks, kv_heads, block_size, head_dim]`; softmax and sums in float32.
+
+    What `attend` returns for a step of single tokens is valid until its next call: such a step allocates nothing.
+    """
+
+    name = "triton"
+    is_capturable = True
+
+    def __init__(self, cache: KVCache, spec: AttentionSpec, *, batch_invariant: bool = False) -> None:
+        device = cache.keys[0].device
+        if device.type != "cuda" and not IS_INTERPRETED:
+            raise ConfigError("Attention by triton needs a CUDA device.", param="runner.attention")
+        if spec.head_dim > _MAX_HEAD_DIM:
+            raise ConfigError(
+                f"Attention by triton takes heads of up to {_MAX_HEAD_DIM} dimensions, and this model's have "
+                f"{spec.head_dim}.",
+                param="runner.attention",
+            )
+        self._spec = spec
+        self._heads = heads_of(spec)
+        self._pages = [pages_of(cache, layer) for layer in range(len(cache.keys))]
+        self._batch_invariant = batch_invariant
+        self._num_processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else _INTERPRETED_PROCESSORS
+        )
+        self._scratch = Scratch(device)
+
+    def prepare(self, tokens: PackedTokens) -> Attend:
+        """See AttentionBackend. Reads `tokens.device` and the two maxima; launches nothing and copies nothing."""
+        assert tokens.device is not None
+        rows = rows_of(tokens.device)
+        if tokens.max_query_len > 1 or self._batch_invariant:
+            return partial(self._attend_packed, rows)
+        num_splits = choose_num_splits(
+            rows.starts.shape[0] * self._spec.num_kv_heads, self._num_seen(tokens.max_context_len), self._num_processors
+        )
+        return partial(self._attend_single, rows, num_splits)
+
+    def _num_seen(self, context_len: int) -> int:
+        """The most positions that a token sees in any layer."""
+        return max(context_len if window is None else min(window, context_len) for window in self._spec.windows)
+
+    def _attend_packed(self, rows: Rows, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        scale, window = self._spec.scale, self._spec.windows[layer]
+        varlen(step_of(q, k, v, out), self._pages[layer], rows, self._heads, scale=scale, window=window)
+        return out.flatten(1)
+
+    def _attend_single(
+        self, rows: Rows, num_splits: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        shape = (rows.starts.shape[0], self._spec.num_heads, num_splits)
+        parts = Parts(
+            mixed=self._scratch.take("mixed", (*shape, self._spec.head_dim)),
+            peaks=self._scratch.take("peaks", shape),
+            totals=self._scratch.take("totals", shape),
+        )
+        out = self._scratch.take("out", (q.shape[0], self._spec.num_heads, self._spec.head_dim), q.dtype)
+        step, pages = step_of(q, k, v, out), self._pages[layer]
+        decode(step, pages, rows, parts, self._heads, scale=self._spec.scale, window=self._spec.windows[layer])
+        return out.flatten(1)

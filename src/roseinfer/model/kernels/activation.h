@@ -1,0 +1,120 @@
+// What stands around a product: numbers of other types into registers of float32 and back, and activations.
+
+#pragma once
+
+#include <type_traits>
+
+#include "common.h"
+#include "simd.h"
+
+template <typename T>
+struct alignas(alignof(T)) Several {
+    T values[LANES];
+};
+
+// Names of layers.ACTIVATIONS, in its order.
+enum Activation : int32_t { kNone, kGelu, kGeluTanh, kSilu };
+
+static inline Floats load(const bfloat16* from) {
+    typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
+    typedef uint32_t Wide __attribute__((vector_size(LANES * sizeof(uint32_t))));
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Wide) << 16);
+}
+
+static inline Floats load(const int32_t* from) {
+    typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+    Integers integers;
+    std::memcpy(&integers, from, sizeof integers);
+    return (Floats)__builtin_convertvector(integers, Floats);
+}
+
+// Rounds as to_bfloat16 does; numbers below the smallest normal one become 0 where the processor has an instruction.
+static inline void store(bfloat16* to, Floats x) {
+#ifdef __AVX512BF16__
+    const __m256bh halves = _mm512_cvtneps_pbh(x);
+    std::memcpy(to, &halves, sizeof halves);
+#else
+    Several<float> all;
+    store(all.values, x);
+    for (int i = 0; i < LANES; ++i) to[i] = to_bfloat16(all.values[i]);
+#endif
+}
+
+// The first `count` of LANES numbers; the others are 0.
+template <typename T>
+static inline Floats load_first(const T* from, int64_t count) {
+    if (count >= LANES) return load(from);
+    Several<T> padded = {};
+    std::memcpy(padded.values, from, count * sizeof(T));
+    return load(padded.values);
+}
+
+template <typename T>
+static inline void store_first(T* to, Floats x, int64_t count) {
+    if (count >= LANES) return store(to, x);
+    Several<T> all;
+    store(all.values, x);
+    std::memcpy(to, all.values, count * sizeof(T));
+}
+
+static inline Floats magnitude(Floats x) { return maximum(-x, x); }
+
+// 1 / x to 2 units in the last place, for x in 1..2^20.
+static inline Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+    const Floats near = _mm512_maskz_rcp14_ps(0xffff, x);
+    return near * (splat(2.0f) - x * near);  // a step of Newton's
+#else
+    return splat(1.0f) / x;
+#endif
+}
+
+// 1 / (1 + e^-x), from e^-|x|, which cannot overflow.
+static inline Floats sigmoid(Floats x) {
+    const Floats power = exponential(-magnitude(x));
+    const Floats share = reciprocal(splat(1.0f) + power);
+    return x < zeros() ? power * share : share;
+}
+
+// To an absolute 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+static inline Floats error_function(Floats x) {
+    const Floats size = magnitude(x);
+    const Floats t = reciprocal(splat(1.0f) + splat(0.3275911f) * size);
+    Floats p = splat(1.061405429f);
+    p = multiply_add(p, t, splat(-1.453152027f));
+    p = multiply_add(p, t, splat(1.421413741f));
+    p = multiply_add(p, t, splat(-0.284496736f));
+    p = multiply_add(p, t, splat(0.254829592f));
+    const Floats y = splat(1.0f) - p * t * exponential(-size * size);
+    return x < zeros() ? -y : y;
+}
+
+template <Activation activation>
+static inline Floats activate(Floats x) {
+    if constexpr (activation == kGelu) {
+        return splat(0.5f) * x * (splat(1.0f) + error_function(x * splat(0.70710678f)));
+    } else if constexpr (activation == kGeluTanh) {  // (1 + tanh z) / 2 is sigmoid(2 z)
+        return x * sigmoid(splat(1.59576912f) * (x + splat(0.044715f) * x * x * x));
+    } else if constexpr (activation == kSilu) {
+        return x * sigmoid(x);
+    } else {
+        return x;
+    }
+}
+
+// Calls `finish` with the number of the activation as a constant, so that loops inside it do not ask again.
+template <typename Finish>
+static inline void with_activation(int32_t activation, const Finish& finish) {
+    switch (activation) {
+        case kGelu:
+            return finish(std::integral_constant<Activation, kGelu>());
+        case kGeluTanh:
+            return finish(std::integral_constant<Activation, kGeluTanh>());
+        case kSilu:
+            return finish(std::integral_constant<Activation, kSilu>());
+        default:
+            return finish(std::integral_constant<Activation, kNone>());
+    }
+}

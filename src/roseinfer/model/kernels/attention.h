@@ -1,0 +1,59 @@
+// What the files of the attention kernel share: what a step hands over, and where a tile of keys lies in the cache.
+// The cache's layout is described in attention.cpp.
+
+#pragma once
+
+#include "common.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int KEY_TILE = 64;
+constexpr int TILE_VECTORS = KEY_TILE / LANES;
+constexpr int MAX_TILE_BLOCKS = KEY_TILE / 8;
+
+// What Python hands over, once a step; below the line it changes with the layer.
+struct Call {
+    const int32_t* slots;         // [tokens] row of the block table
+    const int32_t* positions;     // [tokens]
+    const int32_t* query_starts;  // [rows + 1] first token of each row
+    const int32_t* block_table;   // [slots, block_table_stride]
+    const int32_t* items;         // [num_items, 4], see Item
+    int64_t block_table_stride;
+    int64_t num_items;
+    int64_t num_tokens;
+    int64_t appends_first;  // a row has several items: all keys must be there before any of them starts
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+    float scale;
+    int32_t window;  // 0: none
+    // ----
+    const void* q;  // [tokens, heads, head_dim], the strides in numbers
+    const void* k;  // [tokens, kv_heads, head_dim]
+    const void* v;
+    void* keys;
+    void* values;
+    void* out;  // [tokens, heads * head_dim]
+    int64_t q_strides[2];
+    int64_t k_strides[2];
+    int64_t v_strides[2];
+};
+
+// Where the pages of one tile of keys lie for one head. Past the sequence's last block its last block is repeated.
+template <class Number>
+struct Tile {
+    const Number* keys[MAX_TILE_BLOCKS];
+    const Number* values[MAX_TILE_BLOCKS];
+};
+
+// Keys and values are read from memory once, and while one tile is computed the next one is asked for: its lines come in
+// between the products, since the processor has room for a few outstanding requests only.
+inline void prefetch_to_level1(const void* line) { __builtin_prefetch(line, 0, 3); }
+inline void prefetch_to_level2(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// Sums are kept in whole registers.
+inline int64_t padded_head_dim(const Call& call) { return (call.head_dim + LANES - 1) / LANES * LANES; }
+
+}  // namespace

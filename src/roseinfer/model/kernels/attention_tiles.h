@@ -1,0 +1,157 @@
+// Products of up to 16 rows with a tile of keys and values, in the tiles of AMX.
+//
+// One instruction adds the products of 16 rows, 32 numbers deep, with 16 columns, in an order that the other rows have
+// no part in; so a row has the same bits in a tile of its own and among fifteen others. Two columns' worth of numbers
+// lie side by side, which is the layout of the cache.
+
+#pragma once
+
+#include "attention_registers.h"
+
+#if defined(__AMX_BF16__)
+
+namespace {
+
+constexpr int TILE_DEPTH = 32;     // numbers of a key that one instruction multiplies
+constexpr int TILE_KEYS = 16;      // keys of which one instruction adds the values; they lie in one block
+constexpr int TILE_ROW_BYTES = 64;
+
+// The operand of `ldtilecfg`, palette 1.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1;
+    uint8_t start_row = 0;
+    uint8_t reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// What tiles read was written by instructions that the compiler may move, for it does not know that they read memory.
+inline void settle_memory() { asm volatile("" ::: "memory"); }
+
+struct Tiles : BFloat16 {
+    static constexpr int MAX_ROWS = 16;
+
+    // Registers 0..3 hold sums, 4 queries, 5 weights, 6 keys, 7 values.
+    static void start(int num_rows) {
+        TileShapes shapes;
+        for (int tile = 0; tile < 5; tile++) shapes.rows[tile] = num_rows, shapes.row_bytes[tile] = TILE_ROW_BYTES;
+        shapes.rows[5] = num_rows, shapes.row_bytes[5] = TILE_KEYS * sizeof(bfloat16);
+        shapes.rows[6] = TILE_DEPTH / STEP, shapes.row_bytes[6] = TILE_ROW_BYTES;
+        shapes.rows[7] = TILE_KEYS / STEP, shapes.row_bytes[7] = TILE_ROW_BYTES;
+        asm volatile("ldtilecfg %0" ::"m"(shapes));
+    }
+
+    static void finish() { _tile_release(); }
+
+    // Whether a process with this cache computes with tiles: always, or never.
+    static bool can_compute(const Call& call) {
+        return call.head_dim % TILE_DEPTH == 0 && call.block_size % TILE_KEYS == 0;
+    }
+
+    static void score(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int, int num_vectors,
+                      const Operand* q, float* scores) {
+        const int64_t block_size = call.block_size, row_bytes = block_size * STEP * sizeof(Number);
+        const Number *keys[TILE_VECTORS], *next_keys[TILE_VECTORS] = {};
+        for (int vector = 0; vector < num_vectors; vector++) {
+            const int key = vector * LANES, block = key / int(block_size), offset = key % int(block_size) * STEP;
+            keys[vector] = tile.keys[block] + offset;
+            if (next) next_keys[vector] = next->keys[block] + offset;
+        }
+        settle_memory();
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t dim = 0; dim < call.head_dim; dim += TILE_DEPTH) {
+            const int64_t at = dim * block_size;
+            _tile_loadd(4, q + dim, call.head_dim * sizeof(Operand));
+            _tile_loadd(6, keys[0] + at, row_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            prefetch_rows(next_keys[0], at, row_bytes, TILE_DEPTH / STEP);
+            if (num_vectors > 1) {
+                _tile_loadd(6, keys[1] + at, row_bytes);
+                _tile_dpbf16ps(1, 4, 6);
+                prefetch_rows(next_keys[1], at, row_bytes, TILE_DEPTH / STEP);
+            }
+            if (num_vectors > 2) {
+                _tile_loadd(6, keys[2] + at, row_bytes);
+                _tile_dpbf16ps(2, 4, 6);
+                prefetch_rows(next_keys[2], at, row_bytes, TILE_DEPTH / STEP);
+            }
+            if (num_vectors > 3) {
+                _tile_loadd(6, keys[3] + at, row_bytes);
+                _tile_dpbf16ps(3, 4, 6);
+                prefetch_rows(next_keys[3], at, row_bytes, TILE_DEPTH / STEP);
+            }
+        }
+        _tile_stored(0, scores, KEY_TILE * sizeof(float));
+        if (num_vectors > 1) _tile_stored(1, scores + LANES, KEY_TILE * sizeof(float));
+        if (num_vectors > 2) _tile_stored(2, scores + 2 * LANES, KEY_TILE * sizeof(float));
+        if (num_vectors > 3) _tile_stored(3, scores + 3 * LANES, KEY_TILE * sizeof(float));
+        settle_memory();
+    }
+
+    static void mix(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_rows, int num_keys,
+                    const Operand* weights, const float* corrections, float* sums) {
+        const int64_t row_size = call.head_dim;
+        for (int row = 0; row < num_rows; row++) {
+            if (corrections[row] == 1.0f) continue;
+            for (int64_t dim = 0; dim < row_size; dim += LANES) {
+                float* sum = sums + row * row_size + dim;
+                store(sum, multiply(::load(sum), splat(corrections[row])));
+            }
+        }
+        settle_memory();
+        int64_t dim = 0;
+        for (; dim + 4 * LANES <= row_size; dim += 4 * LANES) mix_dims<4>(call, tile, next, num_keys, dim, weights, sums);
+        if (dim < row_size) mix_dims<2>(call, tile, next, num_keys, dim, weights, sums);
+        settle_memory();
+    }
+
+private:
+    // Registers dim.. of the sums, NUM_VECTORS of each row: two or four.
+    template <int NUM_VECTORS>
+    static void mix_dims(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_keys,
+                         int64_t dim, const Operand* weights, float* sums) {
+        constexpr int VECTOR = LANES * STEP;
+        const int64_t sum_bytes = call.head_dim * sizeof(float), row_bytes = call.head_dim * STEP * sizeof(Number);
+        sums += dim;
+        _tile_loadd(0, sums, sum_bytes);
+        _tile_loadd(1, sums + LANES, sum_bytes);
+        if (NUM_VECTORS > 2) _tile_loadd(2, sums + 2 * LANES, sum_bytes);
+        if (NUM_VECTORS > 2) _tile_loadd(3, sums + 3 * LANES, sum_bytes);
+        for (int key = 0; key < num_keys; key += TILE_KEYS) {
+            const int64_t block = key / call.block_size;
+            const int64_t at = (key % call.block_size) * call.head_dim + dim * STEP;
+            const Number* values = tile.values[block] + at;
+            _tile_loadd(5, weights + key, KEY_TILE * sizeof(Operand));
+            _tile_loadd(7, values, row_bytes);
+            _tile_dpbf16ps(0, 5, 7);
+            _tile_loadd(7, values + VECTOR, row_bytes);
+            _tile_dpbf16ps(1, 5, 7);
+            if (NUM_VECTORS > 2) {
+                _tile_loadd(7, values + 2 * VECTOR, row_bytes);
+                _tile_dpbf16ps(2, 5, 7);
+                _tile_loadd(7, values + 3 * VECTOR, row_bytes);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            if (!next) continue;
+            for (int vector = 0; vector < NUM_VECTORS; vector++)
+                prefetch_rows(next->values[block], at + vector * VECTOR, row_bytes, TILE_KEYS / STEP);
+        }
+        _tile_stored(0, sums, sum_bytes);
+        _tile_stored(1, sums + LANES, sum_bytes);
+        if (NUM_VECTORS > 2) _tile_stored(2, sums + 2 * LANES, sum_bytes);
+        if (NUM_VECTORS > 2) _tile_stored(3, sums + 3 * LANES, sum_bytes);
+    }
+
+    static void prefetch_rows(const Number* page, int64_t at, int64_t row_bytes, int num_rows) {
+        if (!page) return;
+        const char* line = reinterpret_cast<const char*>(page + at);
+        for (int row = 0; row < num_rows; row++) prefetch_to_level1(line + row * row_bytes);
+    }
+};
+
+}  // namespace
+
+#endif

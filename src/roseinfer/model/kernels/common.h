@@ -1,0 +1,28 @@
+// What every kernel includes: how a function is exported, and the types of numbers.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// bfloat16: the upper half of a float32.
+using bfloat16 = uint16_t;
+
+static inline float to_float(float value) { return value; }
+
+static inline float to_float(bfloat16 value) {
+    const uint32_t bits = uint32_t(value) << 16;
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
+static inline bfloat16 to_bfloat16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (value != value) return bfloat16((bits >> 16) | 0x40);
+    return bfloat16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}

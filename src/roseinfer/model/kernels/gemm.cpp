@@ -1,0 +1,268 @@
+// y = activation(x W^T + b) on AMX tiles, the weight packed once: in bfloat16, or in int8 with a scale for each row of
+// x and of W. Knows nothing of layers.
+//
+// An output is one chain of tile products over k, in ascending order, each into the sum of the ones before it. Rows and
+// columns of a tile do not mix. So an output's bits depend on its row of x and its row of W alone: not on the number of
+// rows, on their order, or on the threads, which share out columns and rows and never k.
+//
+// Packed weight: for each 16 outputs, one below the other, a tile for each 64 bytes of k. Tile row r holds, for each
+// output, the 4 bytes of k that follow 4 r: what the tile product wants of its right operand. Everything past the
+// weight's edges is 0. The rows of x are packed on each call: for each 16 rows a tile for each 64 bytes of k.
+
+#include "common.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "activation.h"
+#include "quantize.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int64_t kSide = 2 * kTileRows;   // a panel is so many outputs: two columns of tiles
+constexpr int64_t kChunk = 8;              // tiles of k after which, of more rows, the next ones take their turn: the
+                                           // panel's 16 KiB stay in the nearest cache meanwhile
+constexpr int64_t kRowsBytes = 1 << 20;    // packed rows that stay in the second cache while panels go by
+constexpr int64_t kMaxRows = 512;          // of them
+constexpr int64_t kAhead = 2048;           // bytes before their use that lines of a column are asked for
+constexpr int64_t kWorthThreads = 64;      // tiles; below, waking a thread costs more than it saves
+
+// A linear layer, as amx.py's _Descriptor lays it out.
+struct Linear {
+    const uint8_t* weight;  // packed
+    const float* scales;    // [num_outputs] of an int8 weight
+    const float* bias;      // [num_outputs], or null
+    int64_t num_outputs;
+    int64_t num_inputs;
+    int32_t activation;
+    int32_t is_output_float32;  // else bfloat16
+};
+
+template <typename T>
+int64_t num_tiles_of_k(int64_t num_inputs) {
+    return (num_inputs * int64_t(sizeof(T)) + kLineBytes - 1) / kLineBytes;
+}
+
+// Memory that grows and stays.
+class Buffer {
+public:
+    ~Buffer() { std::free(data_); }
+    uint8_t* take(int64_t size) {
+        if (size > size_) {
+            std::free(data_);
+            size_ = (size + 4095) / 4096 * 4096;
+            data_ = static_cast<uint8_t*>(std::aligned_alloc(4096, size_));
+        }
+        return data_;
+    }
+
+private:
+    uint8_t* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+thread_local Buffer packed_rows;  // of the calling thread; those of its team read it
+thread_local Buffer row_scales;
+
+// Up to 16 rows of sums, of one or two tiles side by side, into outputs: scale, add the bias, activate, round.
+template <typename T, typename Out>
+void finish_rows(const Linear& linear, const Sum<T>* sums, const float* scales, int64_t num_rows, int64_t column,
+                 Out* out) {
+    const int64_t count = std::min(kSide, linear.num_outputs - column);
+    Floats bias[2] = {zeros(), zeros()}, column_scales[2] = {zeros(), zeros()};
+    for (int64_t half = 0; half * kTileRows < count; ++half) {
+        const int64_t at = column + half * kTileRows, here = count - half * kTileRows;
+        if (linear.bias) bias[half] = load_first(linear.bias + at, here);
+        if constexpr (sizeof(T) == 1) column_scales[half] = load_first(linear.scales + at, here);
+    }
+    with_activation(linear.activation, [&](auto activation) {
+        for (int64_t row = 0; row < num_rows; ++row) {
+            for (int64_t half = 0; half * kTileRows < count; ++half) {
+                Floats x = load(sums + (half * kTileRows + row) * kTileRows);
+                if constexpr (sizeof(T) == 1) x = x * column_scales[half] * splat(scales[row]);
+                Out* to = out + row * linear.num_outputs + column + half * kTileRows;
+                store_first(to, activate<activation.value>(x + bias[half]), count - half * kTileRows);
+            }
+        }
+    });
+}
+
+// What a call multiplies, packed.
+struct Rows {
+    const uint8_t* tiles;
+    const float* scales;  // of int8 rows
+    int64_t count;
+    int64_t per_tile;  // 16, or fewer where there are not so many
+};
+
+// Rows first..end-1 (first a multiple of 16) times one panel, into sums [row tile][column].
+template <typename T>
+void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64_t end, int64_t panel, uint8_t* sums) {
+    const int64_t num_tiles = num_tiles_of_k<T>(linear.num_inputs), row_step = rows.per_tile * kLineBytes;
+    const int64_t num_columns = linear.num_outputs - panel * kSide > kTileRows ? 2 : 1;
+    const uint8_t* weight = linear.weight + panel * 2 * num_tiles * kTileBytes;
+    Operands at = {};
+    at.row_step = row_step;
+    at.rows_step = num_tiles * row_step;
+    at.column_step = num_tiles * kTileBytes;
+    const int64_t num_row_tiles = (end - first + kTileRows - 1) / kTileRows;
+    if (num_row_tiles <= 4) {  // the weight is read once, so what is asked for is a little further on in it
+        at.rows = rows.tiles + first / kTileRows * at.rows_step;
+        at.num_tiles = num_tiles;
+        at.num_ahead = kTileRows;
+        at.asks_both = num_row_tiles <= 2 && num_columns == 2;
+        for (int64_t column = 0; column < num_columns; ++column) {
+            at.column = weight + column * at.column_step;
+            at.ahead = at.column + kAhead;
+            if (at.asks_both) return multiply_both_columns<T>(at, num_row_tiles, true, sums);
+            multiply_one_column<T>(at, num_row_tiles, true, sums + column * kTileBytes);
+        }
+        return;
+    }
+    // Each two row tiles ask for their share of the next panel.
+    const int64_t num_turns = (num_row_tiles + 1) / 2;
+    const int64_t num_lines = num_columns * kTileRows / (num_turns < 4 ? 2 : num_turns < 8 ? 4 : 8);
+    for (int64_t tile = 0; tile < num_tiles; tile += kChunk) {
+        at.num_tiles = std::min(kChunk, num_tiles - tile);
+        at.column = weight + tile * kTileBytes;
+        at.num_ahead = num_lines;
+        at.ahead = weight + num_columns * (num_tiles + tile) * kTileBytes;
+        const uint8_t* ahead_end = at.ahead + num_columns * at.num_tiles * kTileBytes;
+        for (int64_t row_tile = 0; row_tile < num_row_tiles; row_tile += 2) {
+            at.rows = rows.tiles + (first / kTileRows + row_tile) * at.rows_step + tile * row_step;
+            if (at.ahead >= ahead_end) at.num_ahead = 0;
+            uint8_t* of_rows = sums + row_tile * 2 * kTileBytes;
+            const int64_t num_together = std::min<int64_t>(2, num_row_tiles - row_tile);
+            if (num_columns == 2) {
+                multiply_both_columns<T>(at, num_together, tile == 0, of_rows);
+            } else {
+                multiply_one_column<T>(at, num_together, tile == 0, of_rows);
+            }
+            at.ahead += at.num_ahead * kLineBytes * at.num_tiles;
+        }
+    }
+}
+
+// One row into its place in the tiles; the scale where it is quantised.
+template <typename T, typename In>
+void pack_row(const In* x, int64_t num_inputs, uint8_t* to, int64_t step, float* scale) {
+    if constexpr (sizeof(T) == 1) {
+        *scale = quantize_row(x, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
+            std::memcpy(to + piece * step, values, kLineBytes);
+        });
+    } else {
+        constexpr int64_t kPiece = kLineBytes / sizeof(T);
+        const int64_t whole = num_inputs / kPiece;
+        for (int64_t piece = 0; piece < whole; ++piece) std::memcpy(to + piece * step, x + piece * kPiece, kLineBytes);
+        if (whole * kPiece < num_inputs) {
+            std::memset(to + whole * step, 0, kLineBytes);
+            std::memcpy(to + whole * step, x + whole * kPiece, (num_inputs - whole * kPiece) * sizeof(T));
+        }
+    }
+}
+
+// So many rows that they stay in the cache, and no more than give every thread something to do.
+int64_t rows_at_once(int64_t num_rows, int64_t row_bytes, int64_t num_panels) {
+    int64_t at_once = std::min(kMaxRows, kRowsBytes / row_bytes);
+    const int64_t num_wanted = 2 * omp_get_max_threads();
+    if (num_panels < num_wanted) at_once = std::min(at_once, num_rows * num_panels / num_wanted);
+    return std::max(kSide, at_once / kSide * kSide);
+}
+
+template <typename T, typename In, typename Out>
+void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out) {
+    const int64_t num_tiles = num_tiles_of_k<T>(linear.num_inputs);
+    const int64_t num_panels = (linear.num_outputs + kSide - 1) / kSide;
+    const int64_t per_tile = std::min(kTileRows, num_rows), row_step = per_tile * kLineBytes;
+    const int64_t rows_step = num_tiles * row_step;
+    uint8_t* tiles = packed_rows.take((num_rows + kTileRows - 1) / kTileRows * rows_step);
+    float* scales = reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float)));
+    const Rows rows = {tiles, scales, num_rows, per_tile};
+    const int64_t at_once = rows_at_once(num_rows, num_tiles * kLineBytes, num_panels);
+    const int64_t num_units = (num_rows + at_once - 1) / at_once * num_panels;
+#pragma omp parallel if (num_units * num_tiles > kWorthThreads)
+    {
+        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+        for (int64_t row = num_rows * thread / num_threads; row < num_rows * (thread + 1) / num_threads; ++row) {
+            uint8_t* to = tiles + row / kTileRows * rows_step + row % kTileRows * kLineBytes;
+            pack_row<T>(x + row * linear.num_inputs, linear.num_inputs, to, row_step, scales + row);
+        }
+#pragma omp barrier
+        const TileScope scope(per_tile);
+        alignas(64) uint8_t sums[kMaxRows / kTileRows * 2 * kTileBytes];
+        for (int64_t unit = num_units * thread / num_threads; unit < num_units * (thread + 1) / num_threads; ++unit) {
+            const int64_t first = unit / num_panels * at_once, panel = unit % num_panels;
+            const int64_t end = std::min(num_rows, first + at_once);
+            multiply_panel<T>(linear, rows, first, end, panel, sums);
+            for (int64_t row = first; row < end; row += kTileRows) {
+                const Sum<T>* of_rows = reinterpret_cast<const Sum<T>*>(sums + (row - first) * 2 * kLineBytes);
+                finish_rows<T>(linear, of_rows, scales + row, std::min(kTileRows, end - row), panel * kSide,
+                               out + row * linear.num_outputs);
+            }
+        }
+    }
+}
+
+template <typename T, typename In>
+void run(const Linear& linear, const In* x, int64_t num_rows, void* out) {
+    if (num_rows == 0) return;
+    if (linear.is_output_float32) {
+        multiply_rows<T>(linear, x, num_rows, static_cast<float*>(out));
+    } else {
+        multiply_rows<T>(linear, x, num_rows, static_cast<bfloat16*>(out));
+    }
+}
+
+// weight[output * output_step + input * input_step] into tiles.
+template <typename T>
+void pack(const T* weight, int64_t output_step, int64_t input_step, int64_t num_outputs, int64_t num_inputs,
+          T* packed) {
+    constexpr int64_t kGroup = 4 / sizeof(T), kPerLine = kLineBytes / sizeof(T);
+    const int64_t num_tiles = num_tiles_of_k<T>(num_inputs), num_columns = (num_outputs + kTileRows - 1) / kTileRows;
+#pragma omp parallel for
+    for (int64_t column = 0; column < num_columns; ++column) {
+        T* to = packed + column * num_tiles * kTileRows * kPerLine;
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            for (int64_t i = 0; i < kTileRows * kPerLine; ++i) {
+                const int64_t input = tile * kPerLine + i / (kTileRows * kGroup) * kGroup + i % kGroup;
+                const int64_t output = column * kTileRows + i / kGroup % kTileRows;
+                const bool is_inside = output < num_outputs && input < num_inputs;
+                *to++ = is_inside ? weight[output * output_step + input * input_step] : T(0);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// weight[output * output_step + input * input_step] -> packed, of ceil(outputs / 16) * 16 rows of whole 64 bytes.
+EXPORT void roseinfer_linear_pack_bfloat16(const bfloat16* weight, int64_t output_step, int64_t input_step,
+                                           int64_t num_outputs, int64_t num_inputs, bfloat16* packed) {
+    pack(weight, output_step, input_step, num_outputs, num_inputs, packed);
+}
+
+EXPORT void roseinfer_linear_pack_int8(const int8_t* weight, int64_t output_step, int64_t input_step,
+                                       int64_t num_outputs, int64_t num_inputs, int8_t* packed) {
+    pack(weight, output_step, input_step, num_outputs, num_inputs, packed);
+}
+
+// x [num_rows, num_inputs] -> out [num_rows, num_outputs], of the type that the linear says.
+EXPORT void roseinfer_linear_bfloat16(const Linear* linear, const bfloat16* x, int64_t num_rows, void* out) {
+    run<bfloat16>(*linear, x, num_rows, out);
+}
+
+// The same with an int8 weight; each row of x gets a scale and becomes int8 on the way.
+EXPORT void roseinfer_linear_int8_of_bfloat16(const Linear* linear, const bfloat16* x, int64_t num_rows, void* out) {
+    run<int8_t>(*linear, x, num_rows, out);
+}
+
+EXPORT void roseinfer_linear_int8_of_float32(const Linear* linear, const float* x, int64_t num_rows, void* out) {
+    run<int8_t>(*linear, x, num_rows, out);
+}
+
+#endif

@@ -1,0 +1,119 @@
+// What a layer does to one head or to one number at a time: norm and rotation of queries and keys, gating. Knows no
+// weights of linears and no pages. The same in torch, and the shapes once more, are in pointwise.py.
+//
+// A head, or a run of a row's numbers, is cut at places that do not depend on how many rows there are and is one
+// thread's work, so a row's bits do not depend on its neighbours.
+
+#include <algorithm>
+#include <cmath>
+
+#include "common.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t kLanes = 16;         // partial sums kept side by side, in an order that no compiler may change
+constexpr int64_t kMaxHeadDim = 512;   // pointwise.py looks at it
+constexpr int64_t kRun = 1024;         // numbers of a row that one thread gates
+constexpr int64_t kPiece = 64;         // of them, how many are in registers and the nearest cache together
+constexpr int64_t kWorthThreads = 16384;  // numbers; below, waking a thread costs more than it saves
+
+void from_float(float value, float* to) { *to = value; }
+void from_float(float value, bfloat16* to) { *to = to_bfloat16(value); }
+
+// x[i] * weight[i] / sqrt(mean(x^2) + epsilon), in place. Zhang and Sennrich 2019.
+void norm_head(float* x, const float* weight, int64_t head_dim, float epsilon) {
+    float sums[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= head_dim; i += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+    }
+    for (int64_t lane = 0; i < head_dim; ++i, ++lane) sums[lane] += x[i] * x[i];
+    for (int64_t width = kLanes / 2; width; width /= 2) {
+        for (int64_t lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+    }
+    const float scale = 1.0f / std::sqrt(sums[0] / float(head_dim) + epsilon);
+    for (i = 0; i < head_dim; ++i) x[i] = x[i] * scale * weight[i];
+}
+
+// Dimensions i and i + head_dim / 2 are a point of a plane, turned by angle i.
+template <typename T>
+void turn_head(T* head, const float* weight, const float* cos, const float* sin, int64_t head_dim, float epsilon) {
+    float x[kMaxHeadDim];
+    for (int64_t i = 0; i < head_dim; ++i) x[i] = to_float(head[i]);
+    if (weight) norm_head(x, weight, head_dim, epsilon);
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        const float first = x[i], second = x[i + half];
+        from_float(first * cos[i] - second * sin[i], head + i);
+        from_float(second * cos[i] + first * sin[i], head + i + half);
+    }
+}
+
+template <typename T>
+void turn(T* rows, int64_t num_rows, int64_t stride, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
+          const float* cos, const float* sin, const float* query_weight, const float* key_weight, float epsilon) {
+    const int64_t num_heads = num_query_heads + num_key_heads, half = head_dim / 2;
+#pragma omp parallel for collapse(2) if (num_rows * num_heads * head_dim > kWorthThreads)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t head = 0; head < num_heads; ++head) {
+            const float* weight = head < num_query_heads ? query_weight : key_weight;
+            T* at = rows + row * stride + head * head_dim;
+            turn_head(at, weight, cos + row * half, sin + row * half, head_dim, epsilon);
+        }
+    }
+}
+
+// silu(gate) * up of up to kPiece numbers: silu(x) = x / (1 + e^-x), with e^-|x|, which cannot overflow.
+template <typename T>
+void gate_piece(const T* gate, const T* up, T* out, int64_t size) {
+    alignas(64) float x[kPiece], powers[kPiece];
+    for (int64_t i = 0; i < size; ++i) x[i] = to_float(gate[i]);
+    for (int64_t i = size; i < kPiece; ++i) x[i] = 0.0f;
+    for (int64_t i = 0; i < kPiece; ++i) powers[i] = -std::fabs(x[i]);
+    for (int64_t i = 0; i < kPiece; i += LANES) store(powers + i, exponential(load(powers + i)));
+    for (int64_t i = 0; i < size; ++i) {
+        const float share = (x[i] < 0.0f ? powers[i] : 1.0f) / (1.0f + powers[i]);
+        from_float(x[i] * share * to_float(up[i]), out + i);
+    }
+}
+
+template <typename T>
+void gate(const T* gate_up, T* out, int64_t num_rows, int64_t inner) {
+    const int64_t num_runs = (inner + kRun - 1) / kRun;
+#pragma omp parallel for collapse(2) if (num_rows * inner > kWorthThreads)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t run = 0; run < num_runs; ++run) {
+            const T* from = gate_up + row * 2 * inner;
+            const int64_t end = std::min(inner, (run + 1) * kRun);
+            for (int64_t i = run * kRun; i < end; i += kPiece) {
+                gate_piece(from + i, from + inner + i, out + row * inner + i, std::min(kPiece, end - i));
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// rows [num_rows, stride], each beginning with query heads and then key heads; cos and sin [num_rows, head_dim / 2];
+// weights [head_dim] of the norms, or null. In place.
+EXPORT void roseinfer_turn_heads_float32(float* rows, int64_t num_rows, int64_t stride, int64_t num_query_heads,
+                                         int64_t num_key_heads, int64_t head_dim, const float* cos, const float* sin,
+                                         const float* query_weight, const float* key_weight, float epsilon) {
+    turn(rows, num_rows, stride, num_query_heads, num_key_heads, head_dim, cos, sin, query_weight, key_weight, epsilon);
+}
+
+EXPORT void roseinfer_turn_heads_bfloat16(bfloat16* rows, int64_t num_rows, int64_t stride, int64_t num_query_heads,
+                                          int64_t num_key_heads, int64_t head_dim, const float* cos, const float* sin,
+                                          const float* query_weight, const float* key_weight, float epsilon) {
+    turn(rows, num_rows, stride, num_query_heads, num_key_heads, head_dim, cos, sin, query_weight, key_weight, epsilon);
+}
+
+// gate_up [num_rows, 2 * inner], the gates first -> out [num_rows, inner] = silu(gate) * up.
+EXPORT void roseinfer_gate_float32(const float* gate_up, float* out, int64_t num_rows, int64_t inner) {
+    gate(gate_up, out, num_rows, inner);
+}
+
+EXPORT void roseinfer_gate_bfloat16(const bfloat16* gate_up, bfloat16* out, int64_t num_rows, int64_t inner) {
+    gate(gate_up, out, num_rows, inner);
+}

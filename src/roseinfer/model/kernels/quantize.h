@@ -1,0 +1,39 @@
+// A row of numbers into int8 and one scale: x[i] is about scale * q[i], |q[i]| <= 127, the largest |x[i]| exactly 127.
+
+#pragma once
+
+#include "activation.h"
+
+constexpr int64_t kQuantizedPiece = 64;  // numbers that are written at once: one row of an AMX tile
+
+// q = round(x * 127 / max|x|), ties to even. Calls write(index of the piece, its 64 numbers, how many of them the row
+// has; the others are 0). Returns the scale: 0 for a row of zeros, NaN for one that is not finite, so that everything
+// computed from it is NaN and not a number that looks sound.
+template <typename T, typename Write>
+static inline float quantize_row(const T* x, int64_t size, const Write& write) {
+    Floats most = zeros(), poison = zeros();
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Floats values = load_first(x + i, size - i);
+        most = maximum(magnitude(values), most);
+        poison = poison + values * zeros();
+    }
+    const float limit = largest(most), not_finite = total(poison);
+    const Floats factor = splat(limit > 0.0f ? 127.0f / limit : 0.0f);
+    for (int64_t piece = 0; piece * kQuantizedPiece < size; ++piece) {
+        alignas(64) int8_t rounded[kQuantizedPiece] = {};
+        const int64_t first = piece * kQuantizedPiece;
+        const int64_t count = size - first < kQuantizedPiece ? size - first : kQuantizedPiece;
+        for (int64_t i = 0; i < count; i += LANES) {
+            const Floats scaled = round(load_first(x + first + i, count - i) * factor);
+#if defined(__AVX512F__)
+            _mm_storeu_si128((__m128i*)(rounded + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(scaled)));
+#else
+            Several<float> all;
+            store(all.values, scaled);
+            for (int lane = 0; lane < LANES; ++lane) rounded[i + lane] = int8_t(int32_t(all.values[lane]));
+#endif
+        }
+        write(piece, rounded, count);
+    }
+    return limit / 127.0f + not_finite;
+}

@@ -1,0 +1,103 @@
+"""A configuration into a model on its device, with KV cache, attention and info. Knows nothing about batches.
+
+Weights go to the device tensor by tensor out of the mapped files; the host never holds a copy of them all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from roseinfer.config import Config
+from roseinfer.errors import ConfigError
+from roseinfer.messages import EngineInfo, SamplingDefaults
+from roseinfer.model.attention import AttentionBackend, choose_attention
+from roseinfer.model.device import dtype_name, resolve_device, resolve_dtype, resolve_num_threads
+from roseinfer.model.kernels.library import load_kernels
+from roseinfer.model.kv_cache import KVCache, plan_num_blocks
+from roseinfer.model.layers import Placement
+from roseinfer.model.registry import CausalLM, build_model
+from roseinfer.model.weights import Checkpoint, resolve_checkpoint
+from roseinfer.records import LifecycleState
+
+OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, one phrase for a person
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What a runner runs."""
+
+    model: CausalLM
+    attention: AttentionBackend
+    placement: Placement
+    info: EngineInfo  # without start-up times, which whoever loads the model knows; nor does it count spare blocks
+
+
+def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) -> LoadedModel:
+    """Weights and cache as configured, for slots 0..max_active_seqs-1.
+
+    Raises ConfigError when the checkpoint cannot be used, or does not fit.
+    """
+    placement = _placement(config)
+    device_name, type_name = placement.device.type, dtype_name(placement.dtype)
+    on_progress(LifecycleState.LOADING, "checkpoint", config.model.path)
+    directory = resolve_checkpoint(config.model.path, config.model.revision)
+    on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}")
+    with Checkpoint(directory) as checkpoint:
+        model = build_model(checkpoint, placement)
+        eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
+        is_heeded = config.model.generation_config == "auto"
+        sampling_defaults = checkpoint.sampling_defaults() if is_heeded else SamplingDefaults()
+    max_model_len = _max_model_len(config.model.max_model_len, model)
+    num_blocks = plan_num_blocks(config.cache, model.cache_shape, placement, max_model_len, max_active_seqs)
+    on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {config.cache.block_size} tokens")
+    num_spare_blocks = 0 if device_name == "cpu" else 1  # for the rows that fill up a CUDA graph
+    cache = KVCache(model.cache_shape, num_blocks + num_spare_blocks, config.cache.block_size, placement)
+    attention = choose_attention(
+        config.runner.attention,
+        cache,
+        model.attention_spec,
+        placement.kernels,
+        batch_invariant=config.runner.batch_invariant,
+    )
+    info = EngineInfo(
+        checkpoint_dir=str(directory),
+        model_type=model.model_type,
+        num_parameters=model.num_parameters,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=list(eos_token_ids),
+        sampling_defaults=sampling_defaults,
+        device=device_name,
+        dtype=type_name,
+        quantization=placement.quantization,
+        kernels=placement.kernels.level if placement.kernels else "",
+        attention=attention.name,
+        linear=placement.linears,
+        num_threads=torch.get_num_threads() if device_name == "cpu" else 0,
+        block_size=config.cache.block_size,
+        num_blocks=num_blocks,
+        startup_s={},
+    )
+    return LoadedModel(model, attention, placement, info)
+
+
+def _placement(config: Config) -> Placement:
+    """Device, types and kernels as configured; on a CPU the number of threads is set too."""
+    device = resolve_device(config.runner.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    kernels = load_kernels(config.runner) if device.type == "cpu" else None
+    placement = Placement(device, dtype, config.model.quantization, kernels)
+    if device.type == "cpu":
+        splits_sums = placement.linears == "onednn" and dtype == torch.bfloat16
+        torch.set_num_threads(resolve_num_threads(config.runner.num_threads, splits_sums=splits_sums))
+    return placement
+
+
+def _max_model_len(configured: int | None, model: CausalLM) -> int:
+    if configured is not None and configured > model.max_positions:
+        raise ConfigError(
+            f"max_model_len is {configured}, but the model has only {model.max_positions} positions.",
+            param="model.max_model_len",
+        )
+    return configured or model.max_positions

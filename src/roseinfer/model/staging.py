@@ -1,0 +1,289 @@
+"""Scheduled batches into the integers that a model reads on its device. Knows nothing about weights, logits or text.
+
+A GPU keeps a copy of the block table. A step brings the entries that are new: those of blocks its tokens begin, and
+after a slot got a new owner all up to its last token. One row and one block more than the scheduler knows of serve
+the rows that fill a CUDA graph up to its size: they read and write there, and touch no slot that anybody owns.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from roseinfer.engine.batch import Int32Array, ScheduledBatch
+from roseinfer.model.arena import Arena, Arenas, Field, IntArray
+from roseinfer.model.attention.base import DeviceTokens, PackedTokens
+from roseinfer.model.stream import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class StagingSizes:
+    """The most that a step may bring, and the shape of the block table."""
+
+    num_slots: int  # of the scheduler
+    max_rows: int  # with those that fill up a graph
+    max_tokens: int  # with those that round a step up
+    max_model_len: int
+    block_size: int
+    spare_block: int  # a block of the cache that the scheduler never hands out
+
+    @property
+    def max_blocks(self) -> int:
+        """Of one slot."""
+        return -(-self.max_model_len // self.block_size)
+
+    def layout(self) -> dict[str, Field]:
+        """The fields of a step: what indexes a tensor is wide, what an attention kernel reads is not."""
+        return {
+            # A graph of decode rows reads these.
+            "slot_indices": Field(self.max_rows, is_wide=True),
+            "row_positions": Field(self.max_rows, is_wide=True),  # of the row's one token
+            "next_positions": Field(self.max_rows, is_wide=True),  # of the token to be sampled
+            "last_entries": Field(self.max_rows, is_wide=True),  # of the block table, for the block of the row's token
+            "last_blocks": Field(self.max_rows),  # what stands there
+            "slots": Field(self.max_rows),
+            "starts": Field(self.max_rows),
+            "query_starts": Field(self.max_rows + 1),
+            # All other steps read these too.
+            "token_ids": Field(self.max_tokens, is_wide=True),
+            "token_positions": Field(self.max_tokens, is_wide=True),
+            "sampled_tokens": Field(self.max_rows, is_wide=True),  # index of the last token of each row that samples
+            "sampled_slots": Field(self.max_rows, is_wide=True),
+            "positions": Field(self.max_tokens),
+        }
+
+
+_LAST_DECODE_FIELD = "query_starts"
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """One step's integers on the device. Rows and tokens that only fill up come last."""
+
+    packed: PackedTokens
+    token_ids: torch.Tensor  # int64 [tokens]; the first `num_gathered` are still to be gathered from the slots
+    num_gathered: int
+    slots: torch.Tensor  # int64 [num_gathered]
+    positions: torch.Tensor  # int64 [tokens]
+    sampled_tokens: torch.Tensor | None  # int64 [at least num_samples] index of tokens to sample from; None: all
+    sampled_slots: torch.Tensor  # int64 [num_samples]
+    num_samples: int
+
+
+class InputStaging:
+    """The integers' way to the device, and the device's block table. One thread uses it."""
+
+    def __init__(self, stream: Stream, sizes: StagingSizes, padded_rows: Callable[[int], int]) -> None:
+        """`padded_rows`: the number of rows that linears are run with for so many tokens."""
+        self._is_host = stream.is_host
+        self._sizes = sizes
+        self._padded_rows = padded_rows
+        self.spare_slot = sizes.num_slots
+        max_entries = 0 if stream.is_host else sizes.num_slots * sizes.max_blocks
+        self._arenas = Arenas(stream, sizes.layout(), 3 * max_entries)  # an entry's place is two words, its block one
+        self._device = self._arenas.fields
+        num_table_rows = 0 if stream.is_host else sizes.num_slots + 1  # on a CPU the scheduler's own table serves
+        self.block_table = torch.zeros(num_table_rows, sizes.max_blocks, dtype=torch.int32, device=stream.device)
+        self._is_unsent = np.zeros(sizes.num_slots, np.bool_)
+        self._counting = np.arange(max(sizes.max_rows, sizes.max_tokens) + 1, dtype=np.int32)
+
+    def bind(self, slot: int) -> None:
+        """The slot has a new owner: the device has nothing of its blocks."""
+        self._is_unsent[slot] = True
+
+    def stage(self, batch: ScheduledBatch) -> StagedStep:
+        """Send any batch. What is returned is valid until the next step is staged."""
+        arena = self._arenas.begin()
+        if batch.num_device_rows == batch.num_rows:
+            step = self._pack_decode(batch, arena.fields)
+        else:
+            step = self._pack(batch, arena.fields)
+        if not self._is_host:
+            self._describe_rows(batch, step.packed, arena.fields)
+            self._send_with_entries(batch, arena)
+        return step
+
+    def _pack_decode(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> StagedStep:
+        """Every row has one token, and samples: rows, tokens and samples are the same thing."""
+        num_rows = batch.num_rows
+        num_tokens = self._padded_rows(num_rows)
+        slots, positions = _repeat_last(batch.slots, num_tokens), _repeat_last(batch.starts, num_tokens)
+        host["slot_indices"][:num_tokens] = slots
+        host["token_positions"][:num_tokens] = positions
+        return StagedStep(
+            packed=self._packed(batch, slots, positions, self._counting[: num_rows + 1]),
+            token_ids=self._device["token_ids"][:num_tokens],
+            num_gathered=num_tokens,
+            slots=self._device["slot_indices"][:num_tokens],
+            positions=self._device["token_positions"][:num_tokens],
+            sampled_tokens=None,
+            sampled_slots=self._device["slot_indices"][:num_rows],
+            num_samples=num_rows,
+        )
+
+    def _pack(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> StagedStep:
+        num_rows, num_gathered = batch.num_rows, batch.num_device_rows
+        num_tokens = self._padded_rows(batch.num_tokens)
+        query_starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(batch.num_new_tokens, out=query_starts[1:])
+        row_of_token = _repeat_last(np.repeat(self._counting[:num_rows], batch.num_new_tokens), num_tokens)
+        index = _repeat_last(self._counting[: batch.num_tokens], num_tokens)
+        positions: Int32Array = index + (batch.starts - query_starts[:-1])[row_of_token]
+        host["slot_indices"][:num_gathered] = batch.slots[:num_gathered]
+        host["token_ids"][num_gathered:num_tokens] = _repeat_last(batch.token_ids, num_tokens - num_gathered)
+        host["token_positions"][:num_tokens] = positions
+        sampling_rows = np.flatnonzero(batch.samples)
+        num_samples = len(sampling_rows)
+        num_sampled = self._padded_rows(num_samples) if num_samples else 0
+        host["sampled_tokens"][:num_sampled] = _repeat_last(query_starts[1:][sampling_rows] - 1, num_sampled)
+        host["sampled_slots"][:num_samples] = batch.slots[sampling_rows]
+        return StagedStep(
+            packed=self._packed(batch, batch.slots[row_of_token], positions, query_starts),
+            token_ids=self._device["token_ids"][:num_tokens],
+            num_gathered=num_gathered,
+            slots=self._device["slot_indices"][:num_gathered],
+            positions=self._device["token_positions"][:num_tokens],
+            sampled_tokens=self._device["sampled_tokens"][:num_sampled],
+            sampled_slots=self._device["sampled_slots"][:num_samples],
+            num_samples=num_samples,
+        )
+
+    def _packed(
+        self, batch: ScheduledBatch, slots: Int32Array, positions: Int32Array, query_starts: Int32Array
+    ) -> PackedTokens:
+        is_decode = batch.num_device_rows == batch.num_rows
+        # A GPU's kernel for decode rows is compiled for ranges of this: one for all lengths, and the one of the graphs.
+        has_one_range = is_decode and not self._is_host
+        device_positions = self._device["positions"][: len(positions)]
+        return PackedTokens(
+            slots=slots,
+            positions=positions,
+            query_starts=query_starts,
+            block_table=batch.block_table,
+            max_query_len=1 if is_decode else int(batch.num_new_tokens.max()),
+            max_context_len=self._sizes.max_model_len
+            if has_one_range
+            else int((batch.starts + batch.num_new_tokens).max()),
+            device=None if self._is_host else self._device_tokens(batch.num_rows, device_positions),
+        )
+
+    def _device_tokens(self, num_rows: int, positions: torch.Tensor) -> DeviceTokens:
+        return DeviceTokens(
+            slots=self._device["slots"][:num_rows],
+            starts=self._device["starts"][:num_rows],
+            query_starts=self._device["query_starts"][: num_rows + 1],
+            positions=positions,
+            block_table=self.block_table,
+        )
+
+    def _describe_rows(self, batch: ScheduledBatch, packed: PackedTokens, host: dict[str, IntArray]) -> None:
+        """What attention reads of the rows on a GPU."""
+        num_rows = batch.num_rows
+        host["slots"][:num_rows] = batch.slots
+        host["starts"][:num_rows] = batch.starts
+        host["query_starts"][: num_rows + 1] = packed.query_starts
+        host["positions"][: len(packed.positions)] = packed.positions
+
+    # --- the block table ----------------------------------------------------------------------------------------------
+
+    def _send_with_entries(self, batch: ScheduledBatch, arena: Arena) -> None:
+        """One copy for everything, and the block table's new entries put where they belong."""
+        entries, blocks = self._new_entries(batch)
+        first, count = self._arenas.num_field_words, len(entries)
+        host_entries, host_blocks = _entries(arena.words, first, count)
+        host_entries.numpy()[:] = entries
+        host_blocks.numpy()[:] = blocks
+        self._arenas.send(arena, first + 3 * count)
+        self._put(*_entries(self._arenas.words, first, count))
+
+    def _new_entries(self, batch: ScheduledBatch) -> tuple[npt.NDArray[np.int64], Int32Array]:
+        """Entries of the block table that the rows need and the device does not have: their place, and the block.
+
+        A token that is not the first of its block finds the block's entry there, for the token before needed it too.
+        """
+        size, slots = self._sizes.block_size, batch.slots
+        num_blocks = -(-(batch.starts + batch.num_new_tokens) // size)
+        first = np.where(self._is_unsent[slots], 0, -(-batch.starts // size))
+        counts = np.maximum(num_blocks - first, 0)
+        ends = np.cumsum(counts)
+        rows = np.repeat(slots.astype(np.int64), counts)
+        columns = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
+        self._is_unsent[slots] = False
+        return rows * self._sizes.max_blocks + columns, batch.block_table[rows, columns]
+
+    def _put(self, entries: torch.Tensor, blocks: torch.Tensor) -> None:
+        self.block_table.view(-1).scatter_(0, entries, blocks)
+
+    # --- decode rows under a graph ------------------------------------------------------------------------------------
+
+    def stage_decode(self, batch: ScheduledBatch | None, num_rows: int) -> None:
+        """Send rows that decode, filled up to `num_rows`, to where `decode_step(num_rows)` reads them.
+
+        None stands for no rows at all.
+        """
+        arena = self._arenas.begin()
+        host, max_blocks = arena.fields, self._sizes.max_blocks
+        num_used = 0 if batch is None else batch.num_rows
+        if batch is not None:
+            columns = batch.starts // self._sizes.block_size
+            host["slots"][:num_used] = batch.slots
+            host["starts"][:num_used] = batch.starts
+            host["last_entries"][:num_used] = batch.slots.astype(np.int64) * max_blocks + columns
+            host["last_blocks"][:num_used] = batch.block_table[batch.slots, columns]
+        host["slots"][num_used:num_rows] = self.spare_slot
+        host["starts"][num_used:num_rows] = 0
+        host["last_entries"][num_used:num_rows] = self.spare_slot * max_blocks
+        host["last_blocks"][num_used:num_rows] = self._sizes.spare_block
+        host["slot_indices"][:num_rows] = host["slots"][:num_rows]
+        host["row_positions"][:num_rows] = host["starts"][:num_rows]
+        host["next_positions"][:num_rows] = host["starts"][:num_rows] + 1
+        host["query_starts"][: num_rows + 1] = self._counting[: num_rows + 1]
+        self._arenas.send(arena, self._arenas.end_of(_LAST_DECODE_FIELD))
+
+    def decode_step(self, num_rows: int) -> StagedStep:
+        """What `stage_decode` sends, at addresses that never change. Its host arrays say nothing of any batch."""
+        slots = self._device["slot_indices"][:num_rows]
+        return StagedStep(
+            packed=PackedTokens(
+                slots=np.full(num_rows, self.spare_slot, np.int32),
+                positions=np.zeros(num_rows, np.int32),
+                query_starts=self._counting[: num_rows + 1],
+                block_table=np.zeros((0, self._sizes.max_blocks), np.int32),
+                max_query_len=1,
+                max_context_len=self._sizes.max_model_len,
+                device=self._device_tokens(num_rows, self._device["starts"][:num_rows]),
+            ),
+            token_ids=self._device["token_ids"][:num_rows],
+            num_gathered=num_rows,
+            slots=slots,
+            positions=self._device["row_positions"][:num_rows],
+            sampled_tokens=None,
+            sampled_slots=slots,
+            num_samples=num_rows,
+        )
+
+    def put_last_blocks(self, num_rows: int) -> None:
+        """Put the blocks that `stage_decode` sent into the device's block table. Part of the graph."""
+        self._put(self._device["last_entries"][:num_rows], self._device["last_blocks"][:num_rows])
+
+    def next_positions(self, num_rows: int) -> torch.Tensor:
+        """Where the token that each row of `stage_decode` samples will stand: int64 [num_rows]."""
+        return self._device["next_positions"][:num_rows]
+
+
+def _entries(words: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of `count` entries int64, and after them their blocks int32."""
+    middle = first + 2 * count
+    return words[first:middle].view(torch.int64), words[middle : middle + count]
+
+
+def _repeat_last(array: Int32Array, length: int) -> Int32Array:
+    """The array, its last number repeated up to a length."""
+    if len(array) == length:
+        return array
+    longer = np.empty(length, array.dtype)
+    longer[: len(array)] = array
+    longer[len(array) :] = array[-1]
+    return longer

@@ -1,0 +1,245 @@
+"""One new token a row into its attention over the paged KV cache. Knows nothing about layers or buckets.
+
+softmax(q K^T * scale) V over the positions up to the token's own, or the last `window` of them. The cached keys of a
+row are cut into tiles, and the tiles into at most `num_splits` runs, one program each (split KV, as in Flash-Decoding,
+Dao et al. 2023); each keeps a running softmax (Milakov and Gimelshein 2018), and a second kernel joins them. How a row
+is cut follows from its own length and `num_splits` alone.
+
+The token's own key and value come from the step's tensors, never from the cache, and belong to the first split, which
+alone writes them. So no program reads what another one writes, and the append costs no launch.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, dot_dtype, kernel
+from roseinfer.model.triton_kernels.paging import Heads, Pages, Rows, Step, page_offsets, table_of
+
+MAX_SPLITS = 32
+MIN_SPLIT_KEYS = 256  # a program with fewer keys costs more to start than it saves
+
+_TILE_ELEMENTS = 4096  # keys of a tile times padded_dim: 32 registers a thread for each of K, V and the sums
+_DOT_ROWS = 16  # rows of the smallest product of tensor cores
+_LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that the difference of two of them is a number
+
+
+class Parts(NamedTuple):
+    """What each split leaves of each row and query head, float32. Where there is one split nobody reads it."""
+
+    mixed: Pointer  # [rows, heads, splits, head_dim] sum of 2^(score - peak) * value; arbitrary where total is 0
+    peaks: Pointer  # [rows, heads, splits] greatest score, as a power of two
+    totals: Pointer  # [rows, heads, splits] sum of 2^(score - peak)
+
+
+class Cut(NamedTuple):
+    """How a row's keys are shared out."""
+
+    tile: Constant  # keys of a tile, a power of two
+    num_splits: Constant  # a power of two
+    min_tiles: Constant  # of a split, but for the last of a row
+    window: Constant  # 0 for none
+    dot_dtype: Constant
+
+
+def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
+    """A power of two that gives each multiprocessor two programs, if the keys suffice.
+
+    `num_programs` are the rows times the key heads, `num_keys` the most that one of them sees.
+    """
+    wanted = -(-2 * num_processors // num_programs)
+    useful = -(-num_keys // MIN_SPLIT_KEYS)
+    return 1 << (max(1, min(wanted, useful, MAX_SPLITS)) - 1).bit_length()
+
+
+def decode(
+    step: Step, pages: Pages, rows: Rows, parts: Parts, heads: Heads, *, scale: float, window: int | None
+) -> None:
+    """Write the keys and values of the rows' tokens into the cache, and their attention into `step.out`.
+
+    Row r has one new token, which is token r. `parts` decides the number of splits, a power of two.
+    """
+    num_rows, num_heads, num_splits, _ = parts.mixed.shape
+    group, padded_dim = heads.group.value, heads.padded_dim.value
+    num_kv_heads = num_heads // group
+    tile = max(16, min(64, _TILE_ELEMENTS // padded_dim))
+    cut = Cut(
+        tile=constant(tile),
+        num_splits=constant(num_splits),
+        min_tiles=constant(MIN_SPLIT_KEYS // tile),
+        window=constant(window or 0),
+        dot_dtype=constant(dot_dtype(pages.k.dtype)),
+    )
+    grid = (num_rows, num_kv_heads, num_splits)
+    if group == 1:
+        _decode_head[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_warps=4)
+    else:
+        num_dot_rows = max(_DOT_ROWS, 1 << (group - 1).bit_length())
+        _decode_group[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_dot_rows, num_warps=4)
+    if num_splits > 1:
+        _join[num_rows, num_heads](step, parts, heads, num_splits, num_warps=2)
+
+
+@kernel()
+def _share(position: tl.tensor, split: tl.tensor, cut: Cut) -> tl.tensor:
+    """The first position that the row sees, and the split's first key tile and the one after its last."""
+    first = position * 0
+    if cut.window > 0:
+        first = tl.maximum(position - cut.window + 1, 0)
+    first_tile = first // cut.tile
+    end_tile = (position + cut.tile - 1) // cut.tile
+    num_tiles = (end_tile - first_tile + cut.num_splits - 1) // cut.num_splits
+    num_tiles = tl.maximum(num_tiles, cut.min_tiles)
+    begin = first_tile + split * num_tiles
+    return first, begin, tl.minimum(begin + num_tiles, end_tile)
+
+
+@kernel()
+def _append(step: Step, pages: Pages, table: tl.tensor, position: tl.tensor, heads: Heads) -> tl.tensor:
+    """The row's new key and value, as the cache keeps them, [padded_dim] float32; the first split writes them there."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    is_first = tl.program_id(2) == 0
+    dims = tl.arange(0, heads.padded_dim)
+    is_dim = dims < heads.dim
+    key = tl.load(step.k + row * step.k_stride + head * heads.dim + dims, mask=is_dim, other=0.0)
+    value = tl.load(step.v + row * step.v_stride + head * heads.dim + dims, mask=is_dim, other=0.0)
+    key = key.to(pages.k.dtype.element_ty)
+    value = value.to(pages.v.dtype.element_ty)
+    place = page_offsets(pages, table, head, position, is_first)
+    tl.store(pages.k + place + dims, key, mask=is_dim & is_first)
+    tl.store(pages.v + place + dims, value, mask=is_dim & is_first)
+    return key.to(tl.float32), value.to(tl.float32)
+
+
+@kernel()
+def _decode_head(step: Step, pages: Pages, rows: Rows, parts: Parts, heads: Heads, cut: Cut, scale: tl.tensor) -> None:
+    """Multi-head attention: a query head has its key head for itself, so a product of matrices would be mostly padding.
+
+    Each of the tile's lanes keeps a running softmax of its own, and they are joined once, at the end: inside the loop
+    no thread waits for another warp.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    position = tl.load(rows.starts + row)
+    table = table_of(rows, row)
+    dims = tl.arange(0, heads.padded_dim)
+    is_dim = dims < heads.dim
+    query = tl.load(step.q + row * step.q_stride + head * heads.dim + dims, mask=is_dim, other=0.0)
+    query = query.to(tl.float32) * scale
+    first, begin, end = _share(position, split, cut)
+    peaks = tl.full([cut.tile], _LOWEST, tl.float32)
+    totals = tl.zeros([cut.tile], tl.float32)
+    mixed = tl.zeros([cut.tile, heads.padded_dim], tl.float32)
+    for tile in range(begin, end):
+        positions = tile * cut.tile + tl.arange(0, cut.tile)
+        is_seen = (positions >= first) & (positions < position)
+        places = page_offsets(pages, table, head, positions, is_seen)[:, None] + dims[None, :]
+        is_there = is_seen[:, None] & is_dim[None, :]
+        keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(tl.float32)
+        values = tl.load(pages.v + places, mask=is_there, other=0.0).to(tl.float32)
+        scores = tl.where(is_seen, tl.sum(keys * query[None, :], axis=1), float("-inf"))
+        new_peaks = tl.maximum(peaks, scores)
+        fading = tl.exp2(peaks - new_peaks)
+        weights = tl.exp2(scores - new_peaks)
+        totals = totals * fading + weights
+        mixed = mixed * fading[:, None] + weights[:, None] * values
+        peaks = new_peaks
+    own_key, own_value = _append(step, pages, table, position, heads)
+    own_score = tl.where(split == 0, tl.sum(query * own_key), float("-inf"))
+    peak = tl.maximum(tl.max(peaks), own_score)
+    lanes = tl.exp2(peaks - peak)
+    own_weight = tl.exp2(own_score - peak)
+    total = tl.sum(totals * lanes) + own_weight
+    result = tl.sum(mixed * lanes[:, None], axis=0) + own_weight * own_value
+    if cut.num_splits == 1:
+        place = step.out + row * step.out_stride + head * heads.dim
+        tl.store(place + dims, result / total, mask=is_dim)
+    else:
+        part = (row * tl.num_programs(1) + head) * cut.num_splits + split
+        tl.store(parts.peaks + part, peak)
+        tl.store(parts.totals + part, total)
+        if total > 0:
+            tl.store(parts.mixed + part * heads.dim + dims, result, mask=is_dim)
+
+
+@kernel()
+def _decode_group(
+    step: Step,
+    pages: Pages,
+    rows: Rows,
+    parts: Parts,
+    heads: Heads,
+    cut: Cut,
+    scale: tl.tensor,
+    num_dot_rows: tl.constexpr,
+) -> None:
+    """Grouped-query attention: the query heads of a group are the rows of a product with the tile's keys."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    position = tl.load(rows.starts + row)
+    table = table_of(rows, row)
+    dims = tl.arange(0, heads.padded_dim)
+    is_dim = dims < heads.dim
+    members = tl.arange(0, num_dot_rows)
+    is_member = members < heads.group
+    query_heads = head * heads.group + members
+    here = query_heads[:, None] * heads.dim + dims[None, :]  # in a token's queries, and in its results
+    is_here = is_member[:, None] & is_dim[None, :]
+    queries = tl.load(step.q + row * step.q_stride + here, mask=is_here, other=0.0)
+    first, begin, end = _share(position, split, cut)
+    peaks = tl.full([num_dot_rows], _LOWEST, tl.float32)
+    totals = tl.zeros([num_dot_rows], tl.float32)
+    mixed = tl.zeros([num_dot_rows, heads.padded_dim], tl.float32)
+    for tile in range(begin, end):
+        positions = tile * cut.tile + tl.arange(0, cut.tile)
+        is_seen = (positions >= first) & (positions < position)
+        places = page_offsets(pages, table, head, positions, is_seen)[:, None] + dims[None, :]
+        is_there = is_seen[:, None] & is_dim[None, :]
+        keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(cut.dot_dtype)
+        values = tl.load(pages.v + places, mask=is_there, other=0.0).to(cut.dot_dtype)
+        scores = tl.dot(queries.to(cut.dot_dtype), tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        new_peaks = tl.maximum(peaks, tl.max(scores, axis=1))
+        fading = tl.exp2(peaks - new_peaks)
+        weights = tl.exp2(scores - new_peaks[:, None])
+        totals = totals * fading + tl.sum(weights, axis=1)
+        mixed = tl.dot(weights.to(cut.dot_dtype), values, mixed * fading[:, None], input_precision="ieee")
+        peaks = new_peaks
+    own_key, own_value = _append(step, pages, table, position, heads)
+    own_scores = tl.sum(queries.to(tl.float32) * own_key[None, :], axis=1) * scale
+    own_scores = tl.where(split == 0, own_scores, float("-inf"))
+    new_peaks = tl.maximum(peaks, own_scores)
+    fading = tl.exp2(peaks - new_peaks)
+    own_weights = tl.exp2(own_scores - new_peaks)
+    totals = totals * fading + own_weights
+    mixed = mixed * fading[:, None] + own_weights[:, None] * own_value[None, :]
+    if cut.num_splits == 1:
+        tl.store(step.out + row * step.out_stride + here, mixed / totals[:, None], mask=is_here)
+    else:
+        num_heads = tl.num_programs(1) * heads.group
+        split_parts = (row * num_heads + query_heads) * cut.num_splits + split
+        tl.store(parts.peaks + split_parts, new_peaks, mask=is_member)
+        tl.store(parts.totals + split_parts, totals, mask=is_member)
+        places = split_parts[:, None] * heads.dim + dims[None, :]
+        tl.store(parts.mixed + places, mixed, mask=is_here & (totals > 0)[:, None])
+
+
+@kernel()
+def _join(step: Step, parts: Parts, heads: Heads, num_splits: tl.constexpr) -> None:
+    """The splits of one row and query head into its result, in the order of the splits."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    dims = tl.arange(0, heads.padded_dim)
+    is_dim = dims < heads.dim
+    splits = (row * tl.num_programs(1) + head) * num_splits + tl.arange(0, num_splits)
+    peaks = tl.load(parts.peaks + splits)
+    totals = tl.load(parts.totals + splits)
+    is_there = (totals > 0)[:, None] & is_dim[None, :]
+    mixed = tl.load(parts.mixed + splits[:, None] * heads.dim + dims[None, :], mask=is_there, other=0.0)
+    weights = tl.exp2(peaks - tl.max(peaks))
+    result = tl.sum(mixed * weights[:, None], axis=0) / tl.sum(totals * weights)
+    place = step.out + row * step.out_stride + head * heads.dim
+    tl.store(place + dims, result, mask=is_dim)

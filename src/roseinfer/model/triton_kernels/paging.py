@@ -1,0 +1,125 @@
+"""Rows, positions and block tables into addresses in a paged KV cache, on the device. Knows nothing about attention.
+
+The tuples are what kernels take as arguments: pointers and strides by name, strides in elements. A constant is known
+when a kernel is compiled, so a change of it compiles another kernel. No field can be called `values`: Triton's own
+tuples have an attribute of that name; and no field may be a number that changes from step to step (see `kernel`).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from roseinfer.model.attention.base import AttentionSpec, DeviceTokens
+from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.triton_kernels.language import Constant, Pointer, constant, kernel
+
+
+class Pages(NamedTuple):
+    """Keys and values of one layer, each [blocks, kv_heads, block_size, head_dim]."""
+
+    k: Pointer
+    v: Pointer
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    block_size: Constant
+
+
+class Rows(NamedTuple):
+    """The sequences of a step; see DeviceTokens."""
+
+    slots: Pointer
+    starts: Pointer
+    query_starts: Pointer
+    block_table: Pointer
+    table_stride: int
+
+
+class Step(NamedTuple):
+    """Queries and results [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of the new tokens.
+
+    A head is contiguous and follows the head before it; only the distance of tokens may vary.
+    """
+
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    out: Pointer
+    q_stride: int
+    k_stride: int
+    v_stride: int
+    out_stride: int
+
+
+class Heads(NamedTuple):
+    """The shape of a head's work."""
+
+    dim: Constant
+    padded_dim: Constant  # the next power of two: Triton's tiles have no other sizes
+    group: Constant  # query heads that read one key head
+
+
+def pages_of(cache: KVCache, layer: int) -> Pages:
+    keys, values = cache.keys[layer], cache.values[layer]
+    block, head, token, _ = keys.stride()
+    return Pages(keys, values, block, head, token, constant(cache.block_size))
+
+
+def rows_of(tokens: DeviceTokens) -> Rows:
+    return Rows(
+        slots=tokens.slots,
+        starts=tokens.starts,
+        query_starts=tokens.query_starts,
+        block_table=tokens.block_table,
+        table_stride=tokens.block_table.stride(0),
+    )
+
+
+def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Step:
+    """The tensors as a kernel takes them; one whose heads do not follow each other is copied."""
+    q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+    return Step(q, k, v, out, q.stride(0), k.stride(0), v.stride(0), out.stride(0))
+
+
+def heads_of(spec: AttentionSpec) -> Heads:
+    padded_dim = max(16, 1 << (spec.head_dim - 1).bit_length())
+    return Heads(constant(spec.head_dim), constant(padded_dim), constant(spec.num_heads // spec.num_kv_heads))
+
+
+@kernel()
+def table_of(rows: Rows, row: tl.tensor) -> tl.tensor:
+    """The address of the row's block ids."""
+    return rows.block_table + tl.load(rows.slots + row).to(tl.int64) * rows.table_stride
+
+
+@kernel()
+def page_offsets(
+    pages: Pages, table: tl.tensor, head: tl.tensor, positions: tl.tensor, is_there: tl.tensor
+) -> tl.tensor:
+    """Where the head's keys, and values, at these positions begin: elements from the start of the layer's tensor."""
+    blocks = tl.load(table + positions // pages.block_size, mask=is_there, other=0).to(tl.int64)
+    return blocks * pages.block_stride + head * pages.head_stride + (positions % pages.block_size) * pages.token_stride
+
+
+@kernel()
+def find_tile(rows: Rows, num_rows: tl.tensor, tile: tl.tensor, tile_queries: tl.constexpr) -> tl.tensor:
+    """The row that owns a tile of queries, and the index in that row of the tile's first query.
+
+    Row r owns the tiles from query_starts[r] // tile_queries + r on, at least one and as many as it needs; the last
+    tiles of a row may lie past its end. So nobody has to count tiles before the launch.
+    """
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_before = tl.load(rows.query_starts + middle) // tile_queries + middle <= tile
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    first_tile = tl.load(rows.query_starts + low) // tile_queries + low
+    return low, (tile - first_tile) * tile_queries
+
+
+def num_tiles(num_tokens: int, num_rows: int, tile_queries: int) -> int:
+    """Tiles that the rows of a step own between them, at most."""
+    return num_tokens // tile_queries + num_rows

@@ -1,0 +1,113 @@
+"""Merged heads into normed and rotated ones, gates into gated rows. Knows nothing about weights of linears or pages.
+
+Both compute in float32, and a row's bits depend on no other row.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from roseinfer.model.triton_kernels.language import Constant, constant, kernel
+
+_GATE_TILE = 1024
+
+
+class TurnedHeads(NamedTuple):
+    """Which heads of a merged row are turned, and their shape; the first `num_queries` of them are queries."""
+
+    num_queries: Constant
+    num_turned: Constant
+    padded_turned: Constant  # the next power of two, as `padded_half`: Triton's tiles have no other sizes
+    half: Constant  # of a head's dimensions
+    padded_half: Constant
+
+
+def turn_heads(
+    merged: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+    epsilon: float,
+) -> None:
+    """Turn the queries and keys of merged rows in place: [tokens, heads + 2 * kv_heads, head_dim].
+
+    x * cos + rotate_half(x) * sin (Su et al. 2021), cos and sin [tokens, head_dim / 2] float32, in any shape. With
+    weights [head_dim], of queries and of keys, each head is x / sqrt(mean(x^2) + epsilon) * weight before.
+    """
+    num_tokens, _, head_dim = merged.shape
+    assert merged.stride()[1:] == (head_dim, 1)
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    num_turned, half = num_heads + num_kv_heads, head_dim // 2
+    shape = TurnedHeads(
+        num_queries=constant(num_heads),
+        num_turned=constant(num_turned),
+        padded_turned=constant(_next_power_of_two(num_turned)),
+        half=constant(half),
+        padded_half=constant(_next_power_of_two(half)),
+    )
+    query_weight, key_weight = norm_weights or (None, None)
+    _turn_row[num_tokens,](merged, merged.stride(0), cos, sin, query_weight, key_weight, epsilon, shape, num_warps=4)
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """Gates and what they let through [rows, 2 * inner] -> silu(gate) * up [rows, inner] (Shazeer 2020, SwiGLU)."""
+    assert gate_up.is_contiguous()
+    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, inner)
+    _gate_tile[num_rows, -(-inner // _GATE_TILE)](gate_up, out, inner, _GATE_TILE, num_warps=4)
+    return out
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@kernel()
+def _turn_row(
+    merged: tl.tensor,
+    stride: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
+    epsilon: tl.tensor,
+    shape: TurnedHeads,
+) -> None:
+    """One token's queries and keys."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, shape.padded_turned)[:, None]
+    dims = tl.arange(0, shape.padded_half)[None, :]
+    is_dim = dims < shape.half
+    is_there = (heads < shape.num_turned) & is_dim
+    place = merged + token * stride + heads * (2 * shape.half) + dims
+    first = tl.load(place, mask=is_there, other=0.0).to(tl.float32)
+    second = tl.load(place + shape.half, mask=is_there, other=0.0).to(tl.float32)
+    if query_weight is not None:
+        squares = tl.sum(first * first + second * second, axis=1)
+        scale = (1.0 / tl.sqrt(squares / (2 * shape.half) + epsilon))[:, None]
+        is_query = heads < shape.num_queries
+        for_query = tl.load(query_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+        for_key = tl.load(key_weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+        first *= scale * tl.where(is_query, for_query, for_key)
+        for_query = tl.load(query_weight + shape.half + dims, mask=is_dim, other=0.0).to(tl.float32)
+        for_key = tl.load(key_weight + shape.half + dims, mask=is_dim, other=0.0).to(tl.float32)
+        second *= scale * tl.where(is_query, for_query, for_key)
+    cosine = tl.load(cos + token * shape.half + dims, mask=is_dim, other=0.0)
+    sine = tl.load(sin + token * shape.half + dims, mask=is_dim, other=0.0)
+    tl.store(place, first * cosine - second * sine, mask=is_there)
+    tl.store(place + shape.half, second * cosine + first * sine, mask=is_there)
+
+
+@kernel()
+def _gate_tile(gate_up: tl.tensor, out: tl.tensor, inner: tl.tensor, tile: tl.constexpr) -> None:
+    """Some numbers of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_column = columns < inner
+    gate = tl.load(gate_up + row * 2 * inner + columns, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * inner + inner + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + row * inner + columns, gate / (1.0 + tl.exp(-gate)) * up, mask=is_column)

@@ -1,0 +1,143 @@
+"""Packed rows of new tokens into their attention over the paged KV cache. Knows nothing about layers or steps.
+
+softmax(q K^T * scale) V, each token over the positions up to its own, or the last `window` of them. A tile of queries
+is one program for each key head, with a running softmax over tiles of keys (FlashAttention-2, Dao 2023, over pages); a
+tile is filled with the query heads of a group and then with tokens, so grouped queries share what is read.
+
+Key tiles are cut at absolute positions and met in ascending order, and one that a query sees nothing of changes no bit
+of its sums. So what a token gets does not depend on the other rows, on where its row was cut into steps, or on whether
+its prefix was computed here. The keys and values of the step are written by a kernel before, since any program may
+read them.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from roseinfer.model.triton_kernels.language import LOG2_E, Constant, constant, dot_dtype, kernel
+from roseinfer.model.triton_kernels.paging import Heads, Pages, Rows, Step, find_tile, num_tiles, page_offsets, table_of
+
+_APPENDED_TOKENS = 32  # by one program, for one head
+_LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that the difference of two of them is a number
+
+
+class Tiles(NamedTuple):
+    """How queries and keys are cut."""
+
+    queries: Constant  # tokens of a query tile
+    rows: Constant  # rows of its products: tokens times heads of a group, and padding up to a power of two
+    keys: Constant  # keys of a key tile, a power of two
+    window: Constant  # 0 for none
+    dot_dtype: Constant
+
+
+def varlen(step: Step, pages: Pages, rows: Rows, heads: Heads, *, scale: float, window: int | None) -> None:
+    """Write the keys and values of all rows' tokens into the cache, and their attention into `step.out`.
+
+    Row r has the tokens from query_starts[r] to query_starts[r + 1]. Tokens past the last row are left alone.
+    """
+    group, padded_dim = heads.group.value, heads.padded_dim.value
+    num_tile_rows, num_tile_keys = _tile_shape(padded_dim, pages.k.element_size())
+    num_tile_rows = max(num_tile_rows, 1 << (group - 1).bit_length())
+    num_tile_queries = num_tile_rows // group
+    tiles = Tiles(
+        queries=constant(num_tile_queries),
+        rows=constant(num_tile_rows),
+        keys=constant(num_tile_keys),
+        window=constant(window or 0),
+        dot_dtype=constant(dot_dtype(pages.k.dtype)),
+    )
+    append(step, pages, rows, heads)
+    num_tokens, num_kv_heads = step.k.shape[:2]
+    num_rows = rows.starts.shape[0]
+    grid = (num_tiles(num_tokens, num_rows, num_tile_queries), num_kv_heads)
+    _attend_tile[grid](step, pages, rows, heads, tiles, num_rows, scale * LOG2_E, num_warps=4)
+
+
+def append(step: Step, pages: Pages, rows: Rows, heads: Heads) -> None:
+    """Write the keys and values of all rows' tokens into the cache."""
+    num_tokens, num_kv_heads = step.k.shape[:2]
+    num_rows = rows.starts.shape[0]
+    grid = (num_tiles(num_tokens, num_rows, _APPENDED_TOKENS), num_kv_heads)
+    _append_tile[grid](step, pages, rows, heads, num_rows, _APPENDED_TOKENS, num_warps=4)
+
+
+def _tile_shape(padded_dim: int, item_size: int) -> tuple[int, int]:
+    """Rows and keys of a tile: float32 is multiplied without tensor cores, out of registers, so its tiles are small."""
+    if item_size == 4:
+        return 16, 32
+    return (64, 64) if padded_dim <= 128 else (64, 32)
+
+
+@kernel("num_rows")
+def _append_tile(
+    step: Step, pages: Pages, rows: Rows, heads: Heads, num_rows: tl.tensor, num_tile_tokens: tl.constexpr
+) -> None:
+    """One head's keys and values of some tokens of a row into the cache."""
+    row, first_query = find_tile(rows, num_rows, tl.program_id(0), num_tile_tokens)
+    head = tl.program_id(1)
+    first_token = tl.load(rows.query_starts + row)
+    num_queries = tl.load(rows.query_starts + row + 1) - first_token
+    queries = first_query + tl.arange(0, num_tile_tokens)
+    is_query = queries < num_queries
+    dims = tl.arange(0, heads.padded_dim)
+    is_there = is_query[:, None] & (dims < heads.dim)[None, :]
+    tokens = (first_token + queries)[:, None]
+    keys = tl.load(step.k + tokens * step.k_stride + head * heads.dim + dims[None, :], mask=is_there)
+    values = tl.load(step.v + tokens * step.v_stride + head * heads.dim + dims[None, :], mask=is_there)
+    positions = tl.load(rows.starts + row) + queries
+    places = page_offsets(pages, table_of(rows, row), head, positions, is_query)[:, None] + dims[None, :]
+    tl.store(pages.k + places, keys, mask=is_there)
+    tl.store(pages.v + places, values, mask=is_there)
+
+
+@kernel("num_rows")
+def _attend_tile(
+    step: Step, pages: Pages, rows: Rows, heads: Heads, tiles: Tiles, num_rows: tl.tensor, scale: tl.tensor
+) -> None:
+    """One tile of queries over all keys that any of them sees."""
+    row, first_query = find_tile(rows, num_rows, tl.program_id(0), tiles.queries)
+    head = tl.program_id(1)
+    first_token = tl.load(rows.query_starts + row)
+    num_queries = tl.load(rows.query_starts + row + 1) - first_token
+    if first_query >= num_queries:
+        return
+    start = tl.load(rows.starts + row)
+    table = table_of(rows, row)
+    lanes = tl.arange(0, tiles.rows)
+    queries = first_query + lanes // heads.group
+    is_query = (queries < num_queries) & (lanes < tiles.queries * heads.group)
+    positions = start + queries
+    dims = tl.arange(0, heads.padded_dim)
+    is_dim = dims < heads.dim
+    here = (head * heads.group + lanes % heads.group)[:, None] * heads.dim + dims[None, :]
+    tokens = (first_token + queries)[:, None]
+    is_here = is_query[:, None] & is_dim[None, :]
+    tile_queries = tl.load(step.q + tokens * step.q_stride + here, mask=is_here, other=0.0)
+    tile_queries = tile_queries.to(tiles.dot_dtype)
+    peaks = tl.full([tiles.rows], _LOWEST, tl.float32)
+    totals = tl.zeros([tiles.rows], tl.float32)
+    mixed = tl.zeros([tiles.rows, heads.padded_dim], tl.float32)
+    first = start * 0
+    if tiles.window > 0:
+        first = tl.maximum(start + first_query - tiles.window + 1, 0) // tiles.keys * tiles.keys
+    end = start + tl.minimum(first_query + tiles.queries, num_queries)
+    for tile_start in range(first, end, tiles.keys):
+        key_positions = tile_start + tl.arange(0, tiles.keys)
+        is_key = key_positions < end
+        places = page_offsets(pages, table, head, key_positions, is_key)[:, None] + dims[None, :]
+        is_there = is_key[:, None] & is_dim[None, :]
+        keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(tiles.dot_dtype)
+        values = tl.load(pages.v + places, mask=is_there, other=0.0).to(tiles.dot_dtype)
+        is_seen = key_positions[None, :] <= positions[:, None]
+        if tiles.window > 0:
+            is_seen = is_seen & (key_positions[None, :] > positions[:, None] - tiles.window)
+        scores = tl.dot(tile_queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_peaks = tl.maximum(peaks, tl.max(scores, axis=1))
+        fading = tl.exp2(peaks - new_peaks)
+        weights = tl.exp2(scores - new_peaks[:, None])
+        totals = totals * fading + tl.sum(weights, axis=1)
+        mixed = tl.dot(weights.to(tiles.dot_dtype), values, mixed * fading[:, None], input_precision="ieee")
+        peaks = new_peaks
+    tl.store(step.out + tokens * step.out_stride + here, mixed / totals[:, None], mask=is_here)

@@ -1,0 +1,255 @@
+"""The runner on a GPU: the same tokens with graphs and without, whatever the schedule; and what a step allocates."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.engine.batch import ScheduledBatch
+from roseinfer.messages import SamplingParams
+from roseinfer.model.graphs import graph_sizes
+from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.records import LifecycleState
+from tests.gpu.conftest import NUM_BLOCKS, NUM_SLOTS, LoadRunner
+from tests.unit.model.driver import Ask, Driver, Plan
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0.0)
+LONG_CYCLES = 2_000_000_000  # of the GPU's clock: about a second
+
+
+def asks_of(seed: int, count: int = 10, num_tokens: int = 20) -> list[Ask]:
+    """Greedy requests, and drawn ones of the kinds that a graph serves and does not serve."""
+    random = np.random.default_rng(seed)
+    kinds = [GREEDY, SamplingParams(seed=seed), SamplingParams(temperature=0.7, seed=seed + 1), GREEDY]
+    return [
+        Ask(random.integers(0, 131, random.integers(1, 100)).tolist(), num_tokens, kinds[index % len(kinds)])
+        for index in range(count)
+    ]
+
+
+def run(runner: ModelRunner, asks: list[Ask], plan: Plan) -> tuple[list[list[int]], list[int]]:
+    driver = Driver(runner, runner.info, NUM_SLOTS, plan)
+    return driver.generate(asks), driver.graph_rows
+
+
+def decode_batch(slots: list[int], start: int) -> ScheduledBatch:
+    """One token at `start` for each slot, over blocks of its own. Slot 0 still asks for what the warm-up drew last."""
+    num_rows, num_columns = len(slots), 16
+    table = np.arange(NUM_SLOTS * num_columns, dtype=np.int32).reshape(NUM_SLOTS, num_columns) % NUM_BLOCKS
+    return ScheduledBatch(
+        step_id=0,
+        slots=np.array(slots, np.int32),
+        starts=np.full(num_rows, start, np.int32),
+        num_new_tokens=np.ones(num_rows, np.int32),
+        samples=np.ones(num_rows, np.bool_),
+        num_device_rows=num_rows,
+        token_ids=np.zeros(0, np.int32),
+        block_table=table,
+        bindings=(),
+    )
+
+
+# --- the same tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+def test_the_tokens_of_a_cpu(load: LoadRunner, request: pytest.FixtureRequest, model: str) -> None:
+    directory: Path = request.getfixturevalue(model)
+    asks = asks_of(1)
+    config = Config(
+        model=ModelConfig(path=str(directory), dtype="float32"),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS),
+        runner=RunnerConfig(device="cpu", kernels="off"),
+    )
+    expected, _ = run(load_runner(config, NUM_SLOTS, lambda *_: None), asks, Plan())
+    runner = load(directory)
+    assert runner.info.device == "cuda"
+    assert run(runner, asks, Plan(seed=3, depth=1, chunk=50))[0] == expected
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("mode", ["startup", "lazy"])
+def test_graphs_give_the_tokens_of_steps_without(load: LoadRunner, mode: str, depth: int) -> None:
+    asks = asks_of(2, 16)
+    expected, graph_rows = run(load(cuda_graphs="off"), asks, Plan())
+    assert not any(graph_rows)
+    tokens, graph_rows = run(load(cuda_graphs=mode), asks, Plan(seed=5, depth=depth, chunk=30, max_rows=NUM_SLOTS))
+    assert tokens == expected
+    assert len(set(graph_rows) - {0}) > 2
+
+
+def test_bfloat16_gives_the_same_tokens_where_steps_have_the_same_shape(load: LoadRunner) -> None:
+    """In bfloat16 ties are common, so the products must be of the same shape: eight rows, as the graph has."""
+    asks = [Ask(ask.prompt[:10] * 3, 24, ask.params) for ask in asks_of(3, 8)]
+    found = []
+    for mode in ("off", "startup"):
+        runner = load(dtype="bfloat16", cuda_graphs=mode, batch_invariant=True)
+        driver = Driver(runner, runner.info, NUM_SLOTS, Plan(max_rows=8))
+        driver._random = Always(8)  # type: ignore[assignment]
+        found.append(driver.generate(asks))
+    assert found[0] == found[1]
+
+
+class Always:
+    """A generator of random numbers that lets all rows run in every step, in their order."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def integers(self, *_: int) -> int:
+        return self._number
+
+    def shuffle(self, _: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def runners() -> dict[str, ModelRunner]:
+    """By what they do about graphs; each serves many examples."""
+    return {}
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    mode=st.sampled_from(["startup", "lazy", "off"]),
+    plan=st.builds(
+        Plan,
+        seed=st.integers(0, 1000),
+        depth=st.integers(0, 1),
+        max_rows=st.integers(1, NUM_SLOTS),
+        chunk=st.integers(1, 200),
+        preempt_every=st.integers(0, 9),
+    ),
+)
+def test_seeds_decide_whatever_the_schedule(
+    load: LoadRunner, runners: dict[str, ModelRunner], mode: str, plan: Plan
+) -> None:
+    """Batching, chunking, preemption, graphs and depth: none of them changes a token."""
+    for name in ("off", mode):
+        if name not in runners:
+            runners[name] = load(cuda_graphs=name)
+    asks = asks_of(plan.seed % 3, 8, 10)
+    expected, _ = run(runners["off"], asks, Plan(max_rows=1))
+    assert run(runners[mode], asks, plan)[0] == expected
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_row_that_no_graph_serves(load: LoadRunner, depth: int) -> None:
+    kinds = [SamplingParams(top_p=0.9, seed=4), SamplingParams(top_k=5, min_p=0.01, seed=5, num_logprobs=3), GREEDY]
+    asks = [Ask(ask.prompt, 10, kinds[index % 3]) for index, ask in enumerate(asks_of(4, 6))]
+    expected, _ = run(load(cuda_graphs="off"), asks, Plan())
+    tokens, graph_rows = run(load(), asks, Plan(seed=1, depth=depth, max_rows=2))
+    assert tokens == expected
+    assert {0} < set(graph_rows)
+
+
+def test_pageable_staging_gives_the_same_tokens(load: LoadRunner) -> None:
+    asks = asks_of(6)
+    found = []
+    for staging in ("pinned", "pageable"):
+        runner = load(staging=staging)
+        words = runner._staging._arenas._arenas[0].words
+        assert words.is_pinned() == (staging == "pinned")
+        found.append(run(runner, asks, Plan(depth=1))[0])
+    assert found[0] == found[1]
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def test_captures_are_told_largest_first(load: LoadRunner) -> None:
+    told: list[tuple[LifecycleState, str, str]] = []
+    load(told=told)
+    phrases = [phrase for _, stage, phrase in told if stage == "cuda_graphs"]
+    assert [int(phrase.split()[0]) for phrase in phrases] == sorted(graph_sizes(NUM_SLOTS), reverse=True)
+
+
+def test_a_lazy_runner_captures_what_it_meets(load: LoadRunner) -> None:
+    runner = load(cuda_graphs="lazy")
+    assert runner._graphs is not None
+    assert not runner._graphs._graphs
+    assert runner.launch(decode_batch([1, 2, 3], 0)).graph_rows == 4
+    assert set(runner._graphs._graphs) == {4}
+
+
+def test_captures_and_rows_that_fill_up_touch_no_live_slot(load: LoadRunner) -> None:
+    """Neither a block that the scheduler hands out, nor a last token, nor the slot's row of the block table."""
+    runner = load(cuda_graphs="lazy")
+    run(runner, asks_of(7, NUM_SLOTS), Plan(max_rows=1))
+    cache = runner._attention._cache  # type: ignore[attr-defined]
+    watched = [*cache.keys, *cache.values, runner._last_token.view(-1, 1), runner._staging.block_table]
+    limits = [NUM_BLOCKS] * (len(watched) - 2) + [NUM_SLOTS] * 2
+
+    def contents() -> list[torch.Tensor]:
+        return [tensor[:limit].clone() for tensor, limit in zip(watched, limits, strict=True)]
+
+    before = contents()
+    assert runner._graphs is not None
+    with torch.inference_mode():
+        for size in graph_sizes(NUM_SLOTS):
+            runner._graphs._capture(size)
+    assert all(torch.equal(now, then) for now, then in zip(contents(), before, strict=True))
+    batch = decode_batch([7, 2, 9], 17)
+    assert runner.launch(batch).graph_rows == 4
+    own = {int(batch.block_table[slot, 1]) for slot in (7, 2, 9)}
+    for now, then, limit in zip(contents(), before, limits, strict=True):
+        changed = set((now != then).flatten(1).any(1).nonzero().flatten().tolist())
+        assert changed <= (own if limit == NUM_BLOCKS else {7, 2, 9})
+
+
+# --- what a step costs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staging", ["pinned", "pageable"])
+def test_a_decode_step_allocates_nothing(load: LoadRunner, staging: str) -> None:
+    """Neither on the device, by torch's counters, nor in pinned memory."""
+    runner = load(staging=staging)
+
+    def counters() -> tuple[int, int, int]:
+        device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+        return device["allocation.all.allocated"], device["num_device_alloc"], host["num_host_alloc"]
+
+    runner.launch(decode_batch([3, 5, 1], 8)).wait()
+    before = counters()
+    for position in range(9, 60):
+        assert runner.launch(decode_batch([3, 5, 1], position)).graph_rows == 4
+    torch.cuda.synchronize()
+    assert counters() == before
+
+
+def test_a_step_is_launched_before_the_one_before_is_done(load: LoadRunner) -> None:
+    runner = load()
+    runner.launch(decode_batch([1, 2], 0)).wait()
+    torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
+    launched = [runner.launch(decode_batch([1, 2], position)) for position in (1, 2)]
+    assert not launched[0]._event.query()  # type: ignore[attr-defined]
+    assert [len(step.wait().token_ids) for step in launched] == [2, 2]
+
+
+def test_who_waits_for_a_step_does_not_wait_for_the_next(load: LoadRunner) -> None:
+    runner = load()
+    first = runner.launch(decode_batch([1, 2], 0))
+    torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
+    second = runner.launch(decode_batch([1, 2], 1))
+    first.wait()
+    assert not second._event.query()  # type: ignore[attr-defined]
+    second.wait()
+
+
+def test_a_late_device_gets_the_integers_of_its_own_step(load: LoadRunner) -> None:
+    """The host is six steps ahead if nothing holds it back, and there are two arenas."""
+    runner = load()
+    staging = runner._staging
+    starts = staging.decode_step(1).packed.device
+    assert starts is not None
+    seen = []
+    torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
+    for position in range(6):
+        staging.stage_decode(decode_batch([3], 30 + position), 1)
+        seen.append(starts.starts.clone())
+    assert torch.cat(seen).tolist() == list(range(30, 36))

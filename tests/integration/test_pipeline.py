@@ -1,0 +1,129 @@
+"""The same seeds give the same tokens: whatever the depth, the chunks, the cache, the pool and the company.
+
+The embedded model on this machine's processor, with whatever kernels it has, under the real scheduler.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.scheduler import Scheduler
+from roseinfer.messages import Request, SamplingParams
+from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.records import FinishReason, Phases
+from tests.unit.engine.harness import Transcript, run_to_end
+
+NUM_SLOTS = 8
+MAX_MODEL_LEN = 80
+BLOCK_SIZE: Literal[8] = 8
+NUM_BLOCKS = {"roomy": 128, "tight": 10}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A runner, its traffic, and what each request generates alone."""
+
+    runner: ModelRunner
+    requests: list[Request]
+    alone: dict[str, list[int]]
+
+
+def make_engine(
+    runner: ModelRunner, *, depth: int = 0, budget: int = 512, prefix_caching: bool = False, pool: str = "roomy"
+) -> Engine:
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=budget),
+        CacheConfig(block_size=BLOCK_SIZE, prefix_caching=prefix_caching),
+        num_blocks=NUM_BLOCKS[pool],
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=tuple(runner.info.eos_token_ids),
+    )
+    return Engine(scheduler, runner, Phases(), runner.info, depth)
+
+
+def make_requests(vocab_size: int) -> list[Request]:
+    """Three prompts, two of which begin alike, each asked for three times: greedy, and sampled with two seeds."""
+    random = np.random.default_rng(5)
+    shared = random.integers(1, vocab_size, 37).tolist()
+    prompts = [
+        [*shared, *random.integers(1, vocab_size, 9).tolist()],
+        random.integers(1, vocab_size, 3).tolist(),
+        [*shared, *random.integers(1, vocab_size, 2).tolist()],
+    ]
+    kinds = [SamplingParams(temperature=0.0), *(SamplingParams(temperature=0.9, top_p=0.95, seed=i) for i in (1, 2))]
+    return [
+        Request(
+            request_id=f"r{i}-{j}",
+            prompt_token_ids=prompt,
+            params=replace(kind, max_tokens=24 - 4 * i, ignore_eos=i != 1, num_logprobs=1 if j == 2 else None),
+        )
+        for i, prompt in enumerate(prompts)
+        for j, kind in enumerate(kinds)
+    ]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
+    num_threads = torch.get_num_threads()
+    config = Config(
+        model=ModelConfig(dtype=request.param, max_model_len=MAX_MODEL_LEN),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS["roomy"]),
+        runner=RunnerConfig(num_threads=1),
+    )
+    runner = load_runner(config, NUM_SLOTS, lambda *_: None)
+    requests = make_requests(runner.vocab_size)
+    alone = {}
+    for each in requests:
+        engine = make_engine(runner)
+        engine.add(each)
+        alone[each.request_id] = run_to_end(engine).tokens[each.request_id]
+    yield Loaded(runner, with_a_stop(requests, alone), alone)
+    torch.set_num_threads(num_threads)
+
+
+def with_a_stop(requests: list[Request], alone: dict[str, list[int]]) -> list[Request]:
+    """The same, but some end at a token that they are known to sample; `alone` is cut there too."""
+    stopping = []
+    for number, request in enumerate(requests):
+        tokens = alone[request.request_id]
+        if number % 3 == 1 and len(tokens) > 8:
+            stop = tokens[8]
+            alone[request.request_id] = tokens[: tokens.index(stop) + 1]
+            stopping.append(replace(request, params=replace(request.params, stop_token_ids=(stop,))))
+        else:
+            stopping.append(request)
+    return stopping
+
+
+@pytest.mark.parametrize("pool", NUM_BLOCKS)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("budget", [512, 24])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_same_seeds_give_the_same_tokens(
+    loaded: Loaded, depth: int, budget: int, prefix_caching: bool, pool: str
+) -> None:
+    engine = make_engine(loaded.runner, depth=depth, budget=budget, prefix_caching=prefix_caching, pool=pool)
+    random = np.random.default_rng(3)
+    transcript = Transcript()
+    engine.add(Request(request_id="gone", prompt_token_ids=[5] * 20, params=SamplingParams(max_tokens=60)))
+    for number, request in enumerate(loaded.requests):
+        engine.add(request)
+        if number == 6:
+            engine.abort("gone")
+        for _ in range(int(random.integers(0, 4))):
+            transcript.take(engine.step())
+            engine.check_integrity()
+    run_to_end(engine, transcript)
+    assert transcript.reasons.pop("gone") is FinishReason.ABORT
+    assert {name: tokens for name, tokens in transcript.tokens.items() if name != "gone"} == loaded.alone
+    assert set(transcript.reasons.values()) >= {FinishReason.LENGTH, FinishReason.STOP}
+    records = [step.record for step in transcript.steps]
+    assert (sum(record.num_preemptions for record in records) > 0) == (pool == "tight")
+    assert (sum(record.num_prefix_hit_tokens for record in records) > 0) == prefix_caching

@@ -1,0 +1,132 @@
+"""A GPU that is none: a stream that is late, and graphs that replay what they recorded. For tests.
+
+`LateStream` keeps host and device apart although both are the CPU's memory: a copy happens when somebody waits for an
+event after it, and not before. `RecordedGraph` holds the operators that ran during the capture, on the tensors that
+they ran on; whatever the host does to Python objects afterwards has no effect on a replay, as on a GPU. Asking for a
+number on the host is refused during a capture, as by CUDA.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from roseinfer.model.stream import Graph
+
+NUM_WARM_RUNS = 2
+
+_HOST_READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
+
+
+class LateEvent:
+    """A mark in a `LateStream`."""
+
+    def __init__(self, stream: "LateStream") -> None:
+        self._stream = stream
+        self._mark = 0
+        self.num_waits = 0
+
+    def record(self) -> None:
+        self._mark = self._stream.num_queued
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self._stream.run_until(self._mark)
+
+
+class LateStream:
+    """`Stream` of a device that does nothing until somebody waits, or, with `is_late=False`, everything at once."""
+
+    is_host = False
+    device = torch.device("cpu")
+
+    def __init__(self, *, is_late: bool = False) -> None:
+        self._is_late = is_late
+        self._queue: list[Callable[[], object]] = []
+        self._num_done = 0
+        self.num_allocations = 0  # of host or device memory
+        self.copied_words: list[int] = []  # of each copy
+        self.num_captures = 0
+
+    @property
+    def num_queued(self) -> int:
+        return self._num_done + len(self._queue)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue)
+
+    def new_host_tensor(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        self.num_allocations += 1
+        return torch.zeros(size, dtype=dtype)
+
+    def new_device_tensor(self, host: torch.Tensor) -> torch.Tensor:
+        self.num_allocations += 1
+        return torch.zeros_like(host)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copied_words.append(source.numel())
+        self._queue.append(lambda: target.copy_(source))
+        if not self._is_late:
+            self.run_until(self.num_queued)
+
+    def new_event(self) -> LateEvent:
+        return LateEvent(self)
+
+    def run_until(self, mark: int) -> None:
+        while self._queue and self._num_done < mark:
+            self._queue.pop(0)()
+            self._num_done += 1
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        self.num_captures += 1
+        for _ in range(NUM_WARM_RUNS):
+            work()
+        return RecordedGraph(work)
+
+
+class RecordedGraph:
+    """The operators of one run of `work`."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._operators: list[Callable[[], None]] = []
+        with _Recorder(self._operators):
+            work()
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for operator in self._operators:
+            operator()
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, operators: list[Callable[[], None]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = operators
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function._schema.name in _HOST_READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {function._schema.name}")
+        results = function(*args, **kwargs)
+        outputs = [leaf for leaf in tree_flatten(results)[0] if isinstance(leaf, torch.Tensor)]
+        inputs = {leaf.untyped_storage().data_ptr() for leaf in tree_flatten((args, kwargs))[0] if _is_tensor(leaf)}
+        fresh = [output.untyped_storage().data_ptr() not in inputs for output in outputs]
+
+        def again() -> None:
+            repeated = [leaf for leaf in tree_flatten(function(*args, **kwargs))[0] if _is_tensor(leaf)]
+            for output, value, is_fresh in zip(outputs, repeated, fresh, strict=True):
+                if is_fresh:  # a view or a result in place is where it was
+                    output.copy_(value)
+
+        self._operators.append(again)
+        return results
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)

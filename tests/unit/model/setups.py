@@ -1,0 +1,52 @@
+"""Types, quantisation and kernels that a model can be run with on this processor, as parameters of tests."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from roseinfer.config import RunnerConfig
+from roseinfer.model.device import DTYPES
+from roseinfer.model.kernels.levels import levels_here
+from roseinfer.model.kernels.library import load_kernels
+from roseinfer.model.placement import Placement, Quantization
+from tests.conftest import BuiltKernels
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to hold and multiply weights on a CPU."""
+
+    dtype: Literal["float32", "bfloat16"]
+    quantization: Quantization
+    kernels: str  # a level, or "off"
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.quantization}-{self.kernels}"
+
+    def placement(self, built_kernels: BuiltKernels) -> Placement:
+        """Compiles the kernels unless that was done."""
+        kernels = None
+        if self.kernels != "off":
+            kernels_dir = str(built_kernels(self.kernels))
+            kernels = load_kernels(RunnerConfig(kernels=self.kernels, kernels_dir=kernels_dir))  # type: ignore[arg-type]
+        return Placement(torch.device("cpu"), DTYPES[self.dtype], self.quantization, kernels)
+
+    def runner_options(self, built_kernels: BuiltKernels) -> dict[str, str]:
+        """Options of `RunnerConfig`."""
+        if self.kernels == "off":
+            return {"kernels": "off"}
+        return {"kernels": self.kernels, "kernels_dir": str(built_kernels(self.kernels))}
+
+
+LEVELS_HERE = [level.name for level in levels_here()]
+_COMPILED = sorted(
+    {*LEVELS_HERE[:1], *LEVELS_HERE[-1:]}
+)  # the plainest code, and the code that this processor likes best
+
+SETUPS = [
+    Setup(dtype, quantization, kernels)
+    for dtype in ("float32", "bfloat16")
+    for quantization in ("none", "int8")
+    for kernels in ("off", *_COMPILED)
+]

@@ -1,0 +1,99 @@
+"""FlashInfer's backend without FlashInfer: a wrapper by the textbook stands in its place."""
+
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention_cases import CPU, Bench, Case, check_history, textbook
+from tests.unit.model.triton_processes import Worker, interpreter_process
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
+
+HALF = torch.float16
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Worker]:
+    yield from interpreter_process()
+
+
+class FakeWrapper:
+    """FlashInfer's wrapper as its documentation has it, by the textbook."""
+
+    def __init__(self, workspace: torch.Tensor, *, kv_layout: str) -> None:
+        assert workspace.dtype == torch.uint8
+        assert kv_layout == "HND"
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        *shape: int,
+        causal: bool,
+        **options: Any,
+    ) -> None:
+        assert causal
+        self._index = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._page_size = shape[-1]
+        self._scale = options["sm_scale"]
+        self._window = None if options["window_left"] == -1 else options["window_left"] + 1
+
+    def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
+        query_starts, page_starts, pages, last_page_lens = (x.tolist() for x in self._index)
+        assert len(q) == len(out) == query_starts[-1]
+        for row, last_page_len in enumerate(last_page_lens):
+            blocks = pages[page_starts[row] : page_starts[row + 1]]
+            length = (len(blocks) - 1) * self._page_size + last_page_len
+            keys, values = (x[blocks].transpose(1, 2).flatten(0, 1)[:length] for x in cache)
+            span = slice(query_starts[row], query_starts[row + 1])
+            start = length - (span.stop - span.start)
+            out[span] = textbook(q[span], keys, values, start, self._scale, self._window).view_as(q[span])
+
+
+def check_flashinfer(case: Case) -> None:
+    flashinfer = ModuleType("flashinfer")
+    flashinfer.__spec__ = ModuleSpec("flashinfer", None)
+    vars(flashinfer)["BatchPrefillWithPagedKVCacheWrapper"] = FakeWrapper
+    sys.modules["flashinfer"] = flashinfer
+    check_history(case, CPU, "flashinfer")
+
+
+@pytest.mark.parametrize("case", [Case(2, 2, dtype=HALF), Case(4, 1, 128, 8, 50, dtype=HALF)], ids=str)
+def test_flashinfer_is_told_which_pages_to_read(interpreter: Worker, case: Case) -> None:
+    interpreter.call(check_flashinfer, case)
+
+
+def test_the_pages_of_flashinfer() -> None:
+    from roseinfer.model.attention.flashinfer import page_index
+
+    bench = Bench(Case(1, 1, block_size=8), CPU, 3, 32)
+    for slot, length in enumerate((7, 8, 16)):
+        bench.fill(slot, length)
+    starts, pages, last_page_lens = page_index(bench.pack([(2, 1), (0, 1), (1, 9)]), 8)
+    assert starts.tolist() == [0, 3, 4, 7]
+    assert pages.tolist() == [*bench.table[2, :3], bench.table[0, 0], *bench.table[1, :3]]
+    assert last_page_lens.tolist() == [1, 8, 1]
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case(2, 2, 80, dtype=HALF), "not of 80"),
+        (Case(2, 2), "float16 or bfloat16"),
+        (Case(2, 2, dtype=torch.bfloat16), None),
+    ],
+    ids=str,
+)
+def test_flashinfer_says_what_it_does_not_know(case: Case, reason: str | None) -> None:
+    from roseinfer.model.attention.flashinfer import refusal
+
+    told = refusal(case.spec, case.dtype)
+    assert told is None if reason is None else told is not None and reason in told

@@ -1,0 +1,57 @@
+"""What the engine asks of malloc and of torch's allocator; each in a process of its own, since it lasts."""
+
+import subprocess
+import sys
+
+import pytest
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="huge pages and mallopt are Linux's")
+
+READ_BACK = """
+import ctypes
+from roseinfer.model.memory import prefer_huge_pages
+
+prefer_huge_pages()
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(getenv(b"THP_MEM_ALLOC_ENABLE").decode())
+"""
+
+COUNT_FAULTS = """
+import ctypes, resource
+from roseinfer.model.memory import keep_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+def faults_of_a_large_temporary():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(64 << 20)
+    libc.memset(block, 1, 64 << 20)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = [faults_of_a_large_temporary() for _ in range(3)][-1]
+keep_freed_memory()
+after = [faults_of_a_large_temporary() for _ in range(3)][-1]
+print(before, after)
+"""
+
+
+def output_of(script: str, env: dict[str, str]) -> str:
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@ON_LINUX
+@pytest.mark.parametrize(("given", "expected"), [({}, "1"), ({"THP_MEM_ALLOC_ENABLE": "0"}, "0")])
+def test_huge_pages_are_asked_for_unless_the_user_said_otherwise(given: dict[str, str], expected: str) -> None:
+    assert output_of(READ_BACK, given) == expected
+
+
+@ON_LINUX
+def test_a_temporary_of_a_step_is_cleared_by_the_system_once() -> None:
+    before, after = map(int, output_of(COUNT_FAULTS, {}).split())
+    assert before > 10
+    assert after == 0

@@ -1,0 +1,93 @@
+"""int8: what becomes of weights and rows, and what it costs the embedded model on text it has never seen."""
+
+import hashlib
+import importlib
+import inspect
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+
+import roseinfer
+from roseinfer.model.int8 import quantized_rows, quantized_weight
+from roseinfer.model.registry import build_model
+from roseinfer.model.weights import Checkpoint
+from tests.conftest import BuiltKernels
+from tests.unit.model.setups import LEVELS_HERE, Setup
+
+DEMO = Path(roseinfer.__file__).parent / "demo"
+WINDOW = 512
+NUM_WINDOWS = 8
+
+# Modules whose docstrings tools/demo_model/corpus.py holds out, by a hash of their names.
+HELD_OUT = ("http.cookiejar", "http.server", "mailbox", "calendar", "email.utils", "dataclasses", "site")
+
+
+def test_the_largest_number_of_a_row_becomes_127() -> None:
+    x = torch.tensor([[0.5, -1.27, 0.014, 0.005, -0.005], [0.0] * 5, [1e30, -1e30, 0, 5e29, 1.0]])
+    quantized, scales = quantized_rows(x)
+    assert quantized.dtype == torch.int8
+    assert quantized.tolist() == [[50, -127, 1, 0, 0], [0] * 5, [127, -127, 0, 64, 0]]
+    torch.testing.assert_close(scales, torch.tensor([0.01, 0.0, 1e30 / 127]))
+
+
+def test_what_is_not_finite_is_told_by_the_scale() -> None:
+    x = torch.ones(4, 3)
+    x[1, 2], x[2, 0], x[3, 1] = torch.nan, torch.inf, -torch.inf
+    assert quantized_rows(x)[1].isfinite().tolist() == [True, False, False, False]
+
+
+def test_a_weight_is_quantised_by_outputs_whatever_its_strides_and_size() -> None:
+    weight = torch.randn(5000, 7, generator=torch.Generator().manual_seed(0))
+    quantized, scales = quantized_weight(weight.t().contiguous().t())
+    assert quantized.is_contiguous()
+    assert (quantized.abs().amax(1) == 127).all()
+    error = (quantized * scales[:, None] - weight).abs()
+    assert (error <= 0.5001 * scales[:, None]).all()
+
+
+@cache
+def held_out_ids() -> torch.Tensor:
+    """Docstrings of the public names of the held-out modules, as one text."""
+    texts = []
+    for name in HELD_OUT:
+        assert int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 16 == 0, "it was trained on"
+        module = importlib.import_module(name)
+        owners = [module, *(member for key, member in sorted(vars(module).items()) if not key.startswith("_"))]
+        own = [owner for owner in owners if owner is module or getattr(owner, "__module__", "") == name]
+        texts += [doc for owner in own if (doc := inspect.getdoc(owner))]
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode("\n\n".join(texts)).ids
+    assert len(ids) > WINDOW * NUM_WINDOWS
+    return torch.tensor(ids[: WINDOW * NUM_WINDOWS + 1])
+
+
+def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One whole sequence without a cache: what is measured here is the linears."""
+    queries, keys, values = (part.float().transpose(0, 1) for part in (q, k, v))
+    out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    return out.transpose(0, 1).flatten(1).to(q.dtype)
+
+
+def held_out_perplexity(setup: Setup, built_kernels: BuiltKernels) -> float:
+    with Checkpoint(DEMO) as checkpoint, torch.inference_mode():
+        model = build_model(checkpoint, setup.placement(built_kernels))
+        ids = held_out_ids()
+        losses = []
+        for window, targets in zip(ids[:-1].view(-1, WINDOW), ids[1:].view(-1, WINDOW), strict=True):
+            logits = model.logits(model.forward(window, torch.arange(WINDOW), attend))
+            losses.append(functional.cross_entropy(logits.float(), targets))
+        return math.exp(torch.stack(losses).mean().item())
+
+
+@pytest.mark.parametrize("level", ["off", *LEVELS_HERE[-1:]])
+def test_held_out_perplexity_is_within_a_hundredth(built_kernels: BuiltKernels, level: str) -> None:
+    exact = held_out_perplexity(Setup("float32", "none", "off"), built_kernels)
+    assert exact < 150  # it knows something of this text: there are 2,048 tokens to choose from
+    for dtype in ("float32", "bfloat16"):
+        quantized = held_out_perplexity(Setup(dtype, "int8", level), built_kernels)
+        assert abs(quantized / exact - 1) < 0.01, (dtype, quantized, exact)

@@ -1,0 +1,255 @@
+"""A step's integers on the device: what they say, how they travel, and what of the block table travels with them."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roseinfer.engine.batch import Int32Array, ScheduledBatch
+from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
+from roseinfer.model.stream import HostStream, Stream
+from tests.unit.model.fake_device import LateStream
+
+SIZES = StagingSizes(num_slots=6, max_rows=8, max_tokens=64, max_model_len=40, block_size=8, spare_block=99)
+TABLE: Int32Array = np.arange(30, dtype=np.int32).reshape(6, 5) + 100
+
+
+def as_it_is(num_rows: int) -> int:
+    return num_rows
+
+
+def next_multiple_of_four(num_rows: int) -> int:
+    return -(-num_rows // 4) * 4
+
+
+def make(stream: Stream) -> InputStaging:
+    return InputStaging(stream, SIZES, as_it_is)
+
+
+def batch_of(
+    rows: list[tuple[int, int, int]],
+    num_device_rows: int = 0,
+    table: Int32Array = TABLE,
+    samples: list[bool] | None = None,
+) -> ScheduledBatch:
+    """Rows of (slot, start, number of new tokens); the token at position p of slot s is 100 s + p."""
+    slots, starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    tokens = [100 * slot + start + i for slot, start, count in rows[num_device_rows:] for i in range(count)]
+    return ScheduledBatch(
+        step_id=0,
+        slots=slots,
+        starts=starts,
+        num_new_tokens=counts,
+        samples=np.array(samples or [True] * len(rows)),
+        num_device_rows=num_device_rows,
+        token_ids=np.array(tokens, np.int32),
+        block_table=table,
+        bindings=(),
+    )
+
+
+def put(staging: InputStaging, batch: ScheduledBatch, size: int) -> StagedStep:
+    """What a graph of `size` rows does with the batch's integers."""
+    staging.stage_decode(batch, size)
+    staging.put_last_blocks(size)
+    return staging.decode_step(size)
+
+
+# --- what the integers say --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [HostStream(), LateStream()], ids=["host", "device"])
+def test_a_mixed_step(stream: Stream) -> None:
+    step = make(stream).stage(
+        batch_of([(4, 9, 1), (2, 3, 1), (1, 0, 3), (0, 6, 2)], 2, samples=[True, True, False, True])
+    )
+    assert step.packed.slots.tolist() == [4, 2, 1, 1, 1, 0, 0]
+    assert step.packed.positions.tolist() == step.positions.tolist() == [9, 3, 0, 1, 2, 6, 7]
+    assert step.packed.query_starts.tolist() == [0, 1, 2, 5, 7]
+    assert (step.packed.max_query_len, step.packed.max_context_len) == (3, 10)
+    assert step.num_gathered == 2
+    assert step.slots.tolist() == [4, 2]
+    assert step.token_ids[2:].tolist() == [100, 101, 102, 6, 7]
+    assert step.sampled_tokens is not None
+    assert step.sampled_tokens.tolist() == [0, 1, 6]
+    assert step.sampled_slots.tolist() == [4, 2, 0]
+    assert step.num_samples == 3
+
+
+def test_a_step_of_decode_rows() -> None:
+    step = make(HostStream()).stage(batch_of([(4, 9, 1), (2, 3, 1)], 2))
+    assert step.packed.slots.tolist() == step.slots.tolist() == step.sampled_slots.tolist() == [4, 2]
+    assert step.packed.positions.tolist() == step.positions.tolist() == [9, 3]
+    assert step.packed.query_starts.tolist() == [0, 1, 2]
+    assert (step.packed.max_query_len, step.packed.max_context_len) == (1, 10)
+    assert (step.num_gathered, step.num_samples, step.sampled_tokens) == (2, 2, None)
+
+
+def test_the_last_token_travels_again_where_linears_want_more_rows() -> None:
+    staging = InputStaging(HostStream(), SIZES, next_multiple_of_four)
+    decode = staging.stage(batch_of([(4, 9, 1), (2, 3, 1)], 2))
+    assert decode.slots.tolist() == decode.packed.slots.tolist() == [4, 2, 2, 2]
+    assert decode.positions.tolist() == [9, 3, 3, 3]
+    assert decode.packed.query_starts.tolist() == [0, 1, 2]
+    assert decode.sampled_slots.tolist() == [4, 2]
+    mixed = staging.stage(batch_of([(4, 9, 1), (1, 0, 2)], 1))
+    assert mixed.token_ids[1:].tolist() == [100, 101, 101]
+    assert mixed.positions.tolist() == [9, 0, 1, 1]
+    assert mixed.sampled_tokens is not None
+    assert mixed.sampled_tokens.tolist() == [0, 2, 2, 2]
+    assert mixed.num_samples == 2
+
+
+def test_a_step_that_samples_nothing() -> None:
+    step = make(HostStream()).stage(batch_of([(1, 0, 3)], samples=[False]))
+    assert step.num_samples == 0
+    assert step.sampled_slots.tolist() == []
+
+
+def test_a_gpu_finds_the_rows_on_the_device() -> None:
+    staging = make(LateStream())
+    device = staging.stage(batch_of([(4, 9, 1), (1, 0, 3)], 1)).packed.device
+    assert device is not None
+    assert (device.slots.tolist(), device.starts.tolist()) == ([4, 1], [9, 0])
+    assert (device.query_starts.tolist(), device.positions.tolist()) == ([0, 1, 4], [9, 0, 1, 2])
+    assert device.block_table is staging.block_table
+    integers = (device.slots, device.starts, device.query_starts, device.positions, device.block_table)
+    assert {tensor.dtype for tensor in integers} == {torch.int32}
+
+
+def test_a_cpu_reads_the_arena_itself() -> None:
+    staging = make(HostStream())
+    step = staging.stage(batch_of([(1, 0, 3)]))
+    assert step.packed.device is None
+    assert step.packed.block_table is TABLE
+    arena = staging._arenas._arenas[0].words
+    assert arena.data_ptr() <= step.token_ids.data_ptr() < arena.data_ptr() + arena.nbytes
+    assert staging.block_table.numel() == 0
+
+
+# --- how they travel --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_one_copy_and_takes_no_memory() -> None:
+    stream = LateStream()
+    staging = make(stream)
+    before = stream.num_allocations
+    staging.bind(1)
+    for start in range(20):
+        staging.stage(batch_of([(4, start, 1), (1, 0, 3)], 1))
+        staging.stage_decode(batch_of([(4, start, 1)], 1), 2)
+    assert len(stream.copied_words) == 40
+    assert stream.num_allocations == before
+
+
+def test_decode_rows_bring_nothing_but_rows() -> None:
+    """Whatever the length of a prompt, or of the block table."""
+    stream = LateStream()
+    make(stream).stage_decode(batch_of([(4, 9, 1)], 1), 2)
+    assert stream.copied_words[-1] <= 8 * 2 * SIZES.max_rows
+
+
+def test_an_arena_is_written_again_only_when_its_copy_is_done() -> None:
+    """Otherwise the device, which is late, would get the integers of a later step (vLLM issue 29288)."""
+    stream = LateStream(is_late=True)
+    staging = make(stream)
+    starts = staging.decode_step(1).packed.device
+    assert starts is not None
+    for start in range(6):
+        staging.stage_decode(batch_of([(0, 10 + start, 1)], 1), 1)
+        assert stream.num_pending <= 2
+    seen = []
+    for mark in range(stream.num_queued - stream.num_pending, stream.num_queued + 1):
+        stream.run_until(mark)
+        seen.append(starts.starts.tolist())
+    assert seen == [[13], [14], [15]]
+
+
+def test_graphs_read_where_they_were_captured() -> None:
+    staging = make(LateStream())
+    captured = staging.decode_step(4)
+    staging.stage(batch_of([(4, 9, 1), (1, 0, 30)], 1))
+    staging.stage_decode(batch_of([(3, 17, 1), (5, 2, 1)], 2), 4)
+    device = captured.packed.device
+    assert device is not None
+    assert captured.slots.tolist() == device.slots.tolist() == [3, 5, 6, 6]
+    assert captured.positions.tolist() == device.starts.tolist() == device.positions.tolist() == [17, 2, 0, 0]
+    assert staging.next_positions(4).tolist() == [18, 3, 1, 1]
+    assert device.query_starts.tolist() == [0, 1, 2, 3, 4]
+
+
+# --- the block table --------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_fill_up_name_the_spare_slot_and_its_block() -> None:
+    staging = make(LateStream())
+    put(staging, batch_of([(3, 17, 1)], 1), 8)
+    expected = torch.zeros(7, 5, dtype=torch.int32)
+    expected[3, 2] = int(TABLE[3, 2])
+    expected[staging.spare_slot, 0] = SIZES.spare_block
+    assert torch.equal(staging.block_table, expected)
+
+
+def test_only_new_entries_travel() -> None:
+    stream = LateStream()
+    staging = make(stream)
+    staging.bind(1)
+
+    def num_sent(rows: list[tuple[int, int, int]]) -> int:
+        staging.stage(batch_of(rows))
+        return (stream.copied_words[-1] - staging._arenas.num_field_words) // 3
+
+    assert num_sent([(1, 16, 3)]) == 3  # a prefix of two blocks was found in the cache: they come along
+    assert num_sent([(1, 19, 2)]) == 0
+    assert num_sent([(1, 21, 4)]) == 1  # token 24 begins a block
+    assert num_sent([(1, 25, 15)]) == 1
+    assert num_sent([(1, 39, 1)]) == 0
+    staging.bind(1)
+    assert num_sent([(1, 39, 1)]) == 5
+
+
+class Slot:
+    """A slot as the scheduler has it: how much of it is computed, and whether the runner knows its owner."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.is_bound = False
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_device_has_the_blocks_of_every_row(data: st.DataObject) -> None:
+    """Whatever mixes of prompts, chunks, found prefixes, decode rows and new owners come."""
+    staging, random = make(LateStream()), np.random.default_rng(0)
+    table = np.zeros((6, 5), np.int32)
+    slots = [Slot() for _ in range(6)]
+    for _ in range(data.draw(st.integers(1, 12))):
+        rows = []
+        chosen = data.draw(st.lists(st.integers(0, 5), min_size=1, unique=True))
+        is_decode = data.draw(st.booleans()) and all(slots[slot].is_bound and slots[slot].end < 40 for slot in chosen)
+        for slot in chosen:
+            state = slots[slot]
+            if not is_decode and (not state.is_bound or state.end == 40 or data.draw(st.booleans())):
+                table[slot] = random.integers(1, 1000, 5)  # new blocks, for tokens that are not scheduled yet too
+                staging.bind(slot)
+                state.is_bound, state.end = True, 8 * data.draw(st.integers(0, 4))
+            count = 1 if is_decode else data.draw(st.integers(1, min(10, 40 - state.end)))
+            rows.append((slot, state.end, count))
+            state.end += count
+        if is_decode:
+            put(staging, batch_of(rows, len(rows), table), data.draw(st.integers(len(rows), 8)))
+        else:
+            staging.stage(batch_of(rows, table=table))
+        for slot, _, _ in rows:
+            num_blocks = -(-slots[slot].end // 8)
+            assert staging.block_table[slot, :num_blocks].tolist() == table[slot, :num_blocks].tolist()
+
+
+def test_fields_do_not_overlap() -> None:
+    fields = make(LateStream())._arenas.fields.values()
+    places = sorted((field.data_ptr(), field.data_ptr() + field.nbytes) for field in fields)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
+    assert all(begin % 8 == 0 for begin, _ in places)

@@ -1,0 +1,224 @@
+"""The CUDA kernels without a GPU: run by Triton's interpreter against textbook and reference, and compiled for real.
+
+Both happen in processes of their own (see triton_processes.py).
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from roseinfer.errors import ConfigError
+from tests.attention_cases import (
+    CPU,
+    Bench,
+    Case,
+    check_history,
+    check_padding,
+    check_splits,
+    invariant_results,
+    new_backend,
+)
+from tests.unit.model.triton_processes import Ahead, Worker, compiled, compiler_process, interpreter_process
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Worker]:
+    yield from interpreter_process()
+
+
+HALF = torch.float16
+BRAIN = {"dtype": torch.bfloat16, "query_dtype": torch.float32}  # the interpreter does not round to bfloat16
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2),
+        Case(2, 2, 80, 8, 50),
+        Case(3, 1, 96, 32, dtype=HALF),
+        Case(8, 1, 128, 64, 65, **BRAIN),
+        Case(4, 2, 24, 16, 1),
+        Case(2, 1, 256, 16),
+    ],
+    ids=str,
+)
+def test_sequences_in_pieces_are_the_textbooks(interpreter: Worker, case: Case) -> None:
+    interpreter.call(check_history, case, CPU)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, 1, block_size=8), Case(4, 1, 128, 64, 300), Case(1, 1, 32, 32, 300, **BRAIN)],
+    ids=str,
+)
+def test_rows_of_any_length_are_split_and_joined(interpreter: Worker, case: Case, num_splits: int) -> None:
+    interpreter.call(check_splits, case, CPU, num_splits)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_rows_that_fill_up_touch_nobodys_block(interpreter: Worker, num_kv_heads: int, batch_invariant: bool) -> None:
+    interpreter.call(check_padding, Case(2, num_kv_heads, 32), CPU, batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_batch_invariant_results_are_equal_bit_by_bit(interpreter: Worker, window: int | None) -> None:
+    alone, among_others, decoded = interpreter.call(invariant_results, Case(2, 1, 32, window=window), CPU)
+    assert torch.equal(alone, among_others)
+    assert torch.equal(alone[135:], decoded)
+
+
+def norms(width: int, dtype: torch.dtype, has_delta: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(computed, expected): the sum in place, its layer norm, the sum again, its root-mean-square norm."""
+    from roseinfer.model.triton_kernels.norm import add_layer_norm, add_rms_norm
+
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(5, width, generator=generator) + 2
+    delta = torch.randn(5, width, generator=generator).to(dtype) if has_delta else None
+    weight, bias = torch.randn(2, width, generator=generator)
+    total = x.double() if delta is None else x.double() + delta.double()
+    centred = total - total.mean(-1, keepdim=True)
+    layer_sum, rms_sum = x.clone(), x.clone()
+    layer = add_layer_norm(layer_sum, delta, weight, bias, 1e-5, torch.float32)
+    rms = add_rms_norm(rms_sum, delta, weight, None, 1e-5, torch.float32)
+    return [
+        (layer_sum, total),
+        (layer, centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight + bias),
+        (rms_sum, total),
+        (rms, total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight),
+    ]
+
+
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize(("width", "dtype"), [(24, torch.float32), (768, HALF), (1000, torch.bfloat16)])
+def test_norms(interpreter: Worker, width: int, dtype: torch.dtype, has_delta: bool) -> None:
+    for computed, expected in interpreter.call(norms, width, dtype, has_delta):
+        torch.testing.assert_close(computed, expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def turned(num_heads: int, head_dim: int, has_norms: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(computed, expected) merged rows of `num_heads` queries, two keys and two values."""
+    from roseinfer.model.triton_kernels.pointwise import turn_heads
+
+    generator = torch.Generator().manual_seed(head_dim)
+    merged = torch.randn(5, num_heads + 4, head_dim, generator=generator)
+    angles = torch.rand(5, 1, head_dim // 2, generator=generator) * 6
+    query, key = torch.randn(2, head_dim, generator=generator)
+    heads = merged[:, : num_heads + 2].double()
+    if has_norms:
+        weights = torch.cat((query.expand(num_heads, -1), key.expand(2, -1)))
+        heads = heads * (heads.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weights
+    halves = torch.cat((-heads[..., head_dim // 2 :], heads[..., : head_dim // 2]), -1)
+    wide = torch.cat((angles, angles), -1).double()
+    expected = torch.cat((heads * wide.cos() + halves * wide.sin(), merged[:, num_heads + 2 :]), 1)
+    norm_weights = (query, key) if has_norms else None
+    turn_heads(merged, num_heads, 2, angles.cos(), angles.sin(), norm_weights, 1e-3)
+    return merged, expected
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 24), (14, 64), (8, 128)])
+def test_queries_and_keys_are_turned(interpreter: Worker, num_heads: int, head_dim: int, has_norms: bool) -> None:
+    computed, expected = interpreter.call(turned, num_heads, head_dim, has_norms)
+    torch.testing.assert_close(computed, expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def gated(rows: torch.Tensor) -> torch.Tensor:
+    from roseinfer.model.triton_kernels.pointwise import silu_gate
+
+    return silu_gate(rows)
+
+
+@pytest.mark.parametrize("inner", [24, 1024, 1500])
+def test_gates(interpreter: Worker, inner: int) -> None:
+    rows = torch.randn(3, 2 * inner, generator=torch.Generator().manual_seed(inner)) * 9
+    gate, up = rows.double().chunk(2, -1)
+    expected = (gate * gate.sigmoid() * up).float()
+    torch.testing.assert_close(interpreter.call(gated, rows), expected, atol=1e-5, rtol=1e-5)
+
+
+# --- the compiler -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    yield from compiler_process(tmp_path_factory.mktemp("triton"))
+
+
+def compile_steps(capability: int, case: Case, steps: list[list[int]]) -> list[tuple[str, int]]:
+    """Steps of rows with so many new tokens each -> name and bytes of shared memory of each kernel they are made of."""
+    from roseinfer.model.triton_kernels.decode import Parts, decode
+    from roseinfer.model.triton_kernels.paging import heads_of, pages_of, rows_of, step_of
+    from roseinfer.model.triton_kernels.varlen import varlen
+
+    Ahead.capability = capability
+    compiled.clear()
+    bench = Bench(case, CPU, max(map(len, steps)), max(map(sum, steps)))
+    heads, pages = heads_of(case.spec), pages_of(bench.cache, 0)
+    for counts in steps:
+        rows = list(enumerate(counts))
+        tokens = bench.pack(rows, num_padding_rows=1)
+        assert tokens.device is not None
+        q, k, v = bench.inputs(rows, 1)
+        step, shape = step_of(q, k, v, torch.empty_like(q)), (len(counts), case.num_heads, 4)
+        if max(counts) == 1:
+            parts = Parts(torch.empty(*shape, case.head_dim), torch.empty(shape), torch.empty(shape))
+            decode(step, pages, rows_of(tokens.device), parts, heads, scale=0.125, window=case.window)
+        else:
+            varlen(step, pages, rows_of(tokens.device), heads, scale=0.125, window=case.window)
+    kernels = {id(kernel): kernel.metadata for kernel in compiled}
+    return sorted((metadata.name, metadata.shared) for metadata in kernels.values())
+
+
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # of a program, at most: CUDA C++ programming guide
+
+
+@pytest.mark.parametrize(
+    ("capability", "case"),
+    [
+        (80, Case(2, 2, dtype=torch.bfloat16)),
+        (89, Case(2, 2, 256, dtype=HALF)),
+        (90, Case(14, 2, dtype=torch.bfloat16)),
+        (90, Case(4, 1, 128, window=100, dtype=torch.bfloat16)),
+        (90, Case(2, 1, 80)),
+    ],
+    ids=str,
+)
+def test_kernels_are_compiled_once_and_fit(compiler: Worker, capability: int, case: Case) -> None:
+    """Whatever the number of rows and tokens: no stream waits for a compiler."""
+    steps = [[1], [1, 1], [1] * 15, [1] * 16, [2], [1, 3, 1], [5] * 15, [17] * 16]
+    kernels = compiler.call(compile_steps, capability, case, steps)
+    decode = "_decode_head" if case.num_heads == case.num_kv_heads else "_decode_group"
+    assert [name for name, _ in kernels] == ["_append_tile", "_attend_tile", decode, "_join"]
+    assert max(num_bytes for _, num_bytes in kernels) <= SHARED_BYTES[capability]
+
+
+# --- what needs neither -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_keys", "num_splits"),
+    [
+        (12, 200, 1),  # GPT-2 alone, early on: one program reads so few keys as fast as several
+        (12, 1024, 4),
+        (12, 100_000, 32),  # 22 would do, but powers of two need fewer kernels
+        (768, 100_000, 1),  # 64 of GPT-2: the rows alone fill the GPU
+        (132, 100_000, 2),
+        (1, 10_000_000, 32),
+    ],
+)
+def test_rows_are_split_where_they_leave_processors_idle(num_programs: int, num_keys: int, num_splits: int) -> None:
+    from roseinfer.model.triton_kernels.decode import choose_num_splits
+
+    assert choose_num_splits(num_programs, num_keys, num_processors=132) == num_splits
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_no_cuda_no_kernels(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"CUDA|installed"):
+        new_backend(Bench(Case(2, 2, dtype=HALF), CPU, 1, 16), name)

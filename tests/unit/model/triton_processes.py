@@ -1,0 +1,111 @@
+"""Processes in which Triton interprets its kernels, or compiles them for a GPU that is not there.
+
+Which of the two is decided when Triton is imported, so a test cannot have it in its own process.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Worker:
+    """A process of its own, in which functions of test modules are called."""
+
+    def __init__(self, executor: ProcessPoolExecutor) -> None:
+        self._executor = executor
+
+    def call(
+        self, function: Callable[Parameters, Result], *arguments: Parameters.args, **named: Parameters.kwargs
+    ) -> Result:
+        return self._executor.submit(function, *arguments, **named).result()
+
+
+def _started(environment: dict[str, str], prepare: Callable[[], None]) -> Iterator[Worker]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare) as executor:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            executor.submit(os.getpid).result()  # the process has started, with this environment
+        yield Worker(executor)
+
+
+def _prepare_interpreter() -> None:
+    """Triton 3.6 made to run with NumPy 2.4, ten times faster, and with products whose order does not show."""
+    from triton.runtime import interpreter
+
+    torch.set_num_threads(1)
+    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    scopes: dict[str, Any] = {}
+
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # for bounds of loops
+
+    def patched_language(function: Any) -> Any:
+        """Once for each module with kernels, not again whenever one of its functions is called."""
+        if function.__module__ not in scopes:
+            scopes[function.__module__] = patch_language(function)
+        return scopes[function.__module__]
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        """In double precision, where the order is lost in rounding: a GPU's rows do not depend on their place."""
+        product = a.data.astype(np.float64) @ b.data.astype(np.float64)
+        return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    interpreter._patch_lang_tensor = patched_tensor
+    interpreter._patch_lang = patched_language
+    interpreter._LangPatchScope.restore = lambda self: None
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def interpreter_process() -> Iterator[Worker]:
+    """For a fixture: kernels run on the CPU."""
+    yield from _started({"TRITON_INTERPRET": "1"}, _prepare_interpreter)
+
+
+class Ahead:
+    """A driver of a GPU that is not there: kernels are compiled for it, and never launched."""
+
+    capability = 90
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+compiled: list[Any] = []
+
+
+def _prepare_compiler() -> None:
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    triton.runtime.driver.set_active(Ahead())
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        compiled.append(run(self, *arguments, grid=grid, warmup=True, **named))
+
+    JITFunction.run = compile_only
+
+
+def compiler_process(cache_dir: Path) -> Iterator[Worker]:
+    """For a fixture: kernels that are launched end up in `compiled`, for a GPU of `Ahead.capability`."""
+    yield from _started({"TRITON_CACHE_DIR": str(cache_dir)}, _prepare_compiler)
