@@ -1,0 +1,111 @@
+"""Workloads against libraries without a server, one library after the other, into the rows that `served.py` writes.
+
+    python -m benchmarks.api_peers [--quick] [--peers DIR] [--out FILE]
+
+transformers comes with our own environment; the others are taken from DIR/api, where `benchmarks/peers/setup.sh` puts
+them. Each peer has a budget of seconds; short workloads come first, and what the budget does not reach is told.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import protocol, rotation
+from benchmarks.machine import Sitting
+from benchmarks.protocol import PeerFailed, Worker
+from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.rotation import Driver, Limits
+from benchmarks.served import DEFAULT_PEERS
+from benchmarks.workloads import Words
+
+WORKLOADS = ("W1x32", "W4", "W4b", "W2", "W3")  # the shortest first
+NUM_REPEATS = 3
+WORKLOAD_BUDGET_S = 20.0
+NOT_AUTOMATED = ("llama.cpp float32", "llama.cpp q8", "rosellm float32")  # peers that have no packages to install
+
+
+class Peer(NamedTuple):
+    """A library at one precision."""
+
+    name: str
+    module: str  # of benchmarks.peers
+    precision: str
+    budget_s: float
+    is_own: bool = False  # it comes with our environment
+
+
+PEERS = (
+    Peer("openvino float32", "openvino_batching", "float32", 100.0),
+    Peer("openvino bfloat16", "openvino_batching", "bfloat16", 60.0),
+    Peer("openvino int8", "openvino_batching", "int8", 50.0),
+    Peer("ctranslate2 float32", "ctranslate2_static", "float32", 35.0),
+    Peer("ctranslate2 int8", "ctranslate2_static", "int8", 40.0),
+    Peer("transformers float32", "transformers_static", "float32", 25.0, is_own=True),
+    Peer("transformers bfloat16", "transformers_static", "bfloat16", 25.0, is_own=True),
+)
+
+
+def command_of(peer: Peer, model: Path, peers: Path) -> list[str] | None:
+    """How its driver is started; None when it is not set up."""
+    python = Path(sys.executable) if peer.is_own else peers / "api" / "bin" / "python"
+    if not python.exists():
+        return None
+    command = [str(python), "-m", f"benchmarks.peers.{peer.module}", str(model)]
+    if not peer.is_own:
+        # OpenVINO writes other files for int8 weights; for the rest one conversion serves every precision.
+        weights = "-int8" if peer.name == "openvino int8" else ""
+        command.append(str(peers / "models" / f"{model.name}-{peer.module}{weights}"))
+    return [*command, "--precision", peer.precision]
+
+
+def measure(
+    peer: Peer, worker: Worker, words: Words, workloads: Sequence[str], num_repeats: int
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    entrant = Driver(worker, workloads)
+    limits = Limits(num_repeats, WORKLOAD_BUDGET_S)
+    began = time.monotonic()
+    for workload in workloads:
+        spent = time.monotonic() - began
+        if spent > peer.budget_s:
+            rows.append({"name": peer.name, "workload": workload, "repeats": [], "error": "not reached in its time"})
+        else:
+            rows += rotation.run([entrant], words, [workload], limits)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="once, and the first workload only")
+    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS, metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/peers.json"), metavar="FILE")
+    arguments = parser.parse_args()
+    sitting = Sitting("peers", ["python", "-m", "benchmarks.api_peers", *sys.argv[1:]])
+    model, log = make(arguments.model), arguments.out.with_suffix(".log")
+    words = rotation.words_of(model)
+    workloads, num_repeats = (WORKLOADS[:1], 1) if arguments.quick else (WORKLOADS, NUM_REPEATS)
+    rows = [rotation.absent(name, "not set up") for name in NOT_AUTOMATED]
+    versions: dict[str, str] = {}
+    with protocol.own_session_raised():
+        for peer in PEERS:
+            command = command_of(peer, model, arguments.peers)
+            if command is None:
+                rows.append(rotation.absent(peer.name, "not set up"))
+                continue
+            print(f"  starting {peer.name}", flush=True)
+            with Worker(peer.name, command, log) as worker:
+                try:
+                    versions[peer.name] = worker.call("describe")
+                    rows += measure(peer, worker, words, workloads, num_repeats)
+                except PeerFailed as error:
+                    rows.append(rotation.absent(peer.name, str(error)))
+    sitting.write(arguments.out, {"versions": versions, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

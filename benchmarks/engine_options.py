@@ -1,0 +1,27 @@
+"""Names of precisions and `path=value` pairs into the engine's configuration, for every benchmark that starts one."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from roseinfer.config import Config
+from roseinfer.config_sources import Given, load
+
+PRECISIONS = ("float32", "bfloat16", "int8")
+
+
+def precision_options(precision: str) -> dict[str, str]:
+    """The options that a precision's name stands for; int8 is of the linears, its cache is in bfloat16."""
+    if precision == "int8":
+        return {"model.dtype": "bfloat16", "model.quantization": "int8"}
+    return {"model.dtype": precision}
+
+
+def parse(pairs: Iterable[str]) -> dict[str, str]:
+    """`runner.staging=pageable` and its like, by path."""
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def config_of(model: Path, options: Mapping[str, str]) -> Config:
+    """Raises ConfigError."""
+    given = {"model.path": str(model), **options}
+    return load({path: Given(value, "the benchmark") for path, value in given.items()}).config

@@ -1,0 +1,125 @@
+"""A burst without and with HTTP, and one stream alone, on a GPU, into tokens/s and latencies.
+
+    python -m benchmarks.gpu_bursts [--device cuda] [--quick] [--model DIR] [--out FILE]
+
+- burst offline: 256 prompts of 4 tokens as one batch of `LLM.generate`, 128 new tokens each
+- burst online: the same through `LLM.submit`, each request on its own
+- burst over HTTP: the same through `roseinfer serve`, read by several client processes, since one cannot parse the rate
+- one stream: a prompt of 128 tokens and 32 new ones, alone, again and again; against transformers on the same GPU
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import protocol
+from benchmarks.engine_options import precision_options
+from benchmarks.figures import Stream, streams_of, summarise
+from benchmarks.machine import Sitting
+from benchmarks.protocol import Worker
+from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.servers import MODEL_NAME, Server, ServerPlan, free_port
+from benchmarks.workloads import PlannedRequest, Shape, Words, requests_of
+
+BURST = Shape(256, 0.0, (4,), 128)
+ONE_STREAM = Shape(1, 0.0, (128,), 32)
+QUICK_BURST = Shape(8, 0.0, (4,), 4)
+NUM_CLIENTS = 4
+NUM_BURSTS, NUM_STREAMS = 5, 20
+
+Drive = Callable[[Sequence[PlannedRequest]], list[Stream]]
+
+
+def options_of(device: str) -> dict[str, str]:
+    """The engine's, served or not: room for the whole burst in one step."""
+    return {
+        "runner.device": device,
+        **precision_options("bfloat16" if device == "cuda" else "float32"),
+        "scheduler.max_num_seqs": str(BURST.num_requests),
+        "scheduler.max_num_batched_tokens": str(8 * BURST.num_requests),
+    }
+
+
+def repeat(name: str, drive: Drive, shape: Shape, words: Words, num_repeats: int) -> list[dict[str, float]]:
+    """New prompts each time; the first one is not counted."""
+    rows = [summarise(drive(requests_of(name, words, i, shape))) for i in range(num_repeats + 1)][1:]
+    rates = ", ".join(f"{row['tokens_per_s']:.0f}" for row in rows)
+    print(f"  {name}: {rates} tokens/s", flush=True)
+    return rows
+
+
+def through(worker: Worker, call: str) -> Drive:
+    def drive(requests: Sequence[PlannedRequest]) -> list[Stream]:
+        return streams_of(worker.call(call, requests=[request.to_json() for request in requests]))
+
+    return drive
+
+
+def over_http(clients: Sequence[Worker]) -> Drive:
+    """Every client has its share of the requests, and all work at once."""
+
+    def drive(requests: Sequence[PlannedRequest]) -> list[Stream]:
+        for i, client in enumerate(clients):
+            client.send("drive", requests=[request.to_json() for request in requests[i :: len(clients)]])
+        return [stream for client in clients for stream in streams_of(client.receive("drive"))]
+
+    return drive
+
+
+def server_plan(model: Path, options: dict[str, str]) -> ServerPlan:
+    port = free_port()
+    served = {
+        **options,
+        "server.served_model_name": MODEL_NAME,
+        "server.port": str(port),
+        "server.ops_port": "0",
+        "server.max_inflight": str(2 * BURST.num_requests),
+    }
+    flags = [word for path, value in served.items() for word in (f"--{path.replace('_', '-')}", value)]
+    command = (sys.executable, "-m", "roseinfer", "serve", "--model", str(model), *flags)
+    return ServerPlan("roseinfer", command, port, {})
+
+
+def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, list[dict[str, float]]]:
+    words = Words(model / "tokenizer.json")
+    options = options_of(arguments.device)
+    burst, bursts, streams = (QUICK_BURST, 1, 2) if arguments.quick else (BURST, NUM_BURSTS, NUM_STREAMS)
+    rows = {}
+    pairs = [word for path, value in options.items() for word in ("--option", f"{path}={value}")]
+    with Worker("engine only", [sys.executable, "-m", "benchmarks.engine_only", str(model), *pairs], log) as worker:
+        rows["burst offline"] = repeat("burst offline", through(worker, "drive_offline"), burst, words, bursts)
+        rows["burst online"] = repeat("burst online", through(worker, "drive"), burst, words, bursts)
+        rows["one stream"] = repeat("one stream", through(worker, "drive"), ONE_STREAM, words, streams)
+    precision = "bfloat16" if arguments.device == "cuda" else "float32"
+    rival = [sys.executable, "-m", "benchmarks.peers.transformers_static", str(model), "--precision", precision]
+    with Worker("transformers", [*rival, "--device", arguments.device], log) as worker:
+        name = "one stream, transformers"
+        rows[name] = repeat(name, through(worker, "drive"), ONE_STREAM, words, streams)
+        rows["burst, transformers"] = repeat("burst, transformers", through(worker, "drive"), burst, words, 1)
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(server_plan(model, options), log))
+        client = [sys.executable, "-m", "benchmarks.http_client", *server.endpoint]
+        clients = [stack.enter_context(Worker(f"client {i}", client, log)) for i in range(NUM_CLIENTS)]
+        rows["burst over HTTP"] = repeat("burst over HTTP", over_http(clients), burst, words, bursts)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="eight requests of four tokens, once")
+    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("build/bench-gpu/bursts.json"), metavar="FILE")
+    arguments = parser.parse_args()
+    sitting = Sitting("bursts", ["python", "-m", "benchmarks.gpu_bursts", *sys.argv[1:]])
+    with protocol.own_session_raised():
+        rows: dict[str, Any] = dict(measure(arguments, make(arguments.model), arguments.out.with_suffix(".log")))
+    sitting.write(arguments.out, {"rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""The posts' commands under one option changed at a time, into their own reports' figures. Knows no report's text.
+
+    python -m benchmarks.gpu_streams [--device cuda] [--quick] [--model DIR] [--out FILE]
+
+Each process is one `roseinfer bench streaming` without warm-up runs: its first run is the first traffic that the engine
+sees, where lazily captured graphs are paid for, and the later ones are warm. The settings take turns.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import protocol
+from benchmarks.machine import Sitting
+from benchmarks.random_gpt2 import default_directory, make
+
+NUM_TURNS = 2
+NUM_RUNS = 3  # in one process
+TIMEOUT_S = 240.0
+SETTINGS = {
+    "captured first, pinned": {},
+    "pageable staging": {"--runner.staging": "pageable"},
+    "lazy graphs": {"--runner.cuda-graphs": "lazy"},
+    "no graphs": {"--runner.cuda-graphs": "off"},
+    "pipeline depth 1": {"--runner.pipeline-depth": "1"},
+}
+COMMON = (
+    *("--prompt", "Hello", "--pretok", "--no-stop-on-eos", "--no-prefix-cache", "--paged-attn", "--cuda-graph"),
+    *("--warmup-runs", "0"),
+)
+WORKLOADS = {  # flags of the posts; the second is the one on block metadata
+    "64 requests, 20 ms apart": (
+        *("--num-requests", "64", "--max-new-tokens", "128", "--submit-interval-ms", "20"),
+        *("--submit-schedule", "absolute", "--stream-interval", "8", "--tokenize-workers", "0"),
+        *("--max-batch-size", "64", "--prefill-max-batch-size", "64"),
+    ),
+    "128 requests at once, prompts × 1 and × 4, decode batch 8": (
+        *("--num-requests", "128", "--max-new-tokens", "128", "--prompt-repeats", "1,4"),
+    ),
+}
+QUICK = ("--num-requests", "6", "--max-new-tokens", "6")
+
+
+def command_of(workload: str, setting: str, arguments: argparse.Namespace, json_file: Path) -> list[str]:
+    options = [word for pair in SETTINGS[setting].items() for word in pair]
+    where = ["--hf-model-id", str(arguments.model), "--device", arguments.device]
+    numbers = ["--bf16"] if arguments.device == "cuda" else []
+    size = [*WORKLOADS[workload], *(QUICK if arguments.quick else ()), "--repeat-runs", str(NUM_RUNS)]
+    program = [sys.executable, "-m", "roseinfer", "bench", "streaming"]
+    return [*program, *where, *numbers, *COMMON, *size, *options, "--json", str(json_file)]
+
+
+def figures_of(run: Mapping[str, Any]) -> dict[str, float]:
+    """One run of the report's JSON: rate, and percentiles in milliseconds by the report's names."""
+    figures = {"tokens/s": run["throughput_tokens_per_s"]}
+    for name, pool in run["distributions"].items():
+        figures |= {f"{name} {percent}": pool[percent] for percent in ("p50", "p95", "p99")}
+    return figures
+
+
+def measure(workload: str, setting: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """The runs of one process, the first one first. Raises RuntimeError."""
+    json_file = arguments.out.parent / "streaming.json"
+    json_file.unlink(missing_ok=True)
+    log = arguments.out.with_suffix(".log")
+    process = protocol.start(command_of(workload, setting, arguments, json_file.resolve()), log)
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            protocol.raise_groups(process.pid)  # the engine too, whenever its process begins
+            time.sleep(0.5)
+    finally:
+        protocol.stop(process)
+    if process.returncode != 0:
+        raise RuntimeError(f"{setting} failed; see {log}")
+    return [figures_of(run) for run in json.loads(json_file.read_text())["runs"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="one turn of a few tokens")
+    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("build/bench-gpu/streams.json"), metavar="FILE")
+    arguments = parser.parse_args()
+    sitting = Sitting("streams", ["python", "-m", "benchmarks.gpu_streams", *sys.argv[1:]])
+    make(arguments.model)
+    rows: dict[str, dict[str, list[list[dict[str, float]]]]] = {name: {s: [] for s in SETTINGS} for name in WORKLOADS}
+    failures: dict[str, str] = {}
+    with protocol.own_session_raised():
+        for workload, by_setting in rows.items():
+            for _ in range(1 if arguments.quick else NUM_TURNS):
+                for setting, processes in by_setting.items():
+                    try:
+                        processes.append(measure(workload, setting, arguments))
+                    except RuntimeError as error:
+                        failures[f"{workload}: {setting}"] = str(error)
+                        print(f"  {error}", flush=True)
+                        continue
+                    rates = ", ".join(f"{run['tokens/s']:.0f}" for run in processes[-1])
+                    print(f"  {workload}, {setting}: {rates} tokens/s", flush=True)
+    sitting.write(arguments.out, {"workloads": rows, "failures": failures})
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""Microseconds that the engine's own Python takes in a decode step, by part and by number of sequences, as a table.
+
+    python benchmarks/host_path.py [--rows 1 8 64 256] [--steps 400] [--pipeline-depth 0]
+
+The runner answers at once with tokens made beforehand, so what is left is the host's part of a step: schedule, commit,
+record (the rest of `Engine.step`: stamps, counts, the step's record) and encode (the message as it goes to the front
+end). Prompts have different lengths, so in every step some sequences need a new block and some publish a full one, as
+they do after requests have come one by one. Medians, with the 10th and the 90th percentile in brackets. At depth 1 a
+call of `Engine.step` holds parts of two steps, so the percentiles of record mean nothing there; its median does.
+"""
+
+import argparse
+import gc
+import platform
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from roseinfer.config import CacheConfig, SchedulerConfig
+from roseinfer.engine.batch import SampledTokens, ScheduledBatch
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.link import encode_frame
+from roseinfer.engine.scheduler import Scheduler
+from roseinfer.messages import EngineInfo, Request, SamplingParams
+from roseinfer.records import Phases
+
+VOCAB_SIZE = 50257
+MAX_MODEL_LEN = 1024
+NUM_WARM_STEPS = 50
+PARTS = ("schedule", "commit", "record", "encode", "total")
+
+
+@dataclass
+class Ready:
+    """A batch whose tokens are there already."""
+
+    sampled: SampledTokens
+    graph_rows: int = 0
+
+    def wait(self) -> SampledTokens:
+        return self.sampled
+
+
+class InstantRunner:
+    """A runner that computes nothing; its tokens are made beforehand and never end a sequence."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._token_ids = np.arange(1, max_rows + 1, dtype=np.int32)
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    def launch(self, batch: ScheduledBatch) -> Ready:
+        return Ready(SampledTokens(self._token_ids[: np.count_nonzero(batch.samples)], None))
+
+
+def make_engine(num_rows: int, pipeline_depth: int) -> Engine:
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=4 * MAX_MODEL_LEN),
+        CacheConfig(),
+        num_blocks=num_rows * MAX_MODEL_LEN // CacheConfig().block_size,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=(VOCAB_SIZE - 1,),
+    )
+    info = EngineInfo(
+        checkpoint_dir="",
+        model_type="none",
+        num_parameters=0,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=[],
+        device="cpu",
+        dtype="none",
+        attention="none",
+        linear="none",
+        num_threads=1,
+        block_size=CacheConfig().block_size,
+        num_blocks=0,
+        startup_s={},
+    )
+    return Engine(scheduler, InstantRunner(num_rows), Phases(), info, pipeline_depth)
+
+
+def measure(num_rows: int, num_steps: int, pipeline_depth: int) -> dict[str, list[float]]:
+    """Microseconds of each part, one entry a step."""
+    engine = make_engine(num_rows, pipeline_depth)
+    random = np.random.default_rng(0)
+    for i in range(num_rows):
+        length = int(random.integers(32, 97))
+        engine.add(
+            Request(
+                request_id=f"cmpl-{i:024x}",
+                prompt_token_ids=random.integers(0, VOCAB_SIZE - 1, length).tolist(),
+                params=SamplingParams(max_tokens=MAX_MODEL_LEN - length),
+            )
+        )
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    gc.collect()
+    gc.freeze()
+    while len(times["total"]) < NUM_WARM_STEPS + num_steps:
+        start = time.perf_counter_ns()
+        output = engine.step()
+        stepped = time.perf_counter_ns()
+        encode_frame(output)
+        encoded = time.perf_counter_ns()
+        if output.record.num_decode_seqs < num_rows:
+            continue
+        phases = output.record.phases
+        host = stepped - start - phases.launch - phases.wait
+        parts = (phases.schedule, phases.commit, host - phases.schedule - phases.commit, encoded - stepped)
+        for part, elapsed_ns in zip(PARTS, (*parts, sum(parts)), strict=True):
+            times[part].append(elapsed_ns / 1e3)
+    return {part: values[NUM_WARM_STEPS:] for part, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--pipeline-depth", type=int, default=0, choices=[0, 1])
+    arguments = parser.parse_args()
+    print(f"Python {platform.python_version()}, numpy {np.__version__}, {arguments.steps} steps, microseconds a step")
+    print("| rows |" + "".join(f" {part} |" for part in PARTS))
+    print("|---|" + "---|" * len(PARTS))
+    for num_rows in arguments.rows:
+        times = measure(num_rows, arguments.steps, arguments.pipeline_depth)
+        cells = [np.percentile(times[part], [50, 10, 90]) for part in PARTS]
+        row = "".join(f" {median:.1f} ({low:.1f} to {high:.1f}) |" for median, low, high in cells)
+        print(f"| {num_rows} |{row}")
+
+
+if __name__ == "__main__":
+    main()

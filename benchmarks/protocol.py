@@ -1,0 +1,216 @@
+"""Lines of JSON between a benchmark and the process that it measures. Needs the standard library only, on both ends.
+
+The measured process answers calls: `{"call": name, …arguments}` a line on its standard input, `{"result": …}` or
+`{"error": text}` a marked line on its standard output, where libraries print as well. It works only while it has a call
+to answer, so several of them can be kept ready and measured in turn (A B A B).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[1]
+MARK = "answer: "
+RAISED_NICE = -15  # of a scheduling group; see raise_groups
+
+
+class PeerFailed(RuntimeError):
+    """The measured process ended, or answered with an error."""
+
+
+def answer(handlers: Mapping[str, Callable[..., Any]]) -> None:
+    """Answer calls until standard input ends. The measured side."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        try:
+            reply = json.dumps({"result": handlers[arguments.pop("call")](**arguments)})
+        except Exception as error:  # noqa: BLE001 - whatever it is, the one who asked must hear of it
+            traceback.print_exc()
+            reply = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        replies.write(f"\n{MARK}{reply}\n")  # on a line of its own, whatever was printed before
+        replies.flush()
+
+
+def family_of(pid: int) -> list[int]:
+    """The process and all its descendants, in whatever sessions they are."""
+    family, pending = [], [pid]
+    while pending:
+        family.append(pending.pop())
+        for children in Path(f"/proc/{family[-1]}").glob("task/*/children"):
+            try:
+                pending += map(int, children.read_text().split())
+            except OSError:  # that thread has just ended
+                continue
+    return family
+
+
+def raise_groups(pid: int) -> bool:
+    """Give the sessions of a process and its descendants more weight than all others; whether that was permitted.
+
+    Where the kernel groups tasks by session (autogroup), a threaded product whose partner lost its core to another
+    session waits a whole slice of the scheduler, and 0.3 ms read as 8 ms. `nice` does not help: it counts only inside
+    one session.
+    """
+    try:
+        for member in family_of(pid):
+            Path(f"/proc/{member}/autogroup").write_text(str(RAISED_NICE))
+    except OSError:
+        return False
+    return True
+
+
+def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[str]:
+    """A process in a session of its own that runs in the repository's root and writes to the log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as output:
+        output.write(f"\n$ {' '.join(command)}\n")
+        output.flush()
+        options = {"stdout": output, **options}
+        options |= {"cwd": ROOT, "start_new_session": True, "stderr": output, "text": True}
+        process: subprocess.Popen[str] = subprocess.Popen(command, **options)  # noqa: S603
+    raise_groups(process.pid)
+    return process
+
+
+def stop(process: subprocess.Popen[str], timeout_s: float = 30.0) -> None:
+    """End the process and its descendants: first asked, then made."""
+    family = family_of(process.pid)
+    _signal(family, signal.SIGCONT)
+    _signal([process.pid], signal.SIGTERM)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        _signal(family, signal.SIGKILL)
+    process.wait()
+
+
+def pause(pid: int) -> None:
+    """Stop a process and its descendants where they stand, so that they take no time while another is measured."""
+    _signal(family_of(pid), signal.SIGSTOP)
+
+
+def resume(pid: int) -> None:
+    """Let them go on, with the weight that a measured process has."""
+    raise_groups(pid)
+    _signal(family_of(pid), signal.SIGCONT)
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+@contextmanager
+def own_session_raised() -> Iterator[bool]:
+    """The weight that the measured ones have, for this process too: a late client would be measured as a late server.
+
+    Yields whether it was permitted. Inside, SIGTERM ends this process as an error does, so that what it has started is
+    stopped on the way out.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    group = Path("/proc/self/autogroup")
+    before = group.read_text().split()[-1] if group.exists() else ""
+    is_raised = raise_groups(os.getpid())
+    try:
+        yield is_raised
+    finally:
+        if is_raised:
+            group.write_text(before)
+
+
+class Worker:
+    """The benchmark's end: a process that answers calls."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self._log = log
+        self.process = start(
+            command,
+            log,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """What the process answers. Raises PeerFailed."""
+        self.send(name, **arguments)
+        return self.receive(name)
+
+    def send(self, name: str, **arguments: Any) -> None:
+        """Only ask, so that several processes work at once; `receive` must follow."""
+        raise_groups(self.process.pid)  # again, since an engine that it has started has a session of its own
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # it has ended, which `receive` tells
+            pass
+
+    def receive(self, name: str) -> Any:
+        """The answer to what was sent. Raises PeerFailed."""
+        assert self.process.stdout is not None
+        line = next((line for line in self.process.stdout if line.startswith(MARK)), "")
+        if not line:
+            raise PeerFailed(f"{self.name} ended at `{name}`; see {self._log}")
+        reply = json.loads(line.removeprefix(MARK))
+        if "error" in reply:
+            raise PeerFailed(f"{self.name}: {reply['error']}; see {self._log}")
+        return reply["result"]
+
+    def peak_rss_mb(self) -> float:
+        return peak_rss_mb(self.process.pid)
+
+    def pause(self) -> None:
+        pause(self.process.pid)
+
+    def resume(self) -> None:
+        resume(self.process.pid)
+
+    def close(self) -> None:
+        self.resume()
+        if self.process.stdin is not None:
+            try:
+                self.process.stdin.close()  # it has no more to answer, and ends
+                self.process.wait(10)
+            except (BrokenPipeError, subprocess.TimeoutExpired):
+                pass
+        stop(self.process)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self.close()
+
+
+def peak_rss_mb(pid: int) -> float:
+    """Sum of the peak resident sizes (VmHWM) of a process and its descendants, in 10**6 bytes.
+
+    Pages that two processes share count twice, and the peaks need not have been at one moment: an upper bound.
+    """
+    total_kib = 0
+    for member in family_of(pid):
+        try:
+            status = Path(f"/proc/{member}/status").read_text()
+        except OSError:  # it has just ended
+            continue
+        total_kib += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return total_kib * 1024 / 1e6

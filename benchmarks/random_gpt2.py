@@ -1,0 +1,149 @@
+"""The standard library's sources into a GPT-2 small of random weights with a tokenizer of its own. Downloads nothing.
+
+    python -m benchmarks.random_gpt2 [--directory DIR]
+
+Speed depends on shapes and not on what a model has learnt, so the shapes are those of GPT-2 small (Radford et al.
+2019: 12 layers, width 768, 12 heads, 50257 tokens, 1024 positions, 124,439,808 parameters) and the numbers are drawn.
+The same Python and torch give the same files. The default directory names the recipe's version, so a changed recipe is
+a new directory, and it is complete when `config.json` is there, which is written last.
+"""
+
+import argparse
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+RECIPE = 1
+VOCAB_SIZE = 50257
+END = "<|endoftext|>"
+NUM_LAYERS, WIDTH, NUM_HEADS, NUM_POSITIONS = 12, 768, 12, 1024
+MAX_CORPUS_BYTES = 32_000_000
+EMBEDDING_STD = 0.02
+# Three times what training begins with: with flat logits a greedy choice would be decided by rounding.
+MATRIX_STD = 0.06
+
+
+def default_directory() -> Path:
+    """In the user's cache; a tokenizer is of one standard library, so Python's version is part of the name."""
+    version = f"py{sys.version_info.major}.{sys.version_info.minor}"
+    return Path.home() / ".cache" / "roseinfer" / "benchmarks" / f"gpt2-random-{RECIPE}-{version}"
+
+
+def make(directory: Path) -> Path:
+    """The model's directory, made when it is not there yet."""
+    if not (directory / "config.json").is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(directory)
+        write_weights(directory)
+        write_config(directory)
+    return directory
+
+
+def corpus() -> Iterator[str]:
+    """Sources of the standard library in the order of their names, up to MAX_CORPUS_BYTES."""
+    num_bytes = 0
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" in path.parts or num_bytes > MAX_CORPUS_BYTES:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # tests of other encodings
+            continue
+        num_bytes += len(text)
+        yield text
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level BPE of VOCAB_SIZE tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    # A small standard library yields fewer tokens; every id that the model can sample must have a text.
+    missing = VOCAB_SIZE - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([AddedToken(f"<|unused{i}|>") for i in range(missing)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": NUM_POSITIONS,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END),
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def write_weights(directory: Path) -> None:
+    """`model.safetensors` under GPT-2's names; linears are [inputs, outputs], as that checkpoint format has them."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def draw(name: str, *shape: int, std: float = MATRIX_STD) -> None:
+        tensors[f"transformer.{name}"] = torch.randn(shape, generator=generator) * std
+
+    def norm(name: str) -> None:
+        tensors[f"transformer.{name}.weight"] = torch.ones(WIDTH)
+        tensors[f"transformer.{name}.bias"] = torch.zeros(WIDTH)
+
+    def linear(name: str, inputs: int, outputs: int) -> None:
+        draw(f"{name}.weight", inputs, outputs)
+        tensors[f"transformer.{name}.bias"] = torch.zeros(outputs)
+
+    draw("wte.weight", VOCAB_SIZE, WIDTH, std=EMBEDDING_STD)
+    draw("wpe.weight", NUM_POSITIONS, WIDTH, std=EMBEDDING_STD)
+    for i in range(NUM_LAYERS):
+        norm(f"h.{i}.ln_1")
+        linear(f"h.{i}.attn.c_attn", WIDTH, 3 * WIDTH)
+        linear(f"h.{i}.attn.c_proj", WIDTH, WIDTH)
+        norm(f"h.{i}.ln_2")
+        linear(f"h.{i}.mlp.c_fc", WIDTH, 4 * WIDTH)
+        linear(f"h.{i}.mlp.c_proj", 4 * WIDTH, WIDTH)
+    norm("ln_f")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_config(directory: Path) -> None:
+    """`config.json` last: it says that the directory is whole."""
+    ends = {"bos_token_id": 0, "eos_token_id": 0}  # END is the trainer's first token
+    (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    described = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": VOCAB_SIZE,
+        "n_positions": NUM_POSITIONS,
+        "n_embd": WIDTH,
+        "n_layer": NUM_LAYERS,
+        "n_head": NUM_HEADS,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-05,
+        "tie_word_embeddings": True,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        **ends,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=default_directory(), help="default: %(default)s")
+    print(make(parser.parse_args().directory))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,200 @@
+"""The figures that must be reached on a CPU, each beside what was measured. Knows the parts' JSON; measures nothing.
+
+A ratio is of two medians. Its range goes from the worst pair of their repeats to the best one, so it is wider than the
+spread of either. What was not measured is no zero: it has no figure, and says why.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import roofs
+from benchmarks.figures import Spread
+
+REFERENCE = "transformers float32"
+PRECISIONS = ("float32", "bfloat16", "int8")
+LOAD_WORKLOADS = ("W1x32", "W3", "W4", "W4b")
+SAME_PRECISION = {"q8": "int8"}  # how peers call a precision of ours
+HOST_BUDGET_US = 40.0
+MEMORY_BUDGET_GB = 2.2
+
+Results = Mapping[str, Mapping[str, Any]]
+"""What each part that was run has measured: the `results` of its JSON, by the part's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One line: what must be reached, and what was."""
+
+    measure: str
+    bound: float
+    is_least: bool  # the figure must be at least the bound; otherwise at most
+    unit: str
+    measured: Spread | None
+    note: str = ""  # with whom it was compared, or why there is no figure
+
+    @property
+    def is_reached(self) -> bool | None:
+        """None when it was not measured."""
+        if self.measured is None:
+            return None
+        return self.measured.median >= self.bound if self.is_least else self.measured.median <= self.bound
+
+
+def requirements(results: Results) -> list[Requirement]:
+    """All of them, in the order of the table."""
+    return [
+        *decode_speedups(results),
+        *roof_shares(results),
+        *host_work(results),
+        *served_shares(results),
+        *against_vllm(results),
+        *against_all_peers(results),
+        *steady_streams(results),
+        *memory(results),
+    ]
+
+
+def ratio(over: Spread, under: Spread) -> Spread:
+    """Of two figures with their spreads."""
+    repeats = min(over.num_repeats, under.num_repeats)
+    return Spread(over.median / under.median, over.least / under.most, over.most / under.least, repeats)
+
+
+def added(one: Spread, other: Spread) -> Spread:
+    repeats = min(one.num_repeats, other.num_repeats)
+    return Spread(one.median + other.median, one.least + other.least, one.most + other.most, repeats)
+
+
+def scaled(spread: Spread, factor: float) -> Spread:
+    return Spread(spread.median * factor, spread.least * factor, spread.most * factor, spread.num_repeats)
+
+
+# --- decode ---------------------------------------------------------------------------------------------------------
+
+
+def decode_ms(results: Results, name: str, batch: int, context: int, part: str = "step") -> Spread | None:
+    """Milliseconds of a decode step, or of a phase of it."""
+    for case in results.get("decode", {}).get("cases", ()):
+        if (case["batch"], case["context"]) == (batch, context):
+            row = case["subjects"].get(name, {})
+            return Spread(**row[part]) if part in row else None
+    return None
+
+
+def decode_speedups(results: Results) -> Iterator[Requirement]:
+    for context, bounds in ((64, (2.0, 3.7, 5.0)), (512, (4.5, 8.0))):
+        for precision, bound in zip(PRECISIONS, bounds, strict=False):
+            own = decode_ms(results, f"roseinfer {precision}", 64, context)
+            reference = decode_ms(results, REFERENCE, 64, context)
+            measured = ratio(reference, own) if own and reference else None
+            measure = f"decode step, batch 64, context {context}, {precision}, against transformers eager float32"
+            yield Requirement(measure, bound, True, "×", measured)
+
+
+def roof_shares(results: Results) -> Iterator[Requirement]:
+    for batch, bound, roof in ((1, 78.0, "bandwidth roof"), (64, 68.0, "compute + KV roof")):
+        own = decode_ms(results, "roseinfer bfloat16", batch, 64)
+        share = None
+        if own and "roofs" in results:
+            floor = roofs.roof_of(results["roofs"], "bfloat16", batch, 64)
+            share = Spread(floor / own.median * 100, floor / own.most * 100, floor / own.least * 100, own.num_repeats)
+        yield Requirement(
+            f"decode step, batch {batch}, context 64, bfloat16: share of the {roof}", bound, True, "%", share
+        )
+
+
+def host_work(results: Results) -> Iterator[Requirement]:
+    """Scheduling and commit of a step; the sum's spread is that of the parts added up."""
+    for precision in PRECISIONS[:2]:
+        schedule = decode_ms(results, f"roseinfer {precision}", 64, 64, "schedule")
+        commit = decode_ms(results, f"roseinfer {precision}", 64, 64, "commit")
+        total = scaled(added(schedule, commit), 1e3) if schedule and commit else None
+        yield Requirement(f"schedule and commit, 64 sequences, {precision}", HOST_BUDGET_US, False, "µs", total)
+
+
+# --- served ---------------------------------------------------------------------------------------------------------
+
+
+def served_rows(results: Results) -> list[Mapping[str, Any]]:
+    """Rows of servers and of libraries."""
+    return [row for part in ("served", "peers") for row in results.get(part, {}).get("rows", ())]
+
+
+def served(results: Results, name: str, workload: str, figure: str) -> Spread | None:
+    for row in served_rows(results):
+        if row["name"] == name and row["workload"] == workload:
+            values = [repeat[figure] for repeat in row["repeats"] if figure in repeat]
+            return Spread.of(values) if values else None
+    return None
+
+
+def served_shares(results: Results) -> Iterator[Requirement]:
+    for precision in PRECISIONS:
+        own = served(results, f"roseinfer {precision}", "W2", "tokens_per_s")
+        engine = served(results, f"engine only {precision}", "W2", "tokens_per_s")
+        share = scaled(ratio(own, engine), 100) if own and engine else None
+        yield Requirement(f"W2 over HTTP, {precision}: share of the engine-only rate", 85.0, True, "%", share)
+
+
+def against_vllm(results: Results) -> Iterator[Requirement]:
+    figures = (("tokens_per_s", "tokens/s", 1.15, True), ("tpot_p99_ms", "TPOT p99", 1.0, False))
+    for precision in PRECISIONS[:2]:
+        for figure, name, bound, is_least in (*figures, ("itl_p99_ms", "ITL p99", 1.0, False)):
+            own = served(results, f"roseinfer {precision}", "W2", figure)
+            rival = served(results, f"vllm {precision}", "W2", figure)
+            measured = ratio(own, rival) if own and rival else None
+            note = "" if rival else reason_of(results, f"vllm {precision}", "W2")
+            yield Requirement(f"W2 over HTTP, {precision}: {name} against vLLM", bound, is_least, "×", measured, note)
+
+
+def against_all_peers(results: Results) -> Iterator[Requirement]:
+    for workload in LOAD_WORKLOADS:
+        for precision in PRECISIONS:
+            own = served(results, f"roseinfer {precision}", workload, "tokens_per_s")
+            rivals = {
+                row["name"]: rate
+                for row in served_rows(results)
+                if is_rival(row["name"], precision)
+                and (rate := served(results, row["name"], workload, "tokens_per_s")) is not None
+            }
+            measured, note = None, "no peer measured"
+            if rivals:
+                best = max(rivals, key=lambda name: rivals[name].median)
+                measured = ratio(own, rivals[best]) if own else None
+                note = f"{best}, {rivals[best].median:.0f} tokens/s, is the fastest of {len(rivals)}"
+            yield Requirement(
+                f"{workload}, {precision}: tokens/s against the fastest peer", 1.0, True, "×", measured, note
+            )
+
+
+def is_rival(name: str, precision: str) -> bool:
+    """Somebody else's, at the same precision."""
+    who, _, given = name.rpartition(" ")
+    return who not in ("roseinfer", "engine only") and SAME_PRECISION.get(given, given) == precision
+
+
+def reason_of(results: Results, name: str, workload: str) -> str:
+    """Why there is no figure of it."""
+    rows = [row for row in served_rows(results) if row["name"] == name and workload in row["workload"].split(", ")]
+    return str(rows[0].get("error", "not measured")) if rows else "not measured"
+
+
+def steady_streams(results: Results) -> Iterator[Requirement]:
+    for precision in PRECISIONS:
+        p99 = served(results, f"roseinfer {precision}", "W2", "steady_itl_p99_ms")
+        p50 = served(results, f"roseinfer {precision}", "W2", "steady_itl_p50_ms")
+        measured = ratio(p99, p50) if p99 and p50 and p50.least > 0 else None
+        yield Requirement(f"W2 over HTTP, {precision}: ITL p99 / p50 at steady state", 1.6, False, "×", measured)
+
+
+def memory(results: Results) -> Iterator[Requirement]:
+    """The server's peak after all its workloads, by which its whole KV pool has been written."""
+    peaks = [row["peak_rss_mb"] for row in _measured_rows(results, "roseinfer bfloat16")]
+    measured = Spread.of([max(peaks) / 1e3]) if peaks else None
+    measure = "peak memory of both processes, bfloat16, 1 GiB KV pool, after all workloads"
+    yield Requirement(measure, MEMORY_BUDGET_GB, False, "GB", measured)
+
+
+def _measured_rows(results: Results, name: str) -> Sequence[Mapping[str, Any]]:
+    return [row for row in served_rows(results) if row["name"] == name and row["repeats"]]

@@ -1,0 +1,142 @@
+"""Entrants that take turns at workloads, into rows of a table. Knows neither HTTP nor any engine.
+
+    A B C A B C …: each repeat of a workload is run by every entrant before the next repeat begins.
+
+All but the one whose turn it is are paused. Each repeat has new prompts, the same for every entrant.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks import protocol
+from benchmarks.figures import Stream, medians, streams_of, summarise
+from benchmarks.workloads import WORKLOADS, PlannedRequest, Words, requests_of
+
+WARM_UP = "W1x32"  # run once by each entrant and not counted: what comes first in a process is slower
+
+
+class Entrant(Protocol):
+    """Something ready that can be given requests, and stopped in its tracks between them."""
+
+    name: str
+    workloads: Sequence[str]  # those that it enters for
+
+    def drive(self, requests: Sequence[PlannedRequest]) -> list[Stream]:
+        """Raises EntrantFailed when it could not answer them all."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def peak_rss_mb(self) -> float: ...
+
+
+class EntrantFailed(RuntimeError):
+    """It did not start, or did not answer."""
+
+
+class Driver:
+    """An entrant that is a program of ours answering `drive`: an engine or a library without a server."""
+
+    def __init__(self, worker: protocol.Worker, workloads: Sequence[str]) -> None:
+        self.name = worker.name
+        self.workloads = workloads
+        self.pause, self.resume, self.peak_rss_mb = worker.pause, worker.resume, worker.peak_rss_mb
+        self._worker = worker
+
+    def drive(self, requests: Sequence[PlannedRequest]) -> list[Stream]:
+        """See Entrant."""
+        try:
+            return streams_of(self._worker.call("drive", requests=[request.to_json() for request in requests]))
+        except protocol.PeerFailed as error:
+            raise EntrantFailed(str(error)) from None
+
+
+class Limits:
+    """How often a workload is repeated: `num_repeats`, or fewer when it would take longer than `budget_s`.
+
+    The shortest workload is over before a scheduler's slice has evened out, so it is repeated more often.
+    """
+
+    def __init__(self, num_repeats: int, budget_s: float) -> None:
+        self._num_repeats = num_repeats
+        self._budget_s = budget_s
+        self._most = num_repeats
+        self._began = time.monotonic()
+
+    def begin(self, workload: str) -> None:
+        self._most = self._num_repeats + (2 if workload == "W1x32" and self._num_repeats > 1 else 0)
+        self._began = time.monotonic()
+
+    def allows(self, repeat: int) -> bool:
+        """Whether another repeat, as long as the mean of those before, would end inside the budget."""
+        elapsed = time.monotonic() - self._began
+        return repeat == 0 or (repeat < self._most and elapsed * (repeat + 1) / repeat <= self._budget_s)
+
+
+def run(entrants: Sequence[Entrant], words: Words, workloads: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
+    """All workloads in order; a row for each of an entrant's, with an `error` where it failed."""
+    rows = []
+    failures: dict[str, str] = {}
+    for entrant in entrants:
+        entrant.pause()
+    for entrant in entrants:
+        _take_turn(entrant, requests_of(WARM_UP, words, repeat=-1), failures)
+    for workload in workloads:
+        takers = [entrant for entrant in entrants if workload in entrant.workloads]
+        repeats: dict[str, list[dict[str, float]]] = {entrant.name: [] for entrant in takers}
+        limits.begin(workload)
+        repeat = 0
+        while limits.allows(repeat):
+            for entrant in takers:
+                streams = _take_turn(entrant, requests_of(workload, words, repeat), failures)
+                if streams is not None:
+                    repeats[entrant.name].append(summarise(streams))
+            repeat += 1
+        for entrant in takers:
+            row = _row(entrant, workload, repeats[entrant.name], failures.pop(entrant.name, None))
+            rows.append(row)
+            print(f"  {told(row)}", flush=True)
+    return rows
+
+
+def _take_turn(entrant: Entrant, requests: Sequence[PlannedRequest], failures: dict[str, str]) -> list[Stream] | None:
+    entrant.resume()
+    try:
+        return entrant.drive(requests)
+    except EntrantFailed as error:
+        failures[entrant.name] = str(error)
+        return None
+    finally:
+        entrant.pause()
+
+
+def _row(entrant: Entrant, workload: str, repeats: list[dict[str, float]], failure: str | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": entrant.name, "workload": workload, "repeats": repeats}
+    row |= {"median": medians(repeats), "peak_rss_mb": entrant.peak_rss_mb()} if repeats else {}
+    return row if failure is None else {**row, "error": failure}
+
+
+def told(row: dict[str, Any]) -> str:
+    """The row in one line for a person who waits."""
+    if not row["repeats"]:
+        return f"{row['name']:24} {row['workload']:6} failed: {row['error']}"
+    figures = row["median"]
+    pairs = ", ".join(
+        f"{name.upper()} {figures[f'{name}_p50_ms']:.1f}/{figures[f'{name}_p99_ms']:.1f}"
+        for name in ("ttft", "tpot", "itl")
+        if f"{name}_p50_ms" in figures
+    )
+    rates = ", ".join(f"{repeat['tokens_per_s']:.0f}" for repeat in row["repeats"])
+    return f"{row['name']:24} {row['workload']:6} {figures['tokens_per_s']:6.0f} tok/s ({rates}), ms p50/p99: {pairs}"
+
+
+def absent(name: str, reason: str) -> dict[str, Any]:
+    """What stands in the table for a rival that is not there: it is never left out in silence."""
+    return {"name": name, "workload": ", ".join(WORKLOADS), "repeats": [], "error": reason}
+
+
+def words_of(model: Path) -> Words:
+    return Words(model / "tokenizer.json")

@@ -1,0 +1,123 @@
+"""Workloads over HTTP against `roseinfer serve` and vLLM, in turn, at each precision, into tokens/s and latencies.
+
+    python -m benchmarks.served [--quick] [--peers DIR] [--precisions float32,bfloat16] [--out FILE]
+
+For one precision the servers are started, and from then on all but the one that is measured are paused: A B A B, with
+one start each. `engine only` is roseinfer without HTTP, for the share that serving keeps; it runs W2 alone. vLLM is
+taken from DIR/vllm, where `benchmarks/peers/setup.sh` puts it.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import http_client, protocol, rotation
+from benchmarks.engine_options import PRECISIONS
+from benchmarks.figures import Stream
+from benchmarks.machine import Sitting
+from benchmarks.protocol import Worker
+from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.rotation import Driver, Entrant, EntrantFailed, Limits
+from benchmarks.servers import (
+    Server,
+    ServerFailed,
+    ServerPlan,
+    roseinfer_plan,
+    serving_options,
+    vllm_plan,
+    vllm_version,
+)
+from benchmarks.workloads import WORKLOADS, PlannedRequest
+
+VLLM_PRECISIONS = ("float32", "bfloat16")
+NUM_REPEATS = 3
+BUDGET_S = 125.0  # of one workload at one precision, all entrants together
+QUICK_WORKLOADS = ("W1x32", "W2")
+DEFAULT_PEERS = Path.home() / ".cache" / "roseinfer" / "benchmarks" / "peers"
+
+
+class ServedEntrant:
+    """A server, driven over HTTP."""
+
+    workloads: Sequence[str] = tuple(WORKLOADS)
+
+    def __init__(self, server: Server) -> None:
+        self.name = server.name
+        self.pause, self.resume, self.peak_rss_mb = server.pause, server.resume, server.peak_rss_mb
+        self._endpoint = server.endpoint
+
+    def drive(self, requests: Sequence[PlannedRequest]) -> list[Stream]:
+        """See Entrant."""
+        try:
+            return http_client.drive(self._endpoint, requests)
+        except http_client.ServerRefused as error:
+            raise EntrantFailed(str(error)) from None
+
+
+def enter(stack: ExitStack, plan: ServerPlan, log: Path) -> ServedEntrant:
+    """Start a server and wait until it answers. Raises ServerFailed."""
+    print(f"  starting {plan.name}", flush=True)
+    server = stack.enter_context(Server(plan, log))
+    print(f"  {plan.name} answers after {server.started_s:.0f} s", flush=True)
+    server.pause()
+    return ServedEntrant(server)
+
+
+def entrants_of(
+    stack: ExitStack, model: Path, precision: str, vllm: Path | None, log: Path
+) -> tuple[list[Entrant], list[dict[str, Any]]]:
+    """Who is ready at this precision, and rows for those who are not."""
+    entrants: list[Entrant] = []
+    absent = []
+    plans = [roseinfer_plan(model, precision)]
+    if precision in VLLM_PRECISIONS:
+        if vllm is None:
+            absent.append(rotation.absent(f"vllm {precision}", "not set up"))
+        else:
+            plans.append(vllm_plan(vllm, model, precision))
+    for plan in plans:
+        try:
+            entrants.append(enter(stack, plan, log))
+        except ServerFailed as error:
+            absent.append(rotation.absent(plan.name, str(error)))
+    pairs = [word for path, value in serving_options(precision).items() for word in ("--option", f"{path}={value}")]
+    command = [sys.executable, "-m", "benchmarks.engine_only", str(model), *pairs]
+    worker = stack.enter_context(Worker(f"engine only {precision}", command, log))
+    entrants.append(Driver(worker, ("W2",)))
+    return entrants, absent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"once, and {' and '.join(QUICK_WORKLOADS)} only")
+    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS, metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), metavar="P,P", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/served.json"), metavar="FILE")
+    arguments = parser.parse_args()
+    sitting = Sitting("served", ["python", "-m", "benchmarks.served", *sys.argv[1:]])
+    began = time.monotonic()
+    model, log = make(arguments.model), arguments.out.with_suffix(".log")
+    words = rotation.words_of(model)
+    version = vllm_version(arguments.peers / "vllm")
+    workloads = QUICK_WORKLOADS if arguments.quick else tuple(WORKLOADS)
+    limits = Limits(1 if arguments.quick else NUM_REPEATS, BUDGET_S)
+    rows = []
+    with protocol.own_session_raised() as is_raised:
+        for precision in arguments.precisions.split(","):
+            with ExitStack() as stack:
+                vllm = arguments.peers / "vllm" if version else None
+                entrants, absent = entrants_of(stack, model, precision, vllm, log)
+                rows += absent + rotation.run(entrants, words, workloads, limits)
+            print(f"  {precision} is done after {time.monotonic() - began:.0f} s", flush=True)
+    results = {"versions": {"vllm": version or "not set up"}, "is_raised": is_raised, "rows": rows}
+    sitting.write(arguments.out, results)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""The page: every required figure has a row, and nobody who was not measured is left out."""
+
+from typing import Any
+
+from benchmarks import report
+from benchmarks.rotation import absent
+from tests.benchmarks.test_requirements import decode, row, step
+
+MACHINE = {
+    "cpu": "A processor",
+    "cpu_flags": ["avx2"],
+    "num_cores": 2,
+    "l3": "32M",
+    "memory_gb": 24,
+    "kernel": "6",
+    "python": "3.11",
+    "packages": {"torch": "2"},
+    "commit": "abc",
+}
+
+
+def part(name: str, results: dict[str, Any]) -> dict[str, Any]:
+    circumstances = {"date": "2026-01-02", "elapsed_s": 61.0, "load_before": 0.1, "stolen_share": 0.01}
+    return {"part": name, "command": f"python {name}", **circumstances, "machine": MACHINE, "results": results}
+
+
+def page(**results: dict[str, Any]) -> str:
+    return report.page({name: part(name, content) for name, content in results.items()})
+
+
+def served(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"versions": {"vllm": "vllm 1"}, "is_raised": True, "rows": list(rows)}
+
+
+def figures(name: str, workload: str, rate: float) -> dict[str, Any]:
+    latencies = {f"{kind}_{percent}_ms": 12.345 for kind in ("ttft", "tpot", "itl") for percent in ("p50", "p99")}
+    return {**row(name, workload, rate, **latencies), "median": {"tokens_per_s": rate, **latencies}}
+
+
+def test_nothing_run_is_a_page_that_says_so() -> None:
+    text = page()
+    assert "Nothing has been run." in text
+    assert "\n0 reached, 0 not, " in text
+
+
+def test_circumstances_are_told() -> None:
+    text = page(served=served())
+    assert "A processor" in text
+    assert "| served | `python served` | 2026-01-02 | 61 s | 0.1 | 1.0% | yes |" in text
+    assert "vllm: vllm 1" in text
+
+
+def test_workloads_are_ordered_by_rate_and_absent_rivals_stay() -> None:
+    text = page(served=served(figures("slow", "W2", 90.0), figures("fast", "W2", 100.0), absent("gone", "not set up")))
+    section = text[text.index("### W2") : text.index("### W3")]
+    assert section.index("| fast | 100 (100) | 12.3 / 12.3 |") < section.index("| slow |") < section.index("| gone |")
+    assert "| gone | not set up |" in section
+    assert text.count("| gone | not set up |") == 5, "in every workload"
+
+
+def test_decode_rows_have_speedup_and_share_of_the_roof() -> None:
+    roofs = {
+        "bandwidth": {"236": 30e9},
+        "bandwidth_by": {"236": "sum"},
+        "peak": {"bfloat16": 440e9},
+        "peak_by": {"bfloat16": "1 × 2 × 3"},
+        "step_gemms_ms": {},
+    }
+    measured = decode(reference=step(200.0), bfloat16=step(50.0, 49.0, 51.0))["decode"]
+    subjects: dict[str, Any] = {"roseinfer bfloat16": {}, "transformers float32": {}}
+    text = page(roofs=roofs, decode={**measured, "subjects": subjects, "failures": {"roseinfer int8": "no kernels"}})
+    assert "| 64 | 64 | 200 (200 to 200) | 50.0 (49.0 to 51.0); 4.0×; 82% of 41.0 |" in text
+    assert "- roseinfer int8: no kernels" in text
+    assert "30.0 GB/s" in text
+
+
+def test_what_is_not_reached_stands_out() -> None:
+    measured = decode(reference=step(200.0), bfloat16=step(100.0), float32=step(50.0))["decode"]
+    text = page(decode={**measured, "subjects": {}, "failures": {}})
+    ending = ", against transformers eager float32"
+    rows = {line.split("|")[1].strip().removesuffix(ending): line for line in text.splitlines() if ending in line}
+    assert rows["decode step, batch 64, context 64, bfloat16"].endswith("**no** |")
+    assert rows["decode step, batch 64, context 64, float32"].endswith(" yes |")
+    assert rows["decode step, batch 64, context 64, int8"].endswith(" not measured |")

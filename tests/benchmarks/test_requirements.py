@@ -1,0 +1,124 @@
+"""What must be reached, beside what was measured: ratios, ranges, rivals of the same precision, and what is missing."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks import requirements as r
+from benchmarks.figures import Spread
+from benchmarks.roofs import roof_of
+
+
+def step(median: float, least: float | None = None, most: float | None = None) -> dict[str, dict[str, float]]:
+    """A decode row with phases of a fiftieth and a hundredth of a millisecond."""
+
+    def spread(median: float, least: float, most: float) -> dict[str, float]:
+        return {"median": median, "least": least, "most": most, "num_repeats": 3}
+
+    phases = {name: spread(ms, ms, ms) for name, ms in (("schedule", 0.02), ("commit", 0.01))}
+    return {"step": spread(median, least or median, most or median), **phases}
+
+
+def decode(**milliseconds: Any) -> dict[str, Any]:
+    names = {"reference": r.REFERENCE} | {precision: f"roseinfer {precision}" for precision in r.PRECISIONS}
+    case = {"batch": 64, "context": 64, "subjects": {names[name]: row for name, row in milliseconds.items()}}
+    return {"decode": {"cases": [case]}}
+
+
+def row(name: str, workload: str, *rates: float, **figures: float) -> dict[str, Any]:
+    repeats = [{"tokens_per_s": rate, **figures} for rate in rates]
+    return {"name": name, "workload": workload, "repeats": repeats, "peak_rss_mb": 1900.0}
+
+
+def only(rows: list[r.Requirement]) -> r.Requirement:
+    [found] = rows
+    return found
+
+
+def test_a_ratio_of_spreads_goes_from_the_worst_pair_to_the_best() -> None:
+    assert r.ratio(Spread(12.0, 10.0, 20.0, 3), Spread(4.0, 2.0, 5.0, 2)) == Spread(3.0, 2.0, 10.0, 2)
+
+
+def test_a_speedup_is_the_reference_over_ours() -> None:
+    rows = list(r.decode_speedups(decode(reference=step(200.0), float32=step(110.0, 90.0, 125.0), bfloat16=step(50.0))))
+    by_measure = {row.measure: row for row in rows if "context 64," in row.measure}
+    assert len(rows) == 5
+    float32, bfloat16, int8 = by_measure.values()
+    assert float32.measured == Spread(200 / 110, 200 / 125, 200 / 90, 3)
+    assert float32.is_reached is False
+    assert (bfloat16.bound, bfloat16.is_reached) == (3.7, True)
+    assert (int8.measured, int8.is_reached) == (None, None), "not measured is neither reached nor missed"
+
+
+def test_the_share_of_a_roof_is_the_roof_over_the_step() -> None:
+    roof = {"bandwidth": {"236": 30e9}, "peak": {"bfloat16": 440e9}}
+    results = {**decode(bfloat16=step(60.0, 50.0, 80.0)), "roofs": roof}
+    [share] = [row for row in r.roof_shares(results) if "batch 64" in row.measure]
+    floor = roof_of(roof, "bfloat16", 64, 64)
+    assert share.measured is not None
+    assert share.measured.median == pytest.approx(floor / 60 * 100)
+    assert (share.measured.least, share.measured.most) == pytest.approx((floor / 80 * 100, floor / 50 * 100))
+
+
+def test_host_work_is_schedule_and_commit_in_microseconds() -> None:
+    float32 = next(r.host_work(decode(float32=step(10.0))))
+    assert float32.measured is not None
+    assert float32.measured.median == pytest.approx(30.0)
+    assert float32.is_reached is True
+
+
+def test_the_served_share_is_of_the_same_precision() -> None:
+    rows = [
+        row("roseinfer bfloat16", "W2", 800.0, 900.0, 700.0),
+        row("engine only bfloat16", "W2", 1000.0),
+        row("engine only float32", "W2", 100.0),
+    ]
+    shares = list(r.served_shares({"served": {"rows": rows}}))
+    assert [share.is_reached for share in shares] == [None, False, None]
+    assert shares[1].measured == Spread(80.0, 70.0, 90.0, 1)
+
+
+def test_latencies_against_vllm_must_be_lower_and_rates_higher() -> None:
+    latencies = {"tpot_p99_ms": 10.0, "itl_p99_ms": 30.0}
+    rows = [
+        row("roseinfer float32", "W2", 500.0, **latencies),
+        row("vllm float32", "W2", 400.0, tpot_p99_ms=12.0, itl_p99_ms=20.0),
+        {"name": "vllm bfloat16", "workload": "W1x32, W2", "repeats": [], "error": "not set up"},
+    ]
+    found = list(r.against_vllm({"served": {"rows": rows}}))
+    assert [entry.is_reached for entry in found] == [True, True, False, None, None, None]
+    assert found[3].note == "not set up"
+
+
+def test_the_fastest_peer_of_the_same_precision_counts() -> None:
+    rows = [row("roseinfer float32", "W3", 600.0), row("vllm float32", "W3", 400.0), row("vllm bfloat16", "W3", 900.0)]
+    peers = [row("openvino float32", "W3", 650.0), row("openvino float32", "W4", 999.0), row("llama.cpp q8", "W3", 5.0)]
+    results = {"served": {"rows": rows}, "peers": {"rows": peers}}
+    found = {entry.measure: entry for entry in r.against_all_peers(results)}
+    float32 = found["W3, float32: tokens/s against the fastest peer"]
+    assert float32.measured is not None
+    assert float32.measured.median == pytest.approx(600 / 650)
+    assert float32.note == "openvino float32, 650 tokens/s, is the fastest of 2"
+    assert "llama.cpp q8" in found["W3, int8: tokens/s against the fastest peer"].note
+    assert found["W1x32, int8: tokens/s against the fastest peer"].is_reached is None
+
+
+@pytest.mark.parametrize("name", ["roseinfer int8", "engine only int8"])
+def test_our_own_rows_are_no_rivals(name: str) -> None:
+    assert r.is_rival("vllm int8", "int8")
+    assert not r.is_rival(name, "int8")
+
+
+def test_steady_streams_and_memory() -> None:
+    rows = [row("roseinfer bfloat16", "W2", 1.0, steady_itl_p50_ms=20.0, steady_itl_p99_ms=30.0)]
+    results = {"served": {"rows": rows}}
+    assert [entry.is_reached for entry in r.steady_streams(results)] == [None, True, None]
+    memory = only(list(r.memory(results)))
+    assert memory.measured == Spread.of([1.9])
+    assert memory.is_reached is True
+
+
+def test_nothing_measured_is_all_rows_without_a_figure() -> None:
+    rows = r.requirements({})
+    assert len(rows) >= 30
+    assert {row.is_reached for row in rows} == {None}
