@@ -11,7 +11,7 @@ start so that the middle step has the context of the row.
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -85,33 +85,25 @@ def over_turns(turns: Sequence[Sequence[float]]) -> Spread:
     return Spread.of([Spread.of(turn[NUM_UNCOUNTED:]).median * 1e3 for turn in turns])
 
 
-def start_subjects(stack: ExitStack, model: Path, log: Path, precisions: Sequence[str]) -> dict[str, Worker]:
-    python = [sys.executable, "-m", "benchmarks.decode_workers"]
-    subjects = {
-        f"roseinfer {precision}": Worker(
-            f"roseinfer {precision}",
-            [*python, "engine", str(model), "--precision", precision],
-            log,
-        )
-        for precision in precisions
-    }
-    subjects[REFERENCE] = Worker(REFERENCE, [*python, "transformers", str(model)], log)
-    for worker in subjects.values():
-        stack.enter_context(worker)
-    return subjects
+def start_subjects(
+    stack: ExitStack, commands: Mapping[str, Sequence[str]], log: Path
+) -> tuple[dict[str, Worker], dict[str, Any], dict[str, str]]:
+    """The subjects that could start, what each says of itself, and why the others could not.
 
-
-def described(subjects: dict[str, Worker]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What each subject says of itself; those that could not start are told, and measured no further."""
-    descriptions, failures = {}, {}
-    for name, subject in list(subjects.items()):
+    One loads after the other: two that warm up at once wait for each other's threads at every barrier.
+    """
+    subjects: dict[str, Worker] = {}
+    descriptions: dict[str, Any] = {}
+    failures: dict[str, str] = {}
+    for name, command in commands.items():
+        worker = stack.enter_context(Worker(name, [sys.executable, "-m", "benchmarks.decode_workers", *command], log))
         try:
-            descriptions[name] = subject.call("describe")
+            descriptions[name] = worker.call("describe")
+            subjects[name] = worker
         except PeerFailed as error:
             failures[name] = str(error)
             print(f"  {error}", flush=True)
-            del subjects[name]
-    return descriptions, failures
+    return subjects, descriptions, failures
 
 
 def main() -> int:
@@ -125,8 +117,12 @@ def main() -> int:
     began = time.monotonic()
     with protocol.own_session_raised() as is_raised, ExitStack() as stack:
         log = arguments.out.with_suffix(".log")
-        subjects = start_subjects(stack, make(arguments.model), log, arguments.precisions.split(","))
-        descriptions, failures = described(subjects)
+        model = str(make(arguments.model))
+        commands = {
+            f"roseinfer {name}": ["engine", model, "--precision", name] for name in arguments.precisions.split(",")
+        }
+        commands[REFERENCE] = ["transformers", model]
+        subjects, descriptions, failures = start_subjects(stack, commands, log)
         cases = [
             measure_case(subjects, batch, context, plan_of(batch, context, is_quick=arguments.quick))
             for batch, context in CASES

@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks import protocol
-from benchmarks.decode_step import Plan, described, measure_case
+from benchmarks.decode_step import Plan, measure_case, start_subjects
 from benchmarks.machine import Sitting
-from benchmarks.protocol import Worker
 from benchmarks.random_gpt2 import default_directory, make
 
 CASES = ((1, 64), (8, 64), (64, 64), (64, 512), (256, 64), (256, 512))  # batch, context
@@ -43,15 +42,13 @@ def main() -> int:
     model, log = make(arguments.model), arguments.out.with_suffix(".log")
     common = [str(model), "--precision", "bfloat16", "--device", arguments.device]
     sizes = ["--batch", str(batch), "--context", str(context)]
-    python = [sys.executable, "-m", "benchmarks.decode_workers"]
+    commands = {
+        name: ["engine", *common, *sizes, *(f"--option={path}={value}" for path, value in options.items())]
+        for name, options in SETTINGS.items()
+    }
+    commands[REFERENCE] = ["transformers", *common]
     with protocol.own_session_raised() as is_raised, ExitStack() as stack:
-        subjects: dict[str, Worker] = {}
-        for name, options in SETTINGS.items():
-            pairs = [word for path, value in options.items() for word in ("--option", f"{path}={value}")]
-            worker = Worker(name, [*python, "engine", *common, *sizes, *pairs], log)
-            subjects[name] = stack.enter_context(worker)
-        subjects[REFERENCE] = stack.enter_context(Worker(REFERENCE, [*python, "transformers", *common], log))
-        descriptions, failures = described(subjects)
+        subjects, descriptions, failures = start_subjects(stack, commands, log)
         measured = [measure_case(subjects, *case, plan) for case in cases]
     results = {"subjects": descriptions, "failures": failures, "is_raised": is_raised, "cases": measured}
     sitting.write(arguments.out, results)

@@ -65,7 +65,7 @@ def test_the_tokens_of_a_cpu(load: LoadRunner, request: pytest.FixtureRequest, m
     config = Config(
         model=ModelConfig(path=str(directory), dtype="float32"),
         cache=CacheConfig(num_blocks=NUM_BLOCKS),
-        runner=RunnerConfig(device="cpu", kernels="off"),
+        runner=RunnerConfig(device="cpu", kernels="off", num_threads=1),
     )
     expected, _ = run(load_runner(config, NUM_SLOTS, lambda *_: None), asks, Plan())
     runner = load(directory)

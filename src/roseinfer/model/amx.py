@@ -1,4 +1,4 @@
-"""A weight into the panels that `kernels/gemm.cpp` multiplies on AMX tiles, and rows into its products.
+"""A weight into the tiles that `kernels/gemm.cpp` multiplies on AMX, and rows into its products.
 
 Knows nothing of how an int8 weight was made.
 """
@@ -85,7 +85,7 @@ class TileLinear:
 
 
 def _packed(weight: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """The panels, as bytes."""
+    """The tiles, as bytes."""
     assert placement.kernels is not None
     num_outputs, num_inputs = weight.shape
     row_bytes = -(-num_inputs * weight.itemsize // _LINE_BYTES) * _LINE_BYTES

@@ -24,13 +24,13 @@
 
 namespace {
 
-constexpr int64_t kSide = 2 * kTileRows;   // a panel is so many outputs: two columns of tiles
-constexpr int64_t kChunk = 8;              // tiles of k after which, of more rows, the next ones take their turn: the
-                                           // panel's 16 KiB stay in the nearest cache meanwhile
-constexpr int64_t kRowsBytes = 1 << 20;    // packed rows that stay in the second cache while panels go by
-constexpr int64_t kMaxRows = 512;          // of them
-constexpr int64_t kAhead = 2048;           // bytes before their use that lines of a column are asked for
-constexpr int64_t kWorthThreads = 64;      // tiles; below, waking a thread costs more than it saves
+constexpr int64_t kSide = 2 * kTileRows;  // a panel is so many outputs: two columns of tiles
+constexpr int64_t kChunk = 8;             // tiles of k after which, of more than 64 rows, the next ones take their
+                                          // turn: the panel's 16 KiB stay in the nearest cache meanwhile
+constexpr int64_t kRowsBytes = 1 << 20;   // packed rows that stay in the second cache while panels go by
+constexpr int64_t kMaxRows = 512;         // of them
+constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are asked for
+constexpr int64_t kWorthThreads = 64;     // tiles; below, waking a thread costs more than it saves
 
 // A linear layer, as amx.py's _Descriptor lays it out.
 struct Linear {

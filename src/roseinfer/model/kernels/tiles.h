@@ -30,6 +30,7 @@ public:
             shapes.row_bytes[tile] = kLineBytes;
             shapes.rows[tile] = uint8_t(tile < 6 ? rows : kTileRows);
         }
+        asm volatile("" : : "r"(&shapes) : "memory");  // some compilers think that only its first bytes are read
         _tile_loadconfig(&shapes);
     }
     ~TileScope() { _tile_release(); }
@@ -38,11 +39,11 @@ public:
 // Tiles of x and of a weight that meet in one block of registers.
 struct Operands {
     const uint8_t* rows;
-    int64_t row_step;     // bytes from one tile of k to the next
-    int64_t rows_step;    // bytes from 16 rows to the next 16
+    int64_t row_step;   // bytes from one tile of k to the next
+    int64_t rows_step;  // bytes from 16 rows to the next 16
     const uint8_t* column;
-    int64_t column_step;  // bytes from 16 outputs to the next 16
-    int64_t num_tiles;    // of k
+    int64_t column_step;   // bytes from 16 outputs to the next 16
+    int64_t num_tiles;     // of k
     const uint8_t* ahead;  // lines that will be needed later
     int64_t num_ahead;     // how many of them to ask for with each tile of k
     bool asks_both;        // so many of the second column too
@@ -98,10 +99,10 @@ void multiply_tiles(Operands at, bool is_first, uint8_t* sums) {
         _tile_loadd(4, at.rows, kLineBytes);
         ROSEINFER_DOT(0, 4, 6);
         ask_for(at.ahead, at.num_ahead);
+        if (kColumns > 1 && at.asks_both) ask_for(at.ahead + at.column_step, at.num_ahead);
         if constexpr (kColumns == 2) {
             _tile_loadd(7, at.column + at.column_step, kLineBytes);
             ROSEINFER_DOT(1, 4, 7);
-            if (at.asks_both) ask_for(at.ahead + at.column_step, at.num_ahead);
             if constexpr (kRowTiles > 1) _tile_loadd(5, at.rows + at.rows_step, kLineBytes);
             if constexpr (kRowTiles > 1) ROSEINFER_DOT(2, 5, 6);
             if constexpr (kRowTiles > 1) ROSEINFER_DOT(3, 5, 7);
@@ -122,7 +123,7 @@ void multiply_tiles(Operands at, bool is_first, uint8_t* sums) {
 
 #undef ROSEINFER_DOT
 
-// The same for so many row tiles, with both columns or the first.
+// The same for so many row tiles.
 template <typename T>
 void multiply_both_columns(const Operands& at, int64_t num_row_tiles, bool is_first, uint8_t* sums) {
     if (num_row_tiles == 1) return multiply_tiles<T, 1, 2>(at, is_first, sums);
