@@ -75,7 +75,8 @@ def test_booleans_have_two_spellings(arguments: list[str], expected: bool, monke
 def test_everyday_options_have_short_names() -> None:
     short = {option.short_flag for option in options().values()} - {None}
     everyday = (
-        "model served-model-name dtype device host port ops-port max-num-seqs max-model-len api-key-file log-level"
+        "model served-model-name dtype quantization chat-template device host port ops-port max-num-seqs "
+        "max-model-len api-key-file log-level"
     )
     assert short == {f"--{name}" for name in shlex.split(everyday)}
 

@@ -216,11 +216,13 @@ class _Reader:
         query, key = (self.tensor(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
         return HeadNorms(query, key, self._epsilon)
 
-    def linear(self, num_outputs: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
-        """One linear of the modules that `num_outputs` names, one below the other."""
+    def linear(
+        self, num_outputs: dict[str, int], num_inputs: int, has_bias: bool, dtype: torch.dtype | None = None
+    ) -> Linear:
+        """One linear of the modules that `num_outputs` names, one below the other; `dtype` as `Linear` has it."""
         weight = self._joined({f"{name}.weight": (rows, num_inputs) for name, rows in num_outputs.items()})
         bias = self._joined({f"{name}.bias": (rows,) for name, rows in num_outputs.items()}) if has_bias else None
-        return Linear(weight, bias, self.placement, is_mapped=len(num_outputs) == 1)
+        return Linear(weight, bias, self.placement, is_mapped=len(num_outputs) == 1, dtype=dtype)
 
     def _joined(self, shapes: dict[str, tuple[int, ...]]) -> torch.Tensor:
         joined = self._checkpoint.joined(shapes, self.placement.device)
@@ -251,9 +253,9 @@ class Llama:
         self._blocks = [_Block(spec, read, f"model.layers.{layer}.") for layer in range(spec.num_hidden_layers)]
         self._final_norm = read.norm("model.norm", spec.hidden_size)
         if spec.tie_word_embeddings:
-            self.head = Linear(self._token_embedding.table, None, placement, is_mapped=False)
+            self.head = Linear(self._token_embedding.table, None, placement, is_mapped=False, dtype=torch.float32)
         else:
-            self.head = read.linear({"lm_head": spec.vocab_size}, spec.hidden_size, has_bias=False)
+            self.head = read.linear({"lm_head": spec.vocab_size}, spec.hidden_size, has_bias=False, dtype=torch.float32)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
 

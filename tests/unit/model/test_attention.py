@@ -175,18 +175,25 @@ def test_large_scores_do_not_overflow(make_backend: MakeBackend) -> None:
     torch.testing.assert_close(steps.run_alone(0, (0, 100)).double(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_cache_keeps_its_type_and_the_sums_are_float32(make_backend: MakeBackend) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(2, 2, 32, 16), (4, 1, 64, 32), (6, 2, 128, 64), (3, 3, 96, 8), (40, 1, 64, 16), (2, 1, 40, 16)],
+)
+def test_the_cache_keeps_its_type_and_the_sums_are_float32(
+    make_backend: MakeBackend, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
     """bfloat16 in and out; only the rounding of the inputs, of the weights and of the result is lost."""
-    spec = spec_of(2, 2, 32)
-    cache = make_cache(spec, 16, 16, torch.bfloat16)
+    spec = spec_of(num_heads, num_kv_heads, head_dim)
+    table = shuffled_table(1, 256 // block_size)
+    cache = make_cache(spec, table.size, block_size, torch.bfloat16)
     sequence = random_sequence(spec, 200, 5, torch.bfloat16)
-    got = Steps(make_backend(cache, spec), shuffled_table(1, 16), {0: sequence}).run_alone(0, (0, 200))
+    got = Steps(make_backend(cache, spec), table, {0: sequence}).run_alone(0, (0, 130, 131, 200))
     assert got.dtype == cache.keys[0].dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), textbook(sequence, spec), atol=2**-8, rtol=2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(3, 3, 64), (8, 2, 24)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(3, 3, 64), (8, 2, 24), (6, 3, 96)])
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_token_gets_the_same_bits_in_every_batch(
     make_backend: MakeBackend, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
@@ -210,6 +217,17 @@ def test_a_token_gets_the_same_bits_in_every_batch(
     steps = fresh(sharing)
     steps.run((2, range(200)))
     assert torch.equal(steps.run((0, range(70)), (3, range(80, 200)))[1], among_others[2][80:])
+
+
+def test_the_number_of_threads_changes_no_bit(make_backend: MakeBackend) -> None:
+    spec = spec_of(4, 2, 64)
+    sequence = random_sequence(spec, 150, 0, torch.bfloat16)
+    results = []
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        cache = make_cache(spec, 10, 16, torch.bfloat16)
+        results.append(Steps(make_backend(cache, spec), shuffled_table(1, 10), {0: sequence}).run_alone(0, (0, 7, 150)))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -221,6 +221,9 @@ void attend_item(const Call& call, const Item& item) {
     rows.num_heads = item.num_kv_heads;
     rows.q = static_cast<typename Products::Operand*>(alloca(MAX_ROWS * head_dim * sizeof *rows.q));
     rows.sums = static_cast<float*>(alloca(MAX_ROWS * row_size * sizeof *rows.sums));
+    if (!call.appends_first)
+        for (int head = 0; head < item.num_kv_heads; head++)
+            prefetch_place<Products>(call, first_token, item.first_kv_head + head);
     const auto each_row = [&](const auto& visit) {
         for (int row = 0; row < rows.num_rows * rows.num_heads; row++) {
             const int64_t flat = item.first_row + row % rows.num_rows;

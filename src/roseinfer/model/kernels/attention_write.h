@@ -29,25 +29,50 @@ int64_t run_length(const Call& call, int64_t token, int64_t begin, int64_t end) 
     return length;
 }
 
+// The place of a token's key and value: numbers from the beginning of the cache's tensors.
+struct Place {
+    int64_t key;
+    int64_t value;
+};
+
+template <class Type>
+Place place_of(const Call& call, int64_t token, int64_t head) {
+    constexpr int STEP = Type::STEP;
+    const int64_t position = call.positions[token], offset = position % call.block_size;
+    const int64_t block = call.block_table[call.slots[token] * call.block_table_stride + position / call.block_size];
+    const int64_t page = (block * call.num_kv_heads + head) * call.block_size * call.head_dim;
+    return {page + offset * STEP, page + offset / STEP * call.head_dim * STEP + offset % STEP};
+}
+
+// Asks for the lines that `append` will write a single token to, one for each STEP dimensions of its key.
+template <class Type>
+void prefetch_place(const Call& call, int64_t token, int64_t head) {
+    using Number = typename Type::Number;
+    const Place place = place_of<Type>(call, token, head);
+    const Number* key = static_cast<const Number*>(call.keys) + place.key;
+    const Number* value = static_cast<const Number*>(call.values) + place.value;
+    for (int64_t dim = 0; dim < call.head_dim; dim += Type::STEP)
+        __builtin_prefetch(key + dim * call.block_size, 1, 3);
+    for (int64_t dim = 0; dim < call.head_dim; dim += LANES) __builtin_prefetch(value + dim * Type::STEP, 1, 3);
+}
+
+// Writes the keys and values of `length` tokens, which go to one block.
 template <class Type>
 void append(const Call& call, int64_t token, int64_t length, int64_t head) {
     using Number = typename Type::Number;
     constexpr int STEP = Type::STEP;
-    const int64_t position = call.positions[token], block_size = call.block_size, head_dim = call.head_dim;
-    const int64_t block = call.block_table[call.slots[token] * call.block_table_stride + position / block_size];
-    const int64_t offset = position % block_size, page = (block * call.num_kv_heads + head) * block_size * head_dim;
+    const int64_t head_dim = call.head_dim;
+    const Place place = place_of<Type>(call, token, head);
     const Number* k = static_cast<const Number*>(call.k) + token * call.k_strides[0] + head * call.k_strides[1];
     const Number* v = static_cast<const Number*>(call.v) + token * call.v_strides[0] + head * call.v_strides[1];
-    Number* keys = static_cast<Number*>(call.keys) + page + offset * STEP;
-    Number* values = static_cast<Number*>(call.values) + page;
+    Number* keys = static_cast<Number*>(call.keys) + place.key;
     for (int64_t dim = 0; dim < head_dim; dim += STEP)
         for (int64_t next = 0; next < length; next++)
-            std::memcpy(keys + dim * block_size + next * STEP, k + next * call.k_strides[0] + dim,
+            std::memcpy(keys + dim * call.block_size + next * STEP, k + next * call.k_strides[0] + dim,
                         STEP * sizeof(Number));
     for (int64_t next = 0; next < length; next++) {
-        const Number* value = v + next * call.v_strides[0];
-        Number* row = values + (offset + next) / STEP * head_dim * STEP + (offset + next) % STEP;
-        for (int64_t dim = 0; dim < head_dim; dim++) row[dim * STEP] = finite(value[dim]);
+        Number* value = static_cast<Number*>(call.values) + place_of<Type>(call, token + next, head).value;
+        for (int64_t dim = 0; dim < head_dim; dim++) value[dim * STEP] = finite(v[next * call.v_strides[0] + dim]);
     }
 }
 
