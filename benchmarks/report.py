@@ -5,6 +5,7 @@ python -m benchmarks.report [--parts build/bench] [--out docs/benchmarks/cpu.md]
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ def ranged(spread: Spread | None) -> str:
     return f"{number(spread.median)} ({number(spread.least)} to {number(spread.most)})"
 
 
+def without_folders(command: str) -> str:
+    """The command with only the last name of each absolute path: where a page was made is nobody's business."""
+    return re.sub(r"(?<=\s)/\S*/(?=[^\s/]+)", "…/", command)
+
+
 def circumstances(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Date, machine, versions and commands."""
     if not parts:
@@ -93,7 +99,7 @@ def circumstances(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rows = [
         (
             part,
-            f"`{content['command']}`",
+            f"`{without_folders(content['command'])}`",
             content["date"],
             f"{content['elapsed_s']:.0f} s",
             f"{content['load_before']:.1f}",

@@ -82,3 +82,10 @@ def test_what_is_not_reached_stands_out() -> None:
     assert rows["decode step, batch 64, context 64, bfloat16"].endswith("**no** |")
     assert rows["decode step, batch 64, context 64, float32"].endswith(" yes |")
     assert rows["decode step, batch 64, context 64, int8"].endswith(" not measured |")
+
+
+def test_a_page_does_not_tell_where_it_was_made() -> None:
+    command = "python -m benchmarks.served --out build/bench/served.json --model /models/small/gpt2 --quick"
+    assert report.without_folders(command) == (
+        "python -m benchmarks.served --out build/bench/served.json --model …/gpt2 --quick"
+    )
