@@ -156,7 +156,11 @@ def serve(config: Config) -> int:
         metrics.set_engine_info(client.info)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: later collections need not walk it
-        _log.info("ready on %s", url, extra=msgspec.structs.asdict(client.info))
+        if client.info.device == "cpu" and not client.info.kernels and config.runner.kernels != "off":
+            _log.warning("no compiled kernels were found, so plain torch serves; `roseinfer kernels build` makes them")
+        facts = msgspec.structs.asdict(client.info)
+        facts["sampling_defaults"] = msgspec.structs.asdict(client.info.sampling_defaults)
+        _log.info("ready on %s", url, extra=facts)
 
     try:
         with gc_pauses:
