@@ -44,7 +44,7 @@ def test_two_hundred_disconnects_leave_nothing_behind(start_server: StartServer)
     server = start_server("--max-num-seqs", "16", "--server.max-inflight", "256")
     connections = []
     for index in range(200):
-        body = {"prompt": f"Request {index} " * (1 + index % 30), "max_tokens": 400, "stream": index % 2 == 0}
+        body = {"prompt": f"Request {index} " * (1 + index % 30), "max_tokens": 800, "stream": index % 2 == 0}
         connections.append(send_request(server, {**body, "ignore_eos": True}))
         if index % 4 == 0 and index < 16:
             connections[-1].recv(64)  # mid-stream; the others leave queued, in prefill, or between
@@ -55,8 +55,12 @@ def test_two_hundred_disconnects_leave_nothing_behind(start_server: StartServer)
         roseinfer_num_requests_waiting=0,
     )  # fmt: skip
     assert samples['roseinfer_kv_cache_blocks{state="used"}'] == 0
-    assert samples['roseinfer_requests_total{finish_reason="abort"}'] == 200
-    assert samples["roseinfer_client_disconnects_total"] == 200
+    num_aborted, num_done = (
+        samples[f'roseinfer_requests_total{{finish_reason="{end}"}}'] for end in ("abort", "length")
+    )
+    assert num_aborted + num_done == 200  # a fast engine is through with a few before their clients leave
+    assert num_aborted >= 150
+    assert num_aborted <= samples["roseinfer_client_disconnects_total"] <= 200
     assert samples["roseinfer_requests_received_total"] == 200
     status, reply = server.post("/v1/completions", {"prompt": "still here", "max_tokens": 3, "ignore_eos": True})
     assert (status, reply["usage"]["completion_tokens"]) == (200, 3)
@@ -90,10 +94,10 @@ def test_sigterm_lets_streams_finish(start_server: StartServer) -> None:
 
     async def scenario() -> list[str]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            body = {"prompt": "x", "max_tokens": 150, "stream": True, "ignore_eos": True}
+            body = {"prompt": "x", "max_tokens": 700, "stream": True, "ignore_eos": True}
             responses = [await session.post(f"{server.url}/v1/completions", json=body) for _ in range(8)]
             server.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
             async with (
                 session.get(f"{server.url}/readyz") as probe,
                 session.post(f"{server.url}/v1/completions", json=body) as late,
