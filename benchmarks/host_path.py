@@ -23,7 +23,7 @@ from roseinfer.engine.engine import Engine
 from roseinfer.engine.link import encode_frame
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.messages import EngineInfo, Request, SamplingParams
-from roseinfer.records import Phases
+from roseinfer.records import Phases, Watch
 
 VOCAB_SIZE = 50257
 MAX_MODEL_LEN = 1024
@@ -37,6 +37,7 @@ class Ready:
 
     sampled: SampledTokens
     graph_rows: int = 0
+    h2d_bytes: int = 0
 
     def wait(self) -> SampledTokens:
         return self.sampled
@@ -52,7 +53,7 @@ class InstantRunner:
     def vocab_size(self) -> int:
         return VOCAB_SIZE
 
-    def launch(self, batch: ScheduledBatch) -> Ready:
+    def launch(self, batch: ScheduledBatch, _: Watch) -> Ready:
         return Ready(SampledTokens(self._token_ids[: np.count_nonzero(batch.samples)], None))
 
 

@@ -16,6 +16,7 @@ class GcPauses:
     """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.total_ns = 0
         self._clock = clock
         self._start_ns: int | None = None  # of the collection under way
         self._pauses_ns: deque[int] = deque(maxlen=_MAX_PAUSES)
@@ -31,7 +32,9 @@ class GcPauses:
         if phase == "start":
             self._start_ns = self._clock()
         elif self._start_ns is not None:
-            self._pauses_ns.append(self._clock() - self._start_ns)
+            pause_ns = self._clock() - self._start_ns
+            self.total_ns += pause_ns
+            self._pauses_ns.append(pause_ns)
             self._start_ns = None
 
     def take(self) -> list[int]:

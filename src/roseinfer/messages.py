@@ -150,6 +150,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     num_threads: int  # of the model on a CPU; 0 elsewhere
     block_size: int
     num_blocks: int
+    graph_sizes: list[int] = []  # rows of the CUDA graphs that decode steps run in; empty without graphs
     startup_s: dict[str, float]  # stage name -> seconds; the stages add up to the engine's time to ready
 
 

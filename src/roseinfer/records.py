@@ -6,6 +6,7 @@ All stamps are `time.monotonic_ns()`, which on Linux is one clock for every proc
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, Self
@@ -35,16 +36,57 @@ class LifecycleState(StrEnum):
     FAILED = "failed"
 
 
+class Cause(StrEnum):
+    """What a moment between two tokens of a request went to. A closed set, for metrics, ledgers and pages alike."""
+
+    DECODE = "decode"  # computing a step of decoding rows, as recent steps of that size took
+    PREFILL_OF_OTHERS = "prefill_of_others"  # the step also computed prompt tokens of other requests
+    BATCH_GROWTH = "batch_growth"  # the step had more decoding rows than the one before
+    GRAPH_CAPTURE = "graph_capture"  # a CUDA graph was captured first
+    GRAPH_MISS = "graph_miss"  # no CUDA graph could hold the step, so it was queued operation by operation
+    H2D_COPY = "h2d_copy"  # the step's integers on their way to the device
+    SAMPLE_SYNC = "sample_sync"  # sampling, where the host does it or waits for it
+    SCHEDULE = "schedule"  # the engine's own bookkeeping: inbox, schedule, commit
+    KV_WAIT = "kv_wait"  # preempted, and waiting for KV blocks
+    PREEMPTED = "preempted"  # computing again what a preemption had thrown away
+    NOT_SELECTED = "not_selected"  # more sequences were active than a step decodes, and it was not their turn
+    GC = "gc"  # a garbage collection stopped the interpreter
+    ENGINE_OUTBOX = "engine_outbox"  # told by the engine, on its way to the front end
+    DETOKENIZE = "detokenize"  # tokens into text and frames
+    EVENT_LOOP = "event_loop"  # the front end was busy with something else
+    CLIENT_BACKPRESSURE = "client_backpressure"  # the client, or the network, did not take the bytes
+    SCRAPE = "scrape"  # the front end rendered metrics
+    PROFILER = "profiler"  # a profiler was recording
+    UNKNOWN = "unknown"  # what nothing above explains
+
+
+class BlockedBy(StrEnum):
+    """The limit that kept the first waiting request out of a step."""
+
+    NOTHING = ""
+    TOKEN_BUDGET = "token_budget"  # noqa: S105 - max_num_batched_tokens and max_prefill_tokens
+    PREFILL_SEQS = "prefill_seqs"  # max_prefill_seqs
+    SLOTS = "slots"  # max_active_seqs
+    KV_BLOCKS = "kv_blocks"
+    PREFIX = "prefix"  # another request is computing the prefix that it needs
+
+
 class PhaseTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Nanoseconds that one step spent in each of its parts.
 
-    Together they are the step, unless steps overlap: then the parts of the next one lie between its launch and wait.
+    The first four are the step, unless steps overlap: then the parts of the next one lie between its launch and wait.
+    The others are parts of the launch.
     """
 
     schedule: int = 0
     launch: int = 0
     wait: int = 0
     commit: int = 0
+    stage: int = 0  # writing the step's integers to where the device reads them
+    h2d: int = 0  # of that, waiting for and queueing copies to a device with its own memory
+    capture: int = 0  # recording a CUDA graph
+    forward: int = 0  # computing on a CPU, queueing on a GPU
+    sample: int = 0  # the same for drawing tokens, where that is not part of a graph
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -71,7 +113,13 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_used_blocks: int
     num_cached_blocks: int  # held for the prefix cache alone, so free to take
     num_total_blocks: int
+    num_context_tokens: int  # tokens in the KV caches of its rows, its own included
+    blocked_by: BlockedBy
     outbox_depth: int  # messages to the front end that are not yet with the kernel
+    outbox_wait_ns: int  # stood still before it because the front end had stopped reading
+    gc_ns: int  # garbage collections between the tokens of the step before and its own
+    h2d_bytes: int
+    is_profiled: bool
     graph_rows: int  # rows of the CUDA graph that ran, padding included; 0 when none did
     pipeline_depth: int  # steps that may be launched before the one before them has been read
     phases: PhaseTimes
@@ -91,6 +139,26 @@ class EngineTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scheduled_ns: int  # first time in a batch; 0 when it ended before that
     num_cached_tokens: int  # prompt tokens found in the prefix cache when it was first scheduled
     num_preemptions: int
+    preempted_ns: int = 0  # the last time it lost its blocks; 0 when it never did
+    resumed_ns: int = 0  # the first time in a batch after that
+
+
+class Arrival(msgspec.Struct, frozen=True, gc=False):
+    """A step's tokens on their way from the engine into the front end."""
+
+    tokens_ns: int
+    sent_ns: int  # the engine had told them: the step's end
+    read_ns: int  # the front end's event loop had the message
+
+
+class Delivery(msgspec.Struct, frozen=True, gc=False):
+    """Tokens on their way from the front end to the socket; `arrival` is that of the last of them."""
+
+    arrival: Arrival
+    resumed_ns: int  # the request's handler went on
+    encoded_ns: int  # text and frames were made
+    written_ns: int  # the write returned
+    was_paused: bool  # the socket's buffer was full: the client, or the network, is behind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,12 +180,18 @@ class RequestTimeline:
     write_ns: list[int] = field(default_factory=list)  # one per socket write that carried tokens, after it returned
     end_ns: int = 0
     num_prompt_tokens: int = 0
+    max_tokens: int = 0  # that it may generate; 0 when it never got so far
+    prefix_digests: bytes = b""  # eight bytes for each full block of its prompt, of the block and all before it
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    preempted_ns: int = 0
+    resumed_ns: int = 0
+    arrival: Arrival | None = None  # of the newest token
     is_streamed: bool = False
     client_disconnected: bool = False
     client_submit_lag_s: float | None = None  # head arrival minus the client's x-roseinfer-intended-time, if sent
     traceparent: str = ""
+    trace_id: str = ""  # 32 hexadecimal digits; empty when nothing is traced
     finish_reason: FinishReason | None = None
     error_code: str = ""  # for finish reasons error, timeout and rejected: the code of the error
 
@@ -134,6 +208,9 @@ class Observer(Protocol):
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         """A step ended; each timeline in `advanced` has just got a new last entry in `token_ns`."""
 
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        """A socket write with tokens returned; it is the last entry of `write_ns`."""
+
     def on_finish(self, timeline: RequestTimeline) -> None:
         """A request ended; its timeline will not change any more."""
 
@@ -144,6 +221,27 @@ class RangeMarker(Protocol):
     def push(self, name: str, payload: int) -> None: ...
 
     def pop(self) -> None: ...
+
+
+class Watch(Protocol):
+    """What measures the parts of a step: `with watch("forward"):`."""
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """The part, a field of `PhaseTimes`, begins here; the `with` that follows ends it."""
+
+
+class Unwatched:
+    """A watch that measures nothing."""
+
+    def __call__(self, name: str) -> Self:  # noqa: ARG002
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+UNWATCHED = Unwatched()
 
 
 class Phases:

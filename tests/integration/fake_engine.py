@@ -22,12 +22,12 @@ def build_fake_engine(config: Config, on_progress: Callable[[StartupProgress], N
     if config.model.path == "fails":
         launch, num_launched = engine.runner.launch, 0
 
-        def failing(batch: object) -> object:
+        def failing(batch: object, watch: object) -> object:
             nonlocal num_launched
             num_launched += 1
             if num_launched == 5:
                 raise RuntimeError("the device is on fire")
-            return launch(batch)  # type: ignore[arg-type]
+            return launch(batch, watch)  # type: ignore[arg-type]
 
         engine.runner.launch = failing  # type: ignore[method-assign, assignment]
     assert engine.runner.vocab_size == VOCAB_SIZE

@@ -9,7 +9,7 @@ from roseinfer.errors import Overloaded
 from roseinfer.llm import LLM, Prompt
 from roseinfer.messages import SamplingParams
 from roseinfer.progress import Progress
-from roseinfer.records import LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Delivery, LifecycleState, RequestTimeline, StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,8 @@ class StepLog:
         self._num_tokens += len(advanced)
         if self.progress is not None:
             self.progress.update(done=self._num_tokens)
+
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None: ...
 
     def on_finish(self, timeline: RequestTimeline) -> None: ...
 

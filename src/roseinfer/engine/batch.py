@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roseinfer.messages import SamplingParams, TokenLogprobs
+from roseinfer.records import Watch
 
 Int32Array = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.intp]  # what numpy indexes with at once; int32 it converts first, at four times the cost
@@ -72,6 +73,10 @@ class Launched(Protocol):
     def graph_rows(self) -> int:
         """Rows of the CUDA graph that runs it, padding included; 0 without one."""
 
+    @property
+    def h2d_bytes(self) -> int:
+        """What was copied to a device with its own memory."""
+
     def wait(self) -> SampledTokens:
         """Block until the sampled tokens are on the host. Called once."""
 
@@ -86,8 +91,8 @@ class Runner(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def launch(self, batch: ScheduledBatch) -> Launched:
-        """Start computing a batch of at least one row.
+    def launch(self, batch: ScheduledBatch, watch: Watch) -> Launched:
+        """Start computing a batch of at least one row, and tell the watch of the launch's parts.
 
         The batch before may not have been waited for. Batches are computed in the order of their launches.
         """

@@ -18,7 +18,7 @@ from roseinfer.messages import (
     StepOutput,
     TokenOutput,
 )
-from roseinfer.records import EngineTimes, FinishReason, Observer, RequestTimeline
+from roseinfer.records import Arrival, EngineTimes, FinishReason, Observer, RequestTimeline
 
 
 class EngineClient(Protocol):
@@ -214,6 +214,7 @@ class AsyncEngine:
         entry.mailbox = mailbox
         entry.is_in_engine = True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
+        timeline.max_tokens = request.params.max_tokens
 
     def holds(self, request_id: str) -> bool:
         entry = self._entries.get(request_id)
@@ -250,14 +251,18 @@ class AsyncEngine:
     def _route(self, step: StepOutput) -> None:
         """The only loop over the outputs of a step: whatever must touch each of them does it here."""
         tokens_ns = step.record.tokens_ns
+        self._last_progress_ns = time.monotonic_ns()
+        arrival = Arrival(tokens_ns, step.record.end_ns, self._last_progress_ns)
         advanced: list[RequestTimeline] = []
         concluded: list[_Entry] = []
         for slot, token_id in step.tokens():
             entry = self._by_slot[slot]
-            entry.timeline.token_ns.append(tokens_ns)
-            advanced.append(entry.timeline)
+            timeline = entry.timeline
+            timeline.token_ns.append(tokens_ns)
+            timeline.arrival = arrival
+            advanced.append(timeline)
             if entry.mailbox is not None:
-                entry.mailbox.put(TokenOutput(entry.timeline.request_id, [token_id]))
+                entry.mailbox.put(TokenOutput(timeline.request_id, [token_id]))
         for output in step.outputs:
             entry = self._entries[output.request_id]
             if output.slot is not None:
@@ -265,6 +270,7 @@ class AsyncEngine:
                 self._by_slot[output.slot] = entry
             if output.token_ids:
                 entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
+                entry.timeline.arrival = arrival
                 advanced.append(entry.timeline)
             if output.times is not None:
                 _stamp(entry.timeline, output.times)
@@ -273,7 +279,6 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 self._leave_engine(entry, output.finish_reason)
                 concluded.append(entry)
-        self._last_progress_ns = time.monotonic_ns()
         self.observer.on_step(step.record, advanced)
         for entry in concluded:
             self._conclude(entry)
@@ -325,3 +330,5 @@ def _stamp(timeline: RequestTimeline, times: EngineTimes) -> None:
     timeline.scheduled_ns = times.scheduled_ns
     timeline.num_cached_tokens = times.num_cached_tokens
     timeline.num_preemptions = times.num_preemptions
+    timeline.preempted_ns = times.preempted_ns
+    timeline.resumed_ns = times.resumed_ns

@@ -7,8 +7,19 @@ import msgspec
 from roseinfer.engine.batch import Launched, Runner, ScheduledBatch
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.steps import NOTHING, Outcome
+from roseinfer.gc_pauses import GcPauses
 from roseinfer.messages import EngineInfo, Request, StepOutput
 from roseinfer.records import Phases, StepRecord, Stopwatch
+
+
+class OutboxState(msgspec.Struct, frozen=True, gc=False):
+    """How far the front end is behind with reading."""
+
+    depth: int  # messages that it has not taken yet
+    wait_ns: int  # that the engine has just stood still for it
+
+
+IDLE_OUTBOX = OutboxState(0, 0)
 
 
 class _LaunchedStep(msgspec.Struct, frozen=True, gc=False):
@@ -27,6 +38,7 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, runner: Runner, phases: Phases, info: EngineInfo, pipeline_depth: int = 0
     ) -> None:
+        self.gc_pauses = GcPauses()
         self.scheduler = scheduler
         self.runner = runner
         self.phases = phases
@@ -34,6 +46,7 @@ class Engine:
         self.pipeline_depth = pipeline_depth
         self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first
         self._num_steps = 0
+        self._gc_ns = 0  # of collections up to the tokens of the step read last
 
     @property
     def has_work(self) -> bool:
@@ -46,22 +59,23 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
 
-    def step(self, outbox_depth: int = 0) -> StepOutput:
+    def step(self, outbox: OutboxState = IDLE_OUTBOX) -> StepOutput:
         """Launch as far as the pipeline goes, then read the oldest step: one output tells of one step.
 
-        `outbox_depth` is only written into the record.
+        `outbox` is only written into the record.
         """
         watch = self._fill_pipeline()
         if not self._pipeline:  # nothing could run: a step all the same, which may tell of aborted requests
             self._num_steps += 1
-            return self._tell(NOTHING, watch, watch.start_ns, 0, outbox_depth)
+            return self._tell(NOTHING, watch, watch.start_ns, None, outbox)
         step = self._pipeline.popleft()
         with step.watch("wait"):
             sampled = step.launched.wait()
         tokens_ns = self.phases.clock()
+        gc_ns, self._gc_ns = self.gc_pauses.total_ns - self._gc_ns, self.gc_pauses.total_ns
         with step.watch("commit"):
             outcome = self.scheduler.commit(step.batch, sampled)
-        return self._tell(outcome, step.watch, tokens_ns, step.launched.graph_rows, outbox_depth)
+        return self._tell(outcome, step.watch, tokens_ns, step.launched, outbox, gc_ns)
 
     def _fill_pipeline(self) -> Stopwatch:
         """Schedule and launch until the pipeline is full or nothing can run; the stopwatch of the last attempt."""
@@ -72,14 +86,20 @@ class Engine:
             if batch is None:
                 return watch
             with watch("launch"):
-                launched = self.runner.launch(batch)
+                launched = self.runner.launch(batch, watch)
             self._num_steps += 1
             self._pipeline.append(_LaunchedStep(batch, launched, watch))
             if len(self._pipeline) > self.pipeline_depth:
                 return watch
 
     def _tell(
-        self, outcome: Outcome, watch: Stopwatch, tokens_ns: int, graph_rows: int, outbox_depth: int
+        self,
+        outcome: Outcome,
+        watch: Stopwatch,
+        tokens_ns: int,
+        launched: Launched | None,
+        outbox: OutboxState,
+        gc_ns: int = 0,
     ) -> StepOutput:
         scheduler = self.scheduler
         outputs = outcome.outputs + scheduler.take_ended()
@@ -103,8 +123,14 @@ class Engine:
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_total_blocks=pool.num_blocks,
-            outbox_depth=outbox_depth,
-            graph_rows=graph_rows,
+            num_context_tokens=counts.num_context_tokens,
+            blocked_by=counts.blocked_by,
+            outbox_depth=outbox.depth,
+            outbox_wait_ns=outbox.wait_ns,
+            gc_ns=gc_ns,
+            h2d_bytes=0 if launched is None else launched.h2d_bytes,
+            is_profiled=False,
+            graph_rows=0 if launched is None else launched.graph_rows,
             pipeline_depth=self.pipeline_depth,
             phases=watch.times(),
         )

@@ -18,10 +18,12 @@ from msgspec.structs import replace
 
 from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.messages import TokenLogprobs
+from roseinfer.records import UNWATCHED, Watch
 
 
 class _FakeLaunched:
     graph_rows = 0
+    h2d_bytes = 0
 
     def __init__(self, runner: "FakeRunner", batch: ScheduledBatch, ready_at: float) -> None:
         self.batch = batch
@@ -63,7 +65,8 @@ class FakeRunner:
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def launch(self, batch: ScheduledBatch) -> _FakeLaunched:
+    def launch(self, batch: ScheduledBatch, _watch: Watch = UNWATCHED) -> _FakeLaunched:
+        """See Runner."""
         delay_s = self.latency_s + self.latency_per_token_s * batch.num_tokens
         self._ready_at = max(self._ready_at, time.monotonic()) + delay_s
         launched = _FakeLaunched(self, replace(batch, block_table=batch.block_table.copy()), self._ready_at)

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable
 from typing import Protocol
 
-from roseinfer.engine.engine import Engine
+from roseinfer.engine.engine import IDLE_OUTBOX, Engine, OutboxState
 from roseinfer.errors import ConfigError
 from roseinfer.messages import Abort, Command, EngineFailure, Event, Request, Shutdown
 
@@ -47,9 +47,8 @@ def run(build_engine: Callable[[], Engine], inbox: Inbox, outbox: Outbox, *, che
         # What start-up made lives for ever: later collections need not walk it. The collector itself stays on: steps
         # leave nothing behind that it tracks and make no cycles, so under load it has no reason to run.
         gc.freeze()
-        while _take_commands(engine, inbox, outbox, check_when_idle=check_when_idle):
-            if engine.has_work and not outbox.is_full:
-                outbox.send(engine.step(outbox.depth))
+        with engine.gc_pauses:
+            _serve(engine, inbox, outbox, check_when_idle=check_when_idle)
     except EOFError:
         return True
     except ConfigError as error:
@@ -59,6 +58,20 @@ def run(build_engine: Callable[[], Engine], inbox: Inbox, outbox: Outbox, *, che
         outbox.send(EngineFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
         return False
     return True
+
+
+def _serve(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool) -> None:
+    stalled_ns = 0  # since when the outbox has been full with work to do; 0 while it is not
+    while _take_commands(engine, inbox, outbox, check_when_idle=check_when_idle):
+        if not engine.has_work:
+            continue
+        if outbox.is_full:
+            stalled_ns = stalled_ns or engine.phases.clock()
+            continue
+        wait_ns = engine.phases.clock() - stalled_ns if stalled_ns else 0
+        stalled_ns = 0
+        depth = outbox.depth
+        outbox.send(engine.step(OutboxState(depth, wait_ns) if depth or wait_ns else IDLE_OUTBOX))
 
 
 def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool) -> bool:

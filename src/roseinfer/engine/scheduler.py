@@ -16,18 +16,13 @@ import numpy as np
 
 from roseinfer.config import CacheConfig, SchedulerConfig
 from roseinfer.engine.admission import make_policy
-from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.batch import SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.engine.decode_ring import DecodeRing, DecodeRows, rows_of
 from roseinfer.engine.residency import Residency
 from roseinfer.engine.sequence import Sequence, SequenceStatus
-from roseinfer.engine.steps import Outcome, ScheduledStep, StepCounts, find_last, tell
+from roseinfer.engine.steps import Chunk, Outcome, ScheduledStep, StepCounts, find_last, prompt_tokens, tell
 from roseinfer.messages import Request, TokenOutput
-from roseinfer.records import FinishReason
-
-Chunk = tuple[Sequence, int]
-"""A sequence and how many of its known tokens this step computes."""
-
-_NO_TOKENS: Int32Array = np.zeros(0, np.int32)
+from roseinfer.records import BlockedBy, FinishReason
 
 
 class Scheduler:
@@ -56,6 +51,7 @@ class Scheduler:
         self._window = max(config.lookahead, self.limits.max_prefill_seqs)
         self._max_prefix_wait_steps = config.max_prefix_wait_steps
         self._admission_turn = 0
+        self._now_ns = 0  # when the step was begun that was scheduled last
         self._sequences: dict[str, Sequence] = {}  # every unfinished one by request id
         self._ring = DecodeRing(self.limits.max_num_seqs)
         self._prefilling: list[Sequence] = []  # oldest first
@@ -139,13 +135,14 @@ class Scheduler:
         `now_ns` becomes newcomers' first scheduling.
         """
         self.counts = StepCounts()
+        self._now_ns = now_ns
         decodes = self._select_decodes()
         if decodes is None:
             return None
         budget = min(self.limits.max_num_batched_tokens - len(decodes), self.limits.max_prefill_tokens)
         chunks = self._continue_prefills(budget)
         budget -= sum(length for _, length in chunks)
-        chunks += self._admit(budget, now_ns)
+        chunks += self._admit(budget)
         if not chunks and not len(decodes):
             return None
         return self._advance(step_id, decodes, chunks)
@@ -185,6 +182,7 @@ class Scheduler:
         self.residency.leave(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
+        sequence.preempted_ns, sequence.resumed_ns = self._now_ns, 0
         self.counts.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
@@ -199,25 +197,32 @@ class Scheduler:
             budget -= length
         return chunks
 
-    def _admit(self, budget: int, now_ns: int) -> list[Chunk]:
+    def _admit(self, budget: int) -> list[Chunk]:
         """Sequences from the waiting queue, in the policy's order, as long as there is room for them."""
-        if not self.waiting or budget <= 0 or not self._table.num_free:
+        if not self.waiting:
+            return []
+        if blocked_by := self._full_limit(budget, 0):
+            self.counts.blocked_by = blocked_by
             return []
         window = list(islice(self.waiting, self._window))
         order = self._policy(window, self._admission_turn)
         chunks: list[Chunk] = []
         for sequence in order.sequences:
-            if budget <= 0 or len(chunks) == self.limits.max_prefill_seqs or not self._table.num_free:
+            if blocked_by := self._full_limit(budget, len(chunks)):
+                self._note_blocked(blocked_by)
                 break
             matched = self.residency.match_prefix(sequence)
             if self._waits_for_prefix(sequence, len(matched)):
+                self._note_blocked(BlockedBy.PREFIX)
                 continue
             if self.residency.fits(sequence, matched):
-                self._enter(sequence, matched, now_ns)
+                self._enter(sequence, matched)
                 length = min(budget, self.residency.num_missing(sequence))
                 chunks.append((sequence, length))
                 budget -= length
-            elif not order.may_overtake:
+                continue
+            self._note_blocked(BlockedBy.KV_BLOCKS)
+            if not order.may_overtake:
                 break
         if chunks:
             self._admission_turn += 1
@@ -225,6 +230,18 @@ class Scheduler:
                 self.waiting.popleft()
             self.waiting.extendleft(left for left in reversed(window) if left.status is SequenceStatus.WAITING)
         return chunks
+
+    def _full_limit(self, budget: int, num_admitted: int) -> BlockedBy:
+        """The limit that lets no further sequence into this step, if there is one."""
+        if budget <= 0:
+            return BlockedBy.TOKEN_BUDGET
+        if num_admitted == self.limits.max_prefill_seqs:
+            return BlockedBy.PREFILL_SEQS
+        return BlockedBy.NOTHING if self._table.num_free else BlockedBy.SLOTS
+
+    def _note_blocked(self, blocked_by: BlockedBy) -> None:
+        """The first that is left behind says what the others wait for."""
+        self.counts.blocked_by = self.counts.blocked_by or blocked_by
 
     def _waits_for_prefix(self, sequence: Sequence, num_matched: int) -> bool:
         """Another sequence is computing the very block this one needs next: wait for it, but not for ever."""
@@ -235,13 +252,15 @@ class Scheduler:
         sequence.num_prefix_wait_steps += 1
         return True
 
-    def _enter(self, sequence: Sequence, matched: list[int], now_ns: int) -> None:
+    def _enter(self, sequence: Sequence, matched: list[int]) -> None:
         """Slot and blocks for the sequence, and the news for the runner."""
         self.residency.enter(sequence, matched)
         sequence.status = SequenceStatus.PREFILLING
         insort(self._prefilling, sequence, key=lambda prefilling: prefilling.age)
+        if sequence.num_preemptions:
+            sequence.resumed_ns = self._now_ns
         if not sequence.scheduled_ns:
-            sequence.scheduled_ns = now_ns
+            sequence.scheduled_ns = self._now_ns
             sequence.num_cached_tokens = len(matched) * self.residency.block_size
             if self.residency.prefix_cache.is_enabled:
                 self.counts.num_prefix_queried_tokens += sequence.num_prompt_tokens
@@ -262,6 +281,7 @@ class Scheduler:
         self.counts.num_decode_seqs, self.counts.num_prefill_seqs = num_device_rows, len(chunks)
         starts = table.num_computed[index]
         ends = starts + num_new_tokens
+        self.counts.num_context_tokens = int(ends.sum())
         num_tokens = table.num_tokens[index]
         samples = ends == num_tokens
         bindings, self._bindings = tuple(self._bindings), []
@@ -272,7 +292,7 @@ class Scheduler:
             num_new_tokens=num_new_tokens,
             samples=samples,
             num_device_rows=num_device_rows,
-            token_ids=self._prompt_tokens(chunks),
+            token_ids=prompt_tokens(table, chunks),
             block_table=table.blocks.ids,
             bindings=bindings,
         )
@@ -289,18 +309,6 @@ class Scheduler:
             sequence.status = SequenceStatus.ENDING
         self._in_flight.append(ScheduledStep(batch, index, ends, bool(last_rows), self.counts))
         return batch
-
-    def _prompt_tokens(self, chunks: list[Chunk]) -> Int32Array:
-        if not chunks:
-            return _NO_TOKENS
-        table = self._table
-        starts = [int(table.num_computed[sequence.slot]) for sequence, _ in chunks]
-        return np.concatenate(
-            [
-                table.token_ids[sequence.slot, start : start + length]
-                for (sequence, length), start in zip(chunks, starts, strict=True)
-            ]
-        )
 
     def _begin_decoding(self, sequence: Sequence) -> None:
         """The last chunk of its prompt is in a step: it decodes from the next one on."""

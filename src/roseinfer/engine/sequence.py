@@ -41,6 +41,8 @@ class Sequence:
     scheduled_ns: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    preempted_ns: int = 0
+    resumed_ns: int = 0
     num_prefix_wait_steps: int = 0
     num_published_blocks: int = 0  # blocks of the chain below this index are computed and known to the prefix cache
     num_announced_blocks: int = 0  # and those from there up to this one are announced
@@ -51,7 +53,14 @@ class Sequence:
 
     @property
     def times(self) -> EngineTimes:
-        return EngineTimes(self.inbox_ns, self.scheduled_ns, self.num_cached_tokens, self.num_preemptions)
+        return EngineTimes(
+            self.inbox_ns,
+            self.scheduled_ns,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.preempted_ns,
+            self.resumed_ns,
+        )
 
 
 class BlockTable:

@@ -8,9 +8,14 @@ import msgspec
 import numpy as np
 
 from roseinfer.engine.batch import IndexArray, Int32Array, SampledTokens, ScheduledBatch
-from roseinfer.engine.sequence import SlotTable
+from roseinfer.engine.sequence import Sequence, SlotTable
 from roseinfer.messages import TokenOutput
-from roseinfer.records import FinishReason
+from roseinfer.records import BlockedBy, FinishReason
+
+Chunk = tuple[Sequence, int]
+"""A sequence and how many of its known tokens a step computes."""
+
+_NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 
 
 class StepCounts(msgspec.Struct, gc=False):
@@ -24,6 +29,8 @@ class StepCounts(msgspec.Struct, gc=False):
     num_finished: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_context_tokens: int = 0
+    blocked_by: BlockedBy = BlockedBy.NOTHING
 
 
 class SampledRows(msgspec.Struct, frozen=True, gc=False):
@@ -69,6 +76,19 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 
 
 NOTHING = Outcome(b"", b"", [], 0)
+
+
+def prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
+    """The known tokens that the chunks compute, one after the other."""
+    if not chunks:
+        return _NO_TOKENS
+    starts = [int(table.num_computed[sequence.slot]) for sequence, _ in chunks]
+    return np.concatenate(
+        [
+            table.token_ids[sequence.slot, start : start + length]
+            for (sequence, length), start in zip(chunks, starts, strict=True)
+        ]
+    )
 
 
 def find_last(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:

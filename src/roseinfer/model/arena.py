@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from roseinfer.model.stream import Event, Stream
+from roseinfer.records import UNWATCHED, Watch
 
 IntArray = npt.NDArray[np.integer[Any]]
 
@@ -52,6 +53,7 @@ class Arenas:
         num_arenas = 1 if stream.is_host else 2
         self._arenas = [self._new_arena(layout, offset + num_free_words) for _ in range(num_arenas)]
         self._turn = 0
+        self.num_sent_bytes = 0  # of the arena begun last
         self.words = stream.new_device_tensor(self._arenas[0].words)
         self.fields = self._views(self.words, layout)  # never move: a CUDA graph may read them
 
@@ -68,17 +70,22 @@ class Arenas:
             views[name] = view.view(torch.int64) if field.is_wide else view
         return views
 
-    def begin(self) -> Arena:
+    def begin(self, watch: Watch = UNWATCHED) -> Arena:
         """The arena whose turn it is, once the copy that read it last is done."""
         arena = self._arenas[self._turn]
         self._turn = (self._turn + 1) % len(self._arenas)
-        arena.event.synchronize()
+        self.num_sent_bytes = 0
+        if not self._stream.is_host:
+            with watch("h2d"):
+                arena.event.synchronize()
         return arena
 
-    def send(self, arena: Arena, num_words: int) -> None:
+    def send(self, arena: Arena, num_words: int, watch: Watch = UNWATCHED) -> None:
         """Queue the copy of the arena's first words."""
-        self._stream.copy(self.words[:num_words], arena.words[:num_words])
-        arena.event.record()
+        with watch("h2d"):
+            self._stream.copy(self.words[:num_words], arena.words[:num_words])
+            arena.event.record()
+        self.num_sent_bytes = num_words * self.words.itemsize
 
     def end_of(self, name: str) -> int:
         """The number of words up to the end of a field."""

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from roseinfer.model.stream import Graph, Stream
+from roseinfer.records import UNWATCHED, Watch
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
@@ -32,14 +33,15 @@ class CudaGraphs:
         self._work = work
         self._graphs: dict[int, Graph] = {}
 
-    def size_for(self, num_rows: int) -> int:
+    def size_for(self, num_rows: int, watch: Watch = UNWATCHED) -> int:
         """Rows of the smallest graph that holds so many, which is captured if it was not; 0 if they are too many."""
         index = bisect_left(self._sizes, num_rows)
         if index == len(self._sizes):
             return 0
         size = self._sizes[index]
         if size not in self._graphs:
-            self._capture(size)
+            with watch("capture"):
+                self._capture(size)
         return size
 
     def replay(self, size: int) -> None:

@@ -21,6 +21,7 @@ class LaunchedBatch:
 
     def __init__(self, token_ids: torch.Tensor, event: Event, logprobs: LogprobRows | None, graph_rows: int) -> None:
         self.graph_rows = graph_rows  # rows of the CUDA graph it runs in; 0 without one
+        self.h2d_bytes = 0
         self._token_ids = token_ids  # of the host, when the event has passed
         self._event = event
         self._logprobs = logprobs

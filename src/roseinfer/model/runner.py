@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,7 +22,7 @@ from roseinfer.model.results import LaunchedBatch, Results
 from roseinfer.model.sampler import Sampler
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
 from roseinfer.model.stream import Stream, open_stream
-from roseinfer.records import LifecycleState
+from roseinfer.records import UNWATCHED, LifecycleState, Watch
 
 _MAX_WARM_ROWS = 1024  # beyond, a step takes many times as long as the building of its kernels
 _WARM_PARAMS = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, num_logprobs=1))
@@ -70,28 +71,46 @@ class ModelRunner:
         if config.cuda_graphs != "off" and not stream.is_host and loaded.attention.is_capturable:
             fill = partial(self._staging.stage_decode, None)
             self._graphs = CudaGraphs(stream, self._decode_sizes, fill, self._decode)
+            self.info = msgspec.structs.replace(loaded.info, graph_sizes=list(self._decode_sizes))
 
     @property
     def vocab_size(self) -> int:
         return self._model.vocab_size
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch) -> LaunchedBatch:
+    def launch(self, batch: ScheduledBatch, watch: Watch = UNWATCHED) -> LaunchedBatch:
         """See Runner."""
         self._bind(batch.bindings)
+        launched = self._launch_graph(batch, watch) or self._launch_eager(batch, watch)
+        launched.h2d_bytes = self._staging.num_sent_bytes
+        return launched
+
+    def _launch_graph(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch | None:
+        """The step as one CUDA graph, if there is one that can hold it."""
+        if self._graphs is None or batch.num_device_rows < batch.num_rows:
+            return None
+        if not self._sampler.can_capture(*_sampled(batch)):
+            return None
+        size = self._graphs.size_for(batch.num_rows, watch)
+        if not size:
+            return None
+        with watch("stage"):
+            self._staging.stage_decode(batch, size, watch)
+        with watch("forward"):
+            self._graphs.replay(size)
+        return self._results.fetch(self._graph_tokens[: batch.num_rows], None, graph_rows=size)
+
+    def _launch_eager(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch:
+        """The step operation by operation."""
         slots, next_positions = _sampled(batch)
-        if self._graphs is not None and batch.num_device_rows == batch.num_rows:
-            is_plain = self._sampler.can_capture(slots, next_positions)
-            size = self._graphs.size_for(batch.num_rows) if is_plain else 0
-            if size:
-                self._staging.stage_decode(batch, size)
-                self._graphs.replay(size)
-                return self._results.fetch(self._graph_tokens[: batch.num_rows], None, graph_rows=size)
-        step = self._staging.stage(batch)
-        logits = self._logits(step)
-        tokens, logprobs = self._sampler.sample(logits, slots, next_positions)
-        self._last_token.index_copy_(0, step.sampled_slots, tokens)
-        return self._results.fetch(tokens, logprobs)
+        with watch("stage"):
+            step = self._staging.stage(batch, watch)
+        with watch("forward"):
+            logits = self._logits(step)
+        with watch("sample"):
+            tokens, logprobs = self._sampler.sample(logits, slots, next_positions)
+            self._last_token.index_copy_(0, step.sampled_slots, tokens)
+            return self._results.fetch(tokens, logprobs)
 
     @torch.inference_mode()
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:

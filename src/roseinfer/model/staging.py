@@ -16,6 +16,7 @@ from roseinfer.engine.batch import Int32Array, ScheduledBatch
 from roseinfer.model.arena import Arena, Arenas, Field, IntArray
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
 from roseinfer.model.stream import Stream
+from roseinfer.records import UNWATCHED, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +94,16 @@ class InputStaging:
         """The slot has a new owner: the device has nothing of its blocks."""
         self._is_unsent[slot] = True
 
-    def stage(self, batch: ScheduledBatch) -> StagedStep:
+    def stage(self, batch: ScheduledBatch, watch: Watch = UNWATCHED) -> StagedStep:
         """Send any batch. What is returned is valid until the next step is staged."""
-        arena = self._arenas.begin()
+        arena = self._arenas.begin(watch)
         if batch.num_device_rows == batch.num_rows:
             step = self._pack_decode(batch, arena.fields)
         else:
             step = self._pack(batch, arena.fields)
         if not self._is_host:
             self._describe_rows(batch, step.packed, arena.fields)
-            self._send_with_entries(batch, arena)
+            self._send_with_entries(batch, arena, watch)
         return step
 
     def _pack_decode(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> StagedStep:
@@ -186,16 +187,21 @@ class InputStaging:
         host["query_starts"][: num_rows + 1] = packed.query_starts
         host["positions"][: len(packed.positions)] = packed.positions
 
+    @property
+    def num_sent_bytes(self) -> int:
+        """Copied to the device for the step staged last."""
+        return self._arenas.num_sent_bytes
+
     # --- the block table ----------------------------------------------------------------------------------------------
 
-    def _send_with_entries(self, batch: ScheduledBatch, arena: Arena) -> None:
+    def _send_with_entries(self, batch: ScheduledBatch, arena: Arena, watch: Watch) -> None:
         """One copy for everything, and the block table's new entries put where they belong."""
         entries, blocks = self._new_entries(batch)
         first, count = self._arenas.num_field_words, len(entries)
         host_entries, host_blocks = _entries(arena.words, first, count)
         host_entries.numpy()[:] = entries
         host_blocks.numpy()[:] = blocks
-        self._arenas.send(arena, first + 3 * count)
+        self._arenas.send(arena, first + 3 * count, watch)
         self._put(*_entries(self._arenas.words, first, count))
 
     def _new_entries(self, batch: ScheduledBatch) -> tuple[npt.NDArray[np.int64], Int32Array]:
@@ -218,12 +224,12 @@ class InputStaging:
 
     # --- decode rows under a graph ------------------------------------------------------------------------------------
 
-    def stage_decode(self, batch: ScheduledBatch | None, num_rows: int) -> None:
+    def stage_decode(self, batch: ScheduledBatch | None, num_rows: int, watch: Watch = UNWATCHED) -> None:
         """Send rows that decode, filled up to `num_rows`, to where `decode_step(num_rows)` reads them.
 
         None stands for no rows at all.
         """
-        arena = self._arenas.begin()
+        arena = self._arenas.begin(watch)
         host, max_blocks = arena.fields, self._sizes.max_blocks
         num_used = 0 if batch is None else batch.num_rows
         if batch is not None:
@@ -240,7 +246,7 @@ class InputStaging:
         host["row_positions"][:num_rows] = host["starts"][:num_rows]
         host["next_positions"][:num_rows] = host["starts"][:num_rows] + 1
         host["query_starts"][: num_rows + 1] = self._counting[: num_rows + 1]
-        self._arenas.send(arena, self._arenas.end_of(_LAST_DECODE_FIELD))
+        self._arenas.send(arena, self._arenas.end_of(_LAST_DECODE_FIELD), watch)
 
     def decode_step(self, num_rows: int) -> StagedStep:
         """What `stage_decode` sends, at addresses that never change. Its host arrays say nothing of any batch."""

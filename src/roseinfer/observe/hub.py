@@ -7,7 +7,7 @@ telemetry, never a request. This is the one place in `observe/` that catches eve
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from roseinfer.records import LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Delivery, LifecycleState, Observer, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,9 @@ class Hub:
 
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         self._tell(lambda observer: observer.on_step(record, advanced))
+
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        self._tell(lambda observer: observer.on_write(timeline, delivery))
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         self._tell(lambda observer: observer.on_finish(timeline))

@@ -19,7 +19,7 @@ from roseinfer.config import ObserveConfig
 from roseinfer.observe import intervals
 from roseinfer.observe.histogram import Histogram
 from roseinfer.observe.measures import NS_PER_S, newest_token_gaps_s
-from roseinfer.records import FinishReason, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Delivery, FinishReason, LifecycleState, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)
 requests = logging.getLogger("roseinfer.requests")  # `roseinfer.access` is the server's: HTTP and its status
@@ -177,6 +177,9 @@ class Logs:
         if record.end_ns - self._start_ns >= self._interval_ns:
             self._summarize(record)
             self._begin(record.end_ns)
+
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        """See Observer."""
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}

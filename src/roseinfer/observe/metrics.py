@@ -29,7 +29,7 @@ from roseinfer.observe.series import (
     Row,
     ServerState,
 )
-from roseinfer.records import LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Delivery, LifecycleState, RequestTimeline, StepRecord
 
 Values = Mapping[str, float | str | int | Histogram]
 
@@ -86,6 +86,9 @@ class Metrics(Collector):
                 if values := source.values(record, advanced):
                     self._state.num_refused_intervals += cells[source.label(record)].add(values)
             self._count_collections()
+
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        """See Observer."""
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
+from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta
 from roseinfer.server.exchange import EXCHANGE, Exchange
@@ -119,6 +120,7 @@ class Generation:
         self._num_prompt_tokens = sum(map(len, job.prompts))
         self._choices_per_prompt = body.n
         self._client = service.client
+        self._observer = service.observer
 
     @property
     def is_over(self) -> bool:
@@ -140,6 +142,16 @@ class Generation:
         """What these outputs made due, in their order."""
         choices = dict.fromkeys(self._by_id[output.request_id] for output in outputs)
         return [choice.pop() for choice in choices if choice.is_due(self._interval)]
+
+    def note_write(self, deltas: Iterable[Delta], resumed_ns: int, encoded_ns: int, *, was_paused: bool) -> None:
+        """The write of these deltas has returned."""
+        written_ns = time.monotonic_ns()
+        for delta in deltas:
+            timeline = delta.choice.timeline
+            if delta.token_ids and timeline.arrival is not None:
+                timeline.write_ns.append(written_ns)
+                delivery = Delivery(timeline.arrival, resumed_ns, encoded_ns, written_ns, was_paused)
+                self._observer.on_write(timeline, delivery)
 
     def usage(self) -> Usage:
         num_generated = sum(choice.num_tokens for choice in self.choices)
@@ -168,6 +180,7 @@ class _Reply:
         template = self._template()
         async with aclosing(generation.outputs) as batches:
             async for outputs in batches:
+                resumed_ns = time.monotonic_ns()
                 generation.take(outputs)
                 deltas = generation.due(outputs)
                 frames = [self._frame(template, delta) for delta in deltas]
@@ -177,8 +190,9 @@ class _Reply:
                     continue
                 if stream is None:
                     stream = generation.exchange.stream = await sse.open_stream(request)
+                encoded_ns = time.monotonic_ns()
                 await stream.write(b"".join(frames))
-                _stamp_write(deltas)
+                generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=request.protocol.writing_paused)
                 if generation.is_over:
                     break
         assert stream is not None
@@ -193,6 +207,7 @@ class _Reply:
                 generation.take(outputs)
                 if generation.is_over:
                     break
+        resumed_ns = time.monotonic_ns()
         deltas = [choice.pop() for choice in generation.choices]
         reply = Reply(
             id=self._id,
@@ -204,9 +219,10 @@ class _Reply:
         )
         response = web.Response(body=msgspec.json.encode(reply), content_type="application/json")
         generation.exchange.stream = response
+        encoded_ns = time.monotonic_ns()
         await response.prepare(request)
         await response.write_eof()
-        _stamp_write(deltas)
+        generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=request.protocol.writing_paused)
         return response
 
     def _template(self) -> sse.ChunkTemplate:
@@ -231,10 +247,3 @@ class _Reply:
         if not self._generation.include_usage:
             return sse.DONE
         return template.usage(msgspec.json.encode(self._generation.usage())) + sse.DONE
-
-
-def _stamp_write(deltas: Iterable[Delta]) -> None:
-    now = time.monotonic_ns()
-    for delta in deltas:
-        if delta.token_ids:
-            delta.choice.timeline.write_ns.append(now)

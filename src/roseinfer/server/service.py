@@ -56,7 +56,7 @@ class Service:
         self.api_keys = api_keys
         self.state = LifecycleState.STARTING
         self.has_been_ready = False
-        self._observer = observer
+        self.observer = observer
         self._text_model: TextModel | None = None
         self._exchanges: dict[str, Exchange] = {}
         self._abandoned: dict[str, None] = {}  # keys not to be used again yet, oldest first
@@ -69,7 +69,7 @@ class Service:
         if _ORDER.index(state) <= _ORDER.index(self.state):
             return
         self.state = state
-        self._observer.on_lifecycle(state)
+        self.observer.on_lifecycle(state)
 
     def open(self, text_model: TextModel) -> None:
         """Everything is loaded: serve."""

@@ -10,7 +10,7 @@ import pytest
 from roseinfer.bench import report
 from roseinfer.bench.definitions import RequestTimes
 from roseinfer.bench.runs import Run
-from roseinfer.records import PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import BlockedBy, PhaseTimes, RequestTimeline, StepRecord
 
 MS = 1_000_000
 HEADER = {"Model": "gpt2", "Device": "cuda", "Requests": 2}
@@ -38,7 +38,7 @@ def step(num_prefill: int, num_decode: int) -> StepRecord:
     counts = dict.fromkeys(StepRecord.__struct_fields__, 0) | {"phases": PhaseTimes()}
     counts |= {"num_prefill_seqs": num_prefill, "num_decode_seqs": num_decode, "end_ns": 3 * MS}
     counts |= {"num_prefix_queried_tokens": 3 * num_prefill}
-    return StepRecord(**counts)  # type: ignore[arg-type]
+    return StepRecord(**(counts | {"blocked_by": BlockedBy.NOTHING, "is_profiled": False}))  # type: ignore[arg-type]
 
 
 RUN = Run(requests=[times(0, [10, 12, 16], 0), times(20, [30, 40], 20)], submit_wall=21_000_000)

@@ -4,6 +4,7 @@ import pytest
 
 from roseinfer.engine.batch import Launched, ScheduledBatch
 from roseinfer.engine.engine import Engine
+from roseinfer.records import Watch
 from tests.unit.engine.harness import RecordBatches
 
 
@@ -15,9 +16,9 @@ def record_batches(monkeypatch: pytest.MonkeyPatch) -> RecordBatches:
         batches: list[ScheduledBatch] = []
         launch = engine.runner.launch
 
-        def recording(batch: ScheduledBatch) -> Launched:
+        def recording(batch: ScheduledBatch, watch: Watch) -> Launched:
             batches.append(batch)
-            return launch(batch)
+            return launch(batch, watch)
 
         monkeypatch.setattr(engine.runner, "launch", recording)
         return batches

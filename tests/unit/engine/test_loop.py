@@ -63,7 +63,7 @@ def test_a_full_outbox_stops_the_stepping_and_sleeps() -> None:
 def test_a_step_that_raises_is_told_once_and_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
-    def broken(_: object) -> None:
+    def broken(*_: object) -> None:
         raise ZeroDivisionError("by hand")
 
     monkeypatch.setattr(engine.runner, "launch", broken)

@@ -12,7 +12,7 @@ import pytest
 from roseinfer.engine.batch import Launched, SampledTokens, ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.messages import Request
-from roseinfer.records import FinishReason, StepRecord
+from roseinfer.records import FinishReason, StepRecord, Watch
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -172,9 +172,9 @@ def test_a_launched_batch_is_not_changed_by_the_next_schedule() -> None:
         names = ("slots", "starts", "num_new_tokens", "samples", "token_ids")
         return {name: getattr(batch, name).tobytes() for name in names}
 
-    def remembering(batch: ScheduledBatch) -> Launched:
+    def remembering(batch: ScheduledBatch, watch: Watch) -> Launched:
         seen.append((batch, contents(batch)))
-        return launch(batch)
+        return launch(batch, watch)
 
     engine.runner.launch = remembering  # type: ignore[method-assign]
     run_to_end(engine)
@@ -201,16 +201,16 @@ def watch_runner(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Watched:
         def __init__(self, launched: Launched, step_id: int) -> None:
-            self.graph_rows = launched.graph_rows
+            self.graph_rows, self.h2d_bytes = launched.graph_rows, launched.h2d_bytes
             self._launched, self._step_id = launched, step_id
 
         def wait(self) -> SampledTokens:
             events.append(f"wait {self._step_id}")
             return self._launched.wait()
 
-    def watched(batch: ScheduledBatch) -> Watched:
+    def watched(batch: ScheduledBatch, watch: Watch) -> Watched:
         events.append(f"launch {batch.step_id}")
-        return Watched(launch(batch), batch.step_id)
+        return Watched(launch(batch, watch), batch.step_id)
 
     monkeypatch.setattr(engine.runner, "launch", watched)
     return events

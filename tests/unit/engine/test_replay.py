@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roseinfer.engine.batch import Launched, ScheduledBatch
+from roseinfer.records import Watch
 from tests.unit.engine.harness import make_engine, make_request
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,9 +33,9 @@ def replay(trace: dict[str, Any]) -> str:
     engine = make_engine(**trace["engine"])
     launch, lines, batches = engine.runner.launch, [], []
 
-    def recording(batch: ScheduledBatch) -> Launched:
+    def recording(batch: ScheduledBatch, watch: Watch) -> Launched:
         batches.append(describe(batch))
-        return launch(batch)
+        return launch(batch, watch)
 
     engine.runner.launch = recording  # type: ignore[method-assign]
     events = trace["events"]

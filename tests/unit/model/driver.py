@@ -11,6 +11,7 @@ import numpy as np
 
 from roseinfer.engine.batch import Launched, Runner, ScheduledBatch, SlotBinding
 from roseinfer.messages import EngineInfo, SamplingParams
+from roseinfer.records import UNWATCHED
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Driver:
             return
         counts = [1] * len(decoding) + [min(self._plan.chunk, s.num_known - s.num_computed) for s in others]
         batch = self._batch(rows, counts, len(decoding))
-        launched = self._runner.launch(batch)
+        launched = self._runner.launch(batch, UNWATCHED)
         self.graph_rows.append(launched.graph_rows)
         sampled = [s for s, samples in zip(rows, batch.samples, strict=True) if samples]
         for sequence, count in zip(rows, counts, strict=True):

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.metrics import Metrics
-from roseinfer.records import FinishReason, Observer, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import BlockedBy, FinishReason, Observer, PhaseTimes, RequestTimeline, StepRecord
 
 MODEL = "tiny"
 MS = 1_000_000
@@ -38,7 +38,8 @@ def make_metrics(take_gc_pauses_ns: Callable[[], Sequence[int]] = tuple) -> Metr
 def make_step(**changes: int) -> StepRecord:
     counts = dict.fromkeys(StepRecord.__struct_fields__, 0)
     counts |= {"num_total_blocks": 100, "start_ns": 1 * MS, "tokens_ns": 2 * MS, "end_ns": 3 * MS}
-    return StepRecord(**(counts | changes | {"phases": PhaseTimes()}))  # type: ignore[arg-type]
+    others = {"phases": PhaseTimes(), "blocked_by": BlockedBy.NOTHING, "is_profiled": False}
+    return StepRecord(**(counts | others | changes))  # type: ignore[arg-type]
 
 
 def make_timeline(**changes: object) -> RequestTimeline:

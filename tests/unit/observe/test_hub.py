@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from roseinfer.observe.hub import Hub
-from roseinfer.records import LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Arrival, Delivery, LifecycleState, RequestTimeline, StepRecord
 from tests.unit.observe.facts import make_step, make_timeline
 
 
@@ -31,6 +31,9 @@ class Diary:
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         self._note(f"step {record.step_id} advanced {len(advanced)}")
 
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        self._note(f"write {timeline.request_id} at {delivery.written_ns}")
+
     def on_finish(self, timeline: RequestTimeline) -> None:
         self._note(f"finish {timeline.request_id}")
 
@@ -40,10 +43,11 @@ def tell_all(hub: Hub) -> None:
     hub.on_lifecycle(LifecycleState.READY)
     hub.on_start(timeline)
     hub.on_step(make_step(step_id=3), [timeline])
+    hub.on_write(timeline, Delivery(Arrival(1, 2, 3), 4, 5, 6, was_paused=False))
     hub.on_finish(timeline)
 
 
-EVERYTHING = ["ready", "start r-1", "step 3 advanced 1", "finish r-1"]
+EVERYTHING = ["ready", "start r-1", "step 3 advanced 1", "write r-1 at 6", "finish r-1"]
 
 
 def test_every_observer_hears_everything_in_order() -> None:

@@ -5,6 +5,7 @@ Ids 0 to 255 are the bytes themselves, so `list("text".encode())` is a prompt; a
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from roseinfer.config import Config, ServerConfig
 from roseinfer.errors import EngineError, NotReady
 from roseinfer.messages import EngineInfo, Request, StartupProgress, TokenLogprobs, TokenOutput
-from roseinfer.records import EngineTimes, FinishReason, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Arrival, Delivery, EngineTimes, FinishReason, LifecycleState, RequestTimeline, StepRecord
 from roseinfer.server.api_keys import ApiKeys
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.chat_template import ChatTemplate
@@ -186,6 +187,9 @@ class ScriptedEngine:
                 if isinstance(outputs, EngineError):
                     raise outputs
                 unfinished -= {output.request_id for output in outputs if output.finish_reason is not None}
+                now_ns = time.monotonic_ns()
+                for timeline in timelines:
+                    timeline.arrival = Arrival(now_ns, now_ns, now_ns)
                 yield outputs
         finally:
             for request_id in unfinished:
@@ -229,6 +233,8 @@ class Listener:
     def on_start(self, timeline: RequestTimeline) -> None: ...
 
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None: ...
+
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None: ...
 
     def on_finish(self, timeline: RequestTimeline) -> None: ...
 

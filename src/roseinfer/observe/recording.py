@@ -1,0 +1,185 @@
+"""What a server did, as numbers in one file: steps, requests and writes, never text or token ids.
+
+A recording is a NumPy archive, `numpy.load(path)["steps"]`, so it can be read without us. All stamps are those of
+`time.monotonic_ns()` on the recorded host; `meta.clock` places them on the calendar.
+"""
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import EngineInfo
+from roseinfer.records import BlockedBy, Cause, FinishReason, PhaseTimes, RequestTimeline, StepRecord
+
+FORMAT_VERSION = 1
+
+StructArray = npt.NDArray[np.void]
+BLOCKED_BY = tuple(BlockedBy)
+CAUSES = tuple(Cause)
+
+_COUNTS = tuple(name for name in StepRecord.__struct_fields__ if name not in {"phases", "blocked_by", "is_profiled"})
+_PHASES = PhaseTimes.__struct_fields__
+STEP_DTYPE = np.dtype(
+    [
+        *((name, np.int64) for name in _COUNTS),
+        *((f"{name}_ns", np.int64) for name in _PHASES),
+        ("blocked_by", np.uint8),  # index into BLOCKED_BY
+        ("is_profiled", np.bool_),
+    ]
+)
+WRITE_DTYPE = np.dtype(
+    [
+        ("serial", np.int64),  # of the request; what `RequestRecord.serial` says
+        *((name, np.int64) for name in ("tokens_ns", "sent_ns", "read_ns", "resumed_ns", "encoded_ns", "written_ns")),
+        ("was_paused", np.bool_),
+    ]
+)
+INTERRUPTION_DTYPE = np.dtype([("start_ns", np.int64), ("end_ns", np.int64), ("cause", np.uint8)])
+"""When the front end's interpreter did something else: a collection or a scrape. The cause is an index into CAUSES."""
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a recording; the fields are those of `RequestTimeline`. Stamps of 0 were not reached."""
+
+    serial: int  # order of arrival
+    request_id: str
+    recv_ns: int
+    parsed_ns: int = 0
+    tokenized_ns: int = 0
+    inbox_ns: int = 0
+    scheduled_ns: int = 0
+    end_ns: int = 0  # 0: it was still running
+    token_ns: list[int] = []
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    max_tokens: int = 0
+    num_preemptions: int = 0
+    preempted_ns: int = 0
+    resumed_ns: int = 0
+    is_streamed: bool = False
+    client_disconnected: bool = False
+    finish_reason: FinishReason | None = None
+    error_code: str = ""
+    trace_id: str = ""
+    prefix_digests: list[int] = []  # one for each full block of the prompt and all before it; keyed, so not reversible
+
+    @classmethod
+    def of(cls, serial: int, timeline: RequestTimeline) -> "RequestRecord":
+        digests = np.frombuffer(timeline.prefix_digests, np.int64).tolist()
+        same = {name: getattr(timeline, name) for name in _SAME_IN_TIMELINE}
+        return cls(serial=serial, prefix_digests=digests, **(same | {"token_ns": list(timeline.token_ns)}))
+
+
+_SAME_IN_TIMELINE = tuple(
+    name for name in RequestRecord.__struct_fields__ if name not in {"serial", "prefix_digests", "token_ns"}
+)
+
+
+class ClockPair(msgspec.Struct, frozen=True):
+    """One moment on both clocks."""
+
+    monotonic_ns: int
+    unix_ns: int
+
+
+class RecordingMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What the numbers are of."""
+
+    format_version: int = FORMAT_VERSION
+    version: str  # of roseinfer
+    model_name: str
+    clock: ClockPair
+    engine: EngineInfo | None
+    config: dict[str, Any] = {}  # sections scheduler, cache, runner and engine of the configuration
+    trigger: str = ""  # why it was saved, if a rule did it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Rows are in the order of their stamps; `requests` in that of arrival."""
+
+    meta: RecordingMeta
+    requests: list[RequestRecord]
+    steps: StructArray  # STEP_DTYPE
+    writes: StructArray  # WRITE_DTYPE
+    interruptions: StructArray  # INTERRUPTION_DTYPE
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises OSError."""
+        scratch = path.with_name(f".{path.name}.part")
+        with scratch.open("wb") as file:
+            np.savez_compressed(
+                file,
+                meta=np.frombuffer(msgspec.json.encode(self.meta), np.uint8),
+                requests=np.frombuffer(msgspec.json.encode(self.requests), np.uint8),
+                steps=self.steps,
+                writes=self.writes,
+                interruptions=self.interruptions,
+            )
+        scratch.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Recording":
+        """Raises InvalidRequest for a file that is no recording, or one of another version."""
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in ("meta", "requests", "steps", "writes", "interruptions")}
+        except OSError as error:
+            raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}.", param="recording") from None
+        except (KeyError, ValueError, zipfile.BadZipFile, EOFError):
+            raise InvalidRequest(f"{path} is no recording of roseinfer.", param="recording") from None
+        try:
+            found = msgspec.json.decode(arrays["meta"].tobytes(), type=_Versioned).format_version
+            if found != FORMAT_VERSION:
+                raise InvalidRequest(
+                    f"{path} is a recording of format {found}; this version of roseinfer reads format "
+                    f"{FORMAT_VERSION}.",
+                    param="recording",
+                )
+            meta = msgspec.json.decode(arrays["meta"].tobytes(), type=RecordingMeta)
+            requests = msgspec.json.decode(arrays["requests"].tobytes(), type=list[RequestRecord])
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"{path} is damaged: {error}.", param="recording") from None
+        for name, dtype in (("steps", STEP_DTYPE), ("writes", WRITE_DTYPE), ("interruptions", INTERRUPTION_DTYPE)):
+            if arrays[name].dtype != dtype or arrays[name].ndim != 1:
+                raise InvalidRequest(f"{path} is damaged: its {name} have other fields.", param="recording")
+        return cls(
+            meta=meta,
+            requests=requests,
+            steps=arrays["steps"],
+            writes=arrays["writes"],
+            interruptions=arrays["interruptions"],
+        )
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int
+
+
+def step_row(record: StepRecord) -> tuple[Any, ...]:
+    """The record as a row of STEP_DTYPE."""
+    phases = record.phases
+    return (
+        *[getattr(record, name) for name in _COUNTS],
+        *[getattr(phases, name) for name in _PHASES],
+        BLOCKED_BY.index(record.blocked_by),
+        record.is_profiled,
+    )
+
+
+def step_of(row: np.void) -> StepRecord:
+    """The record of a row."""
+    phases = PhaseTimes(*(int(row[f"{name}_ns"]) for name in _PHASES))
+    counts = {name: int(row[name]) for name in _COUNTS}
+    return StepRecord(
+        **counts,
+        phases=phases,
+        blocked_by=BLOCKED_BY[int(row["blocked_by"])],
+        is_profiled=bool(row["is_profiled"]),
+    )
