@@ -56,6 +56,8 @@ operations port has the probes and `/metrics` and needs no key.
 
 - `x-request-id`, in a request: up to 128 letters, digits, dots, dashes and underscores. The answer and the log carry
   it; a request without one gets one.
+- `x-roseinfer-ledger: 1`, in a request: answer with where its time went, part by part, in `roseinfer_ledger` and the
+  header `Server-Timing`; see [causes](causes.md#the-ledger).
 - `x-roseinfer-intended-time`, in a request: the unix time in seconds, such as `1700000000.25`, at which a load
   generator had planned to send it. It becomes `roseinfer_client_submit_lag_seconds`. Anything else in it is a 400.
 - `traceparent`, in a request: the trace context of the W3C. It is kept with the request's other facts; nothing is

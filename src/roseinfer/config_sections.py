@@ -283,6 +283,12 @@ class ObserveConfig:
     log_summary_interval_s: Annotated[
         float, Meta(ge=0, description="Seconds between summary lines while there is work; 0 turns them off.")
     ] = _option(10.0)
+    slow_gap_factor: Annotated[
+        float, Meta(gt=1, description="A gap between two tokens is slow when it is so many times the recent median.")
+    ] = _option(3.0)
+    slow_gap_min_ms: Annotated[
+        float, Meta(ge=0, description="And only when it is longer than this, in milliseconds.")
+    ] = _option(2.0)
     nvtx: Annotated[bool, Meta(description="Mark the phases of each step with NVTX ranges for Nsight.")] = _option(
         False
     )

@@ -196,8 +196,11 @@ class RequestTimeline:
     error_code: str = ""  # for finish reasons error, timeout and rejected: the code of the error
 
 
-class Observer(Protocol):
-    """Somebody who is told facts, on the front end's event loop, after the tokens have been routed."""
+class Observer:
+    """Somebody who is told facts, on the front end's event loop, after the tokens have been routed.
+
+    It hears nothing but what it overrides.
+    """
 
     def on_lifecycle(self, state: LifecycleState) -> None:
         """The server entered `state`."""

@@ -138,22 +138,31 @@ def serve(config: Config) -> int:
     from aiohttp import web
     from prometheus_client import CollectorRegistry
 
+    from roseinfer.observe.attribution import Attribution
     from roseinfer.observe.metrics import Metrics
     from roseinfer.server import lifecycle
+    from roseinfer.server.instruments import Instruments
 
     output = logs.configure(config.observe, sys.stderr)
     gc_pauses = GcPauses()
     metrics = Metrics(
         config.served_model_name, __version__, CollectorRegistry(), lambda: output.num_dropped, gc_pauses.take
     )
-    client = build_client(config, [metrics, logs.Logs(config.observe.log_summary_interval_s)])
+    observe = config.observe
+    attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
+    hub = Hub([attribution, metrics, logs.Logs(observe.log_summary_interval_s)])
+    client = AsyncEngine(build_transport(config), hub, config.engine.step_timeout_s)
+    metrics.watch(attribution, lambda: hub.spent_ns)
 
     async def handle_metrics(request: web.Request) -> web.Response:
         page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
         return web.Response(body=page, headers={"Content-Type": content_type})
 
+    instruments = Instruments(metrics=handle_metrics, ledger=attribution.ledger)
+
     def on_ready(url: str) -> None:
         metrics.set_engine_info(client.info)
+        attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: later collections need not walk it
         if client.info.device == "cpu" and not client.info.kernels and config.runner.kernels != "off":
@@ -164,6 +173,6 @@ def serve(config: Config) -> int:
 
     try:
         with gc_pauses:
-            return asyncio.run(lifecycle.run(config, client, client.observer, handle_metrics, on_ready))
+            return asyncio.run(lifecycle.run(config, client, hub, instruments, on_ready))
     finally:
         output.close()

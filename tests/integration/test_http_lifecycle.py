@@ -20,10 +20,10 @@ from roseinfer.messages import StartupProgress
 from roseinfer.records import FinishReason, LifecycleState
 from roseinfer.server import lifecycle
 from tests.unit.server.harness import (
+    INSTRUMENTS,
     Listener,
     ScriptedEngine,
     engine_info,
-    metrics_handler,
     says,
     write_checkpoint,
 )
@@ -76,7 +76,7 @@ async def running(tmp_path: Path, *, is_warm: bool = True, **server: Any) -> Asy
     port, listener, urls = free_port(), Listener(), list[str]()
     options: dict[str, Any] = {"ops_port": 0} | server
     config = Config(server=ServerConfig(port=port, served_model_name="scripted", **options))
-    task = asyncio.create_task(lifecycle.run(config, engine, listener, metrics_handler, urls.append))
+    task = asyncio.create_task(lifecycle.run(config, engine, listener, INSTRUMENTS, urls.append))
     async with aiohttp.ClientSession() as session:
         server_under_test = Running(task, engine, listener, session, port, urls)
         if is_warm:
@@ -253,7 +253,7 @@ async def test_an_engine_that_cannot_start(tmp_path: Path) -> None:
 async def start_error(config: ServerConfig, engine: ScriptedEngine) -> ConfigError:
     engine.started.set()
     with pytest.raises(ConfigError) as caught:
-        await lifecycle.run(Config(server=config), engine, Listener(), metrics_handler, lambda _: None)
+        await lifecycle.run(Config(server=config), engine, Listener(), INSTRUMENTS, lambda _: None)
     assert engine.num_closes == 1
     return caught.value
 
@@ -284,14 +284,14 @@ async def test_an_address_that_is_not_ours_is_named() -> None:
 async def test_an_api_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
     config = ServerConfig(port=0, ops_port=0, api_key_file=str(tmp_path / "keys"))
     with pytest.raises(ConfigError) as caught:
-        await lifecycle.run(Config(server=config), ScriptedEngine(), Listener(), metrics_handler, lambda _: None)
+        await lifecycle.run(Config(server=config), ScriptedEngine(), Listener(), INSTRUMENTS, lambda _: None)
     assert caught.value.param == "server.api_key_file"
 
 
 async def test_a_chat_template_that_is_missing_is_named_before_the_engine_starts(tmp_path: Path) -> None:
     config = ServerConfig(port=0, ops_port=0, chat_template=str(tmp_path / "mine.jinja"))
     with pytest.raises(ConfigError) as caught:
-        await lifecycle.run(Config(server=config), ScriptedEngine(), Listener(), metrics_handler, lambda _: None)
+        await lifecycle.run(Config(server=config), ScriptedEngine(), Listener(), INSTRUMENTS, lambda _: None)
     assert caught.value.param == "server.chat_template"
 
 

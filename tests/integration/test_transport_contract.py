@@ -14,14 +14,14 @@ from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transport
 from roseinfer.errors import ConfigError, EngineDead, EngineFailed
 from roseinfer.messages import TokenOutput
-from roseinfer.records import Delivery, FinishReason, RequestTimeline, StepRecord
+from roseinfer.records import FinishReason, Observer, RequestTimeline, StepRecord
 from tests.integration.fake_engine import build_fake_engine
 from tests.unit.engine.harness import make_request, run_alone
 
 StartEngine = Callable[..., Awaitable[AsyncEngine]]
 
 
-class Facts:
+class Facts(Observer):
     """An observer that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -38,9 +38,6 @@ class Facts:
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         self.records.append(record)
         self.num_tokens += len(advanced)
-
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        """See Observer."""
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         self.finished.append(timeline)

@@ -9,7 +9,7 @@ from roseinfer.errors import Overloaded
 from roseinfer.llm import LLM, Prompt
 from roseinfer.messages import SamplingParams
 from roseinfer.progress import Progress
-from roseinfer.records import Delivery, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Observer, RequestTimeline, StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Run:
         return sum(len(times.timeline.token_ns) for times in self.requests)
 
 
-class StepLog:
+class StepLog(Observer):
     """An observer that keeps the records of all steps, and moves a progress display on."""
 
     def __init__(self) -> None:
@@ -42,19 +42,11 @@ class StepLog:
         """A new run begins; the engine is idle."""
         self.steps, self.progress, self._num_tokens = [], progress, 0
 
-    def on_lifecycle(self, state: LifecycleState) -> None: ...
-
-    def on_start(self, timeline: RequestTimeline) -> None: ...
-
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         self.steps.append(record)
         self._num_tokens += len(advanced)
         if self.progress is not None:
             self.progress.update(done=self._num_tokens)
-
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None: ...
-
-    def on_finish(self, timeline: RequestTimeline) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

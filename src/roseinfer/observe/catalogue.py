@@ -5,6 +5,8 @@ dashboards are made from these rows, so a new metric is a new row and nothing el
 base units; each HELP text states the two events of an interval and what is counted once.
 """
 
+# Over 350 lines because it is one table, and a metric more is a row more.
+
 from collections.abc import Callable
 
 from roseinfer.observe import intervals, measures
@@ -23,7 +25,7 @@ from roseinfer.observe.series import (
     histogram,
     info,
 )
-from roseinfer.records import FinishReason, LifecycleState, RequestTimeline
+from roseinfer.records import Cause, FinishReason, LifecycleState, RequestTimeline
 
 
 def _latency(
@@ -117,6 +119,28 @@ _LATENCIES = (
         REQUEST_S,
         intervals.request_duration_ns,
         "Request head parsed (t_recv) → the request ended (t_end). Once per request, whatever its finish reason.",
+    ),
+)
+
+_CAUSE = Label(name="cause", values=tuple(Cause))
+_CAUSES = (
+    counter(
+        "roseinfer_gap_seconds_total",
+        "seconds",
+        AtScrape(measures.gap_s),
+        "Time between two tokens of a request, by what it went to. What the engine did between two tokens adds up to "
+        "the sum of roseinfer_inter_token_latency_seconds; on top of that comes, of streams, the time in which a known "
+        "token was on its way to the socket and none before it was. docs/causes.md says what each cause is.",
+        _CAUSE,
+    ),
+    counter(
+        "roseinfer_slow_gaps_total",
+        "gaps",
+        AtScrape(measures.slow_gaps),
+        "Gaps that were longer than observe.slow_gap_factor times the recent median and than observe.slow_gap_min_ms, "
+        "by the cause that was the furthest above what it usually is. Of streams the gaps between socket writes count, "
+        "of other requests those between tokens.",
+        _CAUSE,
     ),
 )
 
@@ -324,6 +348,14 @@ _EXPORTER = (
         source=OfScrapes(),
     ),
     Row(
+        name="roseinfer_observability_seconds_total",
+        kind="counter",
+        unit="seconds",
+        is_per_model=False,
+        help="Time the front end spent on telling observers of facts and on rendering this page.",
+        source=AtScrape(lambda state: {"": state.observability_ns / measures.NS_PER_S}),
+    ),
+    Row(
         name="roseinfer_telemetry_dropped_total",
         kind="counter",
         label=Label(name="signal", values=("interval", "log_line")),
@@ -336,6 +368,7 @@ _EXPORTER = (
 
 GROUPS = {
     "Latency of a request": _LATENCIES,
+    "Causes of gaps between tokens": _CAUSES,
     "Steps and tokens": _STEPS,
     "Requests": _REQUESTS,
     "Engine and server": _ENGINE,

@@ -19,7 +19,7 @@ from roseinfer.config import ObserveConfig
 from roseinfer.observe import intervals
 from roseinfer.observe.histogram import Histogram
 from roseinfer.observe.measures import NS_PER_S, newest_token_gaps_s
-from roseinfer.records import Delivery, FinishReason, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)
 requests = logging.getLogger("roseinfer.requests")  # `roseinfer.access` is the server's: HTTP and its status
@@ -150,7 +150,7 @@ def configure(config: ObserveConfig, stream: TextIO) -> LogOutput:
 _FINE_S = tuple(1e-5 * 1.05**i for i in range(331))
 
 
-class Logs:
+class Logs(Observer):
     """The observer that logs: a line for each request that ended, and a summary while there is work."""
 
     def __init__(self, summary_interval_s: float) -> None:
@@ -163,9 +163,6 @@ class Logs:
     def on_lifecycle(self, state: LifecycleState) -> None:
         logger.info("server is %s", state.value)
 
-    def on_start(self, timeline: RequestTimeline) -> None:
-        """Nothing yet: one request is one line, at its end."""
-
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         if not self._interval_ns:
             return
@@ -177,9 +174,6 @@ class Logs:
         if record.end_ns - self._start_ns >= self._interval_ns:
             self._summarize(record)
             self._begin(record.end_ns)
-
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        """See Observer."""
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}

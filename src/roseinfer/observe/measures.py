@@ -140,6 +140,14 @@ def engine_up(state: ServerState) -> dict[str, float]:
     return {"": float(state.lifecycle in {LifecycleState.READY, LifecycleState.DRAINING})}
 
 
+def gap_s(state: ServerState) -> dict[str, float]:
+    return {cause: duration / NS_PER_S for cause, duration in state.gap_ns.items()}
+
+
+def slow_gaps(state: ServerState) -> dict[str, float]:
+    return {cause: count for cause, count in state.num_slow_gaps.items()}  # noqa: C416 - to widen the types
+
+
 def cache_config(state: ServerState) -> Sequence[str | int]:
     return (state.engine.block_size, state.engine.num_blocks) if state.engine else ()
 

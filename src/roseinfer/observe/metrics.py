@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from roseinfer.messages import EngineInfo
+from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.catalogue import CATALOGUE
 from roseinfer.observe.histogram import Histogram
 from roseinfer.observe.measures import NS_PER_S
@@ -29,12 +30,12 @@ from roseinfer.observe.series import (
     Row,
     ServerState,
 )
-from roseinfer.records import Delivery, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import LifecycleState, Observer, RequestTimeline, StepRecord
 
 Values = Mapping[str, float | str | int | Histogram]
 
 
-class Metrics(Collector):
+class Metrics(Collector, Observer):
     """The observer that counts, and the collector that tells. Every series exists at 0 before the first request."""
 
     def __init__(
@@ -49,6 +50,8 @@ class Metrics(Collector):
         self._registry = registry
         self._num_dropped_log_lines = num_dropped_log_lines
         self._take_gc_pauses_ns = take_gc_pauses_ns
+        self._spent_ns: Callable[[], int] = lambda: 0
+        self._render_ns = 0
         self._lock = threading.Lock()
         self._state = ServerState(version=version)
         # A counter is a histogram without bounds: it takes the same values, and nothing negative.
@@ -62,6 +65,11 @@ class Metrics(Collector):
         self._of_scrapes = [self._cells[row.name][""] for row in CATALOGUE if isinstance(row.source, OfScrapes)]
         self._of_collections = [self._cells[row.name][""] for row in CATALOGUE if isinstance(row.source, OfCollections)]
         registry.register(self)
+
+    def watch(self, attribution: Attribution, spent_ns: Callable[[], int]) -> None:
+        """Tell what `attribution` finds, and what all observers together have spent."""
+        self._state.gap_ns, self._state.num_slow_gaps = attribution.total_ns, attribution.num_slow_gaps
+        self._spent_ns = spent_ns
 
     def set_engine_info(self, info: EngineInfo) -> None:
         """The engine is ready: what it turned out to be."""
@@ -87,9 +95,6 @@ class Metrics(Collector):
                     self._state.num_refused_intervals += cells[source.label(record)].add(values)
             self._count_collections()
 
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        """See Observer."""
-
     def on_finish(self, timeline: RequestTimeline) -> None:
         with self._lock:
             self._state.num_finished += 1
@@ -111,8 +116,10 @@ class Metrics(Collector):
         encode, content_type = choose_encoder(accept)
         page = encode(self._registry)
         with self._lock:
+            duration_ns = time.monotonic_ns() - start_ns
+            self._render_ns += duration_ns
             for cell in self._of_scrapes:
-                cell.add([(time.monotonic_ns() - start_ns) / NS_PER_S])
+                cell.add([duration_ns / NS_PER_S])
         return page, content_type
 
     def collect(self) -> Iterator[Metric]:
@@ -128,6 +135,7 @@ class Metrics(Collector):
             self._count_collections()
             state = self._state
             state.num_dropped_log_lines = self._num_dropped_log_lines()
+            state.observability_ns = self._spent_ns() + self._render_ns
             if state.last_step_end_ns:
                 age_s = (time.monotonic_ns() - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s

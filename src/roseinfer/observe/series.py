@@ -4,11 +4,11 @@ Telemetry libraries stay out of here: `metrics.py` turns rows and values into th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from roseinfer.messages import EngineInfo
-from roseinfer.records import LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Cause, LifecycleState, RequestTimeline, StepRecord
 
 
 @dataclass(slots=True)
@@ -25,6 +25,9 @@ class ServerState:
     num_finished: int = 0
     num_refused_intervals: int = 0
     num_dropped_log_lines: int = 0
+    gap_ns: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
+    num_slow_gaps: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
+    observability_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

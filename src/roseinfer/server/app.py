@@ -4,26 +4,27 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.server import admin, chat, completions, middleware
+from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import SERVICE, Service
 
 
-def build_app(service: Service, metrics_handler: Handler) -> web.Application:
+def build_app(service: Service, instruments: Instruments) -> web.Application:
     """The API port."""
     routes = [
         web.post("/v1/completions", completions.create_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
         web.get("/v1/models", admin.list_models),
         web.get("/version", admin.version),
-        *_operations(metrics_handler),
+        *_operations(instruments.metrics),
     ]
     app = _application(service, routes)
     app.middlewares.extend((middleware.authenticate, middleware.admit))
     return app
 
 
-def build_ops_app(service: Service, metrics_handler: Handler) -> web.Application:
+def build_ops_app(service: Service, instruments: Instruments) -> web.Application:
     """The operations port: probes and metrics again, for the cluster's own network; it needs no key."""
-    return _application(service, _operations(metrics_handler))
+    return _application(service, [*_operations(instruments.metrics), *instruments.debug_routes])
 
 
 def _operations(metrics_handler: Handler) -> list[web.RouteDef]:

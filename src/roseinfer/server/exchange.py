@@ -11,7 +11,9 @@ from aiohttp.typedefs import Handler
 from roseinfer.engine.client import EngineClient
 from roseinfer.errors import EngineError, InvalidRequest, RequestTimeout, RoseinferError
 from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.server.instruments import Ledger
 
+LEDGER_HEADER = "x-roseinfer-ledger"
 INTENDED_TIME_HEADER = "x-roseinfer-intended-time"
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,12})?")
 
@@ -35,7 +37,7 @@ class Exchange:
     Its timelines are open from construction (the first) or `submit` (the others) until `close`.
     """
 
-    def __init__(self, client: EngineClient, key: str, request: web.Request) -> None:
+    def __init__(self, client: EngineClient, key: str, request: web.Request, ledger: Ledger) -> None:
         self.timelines = [
             RequestTimeline(
                 request_id=key, recv_ns=time.monotonic_ns(), traceparent=request.headers.get("traceparent", "")
@@ -45,6 +47,8 @@ class Exchange:
         self.cache_salt = ""
         self._recv_unix_s = time.time()
         self._intended_time = request.headers.get(INTENDED_TIME_HEADER)
+        self._ledger = ledger
+        self._asks_for_ledger = request.headers.get(LEDGER_HEADER)
         self._client = client
         self._key = key
         task = asyncio.current_task()
@@ -68,8 +72,23 @@ class Exchange:
         """The engine's id of one of its sequences; `/` is in no key, so no two exchanges share one."""
         return f"{self._key}/{index}" if index else self._key
 
-    def read_intended_time(self) -> None:
-        """Note how late the client was against its own schedule, if it says so. Raises InvalidRequest."""
+    @property
+    def wants_ledger(self) -> bool:
+        """The client asked where its time went."""
+        return self._asks_for_ledger == "1"
+
+    def ledgers(self) -> list[dict[str, object]]:
+        """Where the time of each sequence went up to now."""
+        now_ns = time.monotonic_ns()
+        return [self._ledger(timeline, now_ns) for timeline in self.timelines]
+
+    def read_headers(self) -> None:
+        """Whether the client wants a ledger, and how late it was against its own schedule, if it says so.
+
+        Raises InvalidRequest.
+        """
+        if self._asks_for_ledger not in {None, "0", "1"}:
+            raise InvalidRequest(f"The header {LEDGER_HEADER} is 1, or 0, or left out.", param=LEDGER_HEADER)
         if self._intended_time is None:
             return
         if not _UNIX_SECONDS.fullmatch(self._intended_time):

@@ -20,7 +20,7 @@ from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta
 from roseinfer.server.exchange import EXCHANGE, Exchange
 from roseinfer.server.service import SERVICE, Service
-from roseinfer.server.wire import GenerationBody, PromptTokensDetails, Reply, Usage
+from roseinfer.server.wire import GenerationBody, PromptTokensDetails, Reply, Usage, server_timing
 
 _SEEDS = 2**63
 
@@ -173,6 +173,7 @@ class _Reply:
         self._generation = generation
         self._id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
+        self._wants_ledger = generation.exchange.wants_ledger
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """The status line waits for the first output; from then on, one write for all that a step made due."""
@@ -189,7 +190,8 @@ class _Reply:
                 if not frames:
                     continue
                 if stream is None:
-                    stream = generation.exchange.stream = await sse.open_stream(request)
+                    headers = self._timing(generation.exchange.ledgers()) if self._wants_ledger else {}
+                    stream = generation.exchange.stream = await sse.open_stream(request, headers)
                 encoded_ns = time.monotonic_ns()
                 await stream.write(b"".join(frames))
                 generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=request.protocol.writing_paused)
@@ -217,7 +219,11 @@ class _Reply:
             choices=[self._dialect.choice(delta) for delta in deltas],
             usage=generation.usage(),
         )
-        response = web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+        headers = {}
+        if self._wants_ledger:
+            reply.roseinfer_ledger = ledgers = generation.exchange.ledgers()
+            headers = self._timing(ledgers)
+        response = web.Response(body=msgspec.json.encode(reply), content_type="application/json", headers=headers)
         generation.exchange.stream = response
         encoded_ns = time.monotonic_ns()
         await response.prepare(request)
@@ -244,6 +250,12 @@ class _Reply:
 
     def _last_frames(self, template: sse.ChunkTemplate) -> bytes:
         """Step 14."""
-        if not self._generation.include_usage:
-            return sse.DONE
-        return template.usage(msgspec.json.encode(self._generation.usage())) + sse.DONE
+        frames = b""
+        if self._wants_ledger:
+            frames += template.ledger(msgspec.json.encode(self._generation.exchange.ledgers()))
+        if self._generation.include_usage:
+            frames += template.usage(msgspec.json.encode(self._generation.usage()))
+        return frames + sse.DONE
+
+    def _timing(self, ledgers: list[dict[str, object]]) -> dict[str, str]:
+        return {"Server-Timing": server_timing(ledgers)}

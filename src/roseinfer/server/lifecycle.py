@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from roseinfer.config import Config
 from roseinfer.engine.client import EngineClient
@@ -24,6 +23,7 @@ from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.api_keys import ApiKeys
 from roseinfer.server.app import build_app, build_ops_app, build_runner
 from roseinfer.server.chat_template import read_chosen_template
+from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
 
 EXIT_DRAINED = 0
@@ -44,7 +44,7 @@ async def run(
     config: Config,
     client: EngineClient,
     observer: Observer,
-    metrics_handler: Handler,
+    instruments: Instruments,
     on_ready: Callable[[str], None],
 ) -> int:
     """Serve until a signal or the engine's death, and return the exit code. `on_ready` is given the API's URL.
@@ -55,9 +55,9 @@ async def run(
     with _Signals() as signals:
         keys = ApiKeys.load(Path(config.server.api_key_file)) if config.server.api_key_file else None
         load_text = partial(TextModel.load, chosen_template=read_chosen_template(config.server.chat_template))
-        service = Service(config, client, observer, keys)
+        service = Service(config, client, observer, keys, instruments.ledger)
         try:
-            async with _listening(service, metrics_handler) as url:
+            async with _listening(service, instruments) as url:
                 return await _serve(service, load_text, signals, lambda: on_ready(url))
         finally:
             await _close(service)
@@ -162,14 +162,14 @@ async def _cancel(task: "asyncio.Task[Any]") -> None:
 
 
 @contextlib.asynccontextmanager
-async def _listening(service: Service, metrics_handler: Handler) -> AsyncIterator[str]:
+async def _listening(service: Service, instruments: Instruments) -> AsyncIterator[str]:
     """Open the ports, the operations port too unless it is 0, and yield the API's URL."""
     config = service.config
     async with contextlib.AsyncExitStack() as ports:
-        app = build_app(service, metrics_handler)
+        app = build_app(service, instruments)
         port = await ports.enter_async_context(_port(app, config.host, config.port, "server.port", "server.host"))
         if config.ops_port:
-            app = build_ops_app(service, metrics_handler)
+            app = build_ops_app(service, instruments)
             names = ("server.ops_port", "server.ops_host")
             await ports.enter_async_context(_port(app, config.ops_host, config.ops_port, *names))
         host = f"[{config.host}]" if ":" in config.host else config.host

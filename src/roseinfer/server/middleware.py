@@ -15,7 +15,7 @@ from roseinfer.records import LifecycleState
 from roseinfer.server import sse
 from roseinfer.server.exchange import EXCHANGE, is_for_tokens
 from roseinfer.server.service import SERVICE
-from roseinfer.server.wire import error_body
+from roseinfer.server.wire import error_body, server_timing
 
 REQUEST_ID = web.RequestKey("request_id", str)
 REQUEST_ID_HEADER = "x-request-id"
@@ -110,15 +110,21 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_response(failure, headers)
     exchange.fail(failure)
     if exchange.stream is None:
-        return error_response(failure, headers)
+        return error_response(failure, headers, exchange.ledgers() if exchange.wants_ledger else None)
     return await _end_stream(request, exchange.stream, failure)
 
 
-def error_response(error: RoseinferError, headers: dict[str, str] | None = None) -> web.Response:
+def error_response(
+    error: RoseinferError,
+    headers: dict[str, str] | None = None,
+    ledgers: list[dict[str, object]] | None = None,
+) -> web.Response:
     """The JSON body of an error, under its status."""
     response = web.Response(
-        status=error.status, body=error_body(error), content_type="application/json", headers=headers
+        status=error.status, body=error_body(error, ledgers), content_type="application/json", headers=headers
     )
+    if ledgers is not None:
+        response.headers["Server-Timing"] = server_timing(ledgers)
     if isinstance(error, CapacityError):
         response.headers["Retry-After"] = str(error.retry_after_s)
     elif error.status == 503:
@@ -139,7 +145,9 @@ async def _end_stream(request: web.Request, stream: web.StreamResponse, error: R
     with contextlib.suppress(ConnectionError, TimeoutError):
         if not request.protocol.writing_paused:  # else its buffers are full, and aiohttp's waiter for them is spent
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                await stream.write(sse.event(error_body(error)))
+                exchange = request[EXCHANGE]
+                ledgers = exchange.ledgers() if exchange.wants_ledger else None
+                await stream.write(sse.event(error_body(error, ledgers)))
                 await stream.write_eof()
                 return stream
     _abort(request)
@@ -170,5 +178,5 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Requests for tokens are refused while the server is not ready or is full."""
     if (exchange := request.get(EXCHANGE)) is not None:
         request.app[SERVICE].admit()
-        exchange.read_intended_time()
+        exchange.read_headers()
     return await handler(request)

@@ -14,6 +14,7 @@ from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.api_keys import ApiKeys
 from roseinfer.server.chat_template import ChatTemplate
 from roseinfer.server.exchange import Exchange
+from roseinfer.server.instruments import Ledger
 from roseinfer.server.tokenizer import Tokenizer
 
 MAX_ABANDONED = 65536  # many times what an engine can be late with
@@ -49,7 +50,9 @@ class TextModel:
 class Service:
     """The state machine: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere; never back."""
 
-    def __init__(self, config: Config, client: EngineClient, observer: Observer, api_keys: ApiKeys | None) -> None:
+    def __init__(
+        self, config: Config, client: EngineClient, observer: Observer, api_keys: ApiKeys | None, ledger: Ledger
+    ) -> None:
         self.config = config.server
         self.model_name = config.served_model_name
         self.client = client
@@ -57,6 +60,7 @@ class Service:
         self.state = LifecycleState.STARTING
         self.has_been_ready = False
         self.observer = observer
+        self._ledger = ledger
         self._text_model: TextModel | None = None
         self._exchanges: dict[str, Exchange] = {}
         self._abandoned: dict[str, None] = {}  # keys not to be used again yet, oldest first
@@ -102,7 +106,7 @@ class Service:
         key = request_id
         while key in self._exchanges or key in self._abandoned:  # the engine must not get an id twice
             key = f"{request_id}~{secrets.token_hex(4)}"  # `~` is in no client's id
-        exchange = self._exchanges[key] = Exchange(self.client, key, request)
+        exchange = self._exchanges[key] = Exchange(self.client, key, request, self._ledger)
         self._is_idle.clear()
         return exchange
 

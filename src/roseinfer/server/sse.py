@@ -13,13 +13,14 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-async def open_stream(request: web.Request) -> web.StreamResponse:
-    """Send the status line and the headers of an event stream."""
+async def open_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
+    """Send the status line and the headers of an event stream, and more headers."""
     stream = web.StreamResponse(
         headers={
             "Content-Type": "text/event-stream; charset=utf-8",
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",  # nginx would hold events back to fill its buffer
+            **headers,
         }
     )
     await stream.prepare(request)
@@ -60,6 +61,10 @@ class ChunkTemplate:
 
     def _tail(self, logprobs: bytes, finish_reason: FinishReason | None) -> bytes:
         return b',"logprobs":%b,"finish_reason":%b%b' % (logprobs, msgspec.json.encode(finish_reason), self._end)
+
+    def ledger(self, ledgers: bytes) -> bytes:
+        """The chunk that says where the time of each choice went, as JSON, and has no choices."""
+        return self._head + b'],"roseinfer_ledger":' + ledgers + self._end[2:]
 
     def usage(self, usage: bytes) -> bytes:
         """The chunk that carries the usage, as JSON, and no choices."""

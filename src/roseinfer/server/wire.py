@@ -274,10 +274,20 @@ class Reply(msgspec.Struct):
     model: str
     choices: list[Any]
     usage: Usage
+    roseinfer_ledger: list[Any] | msgspec.UnsetType = msgspec.UNSET  # of each choice, when asked for
 
 
-def error_body(error: RoseinferError) -> bytes:
+def server_timing(ledgers: list[dict[str, object]]) -> str:
+    """The header Server-Timing (https://www.w3.org/TR/server-timing/): the parts of the first ledger in ms."""
+    parts = ledgers[0]["parts_ns"]
+    assert isinstance(parts, dict)
+    return ", ".join(f"{name};dur={duration / 1e6:.3f}" for name, duration in parts.items())
+
+
+def error_body(error: RoseinferError, ledgers: list[dict[str, object]] | None = None) -> bytes:
     """`{"error": {message, type, param, code}}`, as OpenAI's clients read it; never longer than a line or two.
+
+    Beside it stands where the time went, for clients that asked.
 
     Header bytes that are no UTF-8 reach us as lone surrogates, which JSON cannot hold: they are told as escapes.
     """
@@ -291,4 +301,4 @@ def error_body(error: RoseinferError) -> bytes:
         "param": None if error.param is None else told(error.param),
         "code": error.code or "internal_error",
     }
-    return msgspec.json.encode({"error": fields})
+    return msgspec.json.encode({"error": fields} | ({} if ledgers is None else {"roseinfer_ledger": ledgers}))

@@ -10,7 +10,7 @@ import pytest
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.errors import EngineDead, NotReady
 from roseinfer.messages import Abort, Command, Event, Request, Shutdown, StepOutput, TokenOutput
-from roseinfer.records import Delivery, EngineTimes, FinishReason, RequestTimeline, StepRecord
+from roseinfer.records import EngineTimes, FinishReason, Observer, RequestTimeline, StepRecord
 from tests.unit.engine.harness import make_engine, make_request
 
 
@@ -46,7 +46,7 @@ class ManualTransport:
         self.on_death("never told: the client is closing")
 
 
-class Told:
+class Told(Observer):
     """Everything the observer hears, in order."""
 
     def __init__(self) -> None:
@@ -61,9 +61,6 @@ class Told:
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         assert all(timeline.token_ns[-1] == record.tokens_ns for timeline in advanced)
         self.events.append(("step", [timeline.request_id for timeline in advanced]))
-
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        """See Observer."""
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         self.events.append(("finish", timeline.finish_reason))

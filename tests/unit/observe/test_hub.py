@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from roseinfer.observe.hub import Hub
-from roseinfer.records import Arrival, Delivery, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Arrival, Delivery, LifecycleState, Observer, RequestTimeline, StepRecord
 from tests.unit.observe.facts import make_step, make_timeline
 
 
-class Diary:
+class Diary(Observer):
     """Writes down what it is told; fails when told what it is afraid of."""
 
     def __init__(self, afraid_of: str = "") -> None:

@@ -20,10 +20,19 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from roseinfer.config import Config, ServerConfig
 from roseinfer.errors import EngineError, NotReady
 from roseinfer.messages import EngineInfo, Request, StartupProgress, TokenLogprobs, TokenOutput
-from roseinfer.records import Arrival, Delivery, EngineTimes, FinishReason, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.observe.attribution import Attribution
+from roseinfer.records import (
+    Arrival,
+    EngineTimes,
+    FinishReason,
+    LifecycleState,
+    Observer,
+    RequestTimeline,
+)
 from roseinfer.server.api_keys import ApiKeys
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.chat_template import ChatTemplate
+from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
 from roseinfer.server.tokenizer import Tokenizer
 
@@ -221,7 +230,7 @@ class ScriptedEngine:
         self.num_closes += 1
 
 
-class Listener:
+class Listener(Observer):
     """An observer that remembers the states."""
 
     def __init__(self) -> None:
@@ -230,17 +239,12 @@ class Listener:
     def on_lifecycle(self, state: LifecycleState) -> None:
         self.states.append(state)
 
-    def on_start(self, timeline: RequestTimeline) -> None: ...
-
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None: ...
-
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None: ...
-
-    def on_finish(self, timeline: RequestTimeline) -> None: ...
-
 
 async def metrics_handler(_request: web.Request) -> web.Response:
     return web.Response(text="# the metrics\n")
+
+
+INSTRUMENTS = Instruments(metrics=metrics_handler, ledger=Attribution().ledger)
 
 
 @dataclass
@@ -327,11 +331,11 @@ async def serving(
     """The API port over a scripted engine, on a free port of the loopback."""
     listener = Listener()
     config = Config(server=ServerConfig(served_model_name="scripted", **server))
-    service = Service(config, engine, listener, ApiKeys(keys) if keys else None)
+    service = Service(config, engine, listener, ApiKeys(keys) if keys else None, INSTRUMENTS.ledger)
     if is_ready:
         engine.started.set()
         service.open(text or text_model())
-    runner = build_runner(build_app(service, metrics_handler), 0.5)
+    runner = build_runner(build_app(service, INSTRUMENTS), 0.5)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

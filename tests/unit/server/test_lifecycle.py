@@ -10,7 +10,7 @@ from roseinfer.config import Config, ServerConfig
 from roseinfer.errors import EngineFailed
 from roseinfer.observe.logs import JsonFormatter
 from roseinfer.server import lifecycle
-from tests.unit.server.harness import Listener, ScriptedEngine, metrics_handler
+from tests.unit.server.harness import INSTRUMENTS, Listener, ScriptedEngine
 
 TRACEBACK = 'RuntimeError: the device is on fire\nTraceback (most recent call last):\n  File "runner.py", line 1'
 
@@ -23,7 +23,7 @@ async def test_the_engines_own_words_reach_the_log_once_and_without_our_frames(
     engine.start_error.add_note(TRACEBACK)
     engine.started.set()
     config = Config(server=ServerConfig(port=0, ops_port=0))
-    assert await lifecycle.run(config, engine, Listener(), metrics_handler, lambda _: None) == 70
+    assert await lifecycle.run(config, engine, Listener(), INSTRUMENTS, lambda _: None) == 70
     [record] = [record for record in caplog.records if record.levelno >= logging.ERROR]
     line = json.loads(JsonFormatter().format(record))
     assert line["message"] == "giving up: the engine failed"

@@ -6,12 +6,12 @@ from roseinfer.config import Config
 from roseinfer.errors import EngineDead, NotReady
 from roseinfer.records import LifecycleState
 from roseinfer.server.service import Service
-from tests.unit.server.harness import Listener, ScriptedEngine, text_model
+from tests.unit.server.harness import INSTRUMENTS, Listener, ScriptedEngine, text_model
 
 
 def make_service() -> tuple[Service, Listener]:
     listener = Listener()
-    return Service(Config(), ScriptedEngine(), listener, None), listener
+    return Service(Config(), ScriptedEngine(), listener, None, INSTRUMENTS.ledger), listener
 
 
 async def test_states_go_one_way_and_may_be_left_out() -> None:

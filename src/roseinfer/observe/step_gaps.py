@@ -1,0 +1,207 @@
+"""Steps in, the causes of the engine's gaps between tokens out; knows no request's text, metric or page.
+
+Whoever got a token in two steps that follow each other shares its gap with all others that did, so it is split once a
+step, into segments in the order of time: the engine's bookkeeping, what preceded the computing, the computing itself,
+sampling. Computing is `decode` as far as recent steps of that size took so long (`StepCosts`), and beyond that what
+made the step different: prompt tokens of others, more rows, no graph, a profiler.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from roseinfer.observe.step_costs import StepCosts, rows_of
+from roseinfer.records import Cause, StepRecord
+
+Segments = tuple[tuple[Cause, int], ...]
+"""Nanoseconds by cause, in the order of time; a cause may come more than once."""
+
+_NOISE = 1.5  # times what is expected; up to there a decode step is an ordinary one
+_DEVICE_BOUND = 0.05  # share of a gap that the host waited, from which on the device set the pace of a pipeline
+
+
+class StepGap(msgspec.Struct, frozen=True, gc=False):
+    """The gap of all requests that got a token both in a step and in the one before."""
+
+    start_ns: int
+    end_ns: int
+    step_id: int
+    segments: Segments
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+class GapSplitter:
+    """Takes steps as they come and splits the gap that each of them ends."""
+
+    def __init__(self, *, has_graphs: bool) -> None:
+        self.costs = StepCosts()
+        self._has_graphs = has_graphs
+        self._last: StepRecord | None = None  # with tokens
+
+    def take(self, record: StepRecord) -> StepGap | None:
+        """The gap that the step ends; None for a step without tokens, and for the first one."""
+        if not record.num_generated_tokens:
+            return None
+        last, self._last = self._last, record
+        gap = None
+        if last is not None:
+            segments = self._split(record, last)
+            gap = StepGap(last.tokens_ns, record.tokens_ns, record.step_id, segments)
+        if record.kind == "decode" and not record.is_profiled and not self._is_graph_miss(record):
+            self.costs.learn(record, _compute_ns(record))
+        return gap
+
+    def _split(self, record: StepRecord, last: StepRecord) -> Segments:
+        phases, total = record.phases, record.tokens_ns - last.tokens_ns
+        is_device_bound = record.pipeline_depth > 0 and phases.wait > _DEVICE_BOUND * total
+        before = [(Cause.ENGINE_OUTBOX, record.outbox_wait_ns)]
+        if not is_device_bound:  # else the launch went on while the device computed the step before
+            before += [(Cause.GRAPH_CAPTURE, phases.capture), (Cause.H2D_COPY, phases.h2d)]
+        after = [(Cause.SAMPLE_SYNC, 0 if is_device_bound else phases.sample)]
+        compute = total if is_device_bound else _compute_ns(record)
+        left = total
+        taken: list[tuple[Cause, int]] = []
+        for cause, duration in (*before, *after, (Cause.GC, record.gc_ns)):
+            taken.append((cause, min(duration, left)))
+            left -= taken[-1][1]
+        # A collection may have hit any part: what remains for computing is what the stamps leave.
+        computing = self._split_compute(record, last, min(compute, left))
+        host = left - sum(duration for _, duration in computing)
+        *before, sampling, collecting = taken
+        return tuple(
+            part for part in ((Cause.SCHEDULE, host), *before, collecting, *computing, sampling) if part[1] > 0
+        )
+
+    def _split_compute(self, record: StepRecord, last: StepRecord, compute_ns: int) -> list[tuple[Cause, int]]:
+        """The computing of a step into what is usual for its decode rows, and what made it different."""
+        expected = self.costs.expected_ns(rows_of(record), record.num_context_tokens)
+        if record.kind == "mixed":
+            decode = self._decode_of_mixed(record, compute_ns)
+            return [(Cause.DECODE, decode), (Cause.PREFILL_OF_OTHERS, compute_ns - decode)]
+        if expected is None:
+            return [(Cause.DECODE, compute_ns)]
+        excess = max(0, compute_ns - expected)
+        if record.is_profiled:
+            return [(Cause.DECODE, compute_ns - excess), (Cause.PROFILER, excess)]
+        if self._is_graph_miss(record):
+            return [(Cause.DECODE, compute_ns - excess), (Cause.GRAPH_MISS, excess)]
+        unknown = max(0, compute_ns - round(_NOISE * expected))
+        growth = min(self._growth_ns(record, last, expected), compute_ns - unknown)
+        return [
+            (Cause.DECODE, compute_ns - unknown - growth),
+            (Cause.BATCH_GROWTH, growth),
+            (Cause.UNKNOWN, unknown),
+        ]
+
+    def _decode_of_mixed(self, record: StepRecord, compute_ns: int) -> int:
+        """What the decode rows of a step with prompt tokens would have taken without them."""
+        context = record.num_context_tokens * record.num_decode_seqs
+        context //= record.num_decode_seqs + record.num_prefill_seqs
+        expected = self.costs.expected_ns(record.num_decode_seqs, context)
+        if expected is None:  # no experience yet: by their share of the tokens
+            num_tokens = record.num_decode_seqs + record.num_prefill_tokens
+            expected = compute_ns * record.num_decode_seqs // num_tokens
+        return min(expected, compute_ns)
+
+    def _growth_ns(self, record: StepRecord, last: StepRecord, expected_ns: int) -> int:
+        """What the step takes longer because it has more rows than the one before had sequences."""
+        num_before = max(last.graph_rows, last.num_decode_seqs + last.num_prefill_seqs)
+        if not 0 < num_before < rows_of(record):
+            return 0
+        before = self.costs.expected_ns(num_before, record.num_context_tokens * num_before // rows_of(record))
+        return max(0, expected_ns - (before or 0))
+
+    def _is_graph_miss(self, record: StepRecord) -> bool:
+        return self._has_graphs and record.kind == "decode" and not record.graph_rows
+
+
+def _compute_ns(record: StepRecord) -> int:
+    phases = record.phases
+    return max(0, phases.launch + phases.wait - phases.h2d - phases.capture - phases.sample)
+
+
+class Tokens(Protocol):
+    """What must be known of a request: its timeline, or its record."""
+
+    @property
+    def token_ns(self) -> Sequence[int]: ...
+
+    @property
+    def preempted_ns(self) -> int: ...
+
+    @property
+    def resumed_ns(self) -> int: ...
+
+
+class StepGaps:
+    """Gaps of steps, to be looked up by when their tokens were known."""
+
+    def __init__(self, gaps: Sequence[StepGap]) -> None:
+        self._gaps = gaps  # in the order of their ends
+        self._ends = [gap.end_ns for gap in gaps]
+
+    def ended_at(self, tokens_ns: int) -> StepGap | None:
+        at = bisect_left(self._ends, tokens_ns)
+        return self._gaps[at] if at < len(self._ends) and self._ends[at] == tokens_ns else None
+
+    def between(self, request: Tokens, index: int) -> Segments | None:
+        """Segments from the request's token before `index` to that token; None when the steps are not here."""
+        start_ns = request.token_ns[index - 1]
+        gap = self.ended_at(request.token_ns[index])
+        if gap is None or start_ns > gap.start_ns:
+            return None
+        if start_ns == gap.start_ns:
+            return gap.segments
+        return segments_since(start_ns, gap, request.preempted_ns, request.resumed_ns)
+
+    def since(self, request: Tokens, start_ns: int, tokens_ns: int) -> Segments | None:
+        """Segments from a moment on to the token known at `tokens_ns`; None when the steps are not here."""
+        segments: list[tuple[Cause, int]] = []
+        at = bisect_left(request.token_ns, tokens_ns)
+        while at > 0 and request.token_ns[at] > start_ns:
+            found = self.between(request, at)
+            if found is None:
+                return None
+            segments[:0] = after(found, max(0, start_ns - request.token_ns[at - 1]))
+            at -= 1
+        return tuple(segments)
+
+
+def segments_since(start_ns: int, gap: StepGap, preempted_ns: int, resumed_ns: int) -> Segments:
+    """The engine gap of a request whose token before came at `start_ns`, earlier than in the step before.
+
+    `preempted_ns` and `resumed_ns` are the request's own.
+    """
+    if start_ns < preempted_ns <= resumed_ns <= gap.end_ns:
+        return (
+            (Cause.SCHEDULE, preempted_ns - start_ns),
+            (Cause.KV_WAIT, resumed_ns - preempted_ns),
+            (Cause.PREEMPTED, gap.end_ns - resumed_ns),
+        )
+    return ((Cause.NOT_SELECTED, gap.start_ns - start_ns), *gap.segments)
+
+
+def parts_of(segments: Iterable[tuple[Cause, int]]) -> dict[Cause, int]:
+    """The same by cause, without those that took no time."""
+    parts: dict[Cause, int] = defaultdict(int)
+    for cause, duration in segments:
+        if duration > 0:
+            parts[cause] += duration
+    return dict(parts)
+
+
+def after(segments: Segments, skipped_ns: int) -> Segments:
+    """What is left of the segments when their first nanoseconds are cut off."""
+    left: list[tuple[Cause, int]] = []
+    for cause, duration in segments:
+        cut = min(duration, skipped_ns)
+        skipped_ns -= cut
+        if duration > cut:
+            left.append((cause, duration - cut))
+    return tuple(left)
