@@ -5,6 +5,8 @@ from pathlib import Path
 
 from roseinfer.config import Config
 from roseinfer.config_sources import Given, load
+from roseinfer.errors import ConfigError
+from roseinfer.model.kernels.levels import find_built, kernels_directory, levels_here
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 
@@ -21,7 +23,16 @@ def parse(pairs: Iterable[str]) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
+def require_kernels() -> None:
+    """Nobody measures plain torch by mistake: raises ConfigError unless this processor's kernels have been built."""
+    levels = levels_here()
+    if levels and find_built(levels[-1], kernels_directory(None)) is None:
+        raise ConfigError(f"The {levels[-1].name} kernels are not built: run `roseinfer kernels build` first.")
+
+
 def config_of(model: Path, options: Mapping[str, str]) -> Config:
     """Raises ConfigError."""
+    if options.get("runner.device", "cpu") == "cpu":
+        require_kernels()
     given = {"model.path": str(model), **options}
     return load({path: Given(value, "the benchmark") for path, value in given.items()}).config

@@ -1,12 +1,13 @@
 """Microseconds that the engine's own Python takes in a decode step, by part and by number of sequences, as a table.
 
-    python benchmarks/host_path.py [--rows 1 8 64 256] [--steps 400] [--pipeline-depth 0]
+    python benchmarks/host_path.py [--rows 1 8 64 256] [--steps 400] [--pipeline-depth 0] [--evict-mib 0]
 
 The runner answers at once with tokens made beforehand, so what is left is the host's part of a step: schedule, commit,
 record (the rest of `Engine.step`: stamps, counts, the step's record) and encode (the message as it goes to the front
 end). Prompts have different lengths, so in every step some sequences need a new block and some publish a full one, as
 they do after requests have come one by one. Medians, with the 10th and the 90th percentile in brackets. At depth 1 a
-call of `Engine.step` holds parts of two steps, so the percentiles of record mean nothing there; its median does.
+call of `Engine.step` holds parts of two steps, so the percentiles of record mean nothing there; its median does. With
+`--evict-mib` a step reads so much memory as a model would, and the caches are as cold afterwards.
 """
 
 import argparse
@@ -46,18 +47,20 @@ class Ready:
 class InstantRunner:
     """A runner that computes nothing; its tokens are made beforehand and never end a sequence."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, evicted_mib: int) -> None:
         self._token_ids = np.arange(1, max_rows + 1, dtype=np.int32)
+        self._weights = np.ones(evicted_mib << 17)  # eight bytes each
 
     @property
     def vocab_size(self) -> int:
         return VOCAB_SIZE
 
     def launch(self, batch: ScheduledBatch, _: Watch) -> Ready:
+        self._weights.sum()
         return Ready(SampledTokens(self._token_ids[: np.count_nonzero(batch.samples)], None))
 
 
-def make_engine(num_rows: int, pipeline_depth: int) -> Engine:
+def make_engine(num_rows: int, pipeline_depth: int, evicted_mib: int) -> Engine:
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=4 * MAX_MODEL_LEN),
         CacheConfig(),
@@ -81,12 +84,12 @@ def make_engine(num_rows: int, pipeline_depth: int) -> Engine:
         num_blocks=0,
         startup_s={},
     )
-    return Engine(scheduler, InstantRunner(num_rows), Phases(), info, pipeline_depth)
+    return Engine(scheduler, InstantRunner(num_rows, evicted_mib), Phases(), info, pipeline_depth)
 
 
-def measure(num_rows: int, num_steps: int, pipeline_depth: int) -> dict[str, list[float]]:
+def measure(num_rows: int, num_steps: int, pipeline_depth: int, evicted_mib: int) -> dict[str, list[float]]:
     """Microseconds of each part, one entry a step."""
-    engine = make_engine(num_rows, pipeline_depth)
+    engine = make_engine(num_rows, pipeline_depth, evicted_mib)
     random = np.random.default_rng(0)
     for i in range(num_rows):
         length = int(random.integers(32, 97))
@@ -121,12 +124,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--pipeline-depth", type=int, default=0, choices=[0, 1])
+    parser.add_argument("--evict-mib", type=int, default=0, help="that a step reads, as a model reads its weights")
     arguments = parser.parse_args()
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {arguments.steps} steps, microseconds a step")
     print("| rows |" + "".join(f" {part} |" for part in PARTS))
     print("|---|" + "---|" * len(PARTS))
     for num_rows in arguments.rows:
-        times = measure(num_rows, arguments.steps, arguments.pipeline_depth)
+        times = measure(num_rows, arguments.steps, arguments.pipeline_depth, arguments.evict_mib)
         cells = [np.percentile(times[part], [50, 10, 90]) for part in PARTS]
         row = "".join(f" {median:.1f} ({low:.1f} to {high:.1f}) |" for median, low, high in cells)
         print(f"| {num_rows} |{row}")

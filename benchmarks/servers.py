@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks import protocol
-from benchmarks.engine_options import precision_options
+from benchmarks.engine_options import precision_options, require_kernels
 from benchmarks.http_client import Endpoint, is_answering
 from benchmarks.workloads import BATCH
 
@@ -49,6 +49,7 @@ def serving_options(precision: str) -> dict[str, str]:
 
 def roseinfer_plan(model: Path, precision: str) -> ServerPlan:
     """`roseinfer serve` on a free port."""
+    require_kernels()
     port = free_port()
     options = {
         **serving_options(precision),
