@@ -146,7 +146,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     quantization: str = "none"
     kernels: str = ""  # level of the compiled CPU kernels; empty without them
     attention: str
-    linear: str  # how matrices are multiplied: `amx`, `int8`, `onednn` (all exact whatever the batch) or `torch`
+    linear: str  # how matrices are multiplied: `amx`, `registers`, `int8`, `onednn` (exact whatever the batch), `torch`
     num_threads: int  # of the model on a CPU; 0 elsewhere
     block_size: int
     num_blocks: int

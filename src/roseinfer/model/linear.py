@@ -13,6 +13,7 @@ from roseinfer.model.activation import Activation, activated
 from roseinfer.model.amx import TileLinear
 from roseinfer.model.int8 import int8_linear
 from roseinfer.model.placement import Placement
+from roseinfer.model.register_linear import RegisterLinear
 
 _PACKED_BATCH_HINT = 64  # packings for 16 to 512 rows run within a tenth of each other at any number of rows
 _PACKED_ATTRIBUTES = {
@@ -64,6 +65,8 @@ def _multiply(
         return int8_linear(weight, bias, activation, dtype, placement)
     if placement.linears == "amx":
         return TileLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
+    if placement.linears == "registers":
+        return RegisterLinear(weight.to(placement.dtype), bias, activation, placement)
     if placement.linears == "onednn":
         return OneDnnLinear(weight, bias, activation, placement.dtype)
     return TorchLinear(weight, bias, activation, placement, is_mapped)

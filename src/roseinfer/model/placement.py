@@ -9,7 +9,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.weight_memory import WeightMemory
 
-LinearKind = Literal["torch", "onednn", "amx", "int8"]
+LinearKind = Literal["torch", "onednn", "amx", "registers", "int8"]
 Quantization = Literal["none", "int8"]
 
 
@@ -41,6 +41,8 @@ class Placement:
             return "torch"
         if self.dtype == torch.bfloat16 and self.has_tiles:
             return "amx"
+        if self.dtype == torch.float32 and self.kernels is not None:
+            return "registers"
         return "onednn" if hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"
 
     @property

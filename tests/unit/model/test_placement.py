@@ -12,9 +12,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("level", ["off", *LEVELS_HERE])
-def test_bfloat16_goes_to_tiles_where_there_are_any(built_kernels: BuiltKernels, level: str) -> None:
+def test_compiled_linears_serve_where_there_are_any(built_kernels: BuiltKernels, level: str) -> None:
     expected: dict[str, LinearKind] = {
-        "float32-none": "onednn",
+        "float32-none": "onednn" if level == "off" else "registers",
         "bfloat16-none": "amx" if level == "amx" else "onednn",
         "bfloat16-int8": "int8",
     }
@@ -41,6 +41,7 @@ def test_rows_for_onednn_are_padded_to_few_sizes() -> None:
     assert len({size for size in sizes.values() if size > 16}) == 8 * 7  # eight to each doubling
 
 
-def test_other_rows_are_not_padded() -> None:
+def test_other_rows_are_not_padded(built_kernels: BuiltKernels) -> None:
+    assert Setup("float32", "none", LEVELS_HERE[-1]).placement(built_kernels).padded_rows(13) == 13
     assert Placement(CPU, torch.float32, "int8").padded_rows(13) == 13
     assert Placement(torch.device("cuda"), torch.bfloat16).padded_rows(13) == 13
