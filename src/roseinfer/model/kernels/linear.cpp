@@ -25,13 +25,14 @@ constexpr int64_t kLineFloats = 16;  // a cache line
 constexpr int kVectors = 3;                   // registers of outputs side by side: 8 rows of 3 sums, 3 weights and a
 constexpr int kBlockRows = LANES / 2;         // number of x fill 28 of AVX-512's 32 registers; 4 rows AVX2's 16
 constexpr int64_t kPanel = kVectors * LANES;  // register_linear.py rounds up to 48
-constexpr int64_t kChunk = 768;               // inputs of a panel that all rows pass before the next ones take their
-                                              // turn: 144 KiB in the second cache, and as much on its way there
+constexpr int64_t kChunk = 768;               // inputs of a panel, at most, that rows pass before another takes its turn:
+                                              // 144 KiB in the second cache, and as much on its way there
 constexpr int64_t kPiece = 8;                 // of them, how many between two turns of asking for what is to come:
 constexpr int64_t kAheadLines = 3;            // so many lines each of
 constexpr int64_t kStreams = kPiece * kPanel / kLineFloats / kAheadLines;  // places, which memory likes more than one
-constexpr int64_t kRowsBytes = 1 << 19;       // rows of x that stay in the second cache while panels go by
-constexpr int64_t kMaxRows = 128;             // of them
+constexpr int64_t kMaxRows = 128;             // whose share of a chunk, 384 KiB, stays in the second cache too; it
+constexpr int64_t kMaxPanels = 8;             // serves so many panels, at most, before the next chunk has its turn,
+constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that wait for it
 constexpr int64_t kWorthThreads = 1 << 16;    // multiply-adds; below, waking a thread costs more than it saves
 
 // A linear layer, as register_linear.py's _Descriptor lays it out.
@@ -43,13 +44,14 @@ struct Linear {
     int32_t activation;
 };
 
-// Some rows times a chunk of a panel.
+// A block of rows times a chunk of a panel.
 struct Block {
     const float* x;
     int64_t row_step;
     const float* weight;
     int64_t num_inputs;
     bool is_first;        // chunk of the panel: sums begin at 0
+    bool is_last;         // outputs come next
     float* sums;          // [row][kPanel]
     const float* ahead;   // the first stream to ask for
     int64_t num_streams;  // how many
@@ -120,36 +122,63 @@ void finish_rows(const Linear& linear, const float* sums, int64_t num_rows, int6
     });
 }
 
-// All inputs of some rows times one panel, into their outputs. The blocks of rows share out the streams.
-void multiply_panel(const Linear& linear, const float* x, int64_t num_rows, int64_t panel, float* sums, float* out) {
-    const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
-    Block block = {};
-    block.row_step = linear.num_inputs;
-    for (int64_t input = 0; input < linear.num_inputs; input += kChunk) {
-        block.num_inputs = std::min(kChunk, linear.num_inputs - input);
-        block.weight = linear.weight + (panel * linear.num_inputs + input) * kPanel;
-        block.is_first = input == 0;
-        block.stream_step = block.num_inputs / kPiece * kAheadLines * kLineFloats;
-        const float* next = block.weight + block.num_inputs * kPanel;
-        for (int64_t index = 0; index < num_blocks; ++index) {
-            const int64_t row = num_rows * index / num_blocks, end = num_rows * (index + 1) / num_blocks;
-            const int64_t stream = kStreams * index / num_blocks;
-            block.x = x + row * linear.num_inputs + input;
-            block.sums = sums + row * kPanel;
-            block.ahead = next + stream * block.stream_step;
-            block.num_streams = kStreams * (index + 1) / num_blocks - stream;
-            multiply_block(end - row, block);
-        }
+// Has the lines fetched that the sums of a panel will be written to.
+void ask_for_outputs(const float* out, int64_t row_step, int64_t num_rows) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t at = 0; at < kPanel; at += kLineFloats) _mm_prefetch(out + row * row_step + at, _MM_HINT_T0);
+        _mm_prefetch(out + row * row_step + kPanel - 1, _MM_HINT_T0);
     }
-    finish_rows(linear, sums, num_rows, panel * kPanel, out);
 }
 
-// So many rows that they stay in the cache, and no more than give every thread something to do.
-int64_t rows_at_once(int64_t num_rows, int64_t num_inputs, int64_t num_panels) {
-    int64_t at_once = std::min(kMaxRows, kRowsBytes / int64_t(num_inputs * sizeof(float)));
-    const int64_t num_wanted = 2 * omp_get_max_threads();
-    if (num_panels < num_wanted) at_once = std::min(at_once, num_rows * num_panels / num_wanted);
-    return std::max<int64_t>(kBlockRows, at_once / kBlockRows * kBlockRows);
+// Rows times a chunk of one panel. `all` is the first of the blocks, and what it has to ask for is what all share out.
+void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, const float* out) {
+    const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
+    Block block = all;
+    block.stream_step = block.num_inputs / kPiece * kAheadLines * kLineFloats;
+    for (int64_t index = 0; index < num_blocks; ++index) {
+        const int64_t row = num_rows * index / num_blocks, end = num_rows * (index + 1) / num_blocks;
+        const int64_t stream = kStreams * index / num_blocks;
+        block.x = all.x + row * linear.num_inputs;
+        block.sums = all.sums + row * kPanel;
+        block.ahead = all.ahead + stream * block.stream_step;
+        block.num_streams = kStreams * (index + 1) / num_blocks - stream;
+        if (block.is_last) ask_for_outputs(out + row * linear.num_outputs, linear.num_outputs, end - row);
+        multiply_block(end - row, block);
+    }
+}
+
+// All inputs of some rows times a few panels, into their outputs.
+void multiply_panels(const Linear& linear, const float* x, int64_t num_rows, int64_t panel, int64_t num_panels,
+                     float* sums, float* out) {
+    const int64_t num_inputs = linear.num_inputs, panel_step = num_inputs * kPanel;
+    const int64_t num_chunks = (num_inputs + kChunk - 1) / kChunk;
+    const int64_t chunk = ((num_inputs + num_chunks - 1) / num_chunks + kPiece - 1) / kPiece * kPiece;
+    Block block = {};
+    block.row_step = num_inputs;
+    for (int64_t input = 0; input < num_inputs; input += chunk) {
+        block.x = x + input;
+        block.num_inputs = std::min(chunk, num_inputs - input);
+        block.is_first = input == 0;
+        block.is_last = input + chunk >= num_inputs;
+        const float* weight = linear.weight + panel * panel_step + input * kPanel;
+        const float* next = block.is_last ? linear.weight + (panel + num_panels) * panel_step : weight + chunk * kPanel;
+        for (int64_t index = 0; index < num_panels; ++index) {
+            block.weight = weight + index * panel_step;
+            block.sums = sums + index * num_rows * kPanel;
+            block.ahead = index + 1 < num_panels ? block.weight + panel_step : next;
+            multiply_chunk(linear, block, num_rows, out + (panel + index) * kPanel);
+        }
+    }
+    for (int64_t index = 0; index < num_panels; ++index) {
+        finish_rows(linear, sums + index * num_rows * kPanel, num_rows, (panel + index) * kPanel, out);
+    }
+}
+
+// Into how many groups rows are cut: no group has more than kMaxRows, and every thread gets something to do.
+int64_t num_groups(int64_t num_rows, int64_t num_panels) {
+    const int64_t wanted = (2 * omp_get_max_threads() + num_panels - 1) / num_panels;
+    const int64_t possible = (num_rows + kBlockRows - 1) / kBlockRows;
+    return std::max((num_rows + kMaxRows - 1) / kMaxRows, std::min(wanted, possible));
 }
 
 }  // namespace
@@ -174,16 +203,18 @@ EXPORT void roseinfer_linear_float32(const Linear* linear, const float* x, int64
     if (num_rows == 0) return;
     const int64_t num_inputs = linear->num_inputs, num_outputs = linear->num_outputs;
     const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
-    const int64_t at_once = rows_at_once(num_rows, num_inputs, num_panels);
-    const int64_t num_units = (num_rows + at_once - 1) / at_once * num_panels;
+    const int64_t groups = num_groups(num_rows, num_panels), num_units = groups * num_panels;
 #pragma omp parallel if (num_rows * num_inputs * num_outputs > kWorthThreads)
     {
         const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        alignas(64) float sums[kMaxRows * kPanel];
-        for (int64_t unit = num_units * thread / num_threads; unit < num_units * (thread + 1) / num_threads; ++unit) {
-            const int64_t row = unit / num_panels * at_once;
-            multiply_panel(*linear, x + row * num_inputs, std::min(at_once, num_rows - row), unit % num_panels, sums,
-                           out + row * num_outputs);
+        const int64_t last = num_units * (thread + 1) / num_threads;
+        alignas(64) float sums[kMaxSums];
+        for (int64_t unit = num_units * thread / num_threads, count; unit < last; unit += count) {
+            const int64_t group = unit / num_panels, panel = unit % num_panels;
+            const int64_t row = num_rows * group / groups, end = num_rows * (group + 1) / groups;
+            count = std::min(num_inputs > kChunk ? kMaxSums / ((end - row) * kPanel) : 1, kMaxPanels);
+            count = std::min({count, num_panels - panel, last - unit});
+            multiply_panels(*linear, x + row * num_inputs, end - row, panel, count, sums, out + row * num_outputs);
         }
     }
 }
