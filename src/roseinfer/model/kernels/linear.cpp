@@ -25,7 +25,7 @@ constexpr int64_t kLineFloats = 16;  // a cache line
 constexpr int kVectors = 3;                   // registers of outputs side by side: 8 rows of 3 sums, 3 weights and a
 constexpr int kBlockRows = LANES / 2;         // number of x fill 28 of AVX-512's 32 registers; 4 rows AVX2's 16
 constexpr int64_t kPanel = kVectors * LANES;  // register_linear.py rounds up to 48
-constexpr int64_t kChunk = 768;               // inputs of a panel, at most, that rows pass before another takes its turn:
+constexpr int64_t kChunk = 768;               // inputs of a panel, at most, that rows pass before the next one does:
                                               // 144 KiB in the second cache, and as much on its way there
 constexpr int64_t kPiece = 8;                 // of them, how many between two turns of asking for what is to come:
 constexpr int64_t kAheadLines = 3;            // so many lines each of
