@@ -49,7 +49,8 @@ def error_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     value = option.choices[-1] if option.choices else {"int": 70, "float": 0.5}.get(type(option.default).__name__)
     value = value or (70 if "int" in str(option.type) else "text")
-    value = 1024 if option.path in {"server.max_body_bytes", "scheduler.max_num_batched_tokens"} else value
+    bounded = {"server.max_body_bytes": 1024, "scheduler.max_num_batched_tokens": 1024, "observe.slow_gap_factor": 1.5}
+    value = bounded.get(option.path, value)
     for flag in filter(None, (option.flag, option.short_flag)):
         section = getattr(serve_with(monkeypatch, flag, str(value)), option.section)
         assert getattr(section, option.name) == value
