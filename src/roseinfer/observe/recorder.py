@@ -27,7 +27,7 @@ from roseinfer.observe.recording import (
     StructArray,
     step_row,
 )
-from roseinfer.records import Cause, Delivery, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Cause, Delivery, Observer, RequestTimeline, StepRecord
 
 NUM_INTERRUPTIONS = 4096
 _SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: nothing that names a key or a host
@@ -95,7 +95,7 @@ class Capture:
         )
 
 
-class FlightRecorder:
+class FlightRecorder(Observer):
     """The observer that remembers the last steps, writes and requests."""
 
     def __init__(self, config: Config, version: str, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -119,9 +119,6 @@ class FlightRecorder:
     def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
         """The front end did something else meanwhile. May be called in any thread, also by the garbage collector."""
         self._interrupted.append((start_ns, end_ns, CAUSES.index(cause)))
-
-    def on_lifecycle(self, state: LifecycleState) -> None:
-        """See Observer."""
 
     def on_start(self, timeline: RequestTimeline) -> None:
         self._in_flight[timeline.request_id] = (self._num_requests, timeline)

@@ -1,0 +1,117 @@
+"""The recorder and its views as one object: what `/debug/*` is told. Knows no HTTP."""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from roseinfer.config import Config
+from roseinfer.gc_pauses import GcPauses
+from roseinfer.messages import EngineInfo
+from roseinfer.observe.causes import gaps_of
+from roseinfer.observe.chrome_trace import chrome_trace
+from roseinfer.observe.deliveries import Interruptions
+from roseinfer.observe.inspection import Inspection
+from roseinfer.observe.metrics import Metrics
+from roseinfer.observe.recorder import Capture, FlightRecorder
+from roseinfer.observe.recording import Recording, step_of
+from roseinfer.observe.timeline_view import CONTEXT_STEPS, Cursor, origin_of, timeline_json
+from roseinfer.observe.waiting import QueueDrain
+from roseinfer.records import Cause, Delivery, Observer, RequestTimeline, StepRecord
+
+
+class Flight(Observer):
+    """The observer that remembers, and the answers that it gives."""
+
+    def __init__(self, config: Config, version: str) -> None:
+        self.recorder = FlightRecorder(config, version)
+        self.max_steps = config.observe.recorder_steps
+        self._drain = QueueDrain()
+        self._inspection = Inspection(self.recorder, self._drain)
+        self._origin_ns = time.monotonic_ns()
+
+    def listen(self, gc_pauses: GcPauses, metrics: Metrics, interruptions: Interruptions) -> None:
+        """Hear of what interrupts the front end, and let `interruptions` know too."""
+
+        def note(cause: Cause, start_ns: int, end_ns: int) -> None:
+            self.recorder.note_interruption(cause, start_ns, end_ns)
+            interruptions.add(start_ns, end_ns, cause)
+
+        gc_pauses.listeners.append(partial(note, Cause.GC))
+        metrics.render_listeners.append(partial(note, Cause.SCRAPE))
+
+    def set_engine_info(self, info: EngineInfo) -> None:
+        self.recorder.engine_info = info
+
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    def on_start(self, timeline: RequestTimeline) -> None:
+        self.recorder.on_start(timeline)
+
+    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+        self.recorder.on_step(record, advanced)
+        self._drain.note_step(record, advanced)
+
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        self.recorder.on_write(timeline, delivery)
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        self.recorder.on_finish(timeline)
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    def steps(self, limit: int) -> dict[str, Any]:
+        steps = [step_of(row) for row in self.recorder.steps(limit)]
+        rows = [msgspec.to_builtins(msgspec.structs.asdict(step) | {"kind": step.kind}) for step in steps]
+        for row, step in zip(rows, steps, strict=True):
+            row["phases"] = msgspec.structs.asdict(step.phases)
+        return {"clock": msgspec.structs.asdict(self.recorder.clock_pair), "steps": rows}
+
+    def recording(self) -> Callable[[], bytes]:
+        return partial(_file_of, self.recorder.capture())
+
+    def trace(self, limit: int) -> Callable[[], bytes]:
+        capture = self.recorder.capture(limit)
+
+        def render() -> bytes:
+            recording = capture.recording()
+            return chrome_trace(recording, gaps_of(recording))
+
+        return render
+
+    def timeline(self, limit: int, since_step: int, since_ns: int) -> Callable[[], bytes]:
+        last = self.recorder.last_step
+        num_new = max(0, (last.step_id if last else 0) - since_step)
+        num_steps = min(limit, num_new)
+        capture = self.recorder.capture(num_steps + CONTEXT_STEPS)
+        since = Cursor(since_step, since_ns)
+
+        def render() -> bytes:
+            return timeline_json(capture.recording(), gaps_of, self._origin_ns, num_steps, since)
+
+        return render
+
+    def view(self, content: bytes) -> bytes:
+        """The page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
+        with tempfile.TemporaryDirectory(prefix="roseinfer-") as directory:
+            path = Path(directory, "recording.npz")
+            path.write_bytes(content)
+            recording = Recording.load(path)
+        return timeline_json(recording, gaps_of, origin_of(recording))
+
+    def requests(self) -> dict[str, Any]:
+        return self._inspection.list()
+
+    def request(self, request_id: str) -> dict[str, Any] | None:
+        return self._inspection.show(request_id)
+
+
+def _file_of(capture: Capture) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="roseinfer-") as directory:
+        path = Path(directory, "recording.npz")
+        capture.recording().save(path)
+        return path.read_bytes()
