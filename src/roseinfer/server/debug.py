@@ -19,7 +19,8 @@ _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_ASSETS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_SCRIPTS_AND_STYLES = ("page.css", "main.js", "chart.js", "data.js", "panel.js", "words.js")
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 class FlightView(Protocol):
@@ -62,9 +63,8 @@ def routes(view: FlightView) -> list[web.RouteDef]:
         web.get("/debug/trace", handlers.trace),
         web.get("/debug/requests", handlers.requests),
         web.get("/debug/requests/{id:.+}", handlers.request),
-        web.get("/debug/timeline", partial(_page, "html")),
-        web.get("/debug/timeline.css", partial(_page, "css")),
-        web.get("/debug/timeline.js", partial(_page, "js")),
+        web.get("/debug/timeline", partial(_page, "index.html")),
+        *(web.get(f"/debug/timeline/{name}", partial(_page, name)) for name in _SCRIPTS_AND_STYLES),
         web.get("/debug/timeline/data", handlers.timeline),
     ]
 
@@ -136,16 +136,17 @@ def _download(content: bytes, content_type: str, name: str) -> web.Response:
     return web.Response(body=content, content_type=content_type, headers=headers)
 
 
-async def _page(kind: str, _request: web.Request) -> web.Response:
+async def _page(name: str, _request: web.Request) -> web.Response:
     headers = {
         "Content-Security-Policy": _PAGE_POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return web.Response(text=_asset(kind), content_type=_ASSETS[kind], charset="utf-8", headers=headers)
+    content_type = _TYPES[name.rpartition(".")[2]]
+    return web.Response(text=_asset(name), content_type=content_type, charset="utf-8", headers=headers)
 
 
 @cache
-def _asset(kind: str) -> str:
-    return resources.files("roseinfer.server").joinpath("timeline", f"timeline.{kind}").read_text(encoding="utf-8")
+def _asset(name: str) -> str:
+    return resources.files("roseinfer.server").joinpath("timeline", name).read_text(encoding="utf-8")
