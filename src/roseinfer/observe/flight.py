@@ -23,6 +23,8 @@ from roseinfer.observe.timeline_view import CONTEXT_STEPS, Cursor, origin_of, ti
 from roseinfer.observe.waiting import QueueDrain
 from roseinfer.records import Cause, Delivery, Observer, RequestTimeline, StepRecord
 
+MAX_VIEWED_STEPS = 3000  # of a saved recording, its newest: with 64 requests that is 20 MB of gaps
+
 
 class Flight(Observer):
     """The observer that remembers, and the answers that it gives."""
@@ -33,6 +35,8 @@ class Flight(Observer):
         self._drain = QueueDrain()
         self._inspection = Inspection(self.recorder, self._drain)
         self._origin_ns = time.monotonic_ns()
+        slow_min_ns = int(config.observe.slow_gap_min_ms * 1e6)
+        self._gaps_of = partial(gaps_of, slow_factor=config.observe.slow_gap_factor, slow_min_ns=slow_min_ns)
 
     def listen(self, gc_pauses: GcPauses, metrics: Metrics, interruptions: Interruptions) -> None:
         """Hear of what interrupts the front end, and let `interruptions` know too."""
@@ -79,7 +83,7 @@ class Flight(Observer):
 
         def render() -> bytes:
             recording = capture.recording()
-            return chrome_trace(recording, gaps_of(recording))
+            return chrome_trace(recording, self._gaps_of(recording))
 
         return render
 
@@ -91,7 +95,7 @@ class Flight(Observer):
         since = Cursor(since_step, since_ns)
 
         def render() -> bytes:
-            return timeline_json(capture.recording(), gaps_of, self._origin_ns, num_steps, since)
+            return timeline_json(capture.recording(), self._gaps_of, self._origin_ns, num_steps, since)
 
         return render
 
@@ -101,7 +105,7 @@ class Flight(Observer):
             path = Path(directory, "recording.npz")
             path.write_bytes(content)
             recording = Recording.load(path)
-        return timeline_json(recording, gaps_of, origin_of(recording))
+        return timeline_json(recording, self._gaps_of, origin_of(recording), MAX_VIEWED_STEPS)
 
     def requests(self) -> dict[str, Any]:
         return self._inspection.list()

@@ -42,7 +42,7 @@ export class Data {
     const tokens = known ? known.token_ns : [];
     if (known && told.tokens_from < known.tokens_from + tokens.length) tokens.length = Math.max(0, told.tokens_from - known.tokens_from);
     const isJoined = known && told.tokens_from === known.tokens_from + tokens.length;
-    const request = known ?? { gaps: [], slow: [], indexes: new Set() };
+    const request = known ?? { gaps: [], slow: [], ends: new Set() };
     Object.assign(request, told, { first_write_ns: known?.first_write_ns ?? told.first_write_ns });
     if (isJoined) {
       request.tokens_from = told.tokens_from - tokens.length;
@@ -60,14 +60,14 @@ export class Data {
     return lane < 0 ? this.lanes.length : lane;
   }
 
-  #addGap([serial, index, start, end, step_id, cause, isSlow, flat], causes) {
+  #addGap([serial, , start, end, step_id, cause, isSlow, flat], causes) {
     const request = this.requests.get(serial);
-    if (!request || request.indexes.has(index)) return;
+    if (!request || request.ends.has(end)) return;
     const parts = [];
     for (let at = 0; at < flat.length; at += 2) parts.push([causes[flat[at]], flat[at + 1]]);
     parts.sort((a, b) => b[1] - a[1]);
-    const gap = { request, index, start, end, step_id, cause: causes[cause], isSlow: Boolean(isSlow), parts };
-    request.indexes.add(index);
+    const gap = { request, start, end, step_id, cause: causes[cause], isSlow: Boolean(isSlow), parts };
+    request.ends.add(end);
     request.gaps.push(gap);
     if (gap.isSlow) { request.slow.push(gap); this.slow.push(gap); }
   }
@@ -112,6 +112,12 @@ export class Data {
     let low = 0, high = this.steps.length;
     while (low < high) { const middle = (low + high) >> 1; if (this.steps[middle].step_id >= id) high = middle; else low = middle + 1; }
     return this.steps[low]?.step_id === id ? this.steps[low] : undefined;
+  }
+
+  /** The number of a gap's token, from 1: the one that its step made. */
+  tokenOf(gap) {
+    const step = this.stepById(gap.step_id), index = step ? gap.request.token_ns.lastIndexOf(step.tokens_ns) : -1;
+    return index < 0 ? null : gap.request.tokens_from + index + 1;
   }
 
   /** Requests whose prompts were computed in the steps that a gap lies in. */

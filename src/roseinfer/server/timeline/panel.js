@@ -31,7 +31,7 @@ export function renderDetail(box, data, gap, step) {
 }
 
 function gapDetail(data, gap) {
-  const total = gap.end - gap.start, step = data.stepById(gap.step_id), knob = knobOf(gap.cause);
+  const total = gap.end - gap.start, step = data.stepById(gap.step_id), knob = knobOf(gap.cause), token = data.tokenOf(gap);
   const bar = element("div", { class: "bar", role: "img", "aria-label": gap.parts.map(([cause, ns]) => `${nameOf(cause)} ${ms(ns)}`).join(", ") });
   for (const [cause, ns] of gap.parts) {
     const piece = element("span", { title: `${nameOf(cause)}: ${ms(ns)}` });
@@ -42,7 +42,7 @@ function gapDetail(data, gap) {
   const parts = element("ul", { class: "parts" }, ...gap.parts.map(([cause, ns]) =>
     element("li", {}, swatch(colorOf(cause)), nameOf(cause), element("span", { class: "number" }, ms(ns)), element("span", { class: "number share" }, `${((ns / total) * 100).toFixed(ns / total < 0.1 ? 1 : 0)} %`))));
   return [
-    element("p", { class: "meta" }, `${gap.isSlow ? "Slow gap" : "Gap"} of ${ms(total)} before write ${gap.index + 1} of ${gap.request.id}`),
+    element("p", { class: "meta" }, `${gap.isSlow ? "Slow gap" : "Gap"} of ${ms(total)} before ${token ? `token ${token} of ` : "a token of "}${gap.request.id}`),
     element("p", { class: "cause", id: "cause" }, sentence(gap, data)),
     bar, parts,
     ...(knob && gap.isSlow ? [element("p", { class: "knob" }, knob)] : []),
@@ -93,7 +93,7 @@ function requestNumbers(request) {
 export function renderSlow(list, note, data, selected, choose) {
   const slowest = [...data.slow].sort((a, b) => (b.end - b.start) - (a.end - a.start)).slice(0, 40);
   note.textContent = data.slow.length ? `${data.slow.length} longer than usual; the longest first.` : "None: no gap was much longer than usual.";
-  const key = slowest.map((gap) => `${gap.request.serial}.${gap.index}`).join() + (selected ? `|${selected.request.serial}.${selected.index}` : "");
+  const key = slowest.map((gap) => `${gap.request.serial}.${gap.end}`).join() + (selected ? `|${selected.request.serial}.${selected.end}` : "");
   if (list.dataset.key === key) return;
   list.dataset.key = key;
   const focused = [...list.querySelectorAll("button")].indexOf(document.activeElement);
