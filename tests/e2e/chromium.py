@@ -4,8 +4,9 @@ import asyncio
 import base64
 import json
 import subprocess
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,45 +110,60 @@ class Browser:
         node = await self.call("DOM.querySelector", nodeId=document["root"]["nodeId"], selector=selector)
         await self.call("DOM.setFileInputFiles", files=[str(path)], nodeId=node["nodeId"])
 
-    async def screenshot(self, path: Path) -> None:
+    async def screenshot(self) -> bytes:
+        """What is in sight, as PNG."""
         picture = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(picture["data"]))
+        return base64.b64decode(picture["data"])
 
 
-@asynccontextmanager
-async def browsing(program: str, directory: Path) -> AsyncIterator[Browser]:
-    """A browser that reaches nothing but 127.0.0.1; its files are below the directory."""
+@contextmanager
+def running_chromium(program: str, directory: Path) -> Iterator[str]:
+    """A browser that reaches nothing but 127.0.0.1, its files below the directory; yields its DevTools URL."""
     quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    isolated = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--mute-audio", NO_NETWORK]
+    isolated = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--mute-audio",
+        NO_NETWORK,
+    ]
     profile = directory / "profile"
     command = [program, *isolated, *quiet, "--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
     with (directory / "chromium.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        port = await _wait(lambda: _port(profile / "DevToolsActivePort"))
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                targets = json.loads(await answer.text())
-            url = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
-            async with session.ws_connect(url, max_msg_size=0) as socket:
-                browser = Browser(socket)
-                reader = asyncio.create_task(browser.read())
-                for domain in ("Page", "Runtime", "Log", "Network"):
-                    await browser.call(f"{domain}.enable")
-                yield browser
-                reader.cancel()
+        yield f"http://127.0.0.1:{_port(profile / 'DevToolsActivePort')}"
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()  # and not kill: its children would go on writing into the profile
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _port(path: Path) -> str:
-    return path.read_text().partition("\n")[0] if path.exists() else ""
-
-
-async def _wait(value: Callable[[], str]) -> str:
-    for _ in range(int(START_TIMEOUT_S / 0.05)):
-        if found := value():
-            return found
-        await asyncio.sleep(0.05)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if path.exists() and (port := path.read_text().partition("\n")[0]):
+            return port
+        time.sleep(0.05)
     raise AssertionError("the browser did not start")
+
+
+@asynccontextmanager
+async def browsing(devtools_url: str) -> AsyncIterator[Browser]:
+    """A new page, in front of the others."""
+    async with aiohttp.ClientSession() as session:
+        async with session.put(f"{devtools_url}/json/new?about:blank") as answer:
+            target = json.loads(await answer.text())
+        async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            browser = Browser(socket)
+            reader = asyncio.create_task(browser.read())
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                await browser.call(f"{domain}.enable")
+            yield browser
+            reader.cancel()
+        async with session.get(f"{devtools_url}/json/close/{target['id']}"):
+            pass

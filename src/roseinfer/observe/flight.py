@@ -1,10 +1,9 @@
 """The recorder and its views as one object: what `/debug/*` is told. Knows no HTTP."""
 
-import tempfile
+import io
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -101,10 +100,7 @@ class Flight(Observer):
 
     def view(self, content: bytes) -> bytes:
         """The page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
-        with tempfile.TemporaryDirectory(prefix="roseinfer-") as directory:
-            path = Path(directory, "recording.npz")
-            path.write_bytes(content)
-            recording = Recording.load(path)
+        recording = Recording.read(io.BytesIO(content))
         return timeline_json(recording, self._gaps_of, origin_of(recording), MAX_VIEWED_STEPS)
 
     def requests(self) -> dict[str, Any]:
@@ -115,7 +111,6 @@ class Flight(Observer):
 
 
 def _file_of(capture: Capture) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="roseinfer-") as directory:
-        path = Path(directory, "recording.npz")
-        capture.recording().save(path)
-        return path.read_bytes()
+    file = io.BytesIO()
+    capture.recording().write(file)
+    return file.getvalue()

@@ -3,6 +3,7 @@
 import gc
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from tests.unit.observe.facts import ENGINE, MS, Traffic, make_step, make_timeli
 ROW = np.dtype([("at_ns", np.int64)])
 
 
-def make_recorder(**observe: int) -> FlightRecorder:
-    return FlightRecorder(Config(observe=ObserveConfig(**observe)), "1.2.3")
+def make_recorder(**sizes: Any) -> FlightRecorder:
+    return FlightRecorder(Config(observe=ObserveConfig(**sizes)), "1.2.3")
 
 
 def delivered(written_ns: int) -> Delivery:

@@ -14,7 +14,7 @@ CONFIG = Config(
 
 
 def blocked(blocked_by: BlockedBy, **counts: int) -> StepRecord:
-    return make_step(blocked_by=blocked_by, **counts)  # type: ignore[arg-type]
+    return make_step(blocked_by=blocked_by, **counts)
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ export class Chart {
   #drawAxis(context) {
     const least = this.plot / (this.plot < 500 ? 3 : 8), raw = (this.span * least) / this.plot, power = 10 ** Math.floor(Math.log10(raw));
     const tick = [1, 2, 5, 10].map((by) => by * power).find((by) => by >= raw), origin = this.data.meta?.origin_unix_ms ?? 0;
-    const digits = Math.max(0, Math.min(6, 9 - Math.floor(Math.log10(tick)) - 1 + (tick >= 1e9 ? -9 : 0)));
+    const digits = Math.max(0, 9 - Math.floor(Math.log10(tick) + 1e-9));
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     for (let at = Math.ceil(this.start / tick) * tick; at < this.end; at += tick) {

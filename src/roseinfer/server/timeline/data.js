@@ -120,16 +120,21 @@ export class Data {
     return index < 0 ? null : gap.request.tokens_from + index + 1;
   }
 
+  /** Steps whose tokens became known in a gap: more than one where the client was told of several at once. */
+  stepsIn(gap) {
+    const found = [];
+    for (let index = this.stepIndex(gap.start); index < this.steps.length && this.steps[index].tokens_ns <= gap.end; index += 1) {
+      const step = this.steps[index];
+      if (step.tokens_ns > gap.start && step.step_id <= gap.step_id && step.num_generated_tokens) found.push(step);
+    }
+    return found;
+  }
+
   /** Requests whose prompts were computed in the steps that a gap lies in. */
   prefilledIn(gap) {
-    const last = this.stepById(gap.step_id);
-    if (!last) return [];
-    const found = [];
-    for (const request of this.requests.values()) {
-      const first = request.first_token_ns ?? Infinity;
-      if (request !== gap.request && request.scheduled_ns && request.scheduled_ns <= last.start_ns && first > gap.start && first >= last.tokens_ns) found.push(request);
-      else if (request !== gap.request && request.scheduled_ns && request.scheduled_ns >= gap.start && first <= last.tokens_ns) found.push(request);
-    }
+    const steps = this.stepsIn(gap).filter((step) => step.num_prefill_tokens);
+    const isIn = (request) => steps.some((step) => request.scheduled_ns <= step.start_ns && (request.first_token_ns ?? Infinity) >= step.tokens_ns);
+    const found = [...this.requests.values()].filter((request) => request !== gap.request && request.scheduled_ns && isIn(request));
     return found.sort((a, b) => b.num_prompt_tokens - a.num_prompt_tokens);
   }
 

@@ -15,7 +15,7 @@ const KEYS = [
 const find = (id) => document.getElementById(id);
 const data = new Data(), chart = new Chart(find("chart"), find("overview"), data);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const state = { isPaused: false, isFollowing: true, file: "", trouble: "", figuresAt: 0 };
+const state = { isPaused: false, isFollowing: true, file: "", trouble: "", figuresAt: -Infinity };
 
 // --- what is shown --------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ function stepLane(direction) {
 // --- asking ---------------------------------------------------------------------------------------------------------
 
 async function ask(path, options) {
-  const answer = await fetch(path, options);
+  const answer = await fetch(new URL(path, location.origin + location.pathname), options); // without a key in our own URL
   if (!answer.ok) throw new Error((await answer.json().catch(() => null))?.error?.message ?? `The server answered ${answer.status}.`);
   return answer.json();
 }
@@ -160,7 +160,7 @@ async function openFile(file) {
   } catch (error) {
     state.trouble = error.message;
   }
-  state.figuresAt = 0;
+  state.figuresAt = -Infinity;
   refresh();
 }
 

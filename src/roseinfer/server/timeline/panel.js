@@ -61,7 +61,7 @@ function stepNumbers(step) {
     ["took", ms(step.end_ns - step.start_ns)],
     ["kind", step.kind],
     ["decoding rows", String(step.num_decode_seqs)],
-    ["prompt tokens", `${step.num_prefill_tokens} of ${step.num_prefill_seqs} request${step.num_prefill_seqs === 1 ? "" : "s"}`],
+    step.num_prefill_seqs && ["prompt tokens", `${step.num_prefill_tokens} of ${step.num_prefill_seqs} request${step.num_prefill_seqs === 1 ? "" : "s"}`],
     ["running, waiting", `${step.num_running}, ${step.num_waiting}`],
     step.limit && ["held back by", limitName(step.limit)],
     step.num_preemptions && ["preempted", String(step.num_preemptions)],
@@ -117,7 +117,7 @@ export function renderFigures(box, distributions) {
       return element("figure", {}, caption, histogram([], 0, 0, "no data yet"), element("div", { class: "range" }));
     }
     const p50 = quantile(0.5), p99 = quantile(0.99), low = Math.max(values[0], 1e3) * 0.9, high = Math.max(values.at(-1), low * 2) * 1.05;
-    label.append("p50 ", element("b", {}, ms(p50)), "  p99 ", element("b", {}, ms(p99)));
+    label.append(element("span", { class: "together" }, "p50 ", element("b", {}, ms(p50))), " ", element("span", { class: "together" }, "p99 ", element("b", {}, ms(p99))));
     const at = (value) => Math.log(Math.max(value, low) / low) / Math.log(high / low), bins = new Array(44).fill(0);
     for (const value of values) bins[Math.min(43, Math.floor(at(value) * 44))] += 1;
     const words = `${title}: median ${ms(p50)}, 99th percentile ${ms(p99)}, ${values.length} values`;

@@ -2,7 +2,7 @@
 
 // cause: [name, sentence given (detail), knob]
 const CAUSES = {
-  decode: ["decode", "computing the step itself", ""],
+  decode: ["decode", "decoding", ""],
   prefill_of_others: ["prefill of others", "prefill of other requests",
     "scheduler.max_prefill_tokens bounds the prompt tokens of others in one step: smaller means shorter gaps and later first tokens."],
   batch_growth: ["batch growth", "more sequences decoded in this step than in the one before", "scheduler.max_num_seqs bounds the rows of a step."],
@@ -50,6 +50,10 @@ export function listed(ids) {
 export function sentence(gap, data) {
   const part = gap.parts.find(([cause]) => cause === gap.cause)?.[1] ?? gap.end - gap.start;
   let what = (CAUSES[gap.cause] ?? ["", gap.cause])[1];
+  if (gap.cause === "decode") {
+    const steps = data.stepsIn(gap);
+    if (steps.length) what = steps.length > 1 ? `computing ${steps.length} steps` : `decoding ${steps[0].num_decode_seqs} rows`;
+  }
   if (gap.cause === "prefill_of_others") {
     const ids = data.prefilledIn(gap).map((request) => request.id);
     if (ids.length) what = `prefill of request${ids.length > 1 ? "s" : ""} ${listed(ids)}`;
