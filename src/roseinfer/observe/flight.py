@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from roseinfer.config import Config
+from roseinfer.errors import InvalidRequest
 from roseinfer.gc_pauses import GcPauses
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.causes import gaps_of
@@ -101,7 +102,10 @@ class Flight(Observer):
     def view(self, content: bytes) -> bytes:
         """The page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
         recording = Recording.read(io.BytesIO(content))
-        return timeline_json(recording, self._gaps_of, origin_of(recording), MAX_VIEWED_STEPS)
+        try:
+            return timeline_json(recording, self._gaps_of, origin_of(recording), MAX_VIEWED_STEPS)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            raise InvalidRequest("The file is damaged: its numbers contradict each other.", param="recording") from None
 
     def requests(self) -> dict[str, Any]:
         return self._inspection.list()

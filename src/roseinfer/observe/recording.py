@@ -159,7 +159,7 @@ class Recording:
                 )
             meta = msgspec.json.decode(arrays["meta"].tobytes(), type=RecordingMeta)
             requests = msgspec.json.decode(arrays["requests"].tobytes(), type=list[RequestRecord])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{name} is damaged: {error}.", param="recording") from None
         for table, dtype in (("steps", STEP_DTYPE), ("writes", WRITE_DTYPE), ("interruptions", INTERRUPTION_DTYPE)):
             if arrays[table].dtype != dtype or arrays[table].ndim != 1:
@@ -188,7 +188,9 @@ def _arrays_in(file: BinaryIO, name: str) -> dict[str, npt.NDArray[Any]]:
             raise InvalidRequest(f"{name} would take more than {MAX_BYTES} bytes of memory.", param="recording")
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
-            return {table: arrays[table] for table in ("meta", "requests", "steps", "writes", "interruptions")}
+            found = {table: arrays[table] for table in ("meta", "requests", "steps", "writes", "interruptions")}
+        if all(isinstance(array, np.ndarray) for array in found.values()):  # numpy gives what is no array as bytes
+            return found
     except (KeyError, ValueError, TypeError, EOFError, MemoryError, NotImplementedError, RuntimeError):
         pass
     except (zipfile.BadZipFile, zlib.error, struct.error, SyntaxError, tokenize.TokenError):

@@ -39,7 +39,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             )
         elif not service.api_keys.knows(request.headers.get("Authorization", "")):
             message = "A valid API key is needed: `Authorization: Bearer <key>`, or as the password of Basic."
-            raise Unauthorized(message, challenge='Basic realm="roseinfer", Bearer')
+            raise Unauthorized(message, challenge='Basic realm="roseinfer", charset="UTF-8"')
         if request.method not in _SAFE_METHODS:
             _refuse_other_sites(request)
     return await handler(request)
