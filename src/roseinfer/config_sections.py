@@ -292,3 +292,18 @@ class ObserveConfig:
     nvtx: Annotated[bool, Meta(description="Mark the phases of each step with NVTX ranges for Nsight.")] = _option(
         False
     )
+    recorder_steps: Annotated[
+        int, Meta(ge=16, le=1 << 20, description="Engine steps that the flight recorder remembers, 320 bytes each.")
+    ] = _option(8192)
+    recorder_writes: Annotated[
+        int, Meta(ge=16, le=1 << 24, description="Socket writes that it remembers, 57 bytes each.")
+    ] = _option(65536)
+    recorder_requests: Annotated[
+        int,
+        Meta(
+            ge=16,
+            le=1 << 20,
+            description="Finished requests that it remembers, about nine bytes for each token; those in flight come "
+            "on top.",
+        ),
+    ] = _option(1024)

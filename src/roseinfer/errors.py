@@ -6,7 +6,9 @@
     │   ├── InvalidRequest   400    a field does not fit; carries its name
     │   ├── PromptTooLong    400    code context_length_exceeded
     │   ├── Unauthorized     401    no key, or not one of ours
+    │   ├── CrossSite        403    a browser asks in the name of another site
     │   ├── UnknownModel     404
+    │   ├── UnknownRequest   404    no request with this id is remembered
     │   ├── UnknownRoute     404    no such path, or not with this method (405)
     │   ├── BodyTooLarge     413
     │   └── NotJSON          415    content type or encoding we do not read
@@ -65,12 +67,30 @@ class Unauthorized(RequestError):
     error_type = "authentication_error"
     code = "invalid_api_key"
 
+    def __init__(self, message: str, *, challenge: str = "Bearer") -> None:
+        super().__init__(message)
+        self.challenge = challenge  # WWW-Authenticate: how the key may be given
+
+
+class CrossSite(RequestError):
+    """A browser asks in the name of another site."""
+
+    status = 403
+    code = "cross_site"
+
 
 class UnknownModel(RequestError):
     """`model` names something this server does not serve."""
 
     status = 404
     code = "model_not_found"
+
+
+class UnknownRequest(RequestError):
+    """No request with this id is in flight, nor remembered by the flight recorder."""
+
+    status = 404
+    code = "request_not_found"
 
 
 class UnknownRoute(RequestError):

@@ -1,4 +1,4 @@
-"""Garbage collections of this interpreter into the time that each took. Knows nobody who wants to hear of it."""
+"""Garbage collections of this interpreter into when each began and ended. Knows nothing of what is made of it."""
 
 import gc
 import time
@@ -12,11 +12,13 @@ _MAX_PAUSES = 1 << 16  # beyond so many that nobody has taken, the oldest are fo
 class GcPauses:
     """Notes each collection while it is open; during one, nothing else of this interpreter runs.
 
-    Collections come in any thread and at any allocation, so noting one takes no lock.
+    Collections come in any thread and at any allocation, so noting one takes no lock. Nor may a listener, which is
+    called with the start and the end of each.
     """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.total_ns = 0
+        self.listeners: list[Callable[[int, int], None]] = []
         self._clock = clock
         self._start_ns: int | None = None  # of the collection under way
         self._pauses_ns: deque[int] = deque(maxlen=_MAX_PAUSES)
@@ -32,10 +34,12 @@ class GcPauses:
         if phase == "start":
             self._start_ns = self._clock()
         elif self._start_ns is not None:
-            pause_ns = self._clock() - self._start_ns
-            self.total_ns += pause_ns
-            self._pauses_ns.append(pause_ns)
+            start_ns, end_ns = self._start_ns, self._clock()
             self._start_ns = None
+            self.total_ns += end_ns - start_ns
+            self._pauses_ns.append(end_ns - start_ns)
+            for listener in self.listeners:
+                listener(start_ns, end_ns)
 
     def take(self) -> list[int]:
         """Nanoseconds of each collection that ended since the last `take`."""

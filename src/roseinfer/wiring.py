@@ -139,8 +139,9 @@ def serve(config: Config) -> int:
     from prometheus_client import CollectorRegistry
 
     from roseinfer.observe.attribution import Attribution
+    from roseinfer.observe.flight import Flight
     from roseinfer.observe.metrics import Metrics
-    from roseinfer.server import lifecycle
+    from roseinfer.server import debug, lifecycle
     from roseinfer.server.instruments import Instruments
 
     output = logs.configure(config.observe, sys.stderr)
@@ -150,7 +151,9 @@ def serve(config: Config) -> int:
     )
     observe = config.observe
     attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
-    hub = Hub([attribution, metrics, logs.Logs(observe.log_summary_interval_s)])
+    flight = Flight(config, __version__)
+    flight.listen(gc_pauses, metrics, attribution.interruptions)
+    hub = Hub([attribution, metrics, flight, logs.Logs(observe.log_summary_interval_s)])
     client = AsyncEngine(build_transport(config), hub, config.engine.step_timeout_s)
     metrics.watch(attribution, lambda: hub.spent_ns)
 
@@ -158,10 +161,11 @@ def serve(config: Config) -> int:
         page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
         return web.Response(body=page, headers={"Content-Type": content_type})
 
-    instruments = Instruments(metrics=handle_metrics, ledger=attribution.ledger)
+    instruments = Instruments(metrics=handle_metrics, ledger=attribution.ledger, debug_routes=debug.routes(flight))
 
     def on_ready(url: str) -> None:
         metrics.set_engine_info(client.info)
+        flight.set_engine_info(client.info)
         attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: later collections need not walk it

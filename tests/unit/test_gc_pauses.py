@@ -53,3 +53,13 @@ def test_with_the_real_clock_a_pause_takes_time() -> None:
         gc.collect()
     [pause_ns] = pauses.take()
     assert pause_ns > 0
+
+
+def test_listeners_hear_of_start_and_end() -> None:
+    ticks, heard = count(step=5), list[tuple[int, int]]()
+    with GcPauses(lambda: next(ticks)) as pauses:
+        pauses.listeners.append(lambda start_ns, end_ns: heard.append((start_ns, end_ns)))
+        gc.collect()
+        gc.collect()
+    assert heard == [(0, 5), (10, 15)]
+    assert pauses.total_ns == 10

@@ -20,7 +20,7 @@ class Interruptions:
     def within(self, start_ns: int, end_ns: int) -> list[tuple[int, int, Cause]]:
         """Those that overlap the interval, cut to it, in the order of time and none twice over."""
         found = []
-        for begin, end, cause in reversed(self._known):
+        for begin, end, cause in reversed(list(self._known)):  # a copy: a collection may add one at any allocation
             if end > start_ns and begin < end_ns:
                 found.append((max(begin, start_ns), min(end, end_ns), cause))
         apart: list[tuple[int, int, Cause]] = []

@@ -50,6 +50,7 @@ class Metrics(Collector, Observer):
         self._registry = registry
         self._num_dropped_log_lines = num_dropped_log_lines
         self._take_gc_pauses_ns = take_gc_pauses_ns
+        self.render_listeners: list[Callable[[int, int], None]] = []  # told when each page began and was done
         self._spent_ns: Callable[[], int] = lambda: 0
         self._render_ns = 0
         self._lock = threading.Lock()
@@ -110,16 +111,18 @@ class Metrics(Collector, Observer):
     def render(self, accept: str) -> tuple[bytes, str]:
         """The page in the format that the Accept header asks for, OpenMetrics or Prometheus text, and its content type.
 
-        May be called in any thread; two at once are allowed, if wasteful.
+        May be called in any thread, and calls its listeners there; two at once are allowed, if wasteful.
         """
         start_ns = time.monotonic_ns()
         encode, content_type = choose_encoder(accept)
         page = encode(self._registry)
+        end_ns = time.monotonic_ns()
         with self._lock:
-            duration_ns = time.monotonic_ns() - start_ns
-            self._render_ns += duration_ns
+            self._render_ns += end_ns - start_ns
             for cell in self._of_scrapes:
-                cell.add([duration_ns / NS_PER_S])
+                cell.add([(end_ns - start_ns) / NS_PER_S])
+        for listener in self.render_listeners:
+            listener(start_ns, end_ns)
         return page, content_type
 
     def collect(self) -> Iterator[Metric]:

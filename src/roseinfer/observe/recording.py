@@ -4,10 +4,14 @@ A recording is a NumPy archive, `numpy.load(path)["steps"]`, so it can be read w
 `time.monotonic_ns()` on the recorded host; `meta.clock` places them on the calendar.
 """
 
+import struct
+import tokenize
 import zipfile
+import zlib
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -18,6 +22,7 @@ from roseinfer.messages import EngineInfo
 from roseinfer.records import BlockedBy, Cause, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 
 FORMAT_VERSION = 1
+MAX_BYTES = 1 << 30  # of a recording in memory
 
 StructArray = npt.NDArray[np.void]
 BLOCKED_BY = tuple(BlockedBy)
@@ -25,6 +30,9 @@ CAUSES = tuple(Cause)
 
 _COUNTS = tuple(name for name in StepRecord.__struct_fields__ if name not in {"phases", "blocked_by", "is_profiled"})
 _PHASES = PhaseTimes.__struct_fields__
+_counts_of = attrgetter(*_COUNTS)  # a row is made in each step, so in C
+_phases_of = attrgetter(*_PHASES)
+_BLOCKED_BY_INDEX = {limit: index for index, limit in enumerate(BLOCKED_BY)}
 STEP_DTYPE = np.dtype(
     [
         *((name, np.int64) for name in _COUNTS),
@@ -114,41 +122,54 @@ class Recording:
         """Write the file, whole or not at all. Raises OSError."""
         scratch = path.with_name(f".{path.name}.part")
         with scratch.open("wb") as file:
-            np.savez_compressed(
-                file,
-                meta=np.frombuffer(msgspec.json.encode(self.meta), np.uint8),
-                requests=np.frombuffer(msgspec.json.encode(self.requests), np.uint8),
-                steps=self.steps,
-                writes=self.writes,
-                interruptions=self.interruptions,
-            )
+            self.write(file)
         scratch.replace(path)
+
+    def write(self, file: BinaryIO) -> None:
+        """Write the archive into an open file."""
+        np.savez_compressed(
+            file,
+            meta=np.frombuffer(msgspec.json.encode(self.meta), np.uint8),
+            requests=np.frombuffer(msgspec.json.encode(self.requests), np.uint8),
+            steps=self.steps,
+            writes=self.writes,
+            interruptions=self.interruptions,
+        )
 
     @classmethod
     def load(cls, path: Path) -> "Recording":
         """Raises InvalidRequest for a file that is no recording, or one of another version."""
         try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in ("meta", "requests", "steps", "writes", "interruptions")}
+            with path.open("rb") as file:
+                return cls.read(file, str(path))
         except OSError as error:
             raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}.", param="recording") from None
-        except (KeyError, ValueError, zipfile.BadZipFile, EOFError):
-            raise InvalidRequest(f"{path} is no recording of roseinfer.", param="recording") from None
+
+    @classmethod
+    def read(cls, file: BinaryIO, name: str = "The file") -> "Recording":
+        """The recording in an open file, which errors call by the given name. Trusts nothing in it."""
+        arrays = _arrays_in(file, name)
         try:
             found = msgspec.json.decode(arrays["meta"].tobytes(), type=_Versioned).format_version
             if found != FORMAT_VERSION:
                 raise InvalidRequest(
-                    f"{path} is a recording of format {found}; this version of roseinfer reads format "
+                    f"{name} is a recording of format {found}; this version of roseinfer reads format "
                     f"{FORMAT_VERSION}.",
                     param="recording",
                 )
             meta = msgspec.json.decode(arrays["meta"].tobytes(), type=RecordingMeta)
             requests = msgspec.json.decode(arrays["requests"].tobytes(), type=list[RequestRecord])
-        except msgspec.MsgspecError as error:
-            raise InvalidRequest(f"{path} is damaged: {error}.", param="recording") from None
-        for name, dtype in (("steps", STEP_DTYPE), ("writes", WRITE_DTYPE), ("interruptions", INTERRUPTION_DTYPE)):
-            if arrays[name].dtype != dtype or arrays[name].ndim != 1:
-                raise InvalidRequest(f"{path} is damaged: its {name} have other fields.", param="recording")
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{name} is damaged: {error}.", param="recording") from None
+        for table, dtype in (("steps", STEP_DTYPE), ("writes", WRITE_DTYPE), ("interruptions", INTERRUPTION_DTYPE)):
+            if arrays[table].dtype != dtype or arrays[table].ndim != 1:
+                raise InvalidRequest(f"{name} is damaged: its {table} have other fields.", param="recording")
+        for table, field, num_known in (
+            ("steps", "blocked_by", len(BLOCKED_BY)),
+            ("interruptions", "cause", len(CAUSES)),
+        ):
+            if (arrays[table][field] >= num_known).any():
+                raise InvalidRequest(f"{name} is damaged: its {table} have an unknown {field}.", param="recording")
         return cls(
             meta=meta,
             requests=requests,
@@ -158,19 +179,33 @@ class Recording:
         )
 
 
+def _arrays_in(file: BinaryIO, name: str) -> dict[str, npt.NDArray[Any]]:
+    """The archive's arrays by name. Raises InvalidRequest for anything else, also for a bomb."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            num_bytes = sum(entry.file_size for entry in archive.infolist())
+        if num_bytes > MAX_BYTES:
+            raise InvalidRequest(f"{name} would take more than {MAX_BYTES} bytes of memory.", param="recording")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            found = {table: arrays[table] for table in ("meta", "requests", "steps", "writes", "interruptions")}
+        if all(isinstance(array, np.ndarray) for array in found.values()):  # numpy gives what is no array as bytes
+            return found
+    except (KeyError, ValueError, TypeError, EOFError, MemoryError, NotImplementedError, RuntimeError):
+        pass
+    except (zipfile.BadZipFile, zlib.error, struct.error, SyntaxError, tokenize.TokenError):
+        pass
+    raise InvalidRequest(f"{name} is no recording of roseinfer.", param="recording")
+
+
 class _Versioned(msgspec.Struct):
     format_version: int
 
 
 def step_row(record: StepRecord) -> tuple[Any, ...]:
     """The record as a row of STEP_DTYPE."""
-    phases = record.phases
-    return (
-        *[getattr(record, name) for name in _COUNTS],
-        *[getattr(phases, name) for name in _PHASES],
-        BLOCKED_BY.index(record.blocked_by),
-        record.is_profiled,
-    )
+    blocked_by = _BLOCKED_BY_INDEX[record.blocked_by]
+    return (*_counts_of(record), *_phases_of(record.phases), blocked_by, record.is_profiled)
 
 
 def step_of(row: np.void) -> StepRecord:

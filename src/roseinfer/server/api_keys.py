@@ -1,5 +1,7 @@
 """Turns a file of API keys into a check of the `Authorization` header. Knows no routes."""
 
+import base64
+import binascii
 import hashlib
 import hmac
 from pathlib import Path
@@ -36,3 +38,14 @@ class ApiKeys:
         if scheme.lower() != "bearer" or not any(matches):
             return None
         return hmac.digest(digest, b"prefix cache salt", "sha256").hex()[:32]
+
+    def knows(self, authorization: str) -> bool:
+        """Whether the header carries one of the keys, as Bearer or, as browsers send it, as the password of Basic."""
+        scheme, _, value = authorization.partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                pair = base64.b64decode(value.strip(), validate=True).decode("utf-8", "surrogateescape")
+            except (binascii.Error, ValueError):
+                return False
+            authorization = f"Bearer {pair.partition(':')[2]}"
+        return self.cache_salt(authorization) is not None

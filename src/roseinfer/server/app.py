@@ -3,7 +3,7 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.server import admin, chat, completions, middleware
+from roseinfer.server import admin, chat, completions, debug_guard, middleware
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import SERVICE, Service
 
@@ -23,8 +23,10 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
 
 
 def build_ops_app(service: Service, instruments: Instruments) -> web.Application:
-    """The operations port: probes and metrics again, for the cluster's own network; it needs no key."""
-    return _application(service, [*_operations(instruments.metrics), *instruments.debug_routes])
+    """The operations port: probes and metrics again, for the cluster's own network, without a key; and `/debug/*`."""
+    app = _application(service, [*_operations(instruments.metrics), *instruments.debug_routes])
+    app.middlewares.append(debug_guard.guard)
+    return app
 
 
 def _operations(metrics_handler: Handler) -> list[web.RouteDef]:

@@ -20,7 +20,10 @@ from roseinfer.server.wire import error_body, server_timing
 REQUEST_ID = web.RequestKey("request_id", str)
 REQUEST_ID_HEADER = "x-request-id"
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
-QUIET_PATHS = PROBE_PATHS | {"/metrics"}  # asked every second; what they would say, the lifecycle logs
+QUIET_PATHS = PROBE_PATHS | {
+    "/metrics",
+    "/debug/timeline/data",
+}  # asked every second; what they would say, the lifecycle logs
 CLIENT_CLOSED = 499  # nginx's word for it; nobody reads it but the log
 FAREWELL_TIMEOUT_S = 1.0  # a client that does not read is not waited for with the last event
 
@@ -129,8 +132,8 @@ def error_response(
         response.headers["Retry-After"] = str(error.retry_after_s)
     elif error.status == 503:
         response.headers["Retry-After"] = "5"
-    elif error.status == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, Unauthorized):
+        response.headers["WWW-Authenticate"] = error.challenge
     if error.status in {413, 415}:
         response.force_close()  # the rest of the body is not read
     return response

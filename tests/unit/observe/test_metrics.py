@@ -249,6 +249,15 @@ def test_a_scrape_counts_the_scrapes_before_it() -> None:
     assert [Page(metrics).value("roseinfer_scrape_duration_seconds_count") for _ in range(3)] == [0, 1, 2]
 
 
+def test_who_listens_hears_when_a_page_began_and_was_done() -> None:
+    metrics, heard = make_metrics(), list[tuple[int, int]]()
+    metrics.render_listeners.append(lambda start_ns, end_ns: heard.append((start_ns, end_ns)))
+    before_ns = time.monotonic_ns()
+    metrics.render("")
+    [(start_ns, end_ns)] = heard
+    assert before_ns <= start_ns < end_ns <= time.monotonic_ns()
+
+
 def test_collections_are_counted_when_a_step_or_a_scrape_asks_for_them() -> None:
     pauses = [[2 * MS], [], [MS // 2, 3 * MS], []]
     metrics = make_metrics(take_gc_pauses_ns=lambda: pauses.pop(0))

@@ -1,5 +1,8 @@
 """A recording survives its file, and a file that is none is refused in words."""
 
+import io
+import random
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -70,3 +73,37 @@ def test_another_version_is_refused_by_its_number(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="No such file"):
         Recording.load(tmp_path / "none.npz")
+
+
+def test_a_changed_byte_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Whatever a file holds, reading it raises nothing but InvalidRequest."""
+    make_recording().save(tmp_path / "a.npz")
+    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    chance, num_refused = random.Random(7), 0
+    for _ in range(400):
+        name = chance.choice(list(members))
+        content = bytearray(members[name])
+        for _ in range(chance.randint(1, 4)):
+            content[chance.randrange(len(content))] = chance.choice([chance.randrange(256), ord("9"), ord("-"), 255])
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            for member, good in members.items():
+                archive.writestr(member, bytes(content) if member == name else good)
+        file.seek(0)
+        try:
+            Recording.read(file)
+        except InvalidRequest:
+            num_refused += 1
+    assert num_refused > 100
+
+
+def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roseinfer.observe.recording.MAX_BYTES", 1_000_000)
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("steps.npy", bytes(1_000_001))
+    assert file.tell() < 10_000
+    file.seek(0)
+    with pytest.raises(InvalidRequest, match="1000000 bytes of memory"):
+        Recording.read(file)

@@ -1,0 +1,199 @@
+"""The timeline page in a real browser: loads alone, tells the cause of a clicked gap, obeys keys, fits a phone."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from roseinfer.observe.flight import Flight
+from roseinfer.server import debug
+from roseinfer.server.app import build_ops_app, build_runner
+from roseinfer.server.instruments import Instruments
+from tests.conftest import require_tool
+from tests.e2e.chromium import Browser, browsing, running_chromium
+from tests.unit.observe.flights import make_flight
+from tests.unit.server.harness import ScriptedEngine, metrics_handler, serving
+
+pytestmark = pytest.mark.e2e
+
+MARKUP_ID = "<img src=x onerror=alert(1)>-{}"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_chromium(require_tool("chromium"), tmp_path_factory.mktemp("chromium")) as devtools_url:
+        yield devtools_url
+
+
+@asynccontextmanager
+async def operations(
+    flight: Flight, *, ops_host: str = "127.0.0.1", keys: list[str] | None = None
+) -> AsyncIterator[str]:
+    """The URL of an operations port that answers from a flight."""
+    routes = debug.routes(flight)
+    instruments = Instruments(metrics=metrics_handler, ledger=lambda *_: {}, debug_routes=routes)
+    async with serving(ScriptedEngine(), keys=keys, ops_host=ops_host) as server:
+        runner = build_runner(build_ops_app(server.service, instruments), 0.5)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def page(flight: Flight, devtools_url: str, width: int = 1280) -> AsyncIterator[Browser]:
+    """The page with its first data; at the end nothing may have gone wrong, and nobody else been asked."""
+    async with operations(flight) as url, browsing(devtools_url) as browser:
+        await browser.prefer(reduced_motion="reduce")
+        await browser.open(f"{url}/debug/timeline", width)
+        await browser.wait_for("globalThis.timeline && timeline.data.extent && true")
+        await browser.press("f")
+        yield browser
+        assert browser.complaints == []
+        assert browser.hosts == {url.removeprefix("http://")}
+
+
+async def settle(browser: Browser) -> None:
+    await browser.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+async def position_of_widest(browser: Browser) -> tuple[float, float]:
+    x, y = await browser.evaluate(
+        "(() => { const box = document.getElementById('chart').getBoundingClientRect();"
+        " const [x, y] = timeline.chart.positionOf(timeline.data.widest); return [box.left + x, box.top + y]; })()"
+    )
+    return x, y
+
+
+CAUSE = "document.getElementById('cause')?.textContent ?? ''"
+SELECTED = "timeline.chart.selected ? timeline.chart.selected.end : 0"
+SPAN = "timeline.chart.end - timeline.chart.start"
+UNNAMED = (
+    "[...document.querySelectorAll('button, a, input, canvas[tabindex], svg')]"
+    ".filter((one) => !(one.ariaLabel || one.labels?.length || one.textContent.trim())).length"
+)
+STATUS = "document.getElementById('status-text').textContent"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+async def test_a_click_on_the_widest_gap_tells_its_cause(chromium: str) -> None:
+    async with page(make_flight(), chromium) as browser:
+        await settle(browser)
+        await browser.click(*await position_of_widest(browser))
+        assert await browser.evaluate(CAUSE) == "prefill of request long-prompt: 38.0 of 40.4 ms"
+        detail = await browser.evaluate("document.getElementById('detail').innerText")
+        for words in ("scheduler.max_prefill_tokens", "decoding rows", "500 of 1 request", "stream-"):
+            assert words in detail
+        shares = await browser.evaluate(
+            "[...document.querySelectorAll('.bar span')].map((s) => parseFloat(s.style.width))"
+        )
+        assert sum(shares) == pytest.approx(100, abs=0.1)
+        figures = await browser.evaluate("document.getElementById('figures').innerText")
+        for words in ("TTFT", "ITL", "TPOT", "Queue wait", "p50", "p99"):
+            assert words in figures
+
+
+async def test_keys_and_pointer(chromium: str) -> None:
+    async with page(make_flight(), chromium) as browser:
+        await browser.press("n")
+        first = await browser.evaluate(SELECTED)
+        assert "prefill of request long-prompt" in await browser.evaluate(CAUSE)
+        await browser.press("w")
+        await browser.evaluate("document.getElementById('chart').focus()")
+        chosen = await browser.evaluate(SELECTED)
+        await browser.press("ArrowLeft")
+        assert 0 < await browser.evaluate(SELECTED) < chosen
+        await browser.press("ArrowRight")
+        assert await browser.evaluate(SELECTED) == chosen
+        assert first == chosen, "all streams waited for the same step"
+        lane = await browser.evaluate("timeline.chart.selected.request.lane")
+        await browser.press("ArrowDown")
+        assert await browser.evaluate("timeline.chart.selected.request.lane") == lane + 1
+        span = await browser.evaluate(SPAN)
+        await browser.press("+")
+        assert await browser.evaluate(SPAN) < span
+        x, y = await position_of_widest(browser)
+        span = await browser.evaluate(SPAN)
+        await browser.wheel(x, y, -120)
+        await browser.wait_for(f"{SPAN} < {span}")
+        start = await browser.evaluate("timeline.chart.start")
+        await browser.drag(x, y, -100)
+        assert await browser.evaluate("timeline.chart.start") > start
+        await browser.press("Escape")
+        assert await browser.evaluate(SELECTED) == 0
+        await browser.press("?")
+        assert await browser.evaluate("document.getElementById('help').open")
+
+
+async def test_focus_goes_through_the_controls_to_the_chart(chromium: str) -> None:
+    async with page(make_flight(), chromium) as browser:
+        await browser.evaluate("document.body.focus()")
+        seen = []
+        for _ in range(16):
+            await browser.press("Tab")
+            seen.append(await browser.evaluate("document.activeElement.id || document.activeElement.textContent"))
+        order = ["pause", "next-slow", "widest", "zoom-in", "fit", "file", "help-button", "chart"]
+        assert [name for name in seen if name in order] == order
+        assert await browser.evaluate(UNNAMED) == 0
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_fits(chromium: str, width: int, scheme: str) -> None:
+    async with page(make_flight(), chromium, width) as browser:
+        await browser.prefer(color_scheme=scheme, reduced_motion="reduce")
+        await browser.press("w")
+        await settle(browser)
+        assert await browser.evaluate(OVERFLOW) <= 0
+        background = await browser.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        assert (background == "rgb(247, 246, 248)") == (scheme == "light")
+
+
+async def test_an_id_with_markup_is_text(chromium: str) -> None:
+    async with page(make_flight(stream_id=MARKUP_ID), chromium) as browser:
+        await browser.press("w")
+        assert "<img src=x onerror=alert(1)>-" in await browser.evaluate("document.body.innerText")
+        assert await browser.evaluate("document.querySelectorAll('img').length") == 0
+
+
+async def test_it_is_live_until_it_is_paused(chromium: str) -> None:
+    flight = make_flight()
+    async with page(flight, chromium) as browser:
+        num_steps = await browser.evaluate("timeline.data.steps.length")
+        last = flight.recorder.last_step
+        assert last is not None
+        flight.on_step(msgspec.structs.replace(last, step_id=last.step_id + 1), [])
+        await browser.wait_for(f"timeline.data.steps.length === {num_steps + 1}")
+        await browser.evaluate("document.getElementById('pause').click()")
+        flight.on_step(msgspec.structs.replace(last, step_id=last.step_id + 2), [])
+        await browser.evaluate("timeline.poll()")
+        assert await browser.evaluate("timeline.data.steps.length") == num_steps + 1
+        assert await browser.evaluate(STATUS) == "paused"
+
+
+async def test_a_saved_recording_is_shown(chromium: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved.npz"
+    make_flight(num_streams=3).recorder.snapshot().save(path)
+    async with page(make_flight(num_streams=5), chromium) as browser:
+        await browser.choose_file("#file", path)
+        await browser.wait_for("timeline.data.requests.size === 4")
+        await browser.press("w")
+        assert "prefill of request long-prompt" in await browser.evaluate(CAUSE)
+        assert await browser.evaluate(STATUS) == "recording saved.npz"
+        await browser.evaluate("document.getElementById('pause').click()")
+        await browser.wait_for("timeline.data.requests.size === 6")
+        assert await browser.evaluate(STATUS) == "live"
+
+
+async def test_with_a_key_a_browser_gets_in(chromium: str) -> None:
+    """The page's own requests carry what the browser was told once."""
+    url_of_any = operations(make_flight(), ops_host="0.0.0.0", keys=["the-key"])  # noqa: S104 - what it is about
+    async with url_of_any as url, browsing(chromium) as browser:
+        await browser.open(url.replace("http://", "http://me:the-key@") + "/debug/timeline")
+        await browser.wait_for("globalThis.timeline && timeline.data.steps.length === 126")
+        assert browser.complaints == []

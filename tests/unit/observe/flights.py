@@ -1,0 +1,85 @@
+"""A flight with a story: streams that decode evenly, one of which waits while the prompt of another is computed."""
+
+from roseinfer.config import Config
+from roseinfer.observe.flight import Flight
+from roseinfer.records import Arrival, Delivery, FinishReason, PhaseTimes, RequestTimeline
+from tests.unit.observe.facts import ENGINE, MS, make_step
+
+STEP_NS = 2 * MS
+PREFILL_NS = 40 * MS
+US = 1000
+
+
+class Story:
+    """Facts as a server would tell them, on a clock that starts ten seconds ago."""
+
+    def __init__(self, flight: Flight) -> None:
+        self.flight = flight
+        flight.set_engine_info(ENGINE)
+        self.now_ns = flight.recorder.clock_pair.monotonic_ns - 10_000 * MS
+        flight._origin_ns = self.now_ns
+        self.step_id = 0
+        self.running: list[RequestTimeline] = []
+
+    def arrive(self, request_id: str, num_prompt_tokens: int = 8) -> RequestTimeline:
+        timeline = RequestTimeline(request_id=request_id, recv_ns=self.now_ns, is_streamed=True, max_tokens=500)
+        self.flight.on_start(timeline)
+        timeline.parsed_ns, timeline.tokenized_ns = self.now_ns + 100 * US, self.now_ns + 200 * US
+        timeline.inbox_ns, timeline.num_prompt_tokens = self.now_ns + 300 * US, num_prompt_tokens
+        self.now_ns += 400 * US
+        return timeline
+
+    def step(self, admitted: list[RequestTimeline] | None = None, duration_ns: int = STEP_NS) -> None:
+        """One token for everybody, written 100 µs later."""
+        admitted, start_ns, num_decoded = admitted or [], self.now_ns, len(self.running)
+        tokens_ns = start_ns + duration_ns
+        for timeline in admitted:
+            timeline.scheduled_ns = start_ns
+        self.running += admitted
+        for timeline in self.running:
+            timeline.token_ns.append(tokens_ns)
+            timeline.arrival = Arrival(tokens_ns, tokens_ns + 20 * US, tokens_ns + 40 * US)
+        self.step_id += 1
+        phases = PhaseTimes(
+            schedule=20 * US, launch=duration_ns - 40 * US, forward=duration_ns - 50 * US, wait=20 * US, commit=15 * US
+        )
+        record = make_step(
+            phases=phases,
+            step_id=self.step_id,
+            start_ns=start_ns,
+            tokens_ns=tokens_ns,
+            end_ns=tokens_ns + 20 * US,
+            num_running=len(self.running),
+            num_decode_seqs=num_decoded,
+            num_prefill_seqs=len(admitted),
+            num_prefill_tokens=sum(timeline.num_prompt_tokens for timeline in admitted),
+            num_generated_tokens=len(self.running),
+            num_context_tokens=50 * len(self.running),
+        )
+        self.flight.on_step(record, self.running)
+        for timeline in self.running:
+            assert timeline.arrival is not None
+            stamps = (tokens_ns + 60 * US, tokens_ns + 80 * US, tokens_ns + 100 * US)
+            timeline.write_ns.append(stamps[-1])
+            self.flight.on_write(timeline, Delivery(timeline.arrival, *stamps, was_paused=False))
+        self.now_ns = tokens_ns + 20 * US
+
+    def end(self, timeline: RequestTimeline) -> None:
+        self.running.remove(timeline)
+        timeline.end_ns, timeline.finish_reason = self.now_ns + 200 * US, FinishReason.LENGTH
+        self.flight.on_finish(timeline)
+
+
+def make_flight(num_streams: int = 6, num_steps: int = 120, stream_id: str = "stream-{}") -> Flight:
+    """Two thirds into it, `long-prompt` stops the streams for 40 ms."""
+    flight = Flight(Config(), "1.2.3")
+    story = Story(flight)
+    for number in range(num_streams):
+        story.step([story.arrive(stream_id.format(number))])
+    for number in range(num_steps):
+        if number == num_steps * 2 // 3:
+            story.step([story.arrive("long-prompt", num_prompt_tokens=500)], PREFILL_NS)
+        else:
+            story.step()
+    story.end(story.running[0])
+    return flight

@@ -1,0 +1,101 @@
+"""The limit that holds a request back is named with its option and value, and its start is estimated from the queue."""
+
+import pytest
+
+from roseinfer.config import CacheConfig, Config, SchedulerConfig
+from roseinfer.observe.waiting import MIN_STARTS, QueueDrain, limit_of
+from roseinfer.records import BlockedBy, StepRecord
+from tests.unit.observe.facts import MS, make_step, make_timeline
+
+CONFIG = Config(
+    cache=CacheConfig(num_blocks=100),
+    scheduler=SchedulerConfig(max_num_seqs=8, max_active_seqs=16, max_num_batched_tokens=64, max_prefix_wait_steps=5),
+)
+
+
+def blocked(blocked_by: BlockedBy, **counts: int) -> StepRecord:
+    return make_step(blocked_by=blocked_by, **counts)
+
+
+@pytest.mark.parametrize(
+    ("blocked_by", "option", "value", "words"),
+    [
+        (BlockedBy.TOKEN_BUDGET, "scheduler.max_num_batched_tokens", 64, "8 decoding sequences and 56 prompt tokens"),
+        (BlockedBy.PREFILL_SEQS, "scheduler.max_prefill_seqs", 8, "8 requests were admitted"),
+        (BlockedBy.SLOTS, "scheduler.max_active_seqs", 16, "all 16 places"),
+        (BlockedBy.KV_BLOCKS, "cache.num_blocks", 100, "of the 100 KV blocks 97 are in use"),
+        (BlockedBy.PREFIX, "scheduler.max_prefix_wait_steps", 5, "5 steps"),
+    ],
+)
+def test_each_limit_has_its_option(blocked_by: BlockedBy, option: str, value: int, words: str) -> None:
+    step = blocked(blocked_by, num_decode_seqs=8, num_prefill_tokens=56, num_used_blocks=97)
+    limit = limit_of(step, CONFIG)
+    assert limit is not None
+    assert (limit.option, limit.value) == (option, value)
+    assert words in limit.sentence
+
+
+def test_the_smaller_of_the_two_token_limits_is_named() -> None:
+    config = Config(scheduler=SchedulerConfig(max_num_batched_tokens=512, max_prefill_tokens=64))
+    limit = limit_of(blocked(BlockedBy.TOKEN_BUDGET, num_decode_seqs=8), config)
+    assert limit is not None
+    assert (limit.option, limit.value) == ("scheduler.max_prefill_tokens", 64)
+
+
+def test_every_limit_is_explained() -> None:
+    explained = {limit for limit in BlockedBy if limit_of(blocked(limit), CONFIG) is not None}
+    assert explained == set(BlockedBy) - {BlockedBy.NOTHING}
+
+
+def drained(*starts_ms: int, num_waiting: int = 3) -> QueueDrain:
+    drain = QueueDrain()
+    for start_ms in starts_ms:
+        timeline = make_timeline(scheduled_ns=start_ms * MS, token_ns=[start_ms * MS + 1])
+        drain.note_step(make_step(num_waiting=num_waiting, num_prefill_seqs=1), [timeline])
+    return drain
+
+
+def test_an_even_queue_gives_an_even_estimate() -> None:
+    drain = drained(*range(0, 200, 10))  # one start each 10 ms, the last at 190
+    estimate = drain.estimate(2, 194 * MS)
+    assert estimate is not None
+    assert estimate.seconds == estimate.low_seconds == estimate.high_seconds == pytest.approx(0.026)
+    assert estimate.num_starts == 20
+
+
+def test_an_uneven_queue_has_a_spread() -> None:
+    drain = drained(*(block * 100 + within for block in range(20) for within in (0, 1, 2, 3)))
+    estimate = drain.estimate(0, 1903 * MS)
+    assert estimate is not None
+    assert estimate.low_seconds == pytest.approx(0.001)
+    assert estimate.low_seconds <= estimate.seconds < estimate.high_seconds == pytest.approx(0.097)
+
+
+def test_a_long_queue_is_stretched_from_what_is_known() -> None:
+    estimate = drained(*range(0, 200, 10)).estimate(99, 190 * MS)
+    assert estimate is not None
+    assert estimate.seconds == pytest.approx(1.0)
+
+
+def test_what_is_overdue_may_start_now() -> None:
+    estimate = drained(*range(0, 200, 10)).estimate(0, 500 * MS)
+    assert estimate is not None
+    assert estimate.seconds == 0
+
+
+def test_too_few_starts_tell_nothing() -> None:
+    assert QueueDrain().estimate(0, 1) is None
+    assert drained(*range(MIN_STARTS - 1)).estimate(0, 1) is None
+
+
+def test_starts_without_a_queue_tell_nothing() -> None:
+    drain = drained(*range(0, 200, 10))
+    drain.note_step(make_step(num_waiting=0), [])
+    assert drain.estimate(0, 200 * MS) is None
+
+
+def test_only_first_tokens_are_starts() -> None:
+    drain = QueueDrain()
+    for _ in range(20):
+        drain.note_step(make_step(num_waiting=1, num_prefill_seqs=1), [make_timeline()])
+    assert drain.estimate(0, 1) is None
