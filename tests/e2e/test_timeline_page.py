@@ -194,6 +194,6 @@ async def test_with_a_key_a_browser_gets_in(chromium: str) -> None:
     """The page's own requests carry what the browser was told once."""
     url_of_any = operations(make_flight(), ops_host="0.0.0.0", keys=["the-key"])  # noqa: S104 - what it is about
     async with url_of_any as url, browsing(chromium) as browser:
-        await browser.open(url.replace("http://", "http://me:the-key@") + "/debug/timeline")
+        await browser.open(url.replace("//", "//me:the-key@") + "/debug/timeline")
         await browser.wait_for("globalThis.timeline && timeline.data.steps.length === 126")
         assert browser.complaints == []
