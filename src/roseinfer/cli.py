@@ -80,7 +80,7 @@ def _parser() -> Parser:
         command("generate", "Continue one prompt and stream the text to standard output.", "%(prog)s [options] PROMPT")
     )
     _add_chat(command("chat", "Talk to the model; /help lists the commands."))
-    _add_bench(command("bench", "Measure the engine, without HTTP.", usage=None))
+    _add_bench(command("bench", "Measure the engine or a server, simulate, replay.", usage=None))
     _add_kernels(command("kernels", "Compile the CPU kernels, or list what is compiled.", usage=None))
     _add_config(
         command(
@@ -155,7 +155,7 @@ def _add_sampling_flags(parser: Parser, *, temperature: float) -> None:
 
 
 def _add_bench(parser: Parser) -> None:
-    from roseinfer.bench import options
+    from roseinfer.bench import load_options, options
 
     kinds = parser.add_subparsers(required=True, metavar="BENCHMARK", dest="BENCHMARK")
     for name, help_text, add_flags, run in (
@@ -166,11 +166,12 @@ def _add_bench(parser: Parser) -> None:
             _streaming,
         ),
         ("scheduler", "A batch of requests at once, online or offline.", options.add_scheduler, _scheduler),
+        ("serve", "A load through HTTP: what its clients see, and where the time went.", load_options.add_serve, _load),
     ):
         sub = kinds.add_parser(name, help=help_text, description=help_text, usage="%(prog)s [options]")
         assert isinstance(sub, Parser)
         add_flags(sub)
-        sub.set_defaults(parser=sub, run=run, defaults=options.DEFAULTS)
+        sub.set_defaults(parser=sub, run=run, defaults={} if run is _load else options.DEFAULTS)
 
 
 def _streaming(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -183,6 +184,12 @@ def _scheduler(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.bench import scheduler
 
     return scheduler.run(arguments, loaded)
+
+
+def _load(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.bench import serve
+
+    return serve.run(arguments, loaded)
 
 
 def _add_kernels(parser: Parser) -> None:

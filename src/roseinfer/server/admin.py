@@ -39,7 +39,7 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The one model served, with its context length. Raises NotReady before it is known."""
+    """The one model served, with the lengths of its context and its vocabulary. Raises NotReady before it is known."""
     service = request.app[SERVICE]
     model = {
         "id": service.model_name,
@@ -47,5 +47,6 @@ async def list_models(request: web.Request) -> web.Response:
         "created": _CREATED,
         "owned_by": "roseinfer",
         "max_model_len": service.client.info.max_model_len,
+        "vocab_size": service.client.info.vocab_size,
     }
     return web.json_response({"object": "list", "data": [model]})

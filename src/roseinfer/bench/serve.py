@@ -1,0 +1,170 @@
+"""`roseinfer bench serve`: a load through HTTP, on an absolute schedule, from a process of its own."""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from roseinfer.bench import serve_report
+from roseinfer.bench.load import PlannedRequest, Tokens
+from roseinfer.bench.load_client import Endpoint, LoadClient, Pacer, PreparedRequest, find_endpoint, get
+from roseinfer.bench.load_options import describe, interval_ns_of, objective_of, plan_of
+from roseinfer.bench.observed import Verdict, lag_p99_ns
+from roseinfer.bench.serve_report import ServeRun
+from roseinfer.bench.session import say
+from roseinfer.config_sources import LoadedConfig
+from roseinfer.errors import ConfigError
+from roseinfer.observe.recording import Recording
+from roseinfer.progress import Progress
+
+EXIT_INVALID = 1
+
+# Common words, each one token with the space before it in most vocabularies: what chat messages are made of.
+_WORDS = (
+    *("the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "at", "be"),
+    *(
+        "this",
+        "have",
+        "from",
+        "or",
+        "one",
+        "had",
+        "by",
+        "but",
+        "not",
+        "what",
+        "all",
+        "were",
+        "we",
+        "when",
+        "your",
+        "can",
+    ),
+)
+
+
+def run(arguments: argparse.Namespace, _: LoadedConfig, pacer: Pacer | None = None) -> int:
+    """Print the report. Returns the exit code: 1 when the generator did not keep its schedule, or nothing completed."""
+    planned = plan_of(arguments)
+    endpoint = find_endpoint(arguments.url, read_api_key(arguments.api_key_file))
+    prepared = prepare(planned, endpoint, arguments)
+    with Progress("requests", total=len(prepared)) as progress:
+        counter = _Counter(progress)
+        seen = LoadClient(endpoint, pacer or Pacer(), counter.count).run(prepared)
+    verdict = Verdict(lag_p99_ns(seen), interval_ns_of(arguments, planned), arguments.max_lag_share)
+    measured = ServeRun(seen, verdict, objective_of(arguments))
+    header = {"URL": endpoint.url, "Model": endpoint.model, "Load": describe(arguments, planned)}
+    say(*serve_report.lines_of(measured, header))
+    _keep(arguments, measured, endpoint)
+    return 0 if verdict.is_valid and measured.complete else EXIT_INVALID
+
+
+class _Counter:
+    """Adds up what is done, for the display."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._num_done = 0
+
+    def count(self, number: int) -> None:
+        self._num_done += number
+        self._progress.update(done=self._num_done)
+
+
+def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint) -> None:
+    """Write the files that were asked for; the result also when the recording cannot be had."""
+    recording: Path | None = arguments.recording
+    try:
+        if recording is not None:
+            fetch_recording(arguments.ops_url, endpoint.api_key, recording)
+    except ConfigError:
+        recording = None
+        raise
+    finally:
+        if arguments.json is not None:
+            options = {
+                name: value for name, value in vars(arguments).items() if isinstance(value, str | int | float | list)
+            }
+            settings = {"url": endpoint.url, "model": endpoint.model, "arguments": options}
+            serve_report.write_result(arguments.json, measured, settings, recording)
+
+
+def fetch_recording(ops_url: str, api_key: str, file: Path) -> None:
+    """Keep what the server remembers of its last steps. Raises ConfigError or InvalidRequest."""
+    body = asyncio.run(get(f"{ops_url.rstrip('/')}/debug/recording", api_key, "--ops-url"))
+    try:
+        file.write_bytes(body)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--recording") from None
+    Recording.load(file)
+    say(f"Recording: {file}")
+
+
+def read_api_key(file: Path | None) -> str:
+    """The first key of a file such as `server.api_key_file`; empty without one. Raises ConfigError."""
+    if file is None:
+        return ""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", param="--api-key-file") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{file} holds no key", param="--api-key-file")
+    return keys[0]
+
+
+def prepare(
+    planned: Sequence[PlannedRequest], endpoint: Endpoint, arguments: argparse.Namespace
+) -> list[PreparedRequest]:
+    """The bodies, encoded before the clock starts. Raises ConfigError for a request that the server would refuse."""
+    tokens = Tokens(arguments.seed, endpoint.vocab_size)
+    run_id = f"bench-{time.time_ns() // 1_000_000:x}"
+    prepared = []
+    for index, request in enumerate(planned):
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        if endpoint.max_model_len and num_tokens > endpoint.max_model_len:
+            raise ConfigError(
+                f"{request.num_prompt_tokens} and {request.max_tokens} tokens to be generated do not fit into the "
+                f"{endpoint.max_model_len} tokens of {endpoint.model}",
+                param="prompt",
+            )
+        body = _body(tokens.of(request.segments), request, endpoint, arguments)
+        prepared.append(
+            PreparedRequest(
+                request_id=f"{run_id}-{index}",
+                offset_ns=request.offset_ns,
+                path="/v1/chat/completions" if arguments.chat else "/v1/completions",
+                body=msgspec.json.encode(body),
+                stream_interval=arguments.stream_interval,
+                abort_after_tokens=request.abort_after_tokens,
+                abort_after_ns=request.abort_after_ns,
+            )
+        )
+    return prepared
+
+
+def _body(
+    token_ids: list[int], request: PlannedRequest, endpoint: Endpoint, arguments: argparse.Namespace
+) -> dict[str, object]:
+    """Token ids for completions, so that lengths are exact; as many words for chat, to which the template adds."""
+    body: dict[str, object] = {
+        "model": endpoint.model,
+        "temperature": 0,
+        "ignore_eos": arguments.ignore_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if arguments.stream_interval is not None:
+        body["stream_interval"] = arguments.stream_interval
+    if not arguments.chat:
+        return {**body, "prompt": token_ids, "max_tokens": request.max_tokens}
+    content = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)
+    return {
+        **body,
+        "messages": [{"role": "user", "content": content}],
+        "max_completion_tokens": request.max_tokens,
+    }

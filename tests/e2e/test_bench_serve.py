@@ -1,0 +1,134 @@
+"""`roseinfer bench serve` against a real server: what it prints, what it keeps, and when it does not believe itself."""
+
+import argparse
+import json
+import re
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roseinfer import cli
+from roseinfer.bench import serve
+from roseinfer.bench.load_client import Pacer
+from roseinfer.config_sources import LoadedConfig
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import Server
+
+
+def bench(server: Server, command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = cli.main(["bench", "serve", "--url", server.url, *shlex.split(command)])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def value(lines: list[str], name: str) -> str:
+    [found] = [line.removeprefix(f"{name}: ") for line in lines if line.startswith(f"{name}: ")]
+    return found
+
+
+def test_one_long_prompt_among_short_streams(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = server.wait_metrics(roseinfer_num_requests_running=0)
+    code, lines = bench(
+        server,
+        f"--num-requests 8 --max-tokens 12 --long-prompt-tokens 500 --num-long 1 --long-at 0.05 "
+        f"--json {tmp_path / 'result.json'} --slo-ttft-ms 60000",
+        capsys,
+    )
+    assert code == 0
+    assert value(lines, "Requests") == "9 (9 complete, 0 aborted as planned, 0 failed)"
+    assert value(lines, "Prompt tokens (total)") == str(8 * 16 + 500), "prompts have exactly the lengths asked for"
+    assert value(lines, "Completion tokens (total)") == str(9 * 12)
+    assert value(lines, "Goodput (TTFT <= 60000 ms)").endswith("9 of 9 (100.0%)")
+    assert "a burst has no interval" in value(lines, "Load generator")
+    for name in ("Submit lag", "TTFT", "TPOT", "ITL", "Latency"):
+        assert any(re.match(rf"{name} p50/p95/p99: [\d.]+/[\d.]+/[\d.]+ ms", line) for line in lines), name
+    content = json.loads((tmp_path / "result.json").read_text())
+    assert len(content["requests"]) == 9
+    for request in content["requests"]:
+        assert request["num_tokens"] == sum(request["token_counts"]) == 12
+        assert request["sent_s"] <= request["first_token_s"] <= request["end_s"]
+    lag = "roseinfer_client_submit_lag_seconds_count"
+    assert server.wait_metrics(roseinfer_num_requests_running=0)[lag] - before[lag] == 9, "the server was told when"
+
+
+def test_a_starved_generator_does_not_believe_itself(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same load twice; in the second the pacer oversleeps by far more than the interval."""
+
+    def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+        return serve.run(arguments, loaded, Pacer(sleep=lambda seconds: time.sleep(seconds + 0.2)))
+
+    load = "--num-requests 4 --interval-ms 50 --max-tokens 2"
+    _, lines = bench(server, f"{load} --max-lag-share 1", capsys)
+    assert value(lines, "Load generator").startswith(("valid", "INVALID"))
+    monkeypatch.setattr(cli, "_load", run)
+    code, lines = bench(server, load, capsys)
+    assert code == serve.EXIT_INVALID
+    assert value(lines, "Load generator").startswith("INVALID")
+    assert not [line for line in lines if line.startswith(("TTFT", "TPOT", "ITL", "Throughput"))]
+
+
+def test_pieces_of_several_tokens_are_counted_by_their_tokens(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _ = bench(
+        server, f"--num-requests 1 --max-tokens 17 --stream-interval 8 --json {tmp_path / 'result.json'}", capsys
+    )
+    assert code == 0
+    [request] = json.loads((tmp_path / "result.json").read_text())["requests"]
+    assert request["num_tokens"] == 17
+    assert len(request["token_times_s"]) < 17
+
+
+def test_chat_and_a_trace_with_a_key(
+    start_server: StartServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("# ours\nsecret-key\n")
+    server = start_server("--api-key-file", str(tmp_path / "keys"))
+    trace = [
+        {"offset_s": 0.0, "prompt_tokens": 3, "max_tokens": 2},
+        {"offset_s": 0.01, "prompt_tokens": 5, "max_tokens": 4},
+    ]
+    (tmp_path / "trace").write_text("\n".join(map(json.dumps, trace)))
+    flags = f"--trace {tmp_path / 'trace'} --max-lag-share 1 --json {tmp_path / 'result.json'}"
+    assert cli.main(["bench", "serve", "--url", server.url, *shlex.split(flags)]) == cli.EXIT_USAGE
+    assert "answers 401" in capsys.readouterr().err
+    for chat in ("", "--chat"):
+        bench(server, f"{flags} --api-key-file {tmp_path / 'keys'} {chat}", capsys)
+        requests: list[dict[str, Any]] = json.loads((tmp_path / "result.json").read_text())["requests"]
+        assert [request["num_tokens"] for request in requests] == [2, 4]
+        lengths = [request["num_prompt_tokens"] for request in requests]
+        assert lengths[0] > 3 if chat else lengths == [3, 5], "a chat template adds its own tokens"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("--duration 1", "--duration: needs --rate or --interval-ms"),
+        ("--prompt-tokens 9-3", "--prompt-tokens: 3 is less than 9"),
+        ("--prompt-tokens some", "--prompt-tokens: "),
+        ("--rate 3 --interval-ms 3", "not allowed with"),
+        ("--max-tokens 100000", "prompt: 16 and 100000 tokens to be generated do not fit"),
+        ("--api-key-file none", "--api-key-file: none cannot be read"),
+        (
+            "--num-requests 1 --max-tokens 1 --ops-url http://127.0.0.1:9 --recording a.npz",
+            "--ops-url: nothing answers",
+        ),
+    ],
+)
+def test_bad_input_is_told_in_one_sentence(
+    server: Server, command: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "serve", "--url", server.url, *shlex.split(command)]) == cli.EXIT_USAGE
+    assert words in capsys.readouterr().err
+
+
+def test_nobody_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == cli.EXIT_USAGE
+    told = capsys.readouterr().err
+    assert told == "roseinfer: --url: nothing answers at http://127.0.0.1:9/v1/models: Connection refused\n"
