@@ -51,6 +51,9 @@ def test_one_long_prompt_among_short_streams(
     for request in content["requests"]:
         assert request["num_tokens"] == sum(request["token_counts"]) == 12
         assert request["sent_s"] <= request["first_token_s"] <= request["end_s"]
+        named_s = sum(request["ledger"]["parts_ns"].values()) / 1e9
+        assert named_s + request["residual_s"] == pytest.approx(request["end_s"] - request["sent_s"])
+    assert "of the time" in value(lines, "network and client p50/p95/p99")
     lag = "roseinfer_client_submit_lag_seconds_count"
     assert server.wait_metrics(roseinfer_num_requests_running=0)[lag] - before[lag] == 9, "the server was told when"
 

@@ -64,7 +64,7 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: dict[str, Any] | None = None
-    roseinfer_ledger: dict[str, Any] | None = None
+    roseinfer_ledger: list[dict[str, Any]] = []  # of each choice
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
@@ -219,7 +219,8 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
             seen.finish_reason = event.choices[0].finish_reason or seen.finish_reason
         if event.usage is not None:
             num_tokens, seen.num_prompt_tokens = event.usage.completion_tokens, event.usage.prompt_tokens
-        seen.ledger = event.roseinfer_ledger or seen.ledger
+        if event.roseinfer_ledger:
+            seen.ledger = event.roseinfer_ledger[0]
     seen.token_counts = count_tokens(len(stamps) if num_tokens is None else num_tokens, len(stamps), interval)
     seen.token_ns = stamps[: len(seen.token_counts)]
     if not seen.error and not seen.was_aborted and not seen.token_ns:

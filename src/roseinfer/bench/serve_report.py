@@ -14,7 +14,6 @@ from roseinfer.errors import ConfigError
 RESULT_FORMAT = "roseinfer bench serve 1"
 RESIDUAL = "network and client"  # of a request's time at the client, what the server's ledger does not name
 _MAX_ERRORS_SHOWN = 5
-_NS_PER_UNIT = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
 
 
 class ServeRun(NamedTuple):
@@ -34,11 +33,10 @@ def ledger_parts_ns(request: Observed) -> dict[str, float] | None:
 
     The parts and the residual add up to the time from sending the request to the end of its answer.
     """
-    parts = (request.ledger or {}).get("parts")
+    parts = (request.ledger or {}).get("parts_ns")
     if not isinstance(parts, dict):
         return None
-    scale = _NS_PER_UNIT.get(str((request.ledger or {}).get("unit", "us")), 1e3)
-    named = {str(name): float(value) * scale for name, value in parts.items()}
+    named = {str(name): float(duration) for name, duration in parts.items()}
     return {**named, RESIDUAL: request.latency_ns - sum(named.values())}
 
 

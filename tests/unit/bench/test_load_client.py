@@ -55,8 +55,8 @@ def test_without_a_usage_a_chunk_is_a_token() -> None:
 
 
 def test_the_ledger_is_kept_and_may_be_absent() -> None:
-    told = b'data: {"choices":[],"roseinfer_ledger":{"parts":{"queue":1}}}\n\n'
-    assert read(chunk() + told).ledger == {"parts": {"queue": 1}}
+    told = b'data: {"choices":[],"roseinfer_ledger":[{"parts_ns":{"queue":1}}]}\n\n'
+    assert read(chunk() + told).ledger == {"parts_ns": {"queue": 1}}
     assert read(chunk()).ledger is None
 
 

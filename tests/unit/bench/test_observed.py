@@ -79,7 +79,7 @@ def test_the_interval_of_a_trace_is_its_mean() -> None:
     assert mean_interval_ns([0, 0]) == mean_interval_ns([7]) == 0
 
 
-LEDGER = {"parts": {"queue": 3000, "decode": 12_000}, "unit": "us"}
+LEDGER = {"parts_ns": {"queue": 3 * MS, "decode": 12 * MS}, "total_ns": 15 * MS}
 
 
 def make_run(*requests: Observed, interval_ms: float = 100, objective: Objective | None = None) -> ServeRun:
@@ -129,9 +129,8 @@ def test_an_invalid_run_has_no_percentiles_of_the_server(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("ledger", "queue_ms"),
     [
-        ({"parts": {"queue": 0.004}, "unit": "s"}, 4.0),
-        ({"parts": {"queue": 4000}}, 4.0),
-        ({"parts": [1]}, None),
+        ({"parts_ns": {"queue": 4 * MS}}, 4.0),
+        ({"parts_ns": [1]}, None),
         ({"other": 1}, None),
         (None, None),
     ],
