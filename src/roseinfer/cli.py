@@ -167,11 +167,15 @@ def _add_bench(parser: Parser) -> None:
         ),
         ("scheduler", "A batch of requests at once, online or offline.", options.add_scheduler, _scheduler),
         ("serve", "A load through HTTP: what its clients see, and where the time went.", load_options.add_serve, _load),
+        ("simulate", "A load through the real scheduler on a virtual clock.", load_options.add_simulate, _simulate),
+        ("replay", "Ask a recording again, of a server or of the simulator.", load_options.add_replay, _replay),
     ):
-        sub = kinds.add_parser(name, help=help_text, description=help_text, usage="%(prog)s [options]")
+        usage = "%(prog)s [options] RECORDING" if name == "replay" else "%(prog)s [options]"
+        sub = kinds.add_parser(name, help=help_text, description=help_text, usage=usage)
         assert isinstance(sub, Parser)
         add_flags(sub)
-        sub.set_defaults(parser=sub, run=run, defaults={} if run is _load else options.DEFAULTS)
+        defaults = options.DEFAULTS if name in options.SEEDS else {}
+        sub.set_defaults(parser=sub, run=run, defaults=defaults)
 
 
 def _streaming(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -190,6 +194,18 @@ def _load(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.bench import serve
 
     return serve.run(arguments, loaded)
+
+
+def _simulate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.bench import simulate
+
+    return simulate.run(arguments, loaded)
+
+
+def _replay(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.bench import replay
+
+    return replay.run(arguments, loaded)
 
 
 def _add_kernels(parser: Parser) -> None:

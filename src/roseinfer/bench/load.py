@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from roseinfer.bench.load_options import Lengths
 from roseinfer.engine.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount, locate
@@ -51,16 +52,6 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_prompt_tokens(self) -> int:
         return sum(segment.num_tokens for segment in self.segments)
-
-
-class Lengths(NamedTuple):
-    """A length in tokens, each value from `low` to `high` equally likely."""
-
-    low: int
-    high: int
-
-    def draw(self, source: random.Random) -> int:
-        return source.randint(self.low, self.high)
 
 
 class LongPrompts(NamedTuple):
@@ -142,8 +133,8 @@ class Workload(NamedTuple):
         for index, offset_ns in enumerate(self.arrivals.offsets_ns(self.seed)):
             if index == self.num_requests or (self.duration_ns is not None and offset_ns >= self.duration_ns):
                 break
-            segments = self._segments(index, self.prompt.draw(lengths))
-            max_tokens = self.output.draw(lengths)
+            segments = self._segments(index, lengths.randint(*self.prompt))
+            max_tokens = lengths.randint(*self.output)
             planned.append(PlannedRequest(offset_ns=offset_ns, segments=segments, max_tokens=max_tokens))
         if self.long is not None:
             for index, offset_ns in enumerate(self.long.offsets_ns, len(planned)):

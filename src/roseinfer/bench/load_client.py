@@ -99,13 +99,14 @@ class Pacer:
 
 
 class LoadClient:
-    """Everything that is sent to one endpoint."""
+    """Everything that is sent to one endpoint. `on_done` hears how many requests are over."""
 
     def __init__(self, endpoint: Endpoint, pacer: Pacer, on_done: Callable[[int], None] = lambda _: None) -> None:
         self._endpoint = endpoint
         self._pacer = pacer
         self._clock = pacer.clock
         self._on_done = on_done
+        self._num_done = 0
 
     def run(self, requests: Sequence[PreparedRequest]) -> list[Observed]:
         """Send all and wait for the last answer. Garbage is collected before and after, not in between."""
@@ -168,7 +169,8 @@ class LoadClient:
         seen.end_ns = self._clock()
         if not seen.error:
             read_events(seen, reads, request.stream_interval)
-        self._on_done(1)
+        self._num_done += 1
+        self._on_done(self._num_done)
         return seen
 
     async def _exchange(

@@ -1,25 +1,15 @@
-"""The flags of the load benchmarks, and the plan, the objective and the words that follow from their values."""
+"""The flags of the load benchmarks. Imports nothing heavy, since every command line is read through this file too."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from roseinfer.bench.load import (
-    NS_PER_S,
-    Arrivals,
-    Lengths,
-    LongPrompts,
-    PlannedRequest,
-    Workload,
-    plan_of_trace,
-)
-from roseinfer.bench.observed import Objective, mean_interval_ns
-from roseinfer.errors import ConfigError
-from roseinfer.flags import Parser, Positive, parser_of
+from roseinfer.flags import Parser, Positive, add_config_flags, parser_of
 from roseinfer.messages import TokenCount
+from roseinfer.records import Cause
 
 _Milliseconds = Annotated[float, Meta(ge=0, le=3_600_000)]
 _Seconds = Annotated[float, Meta(ge=0, le=86_400)]
@@ -28,7 +18,33 @@ _Rate = Annotated[float, Meta(gt=0, le=100_000)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Seed = Annotated[int, Meta(ge=0, lt=2**63)]
 
-_DEFAULT_NUM_REQUESTS = 64
+DEFAULT_NUM_REQUESTS = 64
+DEFAULT_COSTS = "default"
+
+LAUNCH_PARTS: Mapping[Cause, tuple[str, ...]] = {
+    Cause.GRAPH_CAPTURE: ("capture",),
+    Cause.H2D_COPY: ("stage", "h2d"),
+    Cause.SAMPLE_SYNC: ("sample",),
+}
+"""Where in a launch an injected delay of that cause lies, from the outside in: fields of `PhaseTimes`."""
+INJECTABLE = (Cause.GC, *LAUNCH_PARTS)
+WITHOUT = (Cause.PREFILL_OF_OTHERS, Cause.NOT_SELECTED, Cause.KV_WAIT, Cause.PREEMPTED, *INJECTABLE)
+"""Causes that a counterfactual can do without."""
+
+
+class Lengths(NamedTuple):
+    """A length in tokens, each value from `low` to `high` equally likely."""
+
+    low: int
+    high: int
+
+
+class Delay(NamedTuple):
+    """A disturbance of every `every`-th step."""
+
+    cause: Cause
+    every: int
+    duration_ns: int
 
 
 def add_serve(parser: Parser) -> None:
@@ -39,10 +55,57 @@ def add_serve(parser: Parser) -> None:
     _add_report(parser)
 
 
-def add_replay_target(parser: Parser) -> None:
-    """Flags of `bench replay` that say where and how; the load is the recording's."""
+def add_simulate(parser: Parser) -> None:
+    """Flags of `bench simulate`."""
+    _add_load(parser)
+    _add_simulator(parser)
+    _add_objective(parser.add_argument_group("report"))
+    parser.add_argument("--recording", type=Path, metavar="FILE", help="keep what happened as a recording, an .npz")
+    add_config_flags(parser, with_short=False)
+
+
+def add_replay(parser: Parser) -> None:
+    """Flags of `bench replay`."""
+    parser.add_argument("file", type=Path, metavar="RECORDING", help="an .npz of roseinfer")
+    parser.add_argument("--simulate", action="store_true", help="on the simulator, and not on the server at --url")
     _add_server(parser)
+    _add_simulator(parser)
     _add_report(parser)
+    parser.add_argument("--seed", type=parser_of(_Seed), default=0, metavar="S", help="of the prompts; default: 0")
+    parser.set_defaults(chat=False, ignore_eos=True, stream_interval=None)
+    add_config_flags(parser, with_short=False)
+
+
+def _add_simulator(parser: Parser) -> None:
+    group = parser.add_argument_group("simulator")
+    group.add_argument(
+        "--cost-model",
+        metavar="FILE",
+        help=f"a recording whose steps say what a step costs, or `{DEFAULT_COSTS}`; default: the load, if it is one",
+    )
+    group.add_argument(
+        "--decision-log",
+        type=Path,
+        metavar="FILE",
+        help="write a line of JSON for each step; one seed gives the same bytes",
+    )
+    group.add_argument(
+        "--without",
+        type=Cause,
+        choices=WITHOUT,
+        action="append",
+        default=[],
+        metavar="CAUSE",
+        help="a world in which that cause does not exist, repeatable: " + ", ".join(WITHOUT),
+    )
+    group.add_argument(
+        "--inject",
+        type=delay_of,
+        action="append",
+        default=[],
+        metavar="CAUSE:EVERY:MS",
+        help="delay every EVERY-th step, repeatable; causes: " + ", ".join(INJECTABLE),
+    )
 
 
 def _add_server(parser: Parser) -> None:
@@ -78,7 +141,7 @@ def _add_load(parser: Parser) -> None:
         "--num-requests",
         type=count,
         metavar="N",
-        help=f"default: {_DEFAULT_NUM_REQUESTS}, or as many as --duration holds",
+        help=f"default: {DEFAULT_NUM_REQUESTS}, or as many as --duration holds",
     )
     group.add_argument("--duration", type=parser_of(_PositiveSeconds), metavar="S", help="send for so many seconds")
     lengths: dict[str, Any] = {"type": lengths_of, "metavar": "N|LOW-HIGH"}
@@ -127,20 +190,24 @@ def _add_sampling(parser: Parser) -> None:
     )
 
 
-def _add_report(parser: Parser) -> None:
-    group = parser.add_argument_group("report")
+def _add_objective(group: argparse._ArgumentGroup) -> None:
     milliseconds: dict[str, Any] = {"type": parser_of(_Milliseconds), "metavar": "MS"}
     group.add_argument("--slo-ttft-ms", help="goodput: the time to the first token of a good request", **milliseconds)
     group.add_argument("--slo-tpot-ms", help="goodput: the time per output token of a good request", **milliseconds)
+    group.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the report and every request, for roseinfer explain"
+    )
+
+
+def _add_report(parser: Parser) -> None:
+    group = parser.add_argument_group("report")
+    _add_objective(group)
     group.add_argument(
         "--max-lag-share",
         type=parser_of(_Share),
         default=0.1,
         metavar="SHARE",
         help="the report is invalid when the generator's own lag, p99, is a larger share of the interval; default: 0.1",
-    )
-    group.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the report and every request, for roseinfer explain"
     )
     group.add_argument(
         "--recording", type=Path, metavar="FILE", help="at the end fetch the server's recording, an .npz, into FILE"
@@ -162,77 +229,11 @@ def seconds_of(text: str) -> Sequence[float]:
     return [parser_of(_Seconds)(part.strip()) for part in text.split(",")]
 
 
-def plan_of(arguments: argparse.Namespace) -> list[PlannedRequest]:
-    """The requests that the flags ask for. Raises ConfigError."""
-    if arguments.trace is not None:
-        for name in ("num_requests", "duration", "long_prompt_tokens"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError("has no meaning beside --trace", param="--" + name.replace("_", "-"))
-        return plan_of_trace(arguments.trace)
-    interval_ns = (arguments.interval_ms or 0.0) * 1e6
-    arrivals = Arrivals(interval_ns) if arguments.rate is None else Arrivals(NS_PER_S / arguments.rate, is_poisson=True)
-    num_requests = arguments.num_requests
-    if arguments.duration is None:
-        num_requests = num_requests or _DEFAULT_NUM_REQUESTS
-    elif not arrivals.interval_ns:
-        raise ConfigError("needs --rate or --interval-ms: a burst has no duration", param="--duration")
-    return Workload(
-        arrivals=arrivals,
-        num_requests=num_requests,
-        duration_ns=None if arguments.duration is None else round(arguments.duration * NS_PER_S),
-        prompt=arguments.prompt_tokens,
-        output=arguments.max_tokens,
-        shared_prefix_share=arguments.shared_prefix_share,
-        long=_long_prompts(arguments),
-        seed=arguments.seed,
-    ).plan()
-
-
-def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> float:
-    """What the generator's lag is held against: the mean interval of the schedule, 0 for a burst."""
-    if arguments.rate is not None:
-        return NS_PER_S / float(arguments.rate)
-    if arguments.trace is not None:
-        return mean_interval_ns([request.offset_ns for request in planned])
-    return float(arguments.interval_ms or 0.0) * 1e6
-
-
-def _long_prompts(arguments: argparse.Namespace) -> LongPrompts | None:
-    if arguments.long_prompt_tokens is None:
-        return None
-    moments: Sequence[float] = arguments.long_at
-    offsets = tuple(round(moments[index % len(moments)] * NS_PER_S) for index in range(arguments.num_long))
-    return LongPrompts(arguments.long_prompt_tokens, arguments.long_max_tokens or arguments.max_tokens.high, offsets)
-
-
-def objective_of(arguments: argparse.Namespace) -> Objective | None:
-    ttft_ms, tpot_ms = arguments.slo_ttft_ms, arguments.slo_tpot_ms
-    if ttft_ms is None and tpot_ms is None:
-        return None
-    return Objective(None if ttft_ms is None else ttft_ms * 1e6, None if tpot_ms is None else tpot_ms * 1e6)
-
-
-def describe(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> str:
-    """The load in words, so that two reports can be compared."""
-    if arguments.trace is not None:
-        return f"{len(planned)} requests of {arguments.trace}"
-    num_long = 0 if arguments.long_prompt_tokens is None else arguments.num_long
-    when = "at once"
-    if arguments.rate is not None:
-        when = f"at {arguments.rate:g} a second (Poisson)"
-    elif arguments.interval_ms:
-        when = f"every {arguments.interval_ms:g} ms"
-    words = [
-        f"{len(planned) - num_long} requests {when}",
-        f"{_range(arguments.prompt_tokens)} prompt and {_range(arguments.max_tokens)} output tokens each",
-    ]
-    if arguments.shared_prefix_share:
-        words.append(f"{arguments.shared_prefix_share:.0%} of each prompt shared")
-    if num_long:
-        moments = "/".join(f"{moment:g}" for moment in arguments.long_at)
-        words.append(f"{num_long} of {arguments.long_prompt_tokens} prompt tokens at {moments} s")
-    return ", ".join([*words, f"seed {arguments.seed}"])
-
-
-def _range(lengths: Lengths) -> str:
-    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low}-{lengths.high}"
+def delay_of(text: str) -> Delay:
+    """`gc:100:20`: a collection of 20 ms in every 100th step."""
+    cause, _, rest = text.partition(":")
+    every, _, milliseconds = rest.partition(":")
+    if cause not in INJECTABLE:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(INJECTABLE)}, got {cause!r}")
+    duration_ms = parser_of(_Milliseconds)(milliseconds)
+    return Delay(Cause(cause), parser_of(Positive)(every), round(duration_ms * 1e6))

@@ -11,6 +11,7 @@ from roseinfer.flags import Parser, Positive, add_alias, add_config_flags, parse
 from roseinfer.messages import Temperature, TokenCount, TopK, TopP
 
 _SOURCE = "the benchmarks' default"
+SEEDS = ("streaming", "scheduler")  # the benchmarks that the posts have
 DEFAULTS = {  # the seeds' own, so reports compare
     "scheduler.max_num_seqs": Given("8", _SOURCE),
     "runner.cuda_graphs": Given("off", _SOURCE),

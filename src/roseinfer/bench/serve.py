@@ -3,15 +3,16 @@
 import argparse
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from roseinfer.bench import serve_report
 from roseinfer.bench.load import PlannedRequest, Tokens
 from roseinfer.bench.load_client import Endpoint, LoadClient, Pacer, PreparedRequest, find_endpoint, get
-from roseinfer.bench.load_options import describe, interval_ns_of, objective_of, plan_of
+from roseinfer.bench.load_plan import describe, interval_ns_of, objective_of, plan_of
 from roseinfer.bench.observed import Verdict, lag_p99_ns
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
@@ -49,29 +50,29 @@ _WORDS = (
 def run(arguments: argparse.Namespace, _: LoadedConfig, pacer: Pacer | None = None) -> int:
     """Print the report. Returns the exit code: 1 when the generator did not keep its schedule, or nothing completed."""
     planned = plan_of(arguments)
+    header = {"Load": describe(arguments, planned)}
+    measured = measure(arguments, planned, interval_ns_of(arguments, planned), header, pacer=pacer)
+    return 0 if measured.is_valid and measured.complete else EXIT_INVALID
+
+
+def measure(
+    arguments: argparse.Namespace,
+    planned: Sequence[PlannedRequest],
+    interval_ns: float,
+    header: Mapping[str, Any],
+    title: str = "serve",
+    pacer: Pacer | None = None,
+) -> ServeRun:
+    """Send the plan to the server, print the report and keep the files that were asked for."""
     endpoint = find_endpoint(arguments.url, read_api_key(arguments.api_key_file))
     prepared = prepare(planned, endpoint, arguments)
     with Progress("requests", total=len(prepared)) as progress:
-        counter = _Counter(progress)
-        seen = LoadClient(endpoint, pacer or Pacer(), counter.count).run(prepared)
-    verdict = Verdict(lag_p99_ns(seen), interval_ns_of(arguments, planned), arguments.max_lag_share)
+        seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
+    verdict = Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share)
     measured = ServeRun(seen, verdict, objective_of(arguments))
-    header = {"URL": endpoint.url, "Model": endpoint.model, "Load": describe(arguments, planned)}
-    say(*serve_report.lines_of(measured, header))
+    say(*serve_report.lines_of(measured, {"URL": endpoint.url, "Model": endpoint.model, **header}, title))
     _keep(arguments, measured, endpoint)
-    return 0 if verdict.is_valid and measured.complete else EXIT_INVALID
-
-
-class _Counter:
-    """Adds up what is done, for the display."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._num_done = 0
-
-    def count(self, number: int) -> None:
-        self._num_done += number
-        self._progress.update(done=self._num_done)
+    return measured
 
 
 def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint) -> None:

@@ -20,8 +20,12 @@ class ServeRun(NamedTuple):
     """One measured load."""
 
     requests: list[Observed]
-    verdict: Verdict
+    verdict: Verdict | None  # None: simulated, so nothing was sent and no server could return a ledger
     objective: Objective | None
+
+    @property
+    def is_valid(self) -> bool:
+        return self.verdict is None or self.verdict.is_valid
 
     @property
     def complete(self) -> list[Observed]:
@@ -52,14 +56,15 @@ def lines_of(run: ServeRun, header: Mapping[str, Any], title: str = "serve") -> 
         f"Prompt tokens (total): {sum(request.num_prompt_tokens for request in complete)}",
         f"Completion tokens (total): {sum(request.num_tokens for request in complete)}",
         *_error_lines(requests),
-        Pool("Submit lag", [request.submit_lag_ns for request in requests if request.sent_ns]).percentiles_line(),
-        run.verdict.line(),
     ]
-    if not run.verdict.is_valid:
+    if run.verdict is not None:
+        lags = Pool("Submit lag", [request.submit_lag_ns for request in requests if request.sent_ns])
+        lines += [lags.percentiles_line()] * bool(lags.values) + [run.verdict.line()]
+    if not run.is_valid:
         lines.append("The figures would be the generator's and not the server's, so none are printed.")
     elif complete:
         lines += [pool.percentiles_line() for pool in latency_pools(complete)]
-        lines += _rate_lines(run) + _ledger_lines(complete)
+        lines += _rate_lines(run) + ([] if run.verdict is None else _ledger_lines(complete))
     return lines
 
 
@@ -116,15 +121,8 @@ def write_result(file: Path, run: ServeRun, settings: Mapping[str, Any], recordi
     content = {
         "format": RESULT_FORMAT,
         "settings": settings,
-        "verdict": {
-            "is_valid": run.verdict.is_valid,
-            "submit_lag_p99_ms": run.verdict.lag_p99_ns / NS_PER_MS,
-            "interval_ms": run.verdict.interval_ns / NS_PER_MS,
-            "max_lag_share": run.verdict.max_share,
-        },
-        "distributions": {pool.name: pool.summary() for pool in latency_pools(run.requests)}
-        if run.verdict.is_valid
-        else {},
+        "verdict": None if run.verdict is None else _verdict(run.verdict),
+        "distributions": {pool.name: pool.summary() for pool in latency_pools(run.requests)} if run.is_valid else {},
         "recording": beside,
         "requests": [_result_row(request) for request in run.requests],
     }
@@ -132,6 +130,15 @@ def write_result(file: Path, run: ServeRun, settings: Mapping[str, Any], recordi
         file.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--json") from None
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "is_valid": verdict.is_valid,
+        "submit_lag_p99_ms": verdict.lag_p99_ns / NS_PER_MS,
+        "interval_ms": verdict.interval_ns / NS_PER_MS,
+        "max_lag_share": verdict.max_share,
+    }
 
 
 def _relative(path: Path, directory: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from roseinfer.engine.prefix_digests import PrefixDigests
 from roseinfer.engine.transport import Transport
 from roseinfer.errors import ConfigError, EngineDead, EngineError, EngineFailed, NotReady
 from roseinfer.messages import (
@@ -126,6 +127,7 @@ class AsyncEngine:
         self._num_in_engine = 0
         self._last_progress_ns = 0
         self._info: EngineInfo | None = None
+        self._prefix_digests: PrefixDigests | None = None  # from when the engine is ready
         self._on_progress: Callable[[StartupProgress], None] | None = None
         self._started: asyncio.Future[EngineInfo] | None = None
         self._dead: asyncio.Future[EngineError] | None = None
@@ -155,6 +157,7 @@ class AsyncEngine:
         self._started, self._dead = loop.create_future(), loop.create_future()
         await self._transport.start(self._on_event, self._on_death)
         self._info = await self._started
+        self._prefix_digests = PrefixDigests(self._info.block_size)
         return self._info
 
     async def wait_dead(self) -> EngineError:
@@ -215,6 +218,8 @@ class AsyncEngine:
         entry.is_in_engine = True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
         timeline.max_tokens = request.params.max_tokens
+        if self._prefix_digests is not None:
+            timeline.prefix_digests = self._prefix_digests.of(request.prompt_token_ids, request.cache_salt)
 
     def holds(self, request_id: str) -> bool:
         entry = self._entries.get(request_id)

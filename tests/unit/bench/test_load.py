@@ -9,7 +9,6 @@ import pytest
 from roseinfer.bench.load import (
     FIRST_TOKEN_ID,
     Arrivals,
-    Lengths,
     LongPrompts,
     Segment,
     Tokens,
@@ -17,6 +16,7 @@ from roseinfer.bench.load import (
     plan_of_recording,
     plan_of_trace,
 )
+from roseinfer.bench.load_options import Lengths
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.observe.recording import ClockPair, Recording, RecordingMeta, RequestRecord
 from roseinfer.records import FinishReason

@@ -193,3 +193,17 @@ async def breathe() -> None:
     """Let every task that can run do so once."""
     await asyncio.sleep(0)
     await asyncio.sleep(0)
+
+
+async def test_timelines_say_which_prompts_begin_alike(client: AsyncEngine) -> None:
+    prompts = {"a": [1] * 16, "b": [1] * 8 + [2] * 9, "c": [2] * 7}
+    timelines = {name: open_timeline(client, name) for name in prompts}
+    streams = [client.generate([make_request(name, prompt)], [timelines[name]]) for name, prompt in prompts.items()]
+    tasks = [start_taking(stream) for stream in streams]
+    await breathe()
+    first, second, third = [timelines[name].prefix_digests for name in prompts]
+    assert (len(first), len(second), len(third)) == (16, 16, 0)
+    assert first[:8] == second[:8]
+    assert first[8:] != second[8:]
+    for task in tasks:
+        task.cancel()

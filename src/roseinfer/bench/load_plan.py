@@ -1,0 +1,85 @@
+"""What the flags of the load benchmarks ask for: a plan, an objective, and words for both. Adds no flag."""
+
+import argparse
+from collections.abc import Sequence
+
+from roseinfer.bench.load import NS_PER_S, Arrivals, LongPrompts, PlannedRequest, Workload, plan_of_trace
+from roseinfer.bench.load_options import DEFAULT_NUM_REQUESTS, Lengths
+from roseinfer.bench.observed import Objective, mean_interval_ns
+from roseinfer.errors import ConfigError
+
+
+def plan_of(arguments: argparse.Namespace) -> list[PlannedRequest]:
+    """The requests that the flags ask for. Raises ConfigError."""
+    if arguments.trace is not None:
+        for name in ("num_requests", "duration", "long_prompt_tokens"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError("has no meaning beside --trace", param="--" + name.replace("_", "-"))
+        return plan_of_trace(arguments.trace)
+    interval_ns = (arguments.interval_ms or 0.0) * 1e6
+    arrivals = Arrivals(interval_ns) if arguments.rate is None else Arrivals(NS_PER_S / arguments.rate, is_poisson=True)
+    num_requests = arguments.num_requests
+    if arguments.duration is None:
+        num_requests = num_requests or DEFAULT_NUM_REQUESTS
+    elif not arrivals.interval_ns:
+        raise ConfigError("needs --rate or --interval-ms: a burst has no duration", param="--duration")
+    return Workload(
+        arrivals=arrivals,
+        num_requests=num_requests,
+        duration_ns=None if arguments.duration is None else round(arguments.duration * NS_PER_S),
+        prompt=arguments.prompt_tokens,
+        output=arguments.max_tokens,
+        shared_prefix_share=arguments.shared_prefix_share,
+        long=_long_prompts(arguments),
+        seed=arguments.seed,
+    ).plan()
+
+
+def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> float:
+    """What the generator's lag is held against: the mean interval of the schedule, 0 for a burst."""
+    if arguments.rate is not None:
+        return NS_PER_S / float(arguments.rate)
+    if arguments.trace is not None:
+        return mean_interval_ns([request.offset_ns for request in planned])
+    return float(arguments.interval_ms or 0.0) * 1e6
+
+
+def _long_prompts(arguments: argparse.Namespace) -> LongPrompts | None:
+    if arguments.long_prompt_tokens is None:
+        return None
+    moments: Sequence[float] = arguments.long_at
+    offsets = tuple(round(moments[index % len(moments)] * NS_PER_S) for index in range(arguments.num_long))
+    return LongPrompts(arguments.long_prompt_tokens, arguments.long_max_tokens or arguments.max_tokens.high, offsets)
+
+
+def objective_of(arguments: argparse.Namespace) -> Objective | None:
+    ttft_ms, tpot_ms = arguments.slo_ttft_ms, arguments.slo_tpot_ms
+    if ttft_ms is None and tpot_ms is None:
+        return None
+    return Objective(None if ttft_ms is None else ttft_ms * 1e6, None if tpot_ms is None else tpot_ms * 1e6)
+
+
+def describe(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> str:
+    """The load in words, so that two reports can be compared."""
+    if arguments.trace is not None:
+        return f"{len(planned)} requests of {arguments.trace}"
+    num_long = 0 if arguments.long_prompt_tokens is None else arguments.num_long
+    when = "at once"
+    if arguments.rate is not None:
+        when = f"at {arguments.rate:g} a second (Poisson)"
+    elif arguments.interval_ms:
+        when = f"every {arguments.interval_ms:g} ms"
+    words = [
+        f"{len(planned) - num_long} requests {when}",
+        f"{_range(arguments.prompt_tokens)} prompt and {_range(arguments.max_tokens)} output tokens each",
+    ]
+    if arguments.shared_prefix_share:
+        words.append(f"{arguments.shared_prefix_share:.0%} of each prompt shared")
+    if num_long:
+        moments = "/".join(f"{moment:g}" for moment in arguments.long_at)
+        words.append(f"{num_long} of {arguments.long_prompt_tokens} prompt tokens at {moments} s")
+    return ", ".join([*words, f"seed {arguments.seed}"])
+
+
+def _range(lengths: Lengths) -> str:
+    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low}-{lengths.high}"

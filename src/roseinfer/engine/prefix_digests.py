@@ -1,0 +1,32 @@
+"""Prompts into digests that say which of them share a prefix, and nothing else. Knows no cache and no engine.
+
+Eight bytes for each full block, of the block and all before it. They are keyed with a secret of this process, so nobody
+can hash a guessed prompt and compare: digests of two processes have nothing in common.
+"""
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Sequence
+
+DIGEST_BYTES = 8
+_ID_BYTES = array("i").itemsize
+
+
+class PrefixDigests:
+    """Digests under one secret, which nobody can ask for."""
+
+    def __init__(self, block_size: int, secret: bytes | None = None) -> None:
+        self._block_bytes = block_size * _ID_BYTES
+        self._secret = secret or secrets.token_bytes(32)
+
+    def of(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> bytes:
+        """Of each full block; prompts of different salts share none, as in the prefix cache."""
+        content = array("i", prompt_token_ids).tobytes()
+        salt = cache_salt.encode()
+        running = hashlib.blake2b(b"%d:%b" % (len(salt), salt), digest_size=DIGEST_BYTES, key=self._secret)
+        digests, size = [], self._block_bytes
+        for start in range(0, len(content) - size + 1, size):
+            running.update(content[start : start + size])
+            digests.append(running.copy().digest())  # a digest ends the hash that it is taken of
+        return b"".join(digests)

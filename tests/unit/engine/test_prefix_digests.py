@@ -1,0 +1,37 @@
+"""Digests of prompts: equal exactly where prompts share their beginnings, and useless to whoever has no key."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roseinfer.engine.prefix_digests import DIGEST_BYTES, PrefixDigests
+
+BLOCK = 4
+SECRET = b"s" * 32
+
+
+def split(digests: bytes) -> list[bytes]:
+    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+
+
+tokens = st.lists(st.integers(0, 2), max_size=20)
+
+
+@given(tokens, tokens)
+def test_two_prompts_share_digests_as_far_as_they_share_blocks(first: list[int], second: list[int]) -> None:
+    digests = PrefixDigests(BLOCK, SECRET)
+    ours, theirs = split(digests.of(first)), split(digests.of(second))
+    assert (len(ours), len(theirs)) == (len(first) // BLOCK, len(second) // BLOCK)
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
+        assert (a == b) == (first[: index * BLOCK] == second[: index * BLOCK])
+
+
+def test_salts_and_secrets_keep_prompts_apart() -> None:
+    prompt = list(range(8))
+    digests = PrefixDigests(BLOCK, SECRET)
+    assert digests.of(prompt) == digests.of(tuple(prompt))
+    assert not set(split(digests.of(prompt, "tenant"))) & set(split(digests.of(prompt)))
+    assert not set(split(PrefixDigests(BLOCK).of(prompt))) & set(split(PrefixDigests(BLOCK).of(prompt)))
+
+
+def test_what_is_no_full_block_has_none() -> None:
+    assert PrefixDigests(BLOCK).of([1, 2, 3]) == b""
