@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from msgspec import Meta
 
 from roseinfer.flags import Parser, Positive, add_config_flags, parser_of
-from roseinfer.messages import TokenCount
+from roseinfer.messages import Seed, TokenCount
 from roseinfer.records import Cause
 
 _Milliseconds = Annotated[float, Meta(ge=0, le=3_600_000)]
@@ -16,7 +16,6 @@ _Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 _PositiveSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 _Rate = Annotated[float, Meta(gt=0, le=100_000)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
-_Seed = Annotated[int, Meta(ge=0, lt=2**63)]
 
 DEFAULT_NUM_REQUESTS = 64
 DEFAULT_COSTS = "default"
@@ -71,7 +70,7 @@ def add_replay(parser: Parser) -> None:
     _add_server(parser)
     _add_simulator(parser)
     _add_report(parser)
-    parser.add_argument("--seed", type=parser_of(_Seed), default=0, metavar="S", help="of the prompts; default: 0")
+    parser.add_argument("--seed", type=parser_of(Seed), default=0, metavar="S", help="of the prompts; default: 0")
     parser.set_defaults(chat=False, ignore_eos=True, stream_interval=None)
     add_config_flags(parser, with_short=False)
 
@@ -168,7 +167,7 @@ def _add_load(parser: Parser) -> None:
     group.add_argument(
         "--long-max-tokens", type=parser_of(TokenCount), metavar="N", help="default: what --max-tokens says"
     )
-    group.add_argument("--seed", type=parser_of(_Seed), default=0, metavar="S", help="of the whole load; default: 0")
+    group.add_argument("--seed", type=parser_of(Seed), default=0, metavar="S", help="of the whole load; default: 0")
 
 
 def _add_sampling(parser: Parser) -> None:

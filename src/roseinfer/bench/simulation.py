@@ -53,14 +53,17 @@ class Setup(NamedTuple):
     delays: tuple[Delay, ...] = ()
     seed: int = 0
 
-    def check(self, planned: Sequence[PlannedRequest]) -> None:
-        """Raise ConfigError unless every request can run."""
+    def check_pool(self) -> None:
+        """Raise ConfigError unless the longest sequence could run alone."""
         if self.num_blocks * self.cache.block_size < self.max_model_len:
             raise ConfigError(
                 f"{self.num_blocks} blocks of {self.cache.block_size} do not hold one sequence of "
                 f"{self.max_model_len} tokens",
                 param="cache.num_blocks",
             )
+
+    def check_plan(self, planned: Sequence[PlannedRequest]) -> None:
+        """Raise ConfigError unless every request fits into the context."""
         for request in planned:
             if request.num_prompt_tokens + request.max_tokens > self.max_model_len:
                 raise ConfigError(
@@ -105,7 +108,7 @@ class Simulated(NamedTuple):
 
 
 class Simulation:
-    """One run. `after_step` hears of each step's output once its tokens are in the timelines."""
+    """One run. `after_step` hears of each step's output once its tokens are in the timelines. Raises ConfigError."""
 
     def __init__(
         self,
@@ -115,6 +118,7 @@ class Simulation:
         on_ended: Callable[[int], None] = lambda _: None,
         after_step: Callable[[StepOutput], None] = lambda _: None,
     ) -> None:
+        setup.check_pool()
         self._setup = setup
         self._on_decision = on_decision
         self._on_ended = on_ended
@@ -158,7 +162,7 @@ class Simulation:
 
     def run(self, planned: Sequence[PlannedRequest]) -> Simulated:
         """From the first arrival until nothing is left to do. Requests are in the order in which they are due."""
-        self._setup.check(planned)
+        self._setup.check_plan(planned)
         self._planned = planned
         start_ns = self._clock.now_ns
         meta = self._meta(start_ns)
