@@ -5,6 +5,7 @@ from the KV cache; none of them can be negative. What lies between two steps, th
 own. Steps that something else disturbed (a collection, a capture, a profiler) are left out.
 """
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roseinfer.errors import ConfigError
-from roseinfer.observe.recording import Recording, StructArray
+from roseinfer.observe.recording import Recording, RequestRecord, StructArray
 
 _MIN_STEPS = 16
 _OUTLIER = 5.0  # times the median residual: such a step was disturbed by something that no stamp names
@@ -28,6 +29,7 @@ class CostModel(NamedTuple):
     prefill_token_ns: float
     context_token_ns: float
     host_ns: float  # between two steps that follow each other: commit, telling, inbox, schedule
+    arrival_ns: float = 0.0  # of a request on its way to the engine, which has to look into its inbox then
     prefill_is_free: bool = False  # rows of prompts cost nothing, as if nobody else's prompt were ever computed
 
     def compute_ns(self, num_decode_rows: int, num_prefill_tokens: int, num_context_tokens: int) -> int:
@@ -43,12 +45,17 @@ class CostModel(NamedTuple):
         return (
             f"{self.step_ns / 1e3:.1f} us a step, {self.decode_row_ns / 1e3:.2f} a decode row, "
             f"{self.prefill_token_ns / 1e3:.2f} a prompt token, {self.context_token_ns / 1e3:.4f} a context token, "
-            f"{self.host_ns / 1e3:.1f} between steps"
+            f"{self.host_ns / 1e3:.1f} between steps, {self.arrival_ns / 1e3:.1f} until a request is in the inbox"
         )
 
 
 DEFAULT = CostModel(
-    step_ns=2_000_000, decode_row_ns=50_000, prefill_token_ns=50_000, context_token_ns=100, host_ns=100_000
+    step_ns=2_000_000,
+    decode_row_ns=50_000,
+    prefill_token_ns=50_000,
+    context_token_ns=100,
+    host_ns=100_000,
+    arrival_ns=500_000,
 )
 """Of no machine in particular, in the proportions of a small model on a CPU: a prompt token costs what a row does."""
 
@@ -82,7 +89,8 @@ def fit(recording: Recording) -> Fit:
     coefficients = _non_negative_least_squares(features[is_usual], times[is_usual])
     errors = np.abs(features @ coefficients - times) / np.maximum(times, 1.0)
     step_ns, decode_row_ns, prefill_token_ns, context_token_ns = coefficients.tolist()
-    model = CostModel(step_ns, decode_row_ns, prefill_token_ns, context_token_ns, _host_ns(steps))
+    host_ns, arrival_ns = _host_ns(steps), _arrival_ns(recording.requests)
+    model = CostModel(step_ns, decode_row_ns, prefill_token_ns, context_token_ns, host_ns, arrival_ns)
     return Fit(model, int(is_usual.sum()), float(np.median(errors)))
 
 
@@ -105,6 +113,16 @@ def _host_ns(steps: StructArray) -> float:
     busy = following & (steps["num_running"][:-1] > 0) & (steps["gc_ns"][1:] == 0)
     between = np.diff(steps["tokens_ns"]) - (steps["launch_ns"] + steps["wait_ns"])[1:]
     return max(0.0, float(np.median(between[busy]))) if busy.any() else 0.0
+
+
+def _arrival_ns(requests: Sequence[RequestRecord]) -> float:
+    """Reading and tokenising, the median; and crossing to the engine, the shortest: the others met a step under way."""
+    reached = [request for request in requests if request.tokenized_ns and request.inbox_ns]
+    if not reached:
+        return 0.0
+    reading = [request.tokenized_ns - request.recv_ns for request in reached]
+    crossing = [request.inbox_ns - request.tokenized_ns for request in reached]
+    return max(0.0, float(np.median(reading)) + min(crossing))
 
 
 def _non_negative_least_squares(features: FloatArray, times: FloatArray) -> FloatArray:

@@ -1,8 +1,8 @@
 """A planned load through the real scheduler and engine on a virtual clock. Knows no flag, no file and no wall clock.
 
 The loop is that of `engine/loop.py` with time made explicit: commands that are due are taken between two steps, a step
-takes what the runner says, and when there is nothing to do the clock jumps to the next arrival. The front end takes no
-time. So the outcome follows from plan, setup and seed alone.
+takes what the runner says, and when there is nothing to do the clock jumps to the next arrival. The front end takes the
+same time for each request and none for a token. So the outcome follows from plan, setup and seed alone.
 """
 
 import heapq
@@ -172,7 +172,7 @@ class Simulation:
                 self._route(self.engine.step())
                 self._clock.advance(round(self._setup.costs.host_ns))
             elif len(self._timelines) < len(planned):
-                self._clock.advance_to(start_ns + planned[len(self._timelines)].offset_ns)
+                self._clock.advance_to(self._inbox_ns(start_ns, len(self._timelines)))
         return Simulated(self._timelines, self._steps, meta)
 
     # --- commands -----------------------------------------------------------------------------------------------------
@@ -182,10 +182,9 @@ class Simulation:
         now_ns = self._clock.now_ns
         while len(self._timelines) < len(self._planned):
             index = len(self._timelines)
-            arrival_ns = start_ns + self._planned[index].offset_ns
-            if arrival_ns > now_ns:
+            if self._inbox_ns(start_ns, index) > now_ns:
                 break
-            self._add(index, arrival_ns)
+            self._add(index, start_ns + self._planned[index].offset_ns, self._inbox_ns(start_ns, index))
         while self._goodbyes and self._goodbyes[0][0] <= now_ns:
             _, index = heapq.heappop(self._goodbyes)
             if not self._timelines[index].token_ns:
@@ -197,14 +196,18 @@ class Simulation:
                 self.engine.abort(timeline.request_id)
         self._leaving.clear()
 
-    def _add(self, index: int, arrival_ns: int) -> None:
+    def _inbox_ns(self, start_ns: int, index: int) -> int:
+        """When the engine can find a request in its inbox."""
+        return start_ns + self._planned[index].offset_ns + round(self._setup.costs.arrival_ns)
+
+    def _add(self, index: int, arrival_ns: int, tokenized_ns: int) -> None:
         planned = self._planned[index]
         token_ids = self._tokens.of(planned.segments)
         timeline = RequestTimeline(
             request_id=f"r{index}",
             recv_ns=arrival_ns,
             parsed_ns=arrival_ns,
-            tokenized_ns=arrival_ns,
+            tokenized_ns=tokenized_ns,
             num_prompt_tokens=len(token_ids),
             max_tokens=planned.max_tokens,
             prefix_digests=self._digests.of(token_ids),

@@ -8,6 +8,7 @@ import pytest
 
 from roseinfer.bench.cost_model import CostModel, fit
 from roseinfer.errors import ConfigError
+from roseinfer.observe.recording import RequestRecord
 from roseinfer.records import PhaseTimes, StepRecord
 from tests.unit.bench.recordings import make_recording
 from tests.unit.observe.facts import make_step
@@ -36,7 +37,7 @@ def make_steps(count: int, noise: Callable[[int], int] = lambda _: 0) -> list[St
                 num_prefill_tokens=prompt_tokens,
                 num_context_tokens=context,
                 gc_ns=0,
-                phases=PhaseTimes(launch=compute - 5_000, wait=5_000),  # type: ignore[arg-type]
+                phases=PhaseTimes(launch=compute - 5_000, wait=5_000),
             )
         )
     return steps
@@ -65,9 +66,9 @@ def test_steps_that_something_unnamed_held_up_do_not_count() -> None:
 
 def test_collections_captures_and_profiled_steps_are_left_out() -> None:
     steps = make_steps(40)
-    for step, change in zip(steps, ({"gc_ns": 9}, {"is_profiled": True}, {"num_decode_seqs": 0}), strict=False):
-        no_prompt = {"num_prefill_seqs": 0}
-        steps[steps.index(step)] = msgspec.structs.replace(step, **(change | no_prompt))
+    steps[0] = msgspec.structs.replace(steps[0], gc_ns=9)
+    steps[1] = msgspec.structs.replace(steps[1], is_profiled=True)
+    steps[2] = msgspec.structs.replace(steps[2], num_decode_seqs=0, num_prefill_seqs=0)
     assert fit(make_recording([], steps)).num_steps == 37
 
 
@@ -77,7 +78,7 @@ def test_no_coefficient_is_negative() -> None:
         make_step(
             num_decode_seqs=rows,
             num_context_tokens=100,
-            phases=PhaseTimes(launch=2_000_000 - 1_000 * rows),  # type: ignore[arg-type]
+            phases=PhaseTimes(launch=2_000_000 - 1_000 * rows),
         )
         for rows in range(1, 40)
     ]
@@ -85,6 +86,23 @@ def test_no_coefficient_is_negative() -> None:
     assert min(model) >= 0
     assert model.decode_row_ns == 0
     assert model.compute_ns(10, 0, 100) == pytest.approx(1_980_000, rel=0.01)
+
+
+def test_an_arrival_costs_reading_and_an_undisturbed_crossing() -> None:
+    """Nine in ten crossings waited for a step, which the simulation makes its requests do anyway."""
+    requests = [
+        RequestRecord(
+            serial=index,
+            request_id=f"r{index}",
+            recv_ns=1_000_000,
+            tokenized_ns=1_400_000,
+            inbox_ns=1_400_000 + (60_000 if index % 10 < 2 else 900_000),
+        )
+        for index in range(40)
+    ]
+    never_there = RequestRecord(serial=40, request_id="r40", recv_ns=7)
+    recording = make_recording([*requests, never_there], make_steps(20))
+    assert fit(recording).model.arrival_ns == pytest.approx(460_000)
 
 
 def test_too_few_steps_are_told() -> None:

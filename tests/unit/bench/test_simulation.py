@@ -36,7 +36,7 @@ def make_setup(*, num_blocks: int = 256, prefix_caching: bool = True, **schedule
 
 def asked(offset_ms: float, num_prompt_tokens: int, max_tokens: int, **changes: Any) -> PlannedRequest:
     segments = (Segment(hash((offset_ms, num_prompt_tokens)), num_prompt_tokens),)
-    fields = {"offset_ns": round(offset_ms * MS), "segments": segments, "max_tokens": max_tokens}
+    fields: dict[str, Any] = {"offset_ns": round(offset_ms * MS), "segments": segments, "max_tokens": max_tokens}
     return PlannedRequest(**(fields | changes))
 
 
@@ -59,7 +59,7 @@ def test_nothing_happens_between_a_request_and_the_next() -> None:
     simulated = Simulation(make_setup()).run([asked(0, 4, 2), asked(60_000, 4, 2)])
     first, second = simulated.timelines
     assert second.recv_ns - first.recv_ns == 60_000 * MS
-    assert second.scheduled_ns == second.recv_ns
+    assert second.scheduled_ns == second.recv_ns, "COSTS lets arrivals take no time"
     assert len(simulated.steps) == 4
 
 
