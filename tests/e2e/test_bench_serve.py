@@ -14,8 +14,9 @@ from roseinfer import cli
 from roseinfer.bench import serve
 from roseinfer.bench.load_client import Pacer
 from roseinfer.config_sources import LoadedConfig
+from roseinfer.observe.recording import Recording
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server
+from tests.e2e.server import Server, free_port
 
 
 def bench(server: Server, command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
@@ -61,19 +62,55 @@ def test_one_long_prompt_among_short_streams(
 def test_a_starved_generator_does_not_believe_itself(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same load twice; in the second the pacer oversleeps by far more than the interval."""
+    """The pacer oversleeps by far more than the interval."""
 
     def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
         return serve.run(arguments, loaded, Pacer(sleep=lambda seconds: time.sleep(seconds + 0.2)))
 
-    load = "--num-requests 4 --interval-ms 50 --max-tokens 2"
-    _, lines = bench(server, f"{load} --max-lag-share 1", capsys)
-    assert value(lines, "Load generator").startswith(("valid", "INVALID"))
     monkeypatch.setattr(cli, "_load", run)
-    code, lines = bench(server, load, capsys)
+    code, lines = bench(server, "--num-requests 4 --interval-ms 50 --max-tokens 2", capsys)
     assert code == serve.EXIT_INVALID
     assert value(lines, "Load generator").startswith("INVALID")
     assert not [line for line in lines if line.startswith(("TTFT", "TPOT", "ITL", "Throughput"))]
+
+
+def test_a_burst_that_the_server_refuses_in_part_is_told(
+    start_server: StartServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = bench(start_server("--server.max-inflight", "2"), "--num-requests 6 --max-tokens 100", capsys)
+    assert code == 0
+    complete, failed = (int(number) for number in re.findall(r"(\d+) (?:complete|failed)", value(lines, "Requests")))
+    assert complete + failed == 6
+    assert failed > 0
+    assert value(lines, "Completion tokens (total)") == str(complete * 100)
+    assert re.match(rf"{failed} x 429: .*2 requests are being served already", value(lines, "Error"))
+
+
+def test_the_servers_recording_is_kept_and_can_be_asked_again(
+    start_server: StartServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Joined by request id: each request of the result is in the recording, on the same clock."""
+    ops_port = free_port()
+    server = start_server("--ops-port", str(ops_port))
+    code, _ = bench(
+        server,
+        f"--num-requests 6 --max-tokens 20 --prompt-tokens 40 --shared-prefix-share 0.8 --json {tmp_path / 'a.json'} "
+        f"--ops-url http://127.0.0.1:{ops_port} --recording {tmp_path / 'a.npz'}",
+        capsys,
+    )
+    assert code == 0
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["recording"] == "a.npz"
+    recorded = {request.request_id: request for request in Recording.load(tmp_path / "a.npz").requests}
+    for request in content["requests"]:
+        record = recorded[request["request_id"]]
+        assert request["intended_s"] < record.token_ns[0] / 1e9 < request["first_token_s"]
+        assert len(record.prefix_digests) == 2, "of 40 tokens in blocks of 16"
+    assert len({record.prefix_digests[0] for record in recorded.values()}) == 1
+    assert cli.main(["bench", "replay", "--simulate", str(tmp_path / "a.npz")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert value(lines, "Requests") == "6 (6 complete, 0 aborted as planned, 0 failed)"
+    assert value(lines, "Completion tokens (total)") == "120"
 
 
 def test_pieces_of_several_tokens_are_counted_by_their_tokens(

@@ -186,7 +186,7 @@ class LoadClient:
         num_chunks = 0
         async with session.post(url, data=request.body, headers=headers, trace_request_ctx=seen) as response:
             if response.status != 200:
-                seen.error = f"{response.status}: {(await response.text())[:300]}"
+                read_refusal(seen, response.status, await response.read())
                 return
             async for data in response.content.iter_any():
                 reads.append((self._clock(), data))
@@ -227,6 +227,18 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
     seen.token_ns = stamps[: len(seen.token_counts)]
     if not seen.error and not seen.was_aborted and not seen.token_ns:
         seen.error = "the stream ended without a token"
+
+
+def read_refusal(seen: Observed, status: int, body: bytes) -> None:
+    """Fill in what an answer with another status than 200 says."""
+    try:
+        event = _decode_event(body)
+    except msgspec.DecodeError:
+        event = _Event()
+    told = body.decode(errors="replace") if event.error is None else str(event.error.get("message", event.error))
+    seen.error = f"{status}: {told[:300]}"
+    if event.roseinfer_ledger:
+        seen.ledger = event.roseinfer_ledger[0]
 
 
 def count_tokens(num_tokens: int, num_chunks: int, interval: int | None) -> list[int]:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from roseinfer.bench.load_client import Pacer, count_tokens, read_events
+from roseinfer.bench.load_client import Pacer, count_tokens, read_events, read_refusal
 from roseinfer.bench.observed import Observed
 
 
@@ -71,6 +71,21 @@ def test_the_ledger_is_kept_and_may_be_absent() -> None:
 )
 def test_what_is_no_answer_is_an_error(data: bytes, words: str) -> None:
     assert words in read(data).error
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error":{"message":"full","code":"overloaded"},"roseinfer_ledger":[{"parts_ns":{}}]}', "429: full"),
+        (b"<html>go away</html>", "429: <html>go away</html>"),
+        (b"", "429: "),
+    ],
+)
+def test_a_refusal_is_its_status_and_its_sentence(body: bytes, words: str) -> None:
+    seen = Observed(request_id="a", intended_ns=1)
+    read_refusal(seen, 429, body)
+    assert seen.error == words
+    assert seen.ledger == ({"parts_ns": {}} if b"ledger" in body else None)
 
 
 def test_the_pacer_waits_for_each_request_and_a_late_one_goes_at_once() -> None:
