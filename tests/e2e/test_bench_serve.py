@@ -149,6 +149,7 @@ def test_chat_and_a_trace_with_a_key(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
+        ("--num-long 2", "--num-long: needs --long-prompt-tokens"),
         ("--duration 1", "--duration: needs --rate or --interval-ms"),
         ("--prompt-tokens 9-3", "--prompt-tokens: 3 is less than 9"),
         ("--prompt-tokens some", "--prompt-tokens: "),

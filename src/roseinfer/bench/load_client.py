@@ -27,6 +27,7 @@ ANSWER_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 HEAD_START_NS = 50_000_000  # before the first request is due
 _DATA = b"data: {"
+_DONE = b"data: [DONE]"
 
 
 class Endpoint(NamedTuple):
@@ -204,10 +205,11 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
     stream = b"".join(data for _, data in reads)
     stamps: list[int] = []
     num_tokens: int | None = None
-    position = 0
+    position, is_done = 0, False
     while (end := stream.find(b"\n\n", position)) >= 0:
         line, position = stream[position:end].strip(), end + 2
         if not line.startswith(_DATA):
+            is_done = is_done or line == _DONE
             continue
         try:
             event = _decode_event(line[len(_DATA) - 1 :])
@@ -227,6 +229,8 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
     seen.token_ns = stamps[: len(seen.token_counts)]
     if not seen.error and not seen.was_aborted and not seen.token_ns:
         seen.error = "the stream ended without a token"
+    if not seen.error and not seen.was_aborted and not is_done:
+        seen.error = "the stream broke off"
 
 
 def read_refusal(seen: Observed, status: int, body: bytes) -> None:

@@ -156,11 +156,10 @@ def _add_load(parser: Parser) -> None:
     group.add_argument(
         "--long-prompt-tokens", type=parser_of(TokenCount), metavar="N", help="long prompts come beside the others"
     )
-    group.add_argument("--num-long", type=count, default=1, metavar="N", help="how many; default: 1")
+    group.add_argument("--num-long", type=count, metavar="N", help="how many; default: 1")
     group.add_argument(
         "--long-at",
         type=seconds_of,
-        default=[1.0],
         metavar="S,S",
         help="when they are sent, in seconds, in turn; default: 1",
     )

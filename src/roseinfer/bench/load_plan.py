@@ -8,6 +8,8 @@ from roseinfer.bench.load_options import DEFAULT_NUM_REQUESTS, Lengths
 from roseinfer.bench.observed import Objective, mean_interval_ns
 from roseinfer.errors import ConfigError
 
+_LONG_AT = (1.0,)  # seconds
+
 
 def plan_of(arguments: argparse.Namespace) -> list[PlannedRequest]:
     """The requests that the flags ask for. Raises ConfigError."""
@@ -46,9 +48,12 @@ def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedReque
 
 def _long_prompts(arguments: argparse.Namespace) -> LongPrompts | None:
     if arguments.long_prompt_tokens is None:
+        for name in ("num_long", "long_at", "long_max_tokens"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError("needs --long-prompt-tokens", param="--" + name.replace("_", "-"))
         return None
-    moments: Sequence[float] = arguments.long_at
-    offsets = tuple(round(moments[index % len(moments)] * NS_PER_S) for index in range(arguments.num_long))
+    moments: Sequence[float] = arguments.long_at or _LONG_AT
+    offsets = tuple(round(moments[index % len(moments)] * NS_PER_S) for index in range(arguments.num_long or 1))
     return LongPrompts(arguments.long_prompt_tokens, arguments.long_max_tokens or arguments.max_tokens.high, offsets)
 
 
@@ -63,7 +68,7 @@ def describe(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -
     """The load in words, so that two reports can be compared."""
     if arguments.trace is not None:
         return f"{len(planned)} requests of {arguments.trace}"
-    num_long = 0 if arguments.long_prompt_tokens is None else arguments.num_long
+    num_long = 0 if arguments.long_prompt_tokens is None else arguments.num_long or 1
     when = "at once"
     if arguments.rate is not None:
         when = f"at {arguments.rate:g} a second (Poisson)"
@@ -76,7 +81,7 @@ def describe(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -
     if arguments.shared_prefix_share:
         words.append(f"{arguments.shared_prefix_share:.0%} of each prompt shared")
     if num_long:
-        moments = "/".join(f"{moment:g}" for moment in arguments.long_at)
+        moments = "/".join(f"{moment:g}" for moment in arguments.long_at or _LONG_AT)
         words.append(f"{num_long} of {arguments.long_prompt_tokens} prompt tokens at {moments} s")
     return ", ".join([*words, f"seed {arguments.seed}"])
 

@@ -67,6 +67,7 @@ def test_the_ledger_is_kept_and_may_be_absent() -> None:
         (DONE, "without a token"),
         (b"", "without a token"),
         (b'data: {"choices":7}\n\n', "not as agreed"),
+        (chunk() + chunk(finish='"length"'), "broke off"),
     ],
 )
 def test_what_is_no_answer_is_an_error(data: bytes, words: str) -> None:
