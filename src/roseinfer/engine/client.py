@@ -215,6 +215,8 @@ class AsyncEngine:
         entry.is_in_engine = True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
         timeline.max_tokens = request.params.max_tokens
+        timeline.temperature = request.params.temperature
+        timeline.top_p = request.params.top_p
 
     def holds(self, request_id: str) -> bool:
         entry = self._entries.get(request_id)
