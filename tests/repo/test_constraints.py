@@ -4,7 +4,7 @@ import ast
 import importlib.metadata
 import sys
 import tomllib
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -25,7 +25,7 @@ def declared(*extras: str) -> list[Requirement]:
     return [Requirement(text) for text in project["dependencies"] + texts]
 
 
-def imported_packages(folder: Path, declared_names: Set[str]) -> set[str]:
+def imported_packages(folder: Path, declared_names: AbstractSet[str]) -> set[str]:
     """Canonical names of the distributions whose modules the folder's files import, wherever in a file.
 
     Of those that share a namespace, such as `opentelemetry`, one that is declared is taken for all.

@@ -43,21 +43,17 @@ class ExemplarShelf:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
-        self._newest: list[Exemplar | None] = [None] * (len(self._bounds) + 1)
+        self.newest: list[Exemplar | None] = [None] * (len(self._bounds) + 1)  # the unbounded bucket's last
 
     def put(self, exemplar: Exemplar) -> None:
         index = bisect_left(self._bounds, exemplar.value_s)
-        present = self._newest[index]
+        present = self.newest[index]
         if present is None or present.at_ns <= exemplar.at_ns:
-            self._newest[index] = exemplar
+            self.newest[index] = exemplar
 
     def forget(self, trace_id: str) -> None:
         """The trace will not be found after all."""
-        self._newest = [None if kept and kept.trace_id == trace_id else kept for kept in self._newest]
-
-    def copy(self) -> list[Exemplar | None]:
-        """One for each bucket, the unbounded one last."""
-        return self._newest.copy()
+        self.newest = [None if kept and kept.trace_id == trace_id else kept for kept in self.newest]
 
 
 def of_gap(timeline: RequestTimeline, index: int, step_id: int | None) -> Exemplar:

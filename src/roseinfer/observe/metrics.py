@@ -35,6 +35,7 @@ from roseinfer.observe.series import (
 from roseinfer.records import LifecycleState, Observer, RequestTimeline, StepRecord
 
 Values = Mapping[str, float | str | int | Histogram]
+Exemplars = Sequence[MetricExemplar | None]
 Bucket = tuple[str, float] | tuple[str, float, MetricExemplar]
 
 
@@ -65,6 +66,7 @@ class Metrics(Collector, Observer):
             if not isinstance(row.source, AtScrape | InfoAtScrape)
         }
         self._shelves = {row.name: ExemplarShelf(row.buckets) for row in CATALOGUE if row.name in WITH_EXEMPLARS}
+        self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self._num_dropped_spans: Callable[[], int] = lambda: 0
         self._at_step = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtStep)]
         self._at_finish = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtFinish)]
@@ -154,7 +156,7 @@ class Metrics(Collector, Observer):
             # this line and 11 ms without; one scrape takes about 10 ms.
             time.sleep(0)
 
-    def _snapshot(self) -> list[tuple[Row, Values, list[Exemplar | None]]]:
+    def _snapshot(self) -> list[tuple[Row, Values, Exemplars]]:
         with self._lock:
             self._count_collections()
             state = self._state
@@ -166,9 +168,18 @@ class Metrics(Collector, Observer):
                 state.last_step_unix_s = time.time() - age_s
             return [(row, self._values(row), self._exemplars(row)) for row in CATALOGUE]
 
-    def _exemplars(self, row: Row) -> list[Exemplar | None]:
+    def _exemplars(self, row: Row) -> Exemplars:
         """One for each bucket that has one; nothing for a metric without."""
-        return self._shelves[row.name].copy() if row.name in self._shelves else []
+        if row.name not in self._shelves:
+            return ()
+        return [
+            None if found is None else MetricExemplar(found.labels, found.value_s, self._unix_s(found.at_ns))
+            for found in self._shelves[row.name].newest
+        ]
+
+    def _unix_s(self, at_ns: int) -> float:
+        """The same for the same stamp, always: a scraper would take another time for another exemplar."""
+        return (at_ns + self._clock_offset_ns) / NS_PER_S
 
     def _values(self, row: Row) -> Values:
         match row.source:
@@ -183,7 +194,7 @@ class Metrics(Collector, Observer):
         return {child: cell.copy() for child, cell in cells.items()}
 
 
-def _family(row: Row, values: Values, model_name: str, exemplars: Sequence[Exemplar | None]) -> Metric:
+def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> Metric:
     """The family of one row. `values` are by label value, or, for an info, the labels of its one series."""
     labels = {"model_name": model_name} if row.is_per_model else {}
     constant = list(labels.values())
@@ -220,13 +231,10 @@ def _empty(
             return InfoMetricFamily(row.name.removesuffix("_info"), row.help, labels=labels)
 
 
-def _buckets(histogram: Histogram, exemplars: Sequence[Exemplar | None]) -> list[Bucket]:
+def _buckets(histogram: Histogram, exemplars: Exemplars) -> list[Bucket]:
     bounds = (*map(repr, histogram.bounds), "+Inf")
     buckets: list[Bucket] = list(zip(bounds, histogram.cumulative_counts(), strict=True))
-    if any(exemplars):
-        offset_s = time.time() - time.monotonic_ns() / NS_PER_S
-        for index, found in enumerate(exemplars):
-            if found is not None:
-                labels = MetricExemplar(found.labels, found.value_s, found.at_ns / NS_PER_S + offset_s)
-                buckets[index] = (*buckets[index][:2], labels)
+    for index, exemplar in enumerate(exemplars):
+        if exemplar is not None:
+            buckets[index] = (bounds[index], buckets[index][1], exemplar)
     return buckets
