@@ -212,9 +212,9 @@ def test_a_collector_that_comes_back_is_told_of_once(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("url", "path"),
     [
-        ("http://h:4318", "/v1/traces"),
-        ("http://h:4318/", "/v1/traces"),
-        ("https://h/other/v1/traces", "/other/v1/traces"),
+        ("http://example.com:4318", "/v1/traces"),
+        ("http://example.com:4318/", "/v1/traces"),
+        ("https://example.com/other/v1/traces", "/other/v1/traces"),
         ("http://[::1]:4318/x", "/x"),
     ],
 )
@@ -224,7 +224,16 @@ def test_an_address_without_a_path_gets_the_usual_one(url: str, path: str) -> No
 
 @pytest.mark.parametrize(
     "url",
-    ["another", "ftp://h:1", "http://", "http://h:0", "http://h:x", "http://h:99999", "http://u:p@h", "http://h?q"],
+    [
+        "another",
+        "ftp://example.com:1",
+        "http://",
+        "http://example.com:0",
+        "http://example.com:x",
+        "http://example.com:99999",
+        "http://u:p@example.com",
+        "http://example.com?q",
+    ],
 )
 def test_what_is_no_address_is_refused_by_name(url: str) -> None:
     with pytest.raises(ConfigError) as refusal:
