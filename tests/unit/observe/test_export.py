@@ -231,7 +231,7 @@ def test_an_address_without_a_path_gets_the_usual_one(url: str, path: str) -> No
         "http://example.com:0",
         "http://example.com:x",
         "http://example.com:99999",
-        "http://u:p@example.com",
+        "http://127.0.0.1@example.com",
         "http://example.com?q",
     ],
 )
