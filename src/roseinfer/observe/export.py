@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from email.message import Message
 from urllib.parse import SplitResult, urlsplit
 
@@ -91,8 +91,16 @@ def _parse(endpoint: str) -> SplitResult:
 class SpanExport:
     """The queue and its thread. `put` belongs to the event loop, `close` to whoever ends the process."""
 
-    def __init__(self, collector: Collector, encoder: Encoder, max_queued_spans: int) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        encoder: Encoder,
+        max_queued_spans: int,
+        on_lost: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`on_lost` is called in the thread, with the id of each trace that had room and was not delivered."""
         self._collector = collector
+        self._on_lost = on_lost
         self._encoder = encoder
         self._max_queued_spans = max_queued_spans
         self._queue: deque[Sequence[Span]] = deque()
@@ -141,6 +149,9 @@ class SpanExport:
             with self._changed:
                 self._num_queued -= num_spans
                 self._num_dropped += num_lost
+            if num_lost == num_spans:
+                for trace in batch:
+                    self._on_lost(trace[0].trace_id)
         self._collector.close()
 
     def _take(self) -> list[Sequence[Span]]:

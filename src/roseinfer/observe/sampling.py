@@ -37,6 +37,11 @@ def parse_traceparent(header: str) -> Parent | None:
     return Parent(trace_id, span_id, bool(int(found["flags"], 16) & _SAMPLED))
 
 
+def hex_of(trace_id: int) -> str:
+    """As headers, logs and exemplars write it."""
+    return f"{trace_id:032x}"
+
+
 class Sampler:
     """Gives ids, and decides by chance."""
 
@@ -63,5 +68,5 @@ class Sampler:
         else:
             trace_id = int(timeline.trace_id, 16) if timeline.trace_id else self.new_trace_id()
             parent_span_id, is_kept = 0, trace_id & _LOW_64_BITS < self._bound
-        timeline.trace_id = f"{trace_id:032x}"
+        timeline.trace_id = hex_of(trace_id)
         return TraceContext(trace_id, self.new_span_id(), parent_span_id, is_kept)

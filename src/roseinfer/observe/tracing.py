@@ -24,7 +24,7 @@ from roseinfer.observe.causes import Gap
 from roseinfer.observe.measures import NS_PER_S
 from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.recording import ClockPair
-from roseinfer.observe.sampling import Sampler
+from roseinfer.observe.sampling import Sampler, hex_of
 from roseinfer.observe.spans import SlowGap, Span, TraceContext, Value
 from roseinfer.records import FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
@@ -107,15 +107,15 @@ class Tracing(Observer):
         if context is None:
             return
         context.is_kept = True
-        found = SlowGap(gap.start_ns, gap.end_ns, gap.index, gap.cause, gap.step_id)
+        index = bisect_right(timeline.token_ns, gap.end_ns) - 1  # the gap may be one between writes
+        step_id = (self._step_id_of(timeline.token_ns[index]) if index >= 0 else None) or gap.step_id
+        found = SlowGap(gap.start_ns, gap.end_ns, gap.index, gap.cause, step_id)
         insort(context.slow_gaps, found, key=lambda slow: -slow.duration_ns)
         del context.slow_gaps[spans.MAX_GAP_EVENTS :]
-        index = bisect_right(timeline.token_ns, gap.end_ns) - 1  # the gap may be one between writes
         if index > 0:
-            step_id = self._step_id_of(timeline.token_ns[index]) or gap.step_id
             exemplar = exemplars.of_gap(timeline, index, step_id)
             self._metrics.put_exemplars([(exemplars.INTER_TOKEN_LATENCY, exemplar)])
-        self._note_slow_step(gap.step_id)
+        self._note_slow_step(step_id)
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         context = self._contexts.pop(timeline.request_id)
@@ -184,7 +184,12 @@ def make_tracing(config: Config, version: str, metrics: Metrics, attribution: At
         semconv.SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}",
     }
     encoder = Encoder(resource, version, clock)
-    export = SpanExport(Collector(config.tracing.endpoint), encoder, config.tracing.queue_spans)
+    export = SpanExport(
+        Collector(config.tracing.endpoint),
+        encoder,
+        config.tracing.queue_spans,
+        on_lost=lambda trace_id: metrics.forget_exemplars(hex_of(trace_id)),
+    )
     metrics.watch_dropped_spans(lambda: export.num_dropped)
     export.start()
     attributes: dict[str, Value] = {

@@ -157,6 +157,19 @@ def test_a_step_that_is_not_known_yet_is_told_when_it_is() -> None:
     assert len(scene.sink.named("roseinfer.step")) == 1
 
 
+def test_a_gap_between_writes_is_put_down_to_the_step_of_its_token() -> None:
+    """When the write returns, the engine is steps ahead."""
+    scene = Scene()
+    timeline = make_timeline(token_ns=[1031 * MS, 1095 * MS])
+    scene.tracing.on_start(timeline)
+    for step_id, tokens_ns in ((1, 1031 * MS), (2, 1095 * MS), (3, 1111 * MS), (4, 1112 * MS)):
+        scene.tracing.on_step(make_step(step_id=step_id, tokens_ns=tokens_ns), [timeline])
+    scene.tracing.note_slow_gap(make_gap(start_ns=1063 * MS, end_ns=1125 * MS, step_id=4), timeline)
+    (step,) = scene.sink.named("roseinfer.step")
+    assert step.attributes["roseinfer.step_id"] == 2
+    assert scene.exemplars() == {(INTER_TOKEN_LATENCY, 0.064, timeline.trace_id, 2)}
+
+
 def test_only_the_three_longest_gaps_are_events() -> None:
     scene = Scene()
     scene.tracing.on_start(timeline := make_timeline())
@@ -243,7 +256,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         build(endpoint="http://127.0.0.1:1")
 
 
-def test_the_page_tells_of_lost_spans() -> None:
+def test_the_page_tells_of_lost_spans_and_names_their_trace_no_more() -> None:
     with receiving((400, {})) as collector:
         metrics = make_metrics()
         config = Config(tracing=TracingConfig(endpoint=collector.url, ratio=1.0))
@@ -253,6 +266,7 @@ def test_the_page_tells_of_lost_spans() -> None:
         tracing.on_finish(timeline)
         tracing.close()
         assert Page(metrics).value("roseinfer_telemetry_dropped_total", signal="span") == 8
+        assert all(one is None for shelf in metrics._shelves.values() for one in shelf.newest)  # nobody would find it
 
 
 def test_closing_flushes_and_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
