@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roseinfer.observe.nvtx import RANGES
-from tests.conftest import require_tool
+from tests.nvtx_tape import Tape, build_recorder
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -20,62 +19,7 @@ ROOT = HERE.parents[1]
 
 @pytest.fixture(scope="session")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that stands for Nsight."""
-    library = tmp_path_factory.mktemp("nvtx") / "recorder.so"
-    source = str(HERE / "nvtx_recorder.c")
-    command = [require_tool("gcc"), "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library), source]
-    subprocess.run(command, check=True)
-    return library
-
-
-@dataclass
-class Range:
-    """One range: its name, the step it says, and the ranges in it."""
-
-    name: str
-    category: str
-    step_id: int
-    children: list["Range"] = field(default_factory=list)
-
-    def within(self, name: str) -> list["Range"]:
-        """All ranges of this name in it, however deep."""
-        found = [self] if self.name == name else []
-        return found + [inner for child in self.children for inner in child.within(name)]
-
-
-class Tape:
-    """What the recorder wrote."""
-
-    def __init__(self, text: str) -> None:
-        self.domains: dict[int, str] = {}
-        self.strings: dict[int, str] = {}
-        self.categories: dict[int, str] = {}
-        self.ranges: list[Range] = []  # outermost, of the domain `roseinfer`
-        self._open: list[Range] = []
-        for line in text.splitlines():
-            kind, *words = line.split(" ")
-            getattr(self, f"_{kind}")(*words)
-        assert self._open == []
-
-    def _domain(self, number: str, name: str) -> None:
-        self.domains[int(number)] = name
-
-    def _string(self, number: str, name: str) -> None:
-        self.strings[int(number)] = name
-
-    def _category(self, number: str, name: str) -> None:
-        self.categories[int(number)] = name
-
-    def _push(self, domain: str, string: str, category: str, payload: str) -> None:
-        if self.domains.get(int(domain)) == "roseinfer":
-            name = self.strings[int(string)]  # a string that is not registered would be missing here
-            found = Range(name, self.categories[int(category)], int(payload))
-            (self._open[-1].children if self._open else self.ranges).append(found)
-            self._open.append(found)
-
-    def _pop(self, domain: str) -> None:
-        if self.domains.get(int(domain)) == "roseinfer":
-            self._open.pop()
+    return build_recorder(tmp_path_factory.mktemp("nvtx"))
 
 
 Run = tuple[Tape, list[dict[str, Any]]]

@@ -160,6 +160,18 @@ def test_what_finds_no_room_is_dropped_whole_and_counted_and_nobody_waits() -> N
         assert spans.num_dropped == 4
 
 
+def test_a_slow_collector_gets_everything_in_the_end_and_nobody_waits_for_it() -> None:
+    with receiving() as collector:
+        collector.delay_s = 0.05
+        with exporting(collector.url) as spans:
+            for index in range(1, 6):
+                assert spans.put([span(index)])
+                collector.wait_for(lambda _: collector.num_requests > 0)
+        assert len(collector.spans()) == 5
+        assert collector.num_requests > 1
+    assert spans.num_dropped == 0
+
+
 def test_closing_delivers_what_is_queued_and_takes_nothing_more() -> None:
     with receiving() as collector, exporting(collector.url) as spans:
         spans.put([span()])

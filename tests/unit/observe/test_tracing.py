@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as PbSpan
 from prometheus_client import CollectorRegistry
 
 from roseinfer.config import Config, TracingConfig
@@ -13,11 +14,12 @@ from roseinfer.observe import semconv
 from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.exemplars import INTER_TOKEN_LATENCY, REQUEST_DURATION, TIME_TO_FIRST_TOKEN
+from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.spans import Span
 from roseinfer.observe.tracing import Tracing, make_tracing
 from roseinfer.records import Cause, FinishReason, LifecycleState, RequestTimeline
-from tests.collector import receiving
+from tests.collector import attributes, receiving
 from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline
 
 
@@ -267,6 +269,37 @@ def test_the_page_tells_of_lost_spans_and_names_their_trace_no_more() -> None:
         tracing.close()
         assert Page(metrics).value("roseinfer_telemetry_dropped_total", signal="span") == 8
         assert all(one is None for shelf in metrics._shelves.values() for one in shelf.newest)  # nobody would find it
+
+
+def test_what_the_attribution_finds_slow_is_kept_with_its_step() -> None:
+    attribution, metrics = Attribution(), make_metrics()
+    with receiving() as collector:
+        config = Config(tracing=TracingConfig(endpoint=collector.url, ratio=0.0, step_interval=0))
+        (tracing,) = make_tracing(config, "1.2.3", metrics, attribution)
+        traffic = Traffic(Hub([attribution, metrics, tracing]))
+        traffic.arrive(3)
+        traffic.arrive(3)
+        for _ in range(40):
+            traffic.step(5 * MS, num_admitted=2)
+        traffic.step(60 * MS, num_admitted=0)
+        slow_step_id = traffic.step_id
+        traffic.step(5 * MS, num_admitted=0)
+        traffic.end(0, FinishReason.STOP)
+        traffic.drain()
+        tracing.close()
+        spans = collector.spans()
+    whole = [span for span in spans if span.kind == PbSpan.SPAN_KIND_SERVER]
+    assert {span.trace_id.hex() for span in whole} == {timeline.trace_id for timeline in traffic.received}
+    for span in whole:
+        (event,) = span.events
+        told = attributes(event.attributes)
+        assert told["roseinfer.step_id"] == slow_step_id
+        assert isinstance(told["roseinfer.duration_s"], float)
+        assert told["roseinfer.duration_s"] > 0.06
+    (step,) = [span for span in spans if span.name == "roseinfer.step"]
+    assert {link.span_id for link in step.links} == {span.span_id for span in whole}
+    shelf = metrics._shelves[INTER_TOKEN_LATENCY]
+    assert {one.step_id for one in shelf.newest if one is not None and one.value_s > 0.05} == {slow_step_id}
 
 
 def test_closing_flushes_and_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
