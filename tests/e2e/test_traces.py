@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,14 @@ def collector() -> Iterator[ReceivingCollector]:
 
 def requests_of(spans: list[Span]) -> list[Span]:
     return [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
+
+
+def traces_of(spans: list[Span]) -> set[str]:
+    return {span.trace_id.hex() for span in requests_of(spans)}
+
+
+def has_all(trace_ids: set[str]) -> Callable[[list[Span]], bool]:
+    return lambda spans: trace_ids <= traces_of(spans)
 
 
 def complete(server: Server, **headers: str) -> None:
@@ -73,7 +81,8 @@ def test_a_request_is_a_span_under_its_caller_with_its_parts(
 
 
 def test_logs_carry_the_trace_id(start_server: StartServer, collector: ReceivingCollector) -> None:
-    server = start_server("--tracing.endpoint", collector.url, "--observe.log-format", "json")
+    nothing_is_slow = ("--tracing.slow-ttft-s", "1000", "--observe.slow-gap-min-ms", "100000")
+    server = start_server("--tracing.endpoint", collector.url, "--observe.log-format", "json", *nothing_is_slow)
     complete(server, traceparent=f"00-{PARENT_TRACE}-{PARENT_SPAN}-00")
     assert server.stop() == 0
     lines = [json.loads(line) for line in server.log().splitlines()]
@@ -90,15 +99,14 @@ def test_an_exemplar_that_prometheus_stored_names_a_trace_that_the_collector_got
     require_tool("prometheus")
     server = start_server("--tracing.endpoint", collector.url, "--tracing.ratio", "0.5", "--tracing.step-interval", "4")
     with prometheus(server.port, tmp_path) as url:
-        for _ in range(8):
+        for _ in range(24):
             complete(server)
-        spans = collector.wait_for(lambda spans: len(requests_of(spans)) > 0)
         for name in ("time_to_first_token", "inter_token_latency", "request_duration"):
             found = wait_exemplars(url, f"roseinfer_{name}_seconds_bucket")
-            kept = {span.trace_id.hex() for span in requests_of(collector.spans())}
-            assert {one["labels"]["trace_id"] for one in found} <= kept, name
+            named = {one["labels"]["trace_id"] for one in found}
+            collector.wait_for(has_all(named))
             assert all(int(one["labels"]["step_id"]) > 0 for one in found), name
-    steps = [span for span in spans if span.name == "roseinfer.step"]
+    steps = [span for span in collector.spans() if span.name == "roseinfer.step"]
     linked = {link.trace_id.hex() for step in steps for link in step.links}
     assert len(linked) > 0
     assert all(len(trace_id) == 32 for trace_id in linked)
