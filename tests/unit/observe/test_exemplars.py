@@ -44,11 +44,12 @@ def test_a_request_has_one_for_each_bucket_it_was_counted_in() -> None:
 
 def test_values_on_a_bound_are_in_the_bucket_that_the_histogram_counts_them_in() -> None:
     token_ns = [1]
-    for bound in TOKEN_S:
+    for bound in TOKEN_S:  # on each bound, and then a little above, which is the next bucket and older than its bound
         token_ns += [token_ns[-1] + round(bound * 1e9)]
+        token_ns += [token_ns[-1] + round(bound * 1e9) + 1000]
     timeline = make_timeline(trace_id=TRACE, token_ns=token_ns)
     found = [one for name, one in exemplars.of_request(timeline, lambda _: 1) if name == INTER_TOKEN_LATENCY]
-    assert sorted(one.value_s for one in found) == list(TOKEN_S)
+    assert sorted(one.value_s for one in found) == [*TOKEN_S, TOKEN_S[-1] + 1e-6]
 
 
 def test_the_page_shows_the_newest_of_each_bucket_and_it_lies_in_it() -> None:
