@@ -1,6 +1,7 @@
 """Turns the catalogue of metrics into docs/metrics.md. Knows no metric by name but those its prose explains."""
 
 from roseinfer.observe.catalogue import CATALOGUE, GROUPS
+from roseinfer.observe.exemplars import WITH_EXEMPLARS
 from roseinfer.observe.series import InfoAtScrape, Row
 
 HEAD = """\
@@ -9,7 +10,9 @@ HEAD = """\
 Generated from `src/roseinfer/observe/catalogue.py` by `make docs`; edit that file, not this one.
 
 `/metrics` answers in the Prometheus text format, or in OpenMetrics when the Accept header asks for it. Every series
-with a closed set of label values exists at 0 before the first request.
+with a closed set of label values exists at 0 before the first request. In OpenMetrics, and where
+[tracing](tracing.md) is on, a bucket of a histogram marked *exemplars* shows the newest of its values whose trace was
+kept, with `trace_id` and `step_id`.
 
 ## Time
 
@@ -75,4 +78,5 @@ def _line(row: Row, ladders: list[tuple[float, ...]]) -> str:
     if isinstance(row.source, InfoAtScrape):
         labels.extend(f"`{name}`" for name in row.source.names)
     kind = f"{row.kind}, B{ladders.index(row.buckets) + 1}" if row.buckets else row.kind
+    kind += ", exemplars" if row.name in WITH_EXEMPLARS else ""
     return f"| `{row.name}` | {kind} | {row.unit or '1'} | {'; '.join(labels)} | {row.help} |"

@@ -24,6 +24,7 @@ from roseinfer.config_sections import (
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
+    TracingConfig,
 )
 from roseinfer.errors import ConfigError
 
@@ -40,6 +41,7 @@ __all__ = [
     "RunnerConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "TracingConfig",
     "options",
 ]
 
@@ -57,6 +59,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
         for option in options().values():

@@ -307,3 +307,35 @@ class ObserveConfig:
             "on top.",
         ),
     ] = _option(1024)
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Traces for an OpenTelemetry collector (docs/tracing.md). OTEL_ variables of the environment are not read."""
+
+    endpoint: Annotated[
+        str | None,
+        Meta(description="OTLP/HTTP address; `/v1/traces` is added to one without a path. Default: nothing is traced."),
+    ] = _option(None)
+    ratio: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Share of ordinary requests that is kept, unless the caller's traceparent says."),
+    ] = _option(0.01)
+    slow_ttft_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="A request is always kept that had a slow gap, ended in error or timeout, or took longer than "
+            "this to its first token.",
+        ),
+    ] = _option(1.0)
+    step_interval: Annotated[
+        int,
+        Meta(ge=0, description="Beside slow ones, one engine step in this number is traced; 0: slow ones only."),
+    ] = _option(1000)
+    queue_spans: Annotated[
+        int, Meta(ge=1, description="Spans that may wait for the collector; more are dropped, and counted.")
+    ] = _option(4096)
+    flush_timeout_s: Annotated[
+        float, Meta(ge=0, le=2, description="Longest time that the exit waits for spans to be delivered.")
+    ] = _option(1.0)

@@ -16,10 +16,18 @@ class GcPauses:
     called with the start and the end of each.
     """
 
-    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], int] = time.monotonic_ns,
+        on_start: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_start` and `on_end` are called around each collection, in the thread that it stops."""
         self.total_ns = 0
         self.listeners: list[Callable[[int, int], None]] = []
         self._clock = clock
+        self._on_start = on_start
+        self._on_end = on_end
         self._start_ns: int | None = None  # of the collection under way
         self._pauses_ns: deque[int] = deque(maxlen=_MAX_PAUSES)
 
@@ -32,6 +40,7 @@ class GcPauses:
 
     def _on_collection(self, phase: str, _: dict[str, int]) -> None:
         if phase == "start":
+            self._on_start()
             self._start_ns = self._clock()
         elif self._start_ns is not None:
             start_ns, end_ns = self._start_ns, self._clock()
@@ -40,6 +49,7 @@ class GcPauses:
             self._pauses_ns.append(end_ns - start_ns)
             for listener in self.listeners:
                 listener(start_ns, end_ns)
+            self._on_end()
 
     def take(self) -> list[int]:
         """Nanoseconds of each collection that ended since the last `take`."""

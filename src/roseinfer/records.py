@@ -180,7 +180,10 @@ class RequestTimeline:
     write_ns: list[int] = field(default_factory=list)  # one per socket write that carried tokens, after it returned
     end_ns: int = 0
     num_prompt_tokens: int = 0
+    operation: str = ""  # what its endpoint does: `chat` or `text_completion`
     max_tokens: int = 0  # that it may generate; 0 when it never got so far
+    temperature: float | None = None  # None when it never got so far
+    top_p: float | None = None  # likewise
     prefix_digests: bytes = b""  # eight bytes for each full block of its prompt, of the block and all before it
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -252,10 +255,29 @@ class Phases:
 
     def __init__(self, marker: RangeMarker | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
-        self._marker = marker
+        self.marker = marker
 
     def begin(self, step_id: int) -> "Stopwatch":
-        return Stopwatch(step_id, self.clock, self._marker)
+        return Stopwatch(step_id, self.clock, self.marker)
+
+    def whole(self, step_id: int) -> AbstractContextManager[None]:
+        """A range around all that the engine does until it tells of this step; it measures nothing."""
+        return UNWATCHED if self.marker is None else _Range(self.marker, "step", step_id)
+
+
+class _Range:
+    """`with` on a marker."""
+
+    __slots__ = ("_marker", "_name", "_payload")
+
+    def __init__(self, marker: RangeMarker, name: str, payload: int) -> None:
+        self._marker, self._name, self._payload = marker, name, payload
+
+    def __enter__(self) -> None:
+        self._marker.push(self._name, self._payload)
+
+    def __exit__(self, *_: object) -> None:
+        self._marker.pop()
 
 
 class Stopwatch:

@@ -141,6 +141,7 @@ def serve(config: Config) -> int:
     from roseinfer.observe.attribution import Attribution
     from roseinfer.observe.flight import Flight
     from roseinfer.observe.metrics import Metrics
+    from roseinfer.observe.tracing import make_tracing
     from roseinfer.server import debug, lifecycle
     from roseinfer.server.instruments import Instruments
 
@@ -153,7 +154,8 @@ def serve(config: Config) -> int:
     attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
     flight = Flight(config, __version__)
     flight.listen(gc_pauses, metrics, attribution.interruptions)
-    hub = Hub([attribution, metrics, flight, logs.Logs(observe.log_summary_interval_s)])
+    tracing = make_tracing(config, __version__, metrics, attribution)
+    hub = Hub([attribution, metrics, flight, logs.Logs(observe.log_summary_interval_s), *tracing])
     client = AsyncEngine(build_transport(config), hub, config.engine.step_timeout_s)
     metrics.watch(attribution, lambda: hub.spent_ns)
 
@@ -167,6 +169,8 @@ def serve(config: Config) -> int:
         metrics.set_engine_info(client.info)
         flight.set_engine_info(client.info)
         attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
+        for observer in tracing:
+            observer.set_engine_info(client.info)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: later collections need not walk it
         if client.info.device == "cpu" and not client.info.kernels and config.runner.kernels != "off":
@@ -179,4 +183,6 @@ def serve(config: Config) -> int:
         with gc_pauses:
             return asyncio.run(lifecycle.run(config, client, hub, instruments, on_ready))
     finally:
+        for observer in tracing:
+            observer.close()
         output.close()

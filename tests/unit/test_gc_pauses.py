@@ -63,3 +63,12 @@ def test_listeners_hear_of_start_and_end() -> None:
         gc.collect()
     assert heard == [(0, 5), (10, 15)]
     assert pauses.total_ns == 10
+
+
+def test_each_collection_is_announced_and_ended_once() -> None:
+    heard: list[str] = []
+    with GcPauses(on_start=lambda: heard.append("start"), on_end=lambda: heard.append("end")):
+        gc.collect()
+        gc.collect(0)
+    gc.collect()
+    assert heard == ["start", "end", "start", "end"]

@@ -220,6 +220,8 @@ class AsyncEngine:
         timeline.max_tokens = request.params.max_tokens
         if self._prefix_digests is not None:
             timeline.prefix_digests = self._prefix_digests.of(request.prompt_token_ids, request.cache_salt)
+        timeline.temperature = request.params.temperature
+        timeline.top_p = request.params.top_p
 
     def holds(self, request_id: str) -> bool:
         entry = self._entries.get(request_id)

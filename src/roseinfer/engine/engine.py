@@ -9,7 +9,7 @@ from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.steps import NOTHING, Outcome
 from roseinfer.gc_pauses import GcPauses
 from roseinfer.messages import EngineInfo, Request, StepOutput
-from roseinfer.records import Phases, StepRecord, Stopwatch
+from roseinfer.records import Phases, RangeMarker, StepRecord, Stopwatch
 
 
 class OutboxState(msgspec.Struct, frozen=True, gc=False):
@@ -38,7 +38,6 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, runner: Runner, phases: Phases, info: EngineInfo, pipeline_depth: int = 0
     ) -> None:
-        self.gc_pauses = GcPauses()
         self.scheduler = scheduler
         self.runner = runner
         self.phases = phases
@@ -46,7 +45,14 @@ class Engine:
         self.pipeline_depth = pipeline_depth
         self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first
         self._num_steps = 0
+        self._told_id = 0  # of the step that is told next, or was told last
+        self.gc_pauses = self._watch_collections(phases.marker)
         self._gc_ns = 0  # of collections up to the tokens of the step read last
+
+    def _watch_collections(self, marker: RangeMarker | None) -> GcPauses:
+        if marker is None:
+            return GcPauses()
+        return GcPauses(on_start=lambda: marker.push("gc", self._told_id), on_end=marker.pop)
 
     @property
     def has_work(self) -> bool:
@@ -64,6 +70,11 @@ class Engine:
 
         `outbox` is only written into the record.
         """
+        self._told_id = self._pipeline[0].watch.step_id if self._pipeline else self._num_steps + 1
+        with self.phases.whole(self._told_id):
+            return self._step(outbox)
+
+    def _step(self, outbox: OutboxState) -> StepOutput:
         watch = self._fill_pipeline()
         if not self._pipeline:  # nothing could run: a step all the same, which may tell of aborted requests
             self._num_steps += 1

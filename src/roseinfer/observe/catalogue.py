@@ -358,10 +358,10 @@ _EXPORTER = (
     Row(
         name="roseinfer_telemetry_dropped_total",
         kind="counter",
-        label=Label(name="signal", values=("interval", "log_line")),
+        label=Label(name="signal", values=("interval", "log_line", "span")),
         is_per_model=False,
-        help="Facts that were not told: intervals refused because negative, which is a mistake in a stamp, and log "
-        "lines for which the queue had no room or the stream failed.",
+        help="Facts that were not told: intervals refused because negative, which is a mistake in a stamp, log lines "
+        "for which the queue had no room or the stream failed, and spans likewise.",
         source=AtScrape(measures.dropped),
     ),
 )

@@ -179,6 +179,7 @@ class Logs(Observer):
         is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
         fields = {
             "request_id": timeline.request_id,
+            "trace_id": timeline.trace_id or None,
             "finish_reason": timeline.finish_reason,
             "error_code": timeline.error_code or None,
             "prompt_tokens": timeline.num_prompt_tokens,

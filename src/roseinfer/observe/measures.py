@@ -161,4 +161,8 @@ def build(state: ServerState) -> Sequence[str | int]:
 
 
 def dropped(state: ServerState) -> dict[str, float]:
-    return {"interval": state.num_refused_intervals, "log_line": state.num_dropped_log_lines}
+    return {
+        "interval": state.num_refused_intervals,
+        "log_line": state.num_dropped_log_lines,
+        "span": state.num_dropped_spans,
+    }

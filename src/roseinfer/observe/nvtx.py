@@ -1,8 +1,9 @@
 """A phase's name and step number in, an NVTX range out; knows nothing of engines, models or other telemetry.
 
 Everything a range needs but its payload is built once: `domain.push_range` with prepared attributes costs some 60 ns,
-`nvtx.annotate` with names about 1 µs. The ranges of domain `roseinfer` are the fields of `PhaseTimes`, the payload is
-the step's id, which step records carry too, so an outlier on a dashboard leads to its frame in Nsight.
+`nvtx.annotate` with names about 1 µs. The ranges of domain `roseinfer` are the whole step, the fields of `PhaseTimes`
+within it and garbage collections; the payload is the step's id, which step records and spans carry too, so an outlier
+on a dashboard leads to its frame in Nsight.
 """
 
 import logging
@@ -13,6 +14,7 @@ from roseinfer.records import PhaseTimes, RangeMarker
 logger = logging.getLogger(__name__)
 
 DOMAIN = "roseinfer"
+RANGES = ("step", *PhaseTimes.__struct_fields__, "gc")
 
 
 class Attributes(Protocol):
@@ -49,7 +51,7 @@ class NvtxMarker:
 
 
 def make_marker(enabled: bool, domain: Domain | None = None) -> RangeMarker | None:
-    """A marker for the phases of a step; None when not wanted or when no profiler is attached to hear it.
+    """A marker for steps, phases and collections; None when not wanted or when no profiler is attached to hear it.
 
     nvtx decides when a domain is made whether a tool listens, so one that attaches later would hear nothing anyway.
     """
@@ -60,10 +62,10 @@ def make_marker(enabled: bool, domain: Domain | None = None) -> RangeMarker | No
 
         domain = nvtx.get_domain(DOMAIN)
     attributes: dict[str, Attributes] = {}
-    for phase in PhaseTimes.__struct_fields__:
-        prepared = domain.get_event_attributes(message=phase, category=phase)
+    for name in RANGES:
+        prepared = domain.get_event_attributes(message=name, category=name)
         if prepared is None:
             logger.warning("observe.nvtx is on, but no profiler was attached at start; no ranges are marked")
             return None
-        attributes[phase] = prepared
+        attributes[name] = prepared
     return NvtxMarker(domain, attributes)

@@ -28,6 +28,7 @@ class ServerState:
     gap_ns: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
     num_slow_gaps: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
     observability_ns: int = 0
+    num_dropped_spans: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from roseinfer.server.tokenizer import INLINE_CHARS
 from roseinfer.server.wire import ChatBody
 
 
-@generates_tokens
+@generates_tokens("chat")
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make a prompt of its messages (3, 4), and run it (5, 6, 12–14)."""
     text_model = request.app[SERVICE].text_model

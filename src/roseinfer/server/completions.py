@@ -18,7 +18,7 @@ from roseinfer.server.tokenizer import Tokenizer
 from roseinfer.server.wire import MAX_PROMPTS, CompletionBody
 
 
-@generates_tokens
+@generates_tokens("text_completion")
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make token ids of its prompts (4), and run them (5, 6, 12–14)."""
     text_model = request.app[SERVICE].text_model

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -17,18 +17,22 @@ LEDGER_HEADER = "x-roseinfer-ledger"
 INTENDED_TIME_HEADER = "x-roseinfer-intended-time"
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,12})?")
 
-_generating: set[Handler] = set()
+_operations: dict[Handler, str] = {}
 
 
-def generates_tokens(handler: Handler) -> Handler:
-    """Mark a handler that asks the engine for tokens: each of its requests is an exchange."""
-    _generating.add(handler)
-    return handler
+def generates_tokens(operation: str) -> Callable[[Handler], Handler]:
+    """Mark a handler that asks the engine for tokens: each of its requests is an exchange, about this operation."""
+
+    def mark(handler: Handler) -> Handler:
+        _operations[handler] = operation
+        return handler
+
+    return mark
 
 
 def is_for_tokens(request: web.Request) -> bool:
     """Whether a marked handler will answer; no request without a route, or with another method, has one."""
-    return request.match_info.handler in _generating
+    return request.match_info.handler in _operations
 
 
 class Exchange:
@@ -40,7 +44,10 @@ class Exchange:
     def __init__(self, client: EngineClient, key: str, request: web.Request, ledger: Ledger) -> None:
         self.timelines = [
             RequestTimeline(
-                request_id=key, recv_ns=time.monotonic_ns(), traceparent=request.headers.get("traceparent", "")
+                request_id=key,
+                recv_ns=time.monotonic_ns(),
+                operation=_operations.get(request.match_info.handler, ""),
+                traceparent=request.headers.get("traceparent", ""),
             )
         ]
         self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
@@ -108,7 +115,9 @@ class Exchange:
                 parsed_ns=first.parsed_ns,
                 tokenized_ns=first.tokenized_ns,
                 client_submit_lag_s=first.client_submit_lag_s,
+                operation=first.operation,
                 traceparent=first.traceparent,
+                trace_id=first.trace_id,  # all of one HTTP request is one trace
             )
             self._client.open_timeline(timeline)
             self.timelines.append(timeline)

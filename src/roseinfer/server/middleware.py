@@ -54,8 +54,14 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
                 "path": request.path,
                 "status": status,
                 "duration_ms": round((time.monotonic() - start) * 1e3, 3),
+                "trace_id": _trace_id(request),
             },
         )
+
+
+def _trace_id(request: web.Request) -> str | None:
+    exchange = request.get(EXCHANGE)
+    return (exchange.timelines[0].trace_id or None) if exchange is not None else None
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

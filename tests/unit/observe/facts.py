@@ -137,6 +137,7 @@ class Traffic:
             num_waiting=len(self.waiting),
             num_decode_seqs=num_decoded,
             num_prefill_seqs=len(admitted),
+            num_generated_tokens=len(self.running),
             num_used_blocks=len(self.running),
             num_cached_blocks=min(self.step_id, 10),
         )
