@@ -6,7 +6,7 @@ read with the lists of names beside them: a page of 500 steps by 64 requests has
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -15,7 +15,8 @@ import numpy as np
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import BLOCKED_BY, CAUSES, Recording, RequestRecord, StructArray
 
-CONTEXT_STEPS = 256  # before those that are shown: what is usual is known from them
+CONTEXT_STEPS = 1024  # before those that are shown: from them it is known what steps cost, and what late writes carry
+_NUM_LESSONS = 512  # gaps before those that are shown, from which it is known what is usual
 _STEP_STAMPS = ("start_ns", "tokens_ns", "end_ns")
 _STEP_FIELDS = (
     *("step_id", *_STEP_STAMPS, "num_running", "num_waiting", "num_decode_seqs", "num_prefill_seqs"),
@@ -55,6 +56,7 @@ def timeline_json(
     if num_before:
         before_id, known_ns = int(all_steps["step_id"][num_before - 1]), int(all_steps["tokens_ns"][num_before - 1])
     seen_ns = cursor.now_ns + origin_ns if cursor.now_ns else known_ns
+    gaps = gaps_of(_with_lessons(recording, num_before))
     now_ns = recording.meta.clock.monotonic_ns
     first_writes = _first_writes(recording)
     data: dict[str, Any] = {
@@ -71,7 +73,7 @@ def timeline_json(
         "gap_fields": _GAP_FIELDS,
         "gaps": [
             _gap_row(gap, origin_ns)
-            for gap in gaps_of(recording)
+            for gap in gaps
             if gap.step_id > before_id or (cursor.now_ns and gap.end_ns > seen_ns)
         ],
         "interruptions": [
@@ -81,6 +83,22 @@ def timeline_json(
         ],
     }
     return msgspec.json.encode(data)
+
+
+def _with_lessons(recording: Recording, num_before: int) -> Recording:
+    """The recording with fewer writes: of a request's writes long before the shown steps, only the last.
+
+    To name the cause of a gap takes some 15 microseconds, and the page asks every second.
+    """
+    made = recording.steps["num_generated_tokens"][:num_before][::-1].cumsum()
+    num_lessons = int(np.searchsorted(made, _NUM_LESSONS)) + 1
+    if num_lessons >= num_before:
+        return recording
+    cut_ns = recording.steps["tokens_ns"][num_before - num_lessons]
+    cut = int(np.searchsorted(recording.writes["written_ns"], cut_ns))
+    early, late = recording.writes[:cut][::-1], recording.writes[cut:]
+    _, last = np.unique(early["serial"], return_index=True)
+    return replace(recording, writes=np.concatenate((early[np.sort(last)[::-1]], late)))
 
 
 def origin_of(recording: Recording) -> int:
