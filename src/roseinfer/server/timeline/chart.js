@@ -169,15 +169,17 @@ export class Chart {
   }
 
   #drawGaps(context, request, y, height) {
-    const { gaps } = request, mean = gaps.length ? (gaps.at(-1).end - gaps[0].start) / gaps.length : 0;
-    if ((mean / this.span) * this.plot > 2.5) {
-      for (const gap of gaps) {
-        if (gap.end < this.start || gap.start > this.end) continue;
-        const step = this.data.stepById(gap.step_id), x = this.x(gap.end);
-        if (step && gap.end > step.tokens_ns) this.#rect(context, "--write", Math.max(step.tokens_ns, gap.start), gap.end, y + height - 3, 3);
-        context.fillStyle = this.color("--decode-edge");
-        context.fillRect(x - 0.5, y, 1, height);
+    const { gaps } = request, mean = gaps.length ? (gaps.at(-1).end - gaps[0].start) / gaps.length : 0, scale = this.plot / this.span;
+    if (mean * scale > 3) {
+      const from = firstAfter(gaps, this.start), bottom = y + height - 3, shown = [];
+      for (let index = from; index < gaps.length && gaps[index].start < this.end; index += 1) shown.push(gaps[index]);
+      context.fillStyle = this.color("--write");
+      for (const { start, known, end } of shown) {
+        const begin = Math.max(start, known);
+        if ((end - begin) * scale > 0.3) context.fillRect(this.x(begin), bottom, (end - begin) * scale, 3);
       }
+      context.fillStyle = this.color("--decode-edge");
+      for (const { end } of shown) context.fillRect(this.x(end) - 0.5, y, 1, height);
     }
     for (const gap of request.slow) this.#rect(context, colorOf(gap.cause), gap.start, gap.end, y - 1, height + 2, 2);
   }
@@ -276,4 +278,11 @@ function shorten(context, text, width) {
   let length = Math.min(text.length, 40);
   while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > width) length -= 1;
   return `${text.slice(0, length)}…`;
+}
+
+/** The index of the first gap that ends after a moment. */
+function firstAfter(gaps, at) {
+  let low = 0, high = gaps.length;
+  while (low < high) { const middle = (low + high) >> 1; if (gaps[middle].end > at) high = middle; else low = middle + 1; }
+  return low;
 }

@@ -66,7 +66,8 @@ export class Data {
     const parts = [];
     for (let at = 0; at < flat.length; at += 2) parts.push([causes[flat[at]], flat[at + 1]]);
     parts.sort((a, b) => b[1] - a[1]);
-    const gap = { request, start, end, step_id, cause: causes[cause], isSlow: Boolean(isSlow), parts };
+    const known = this.stepById(step_id)?.tokens_ns ?? end; // when the step had made its token
+    const gap = { request, start, known, end, step_id, cause: causes[cause], isSlow: Boolean(isSlow), parts };
     request.ends.add(end);
     request.gaps.push(gap);
     if (gap.isSlow) { request.slow.push(gap); this.slow.push(gap); }

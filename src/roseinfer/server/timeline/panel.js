@@ -133,7 +133,7 @@ function histogram(bins, p50, p99, words) {
   bins.forEach((count, index) => {
     if (!count) return;
     const height = Math.max(1.5, Math.sqrt(count / most) * 42); // a square root: the tail is what one looks for
-    add("rect", { x: index * 10 + 0.7, width: 8.6, y: 45 - height, height, class: (index + 0.5) / 44 >= p99 ? "tail" : "" });
+    add("rect", { x: index * 10 + 0.7, width: 8.6, y: 45 - height, height, class: index >= Math.floor(p99 * 44) && index > Math.floor(p50 * 44) ? "tail" : "" });
   });
   if (bins.length) for (const share of [p50, p99]) add("line", { x1: share * 440, x2: share * 440, y1: 0, y2: 45 });
   return svg;
