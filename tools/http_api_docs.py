@@ -50,7 +50,22 @@ range. A field that is null counts as left out. Where a default is "the model's"
 | `GET /version` | the version of roseinfer |
 
 With `server.api_key_file` set, every path of this port but the four probes needs `Authorization: Bearer <key>`. The
-operations port has the probes and `/metrics` and needs no key.
+operations port has the probes and `/metrics` and needs no key for them; and it alone has these, of which
+[timeline.md](timeline.md) says more:
+
+| method and path | answers |
+|---|---|
+| `GET /debug/timeline` | a page: requests as lanes, steps as columns, the cause of every gap |
+| `GET /debug/timeline/data` | what the page draws; `limit` steps at most, newer than `since` and `since_ns` |
+| `GET /debug/steps` | the newest steps, as many as `limit` says, 100 by default |
+| `GET /debug/requests` | the requests in flight |
+| `GET /debug/requests/{id}` | one request, in flight or remembered: its times, and why it waits if it does |
+| `GET /debug/recording` | everything that is remembered, as a NumPy archive |
+| `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB at most |
+| `GET /debug/trace` | the newest `limit` steps, 500 by default, and their requests in Chrome's trace format |
+
+On the loopback they need no key. With `server.ops_host` elsewhere they need one, also as the password of Basic
+authentication, and they are off when none is configured.
 
 ## Headers
 
