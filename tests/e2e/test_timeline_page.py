@@ -14,7 +14,7 @@ from roseinfer.server.app import build_ops_app, build_runner
 from roseinfer.server.instruments import Instruments
 from tests.conftest import require_tool
 from tests.e2e.chromium import Browser, browsing, running_chromium
-from tests.unit.observe.flights import make_flight
+from tests.unit.observe.flights import add_waiting, make_flight
 from tests.unit.server.harness import ScriptedEngine, metrics_handler, serving
 
 pytestmark = pytest.mark.e2e
@@ -128,6 +128,24 @@ async def test_keys_and_pointer(chromium: str) -> None:
         assert await browser.evaluate(SELECTED) == 0
         await browser.press("?")
         assert await browser.evaluate("document.getElementById('help').open")
+
+
+async def test_a_click_on_a_waiting_request_tells_why(chromium: str) -> None:
+    flight = make_flight()
+    add_waiting(flight)
+    async with page(flight, chromium) as browser:
+        await browser.press("+")
+        x, y = await browser.evaluate(
+            "(() => { const box = document.getElementById('chart').getBoundingClientRect(), { chart, data } = timeline;"
+            " const one = [...data.requests.values()].find((one) => one.id === 'patient'), end = data.extent[1];"
+            " chart.show(one.recv_ns - 1e6, end + 1e6); chart.draw();"
+            " return [box.left + chart.x((one.recv_ns + end) / 2), box.top + chart.y(one.lane) + chart.row / 2]; })()"
+        )
+        await browser.click(x, y)
+        await browser.wait_for("document.getElementById('detail').innerText.includes('all 64 places')")
+        detail = await browser.evaluate("document.getElementById('detail').innerText")
+        assert "patient: waiting" in detail
+        assert "0 before it" in detail
 
 
 async def test_focus_goes_through_the_controls_to_the_chart(chromium: str) -> None:

@@ -1,8 +1,10 @@
 """A flight with a story: streams that decode evenly, one of which waits while the prompt of another is computed."""
 
+import msgspec
+
 from roseinfer.config import Config
 from roseinfer.observe.flight import Flight
-from roseinfer.records import Arrival, Delivery, FinishReason, PhaseTimes, RequestTimeline
+from roseinfer.records import Arrival, BlockedBy, Delivery, FinishReason, PhaseTimes, RequestTimeline
 from tests.unit.observe.facts import ENGINE, MS, make_step
 
 STEP_NS = 2 * MS
@@ -68,6 +70,19 @@ class Story:
         self.running.remove(timeline)
         timeline.end_ns, timeline.finish_reason = self.now_ns + 200 * US, FinishReason.LENGTH
         self.flight.on_finish(timeline)
+
+
+def add_waiting(flight: Flight) -> None:
+    """A request that has no place among the active ones."""
+    last = flight.recorder.last_step
+    assert last is not None
+    now_ns = flight.recorder.clock_pair.monotonic_ns
+    timeline = RequestTimeline(request_id="patient", recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True, max_tokens=9)
+    flight.on_start(timeline)
+    timeline.tokenized_ns, timeline.num_prompt_tokens = now_ns + 1, 5
+    stamps = {"start_ns": now_ns + 2, "tokens_ns": now_ns + MS, "end_ns": now_ns + MS}
+    step = msgspec.structs.replace(last, step_id=last.step_id + 1, num_waiting=1, blocked_by=BlockedBy.SLOTS, **stamps)
+    flight.on_step(step, [])
 
 
 def make_flight(num_streams: int = 6, num_steps: int = 120, stream_id: str = "stream-{}") -> Flight:

@@ -17,7 +17,7 @@ export class Data {
 
   /** Take an answer in; another run of the server, or a recording, begins anew. */
   merge(answer) {
-    if (this.meta && this.meta.run !== answer.meta.run) this.clear();
+    if (this.meta && this.meta.run !== answer.meta.run) return this.clear(); // what is new since then is not all there is
     this.meta = answer.meta;
     this.next = answer.next;
     this.now = answer.now_ns;

@@ -62,6 +62,17 @@ function selectStep(step) {
   refresh();
 }
 
+/** A request that has no gap where it was clicked; of one that runs, the server knows more. */
+async function selectRequest(request) {
+  selectStep(null);
+  hold();
+  chart.hover = request;
+  renderDetail(find("detail"), data, null, null, request, null);
+  if (request.end_ns !== null || state.file) return;
+  const told = await ask(`requests/${encodeURIComponent(request.id)}`).catch(() => null);
+  if (told && chart.hover === request && !chart.selected) renderDetail(find("detail"), data, null, null, request, told);
+}
+
 const hold = () => { state.isFollowing = false; };
 
 /** Change the window, smoothly where motion is welcome. */
@@ -217,8 +228,8 @@ function release(event) {
   pointers.delete(event.pointerId);
   canvas.classList.remove("dragging");
   if (event.type === "pointerup" && drag && !drag.isMoved) {
-    const { gap, step } = chart.at(...place(event));
-    if (gap) select(gap, { reveal: false }); else selectStep(step ?? null);
+    const { gap, step, request } = chart.at(...place(event));
+    if (gap) select(gap, { reveal: false }); else if (request) selectRequest(request); else selectStep(step ?? null);
   }
   if (!pointers.size) drag = null;
 }

@@ -24,8 +24,10 @@ export function renderLegend(list) {
   list.replaceChildren(...entries.map(([name, text]) => element("li", {}, swatch(name), text)), element("li", {}, "a slow gap has the colour of its cause"));
 }
 
-export function renderDetail(box, data, gap, step) {
-  if (gap) box.replaceChildren(...gapDetail(data, gap));
+/** `told` is the server's answer about a request, where it was asked. */
+export function renderDetail(box, data, gap, step, request, told) {
+  if (request) box.replaceChildren(...requestDetail(request, told));
+  else if (gap) box.replaceChildren(...gapDetail(data, gap));
   else if (step) box.replaceChildren(element("p", { class: "meta" }, "Selected step"), element("p", { class: "cause" }, `step ${step.step_id}: ${step.kind}, ${ms(step.end_ns - step.start_ns)}`), ...stepNumbers(step));
   else box.replaceChildren(element("h2", {}, "Click a gap"), element("p", { class: "meta" }, "Each lane is a request, each column an engine step. A gap is the time between two tokens; its cause is told here, with all of its parts. Press n for the next slow one."));
 }
@@ -50,6 +52,21 @@ function gapDetail(data, gap) {
     element("h3", {}, "Request"), ...requestNumbers(gap.request),
   ];
 }
+
+function requestDetail(request, told) {
+  const waiting = told?.waiting, estimate = waiting?.estimate;
+  return [
+    element("p", { class: "meta" }, "Selected request"),
+    element("p", { class: "cause" }, `${request.id}: ${told?.stage ?? request.finish_reason ?? "running"}`),
+    ...(waiting ? [
+      element("p", { class: "knob" }, waiting.sentence),
+      element("p", { class: "meta" }, `${waiting.num_before} before it. ` + (estimate ? `It may start in ${seconds(estimate.seconds)}, or in ${seconds(estimate.low_seconds)} to ${seconds(estimate.high_seconds)}.` : "When it may start cannot be told yet.")),
+    ] : []),
+    element("h3", {}, "Request"), ...requestNumbers(request),
+  ];
+}
+
+const seconds = (value) => ms(value * 1e9);
 
 function numbers(rows) {
   return element("dl", { class: "numbers" }, ...rows.filter(Boolean).flatMap(([name, value]) => [element("dt", {}, name), element("dd", { class: "number" }, value)]));
