@@ -141,6 +141,7 @@ def serve(config: Config) -> int:
     from roseinfer.observe.attribution import Attribution
     from roseinfer.observe.flight import Flight
     from roseinfer.observe.metrics import Metrics
+    from roseinfer.observe.rendering import RenderProcess
     from roseinfer.observe.tracing import make_tracing
     from roseinfer.server import debug, lifecycle
     from roseinfer.server.instruments import Instruments
@@ -152,7 +153,8 @@ def serve(config: Config) -> int:
     )
     observe = config.observe
     attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
-    flight = Flight(config, __version__)
+    renderer = RenderProcess()
+    flight = Flight(config, __version__, renderer.render)
     flight.listen(gc_pauses, metrics, attribution.interruptions)
     tracing = make_tracing(config, __version__, metrics, attribution)
     hub = Hub([attribution, metrics, flight, logs.Logs(observe.log_summary_interval_s), *tracing])
@@ -185,4 +187,5 @@ def serve(config: Config) -> int:
     finally:
         for observer in tracing:
             observer.close()
+        renderer.close()
         output.close()

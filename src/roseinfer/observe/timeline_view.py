@@ -6,7 +6,7 @@ read with the lists of names beside them: a page of 500 steps by 64 requests has
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -34,8 +34,7 @@ _CAUSE_INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 GapsOf = Callable[[Recording], Sequence[Gap]]
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(msgspec.Struct, frozen=True):
     """What a page knows: all steps up to `step_id`, and all that ended by `now_ns` (since the origin)."""
 
     step_id: int = 0
