@@ -84,7 +84,12 @@ class RenderProcess:
 
     def _ask(self, job: Job, archive: bytes) -> tuple[bool, bytes]:
         if self._child is None:
-            command = [sys.executable, "-P", "-m", "roseinfer.observe.rendering"]  # -P: nothing from the working directory
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "roseinfer.observe.rendering",
+            ]  # -P: nothing from the working directory
             pipe = subprocess.PIPE
             self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # noqa: S603
         assert self._child.stdin is not None

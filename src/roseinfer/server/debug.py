@@ -19,7 +19,16 @@ _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_SCRIPTS_AND_STYLES = ("page.css", "main.js", "chart.js", "data.js", "panel.js", "words.js")
+_SCRIPTS_AND_STYLES = (
+    "page.css",
+    "main.js",
+    "chart.js",
+    "overview.js",
+    "pointer.js",
+    "data.js",
+    "panel.js",
+    "words.js",
+)
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 

@@ -1,8 +1,12 @@
 // Data and a window of time into pixels, and pixels back into gaps and steps. Knows no cause's words.
 
+import { drawOverview } from "./overview.js";
 import { colorOf } from "./words.js";
 
-const AXIS = 20, STEPS = 40, FRONT = 9, FOOT = 6;
+const AXIS = 20,
+  STEPS = 40,
+  FRONT = 9,
+  FOOT = 6;
 const MIN_SPAN = 20e3; // 20 µs
 
 export class Chart {
@@ -24,16 +28,29 @@ export class Chart {
     this.colors = {};
   }
 
-  get span() { return this.end - this.start; }
-  get top() { return AXIS + STEPS + FRONT + 4; }
-  get plot() { return Math.max(1, this.width - this.gutter); }
-  x(at) { return this.gutter + ((at - this.start) / this.span) * this.plot; }
-  time(x) { return this.start + ((x - this.gutter) / this.plot) * this.span; }
-  y(lane) { return this.top + lane * this.row; }
+  get span() {
+    return this.end - this.start;
+  }
+  get top() {
+    return AXIS + STEPS + FRONT + 4;
+  }
+  get plot() {
+    return Math.max(1, this.width - this.gutter);
+  }
+  x(at) {
+    return this.gutter + ((at - this.start) / this.span) * this.plot;
+  }
+  time(x) {
+    return this.start + ((x - this.gutter) / this.plot) * this.span;
+  }
+  y(lane) {
+    return this.top + lane * this.row;
+  }
 
   /** Fit the canvas to its box; true when its size changed. */
   resize() {
-    const lanes = Math.max(this.data.numLanes, 8), box = this.canvas.parentElement.clientWidth;
+    const lanes = Math.max(this.data.numLanes, 8),
+      box = this.canvas.parentElement.clientWidth;
     this.row = Math.min(24, Math.max(9, Math.floor(620 / lanes)));
     this.gutter = box < 600 ? 64 : 128;
     this.width = box;
@@ -54,34 +71,44 @@ export class Chart {
 
   /** Show a window of time, within what there is and half a window around it. */
   show(start, end) {
-    const extent = this.data.extent ?? [0, 1e9], whole = Math.max(extent[1] - extent[0], MIN_SPAN);
+    const extent = this.data.extent ?? [0, 1e9],
+      whole = Math.max(extent[1] - extent[0], MIN_SPAN);
     const span = Math.min(Math.max(end - start, MIN_SPAN), whole * 1.1);
     const middle = Math.min(Math.max((start + end) / 2, extent[0]), extent[1]);
     this.start = middle - span / 2;
     this.end = middle + span / 2;
   }
 
-  zoom(factor, at = (this.start + this.end) / 2) { this.show(at - (at - this.start) * factor, at + (this.end - at) * factor); }
-  pan(share) { this.show(this.start + this.span * share, this.end + this.span * share); }
+  zoom(factor, at = (this.start + this.end) / 2) {
+    this.show(at - (at - this.start) * factor, at + (this.end - at) * factor);
+  }
+  pan(share) {
+    this.show(this.start + this.span * share, this.end + this.span * share);
+  }
 
   /** Bring a gap into sight, and wide enough to be seen. */
   reveal(gap) {
-    const length = gap.end - gap.start, pixels = (length / this.span) * this.plot;
+    const length = gap.end - gap.start,
+      pixels = (length / this.span) * this.plot;
     const span = pixels < 26 || pixels > this.plot * 0.6 ? length * 9 : this.span;
     const middle = (gap.start + gap.end) / 2;
-    if (span !== this.span || gap.start < this.start || gap.end > this.end) this.show(middle - span / 2, middle + span / 2);
+    if (span !== this.span || gap.start < this.start || gap.end > this.end)
+      this.show(middle - span / 2, middle + span / 2);
   }
 
   /** What lies at a point: {request, gap, step}. */
   at(x, y) {
     if (x < this.gutter) return {};
-    const time = this.time(x), step = this.data.steps[this.data.stepIndex(time)];
+    const time = this.time(x),
+      step = this.data.steps[this.data.stepIndex(time)];
     const within = step && step.start_ns <= time ? step : null;
     if (y < this.top) return { step: within };
-    const lane = Math.floor((y - this.top) / this.row), slack = (2 / this.plot) * this.span;
+    const lane = Math.floor((y - this.top) / this.row),
+      slack = (2 / this.plot) * this.span;
     let found = null;
     for (const request of this.data.requests.values()) {
-      if (request.lane === lane && request.recv_ns <= time + slack && this.endOf(request) >= time - slack) found = request;
+      if (request.lane === lane && request.recv_ns <= time + slack && this.endOf(request) >= time - slack)
+        found = request;
     }
     if (!found) return { step: within };
     const near = (gap) => gap.start - slack <= time && time <= gap.end + slack;
@@ -89,10 +116,17 @@ export class Chart {
     return { request: found, gap, step: within };
   }
 
-  endOf(request) { return request.end_ns ?? Math.max(request.token_ns.at(-1) ?? 0, request.gaps.at(-1)?.end ?? 0, this.data.extent?.[1] ?? 0); }
+  endOf(request) {
+    return (
+      request.end_ns ??
+      Math.max(request.token_ns.at(-1) ?? 0, request.gaps.at(-1)?.end ?? 0, this.data.extent?.[1] ?? 0)
+    );
+  }
 
   /** The middle of a gap in CSS pixels of the canvas. */
-  positionOf(gap) { return [this.x((gap.start + gap.end) / 2), this.y(gap.request.lane) + this.row / 2]; }
+  positionOf(gap) {
+    return [this.x((gap.start + gap.end) / 2), this.y(gap.request.lane) + this.row / 2];
+  }
 
   draw() {
     this.resize();
@@ -110,11 +144,12 @@ export class Chart {
     this.#drawAxis(context);
     context.restore();
     this.#drawNames(context);
-    this.#drawOverview();
+    drawOverview(this);
   }
 
   #rect(context, name, start, end, y, height, least = 0) {
-    const x = this.x(start), width = Math.max(this.x(end) - x, least);
+    const x = this.x(start),
+      width = Math.max(this.x(end) - x, least);
     if (x > this.width || x + width < this.gutter) return;
     context.fillStyle = this.color(name);
     context.fillRect(x, y, width, height);
@@ -122,46 +157,76 @@ export class Chart {
 
   #drawLanes(context) {
     context.fillStyle = this.color("--lane");
-    for (let lane = 0; lane < Math.max(this.data.numLanes, 8); lane += 2) context.fillRect(0, this.y(lane), this.width, this.row);
+    for (let lane = 0; lane < Math.max(this.data.numLanes, 8); lane += 2)
+      context.fillRect(0, this.y(lane), this.width, this.row);
   }
 
   /** Columns: how long each step took, and a band through all lanes where one computed prompts. */
   #drawSteps(context) {
-    const { steps } = this.data, from = this.data.stepIndex(this.start);
-    let longest = 1, until = from;
-    for (; until < steps.length && steps[until].start_ns < this.end; until += 1) longest = Math.max(longest, steps[until].end_ns - steps[until].start_ns);
-    const bottom = AXIS + STEPS, apart = (this.plot * (steps[from]?.end_ns - steps[from]?.start_ns || 1)) / this.span;
+    const { steps } = this.data,
+      from = this.data.stepIndex(this.start);
+    let longest = 1,
+      until = from;
+    for (; until < steps.length && steps[until].start_ns < this.end; until += 1)
+      longest = Math.max(longest, steps[until].end_ns - steps[until].start_ns);
+    const bottom = AXIS + STEPS,
+      apart = (this.plot * (steps[from]?.end_ns - steps[from]?.start_ns || 1)) / this.span;
     for (const isPrefill of [false, true]) {
       for (let index = from; index < until; index += 1) {
         const step = steps[index];
         if (Boolean(step.num_prefill_tokens) !== isPrefill) continue;
         const height = Math.max(2, ((step.end_ns - step.start_ns) / longest) * (STEPS - 4));
         if (isPrefill) this.#rect(context, "--band", step.start_ns, step.end_ns, bottom, this.height, 1);
-        this.#rect(context, isPrefill ? "--step-prefill" : "--step-decode", step.start_ns, step.end_ns - (apart > 5 ? this.span / this.plot : 0), bottom - height, height, 1);
+        this.#rect(
+          context,
+          isPrefill ? "--step-prefill" : "--step-decode",
+          step.start_ns,
+          step.end_ns - (apart > 5 ? this.span / this.plot : 0),
+          bottom - height,
+          height,
+          1,
+        );
       }
     }
     if (apart > 7) {
       context.fillStyle = this.color("--line");
-      for (let index = from; index < until; index += 1) context.fillRect(Math.round(this.x(steps[index].start_ns)), bottom, 1, this.height);
+      for (let index = from; index < until; index += 1)
+        context.fillRect(Math.round(this.x(steps[index].start_ns)), bottom, 1, this.height);
     }
     if (this.step) {
       context.strokeStyle = this.color("--select");
       context.lineWidth = 1.5;
-      context.strokeRect(this.x(this.step.start_ns), AXIS + 1, Math.max(3, this.x(this.step.end_ns) - this.x(this.step.start_ns)), STEPS - 1);
+      context.strokeRect(
+        this.x(this.step.start_ns),
+        AXIS + 1,
+        Math.max(3, this.x(this.step.end_ns) - this.x(this.step.start_ns)),
+        STEPS - 1,
+      );
     }
   }
 
   #drawRequest(context, request) {
     const end = this.endOf(request);
     if (request.recv_ns > this.end || end < this.start) return;
-    const height = Math.max(6, this.row - 4), y = this.y(request.lane) + (this.row - height) / 2, middle = y + height / 2 - 1;
-    const first = request.first_token_ns, isWaiting = first === null && request.end_ns === null;
+    const height = Math.max(6, this.row - 4),
+      y = this.y(request.lane) + (this.row - height) / 2,
+      middle = y + height / 2 - 1;
+    const first = request.first_token_ns,
+      isWaiting = first === null && request.end_ns === null;
     const inbox = request.inbox_ns ?? request.tokenized_ns ?? end;
     this.#rect(context, "--arrive", request.recv_ns, Math.min(inbox, end), middle, 2, 1);
-    this.#rect(context, "--queue", inbox, request.scheduled_ns ?? (isWaiting ? end : inbox), y + height * 0.2, height * 0.6);
+    this.#rect(
+      context,
+      "--queue",
+      inbox,
+      request.scheduled_ns ?? (isWaiting ? end : inbox),
+      y + height * 0.2,
+      height * 0.6,
+    );
     if (first === null) return this.#drawEnd(context, request, y, height);
     if (request.scheduled_ns) this.#rect(context, "--prefill", request.scheduled_ns, first, y, height, 1.5);
-    const told = request.gaps.at(-1)?.end ?? first, begin = request.first_write_ns ?? first;
+    const told = request.gaps.at(-1)?.end ?? first,
+      begin = request.first_write_ns ?? first;
     this.#rect(context, "--decode", first, Math.max(told, request.token_ns.at(-1) ?? first), y, height);
     if (begin > first) this.#rect(context, "--write", first, begin, y + height - 3, 3);
     this.#drawGaps(context, request, y, height);
@@ -169,9 +234,13 @@ export class Chart {
   }
 
   #drawGaps(context, request, y, height) {
-    const { gaps } = request, mean = gaps.length ? (gaps.at(-1).end - gaps[0].start) / gaps.length : 0, scale = this.plot / this.span;
+    const { gaps } = request,
+      mean = gaps.length ? (gaps.at(-1).end - gaps[0].start) / gaps.length : 0,
+      scale = this.plot / this.span;
     if (mean * scale > 3) {
-      const from = firstAfter(gaps, this.start), bottom = y + height - 3, shown = [];
+      const from = firstAfter(gaps, this.start),
+        bottom = y + height - 3,
+        shown = [];
       for (let index = from; index < gaps.length && gaps[index].start < this.end; index += 1) shown.push(gaps[index]);
       context.fillStyle = this.color("--write");
       for (const { start, known, end } of shown) {
@@ -192,13 +261,16 @@ export class Chart {
   }
 
   #drawInterruptions(context) {
-    for (const one of this.data.interruptions) this.#rect(context, colorOf(one.cause), one.start, one.end, AXIS + STEPS + 1, FRONT - 2, 2);
+    for (const one of this.data.interruptions)
+      this.#rect(context, colorOf(one.cause), one.start, one.end, AXIS + STEPS + 1, FRONT - 2, 2);
   }
 
   #drawSelection(context) {
     const gap = this.selected;
     if (!gap) return;
-    const x = this.x(gap.start), width = Math.max(3, this.x(gap.end) - x), y = this.y(gap.request.lane);
+    const x = this.x(gap.start),
+      width = Math.max(3, this.x(gap.end) - x),
+      y = this.y(gap.request.lane);
     context.fillStyle = this.color("--select");
     context.globalAlpha = 0.5;
     context.fillRect(x, AXIS, 1, y - AXIS);
@@ -210,18 +282,24 @@ export class Chart {
   }
 
   #drawAxis(context) {
-    const least = this.plot / (this.plot < 500 ? 3 : 8), raw = (this.span * least) / this.plot, power = 10 ** Math.floor(Math.log10(raw));
-    const tick = [1, 2, 5, 10].map((by) => by * power).find((by) => by >= raw), origin = this.data.meta?.origin_unix_ms ?? 0;
+    const least = this.plot / (this.plot < 500 ? 3 : 8),
+      raw = (this.span * least) / this.plot,
+      power = 10 ** Math.floor(Math.log10(raw));
+    const tick = [1, 2, 5, 10].map((by) => by * power).find((by) => by >= raw),
+      origin = this.data.meta?.origin_unix_ms ?? 0;
     const digits = Math.max(0, 9 - Math.floor(Math.log10(tick) + 1e-9));
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     for (let at = Math.ceil(this.start / tick) * tick; at < this.end; at += tick) {
-      const x = Math.round(this.x(at)), date = new Date(origin + at / 1e6);
+      const x = Math.round(this.x(at)),
+        date = new Date(origin + at / 1e6);
       const seconds = ((origin % 60e3) / 1e3 + at / 1e9) % 60;
       context.fillStyle = this.color("--line");
       context.fillRect(x, AXIS - 5, 1, 5);
       context.fillStyle = this.color("--soft");
-      context.fillText(`${String(date.getHours()).padStart(2, "0")}:${String(date.getMinutes()).padStart(2, "0")}:${seconds.toFixed(digits).padStart(digits ? digits + 3 : 2, "0")}`, x + 3, AXIS / 2 - 1);
+      const [hours, minutes] = [date.getHours(), date.getMinutes()].map((part) => String(part).padStart(2, "0"));
+      const label = `${hours}:${minutes}:${seconds.toFixed(digits).padStart(digits ? digits + 3 : 2, "0")}`;
+      context.fillText(label, x + 3, AXIS / 2 - 1);
     }
   }
 
@@ -243,34 +321,6 @@ export class Chart {
       write(request.id, this.y(lane) + this.row / 2);
     }
   }
-
-  /** All there is, small: step times, slow gaps above them, and the window. */
-  #drawOverview() {
-    const context = this.overview.getContext("2d"), width = this.overview.clientWidth, height = 46, extent = this.data.extent;
-    context.clearRect(0, 0, width, height);
-    if (!extent) return;
-    const x = (at) => ((at - extent[0]) / (extent[1] - extent[0])) * width, { steps } = this.data;
-    let longest = 1;
-    for (const step of steps) longest = Math.max(longest, step.end_ns - step.start_ns);
-    for (const step of steps) {
-      const tall = Math.max(1, ((step.end_ns - step.start_ns) / longest) * (height - 14));
-      context.fillStyle = this.color(step.num_prefill_tokens ? "--step-prefill" : "--step-decode");
-      context.fillRect(x(step.start_ns), height - tall, Math.max(0.7, x(step.end_ns) - x(step.start_ns)), tall);
-    }
-    for (const gap of this.data.slow) {
-      context.fillStyle = this.color(colorOf(gap.cause));
-      context.fillRect(x(gap.end) - 1, 3, 2.5, 6);
-    }
-    const left = x(this.start), right = x(this.end);
-    context.fillStyle = this.color("--page");
-    context.globalAlpha = 0.62;
-    context.fillRect(0, 0, left, height);
-    context.fillRect(right, 0, width - right, height);
-    context.globalAlpha = 1;
-    context.strokeStyle = this.color("--rose");
-    context.lineWidth = 2;
-    context.strokeRect(Math.max(1, left), 1, Math.max(4, Math.min(width - 1, right) - Math.max(1, left)), height - 2);
-  }
 }
 
 function shorten(context, text, width) {
@@ -282,7 +332,12 @@ function shorten(context, text, width) {
 
 /** The index of the first gap that ends after a moment. */
 function firstAfter(gaps, at) {
-  let low = 0, high = gaps.length;
-  while (low < high) { const middle = (low + high) >> 1; if (gaps[middle].end > at) high = middle; else low = middle + 1; }
+  let low = 0,
+    high = gaps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (gaps[middle].end > at) high = middle;
+    else low = middle + 1;
+  }
   return low;
 }

@@ -3,7 +3,9 @@
 const MAX_STEPS = 4000; // beyond so many the oldest are forgotten
 
 export class Data {
-  constructor() { this.clear(); }
+  constructor() {
+    this.clear();
+  }
 
   clear() {
     this.meta = null;
@@ -21,17 +23,25 @@ export class Data {
     this.meta = answer.meta;
     this.next = answer.next;
     this.now = answer.now_ns;
-    const fields = answer.step_fields, last = this.steps.at(-1)?.step_id ?? 0;
+    const fields = answer.step_fields,
+      last = this.steps.at(-1)?.step_id ?? 0;
     for (const row of answer.steps) {
       const step = Object.fromEntries(fields.map((field, index) => [field, row[index]]));
       step.limit = answer.meta.limits[step.blocked_by];
-      step.kind = step.num_prefill_seqs ? (step.num_decode_seqs ? "mixed" : "prefill") : step.num_decode_seqs ? "decode" : "idle";
+      step.kind = step.num_prefill_seqs
+        ? step.num_decode_seqs
+          ? "mixed"
+          : "prefill"
+        : step.num_decode_seqs
+          ? "decode"
+          : "idle";
       if (step.step_id > last) this.steps.push(step);
     }
     for (const told of answer.requests) this.#mergeRequest(told);
     for (const row of answer.gaps) this.#addGap(row, answer.meta.causes);
     for (const [start, end, cause] of answer.interruptions) {
-      if (start > (this.interruptions.at(-1)?.start ?? -1)) this.interruptions.push({ start, end, cause: answer.meta.causes[cause] });
+      if (start > (this.interruptions.at(-1)?.start ?? -1))
+        this.interruptions.push({ start, end, cause: answer.meta.causes[cause] });
     }
     this.slow.sort((a, b) => a.end - b.end);
     this.#forget();
@@ -40,7 +50,8 @@ export class Data {
   #mergeRequest(told) {
     const known = this.requests.get(told.serial);
     const tokens = known ? known.token_ns : [];
-    if (known && told.tokens_from < known.tokens_from + tokens.length) tokens.length = Math.max(0, told.tokens_from - known.tokens_from);
+    if (known && told.tokens_from < known.tokens_from + tokens.length)
+      tokens.length = Math.max(0, told.tokens_from - known.tokens_from);
     const isJoined = known && told.tokens_from === known.tokens_from + tokens.length;
     const request = known ?? { gaps: [], slow: [], ends: new Set() };
     Object.assign(request, told, { first_write_ns: known?.first_write_ns ?? told.first_write_ns });
@@ -70,14 +81,18 @@ export class Data {
     const gap = { request, start, known, end, step_id, cause: causes[cause], isSlow: Boolean(isSlow), parts };
     request.ends.add(end);
     request.gaps.push(gap);
-    if (gap.isSlow) { request.slow.push(gap); this.slow.push(gap); }
+    if (gap.isSlow) {
+      request.slow.push(gap);
+      this.slow.push(gap);
+    }
   }
 
   #forget() {
     if (this.steps.length <= MAX_STEPS) return;
     this.steps.splice(0, this.steps.length - MAX_STEPS);
     const begin = this.steps[0].start_ns;
-    for (const [serial, request] of this.requests) if (request.end_ns && request.end_ns < begin) this.requests.delete(serial);
+    for (const [serial, request] of this.requests)
+      if (request.end_ns && request.end_ns < begin) this.requests.delete(serial);
     for (const request of this.requests.values()) {
       request.gaps = request.gaps.filter((gap) => gap.end >= begin);
       request.slow = request.slow.filter((gap) => gap.end >= begin);
@@ -88,9 +103,11 @@ export class Data {
 
   /** [start, end] of all that there is to see. */
   get extent() {
-    let start = this.steps[0]?.start_ns ?? Infinity, end = this.steps.at(-1)?.end_ns ?? -Infinity;
+    let start = this.steps[0]?.start_ns ?? Infinity,
+      end = this.steps.at(-1)?.end_ns ?? -Infinity;
     for (const request of this.requests.values()) {
-      if (request.end_ns === null || request.end_ns >= start) end = Math.max(end, request.end_ns ?? request.token_ns.at(-1) ?? request.recv_ns);
+      if (request.end_ns === null || request.end_ns >= start)
+        end = Math.max(end, request.end_ns ?? request.token_ns.at(-1) ?? request.recv_ns);
     }
     for (const request of this.requests.values()) if (!this.steps.length) start = Math.min(start, request.recv_ns);
     return start < end ? [start, end] : null;
@@ -104,27 +121,42 @@ export class Data {
 
   /** The index of the first step that ends after a moment. */
   stepIndex(at) {
-    let low = 0, high = this.steps.length;
-    while (low < high) { const middle = (low + high) >> 1; if (this.steps[middle].end_ns > at) high = middle; else low = middle + 1; }
+    let low = 0,
+      high = this.steps.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.steps[middle].end_ns > at) high = middle;
+      else low = middle + 1;
+    }
     return low;
   }
 
   stepById(id) {
-    let low = 0, high = this.steps.length;
-    while (low < high) { const middle = (low + high) >> 1; if (this.steps[middle].step_id >= id) high = middle; else low = middle + 1; }
+    let low = 0,
+      high = this.steps.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.steps[middle].step_id >= id) high = middle;
+      else low = middle + 1;
+    }
     return this.steps[low]?.step_id === id ? this.steps[low] : undefined;
   }
 
   /** The number of a gap's token, from 1: the one that its step made. */
   tokenOf(gap) {
-    const step = this.stepById(gap.step_id), index = step ? gap.request.token_ns.lastIndexOf(step.tokens_ns) : -1;
+    const step = this.stepById(gap.step_id),
+      index = step ? gap.request.token_ns.lastIndexOf(step.tokens_ns) : -1;
     return index < 0 ? null : gap.request.tokens_from + index + 1;
   }
 
   /** Steps whose tokens became known in a gap: more than one where the client was told of several at once. */
   stepsIn(gap) {
     const found = [];
-    for (let index = this.stepIndex(gap.start); index < this.steps.length && this.steps[index].tokens_ns <= gap.end; index += 1) {
+    for (
+      let index = this.stepIndex(gap.start);
+      index < this.steps.length && this.steps[index].tokens_ns <= gap.end;
+      index += 1
+    ) {
       const step = this.steps[index];
       if (step.tokens_ns > gap.start && step.step_id <= gap.step_id && step.num_generated_tokens) found.push(step);
     }
@@ -134,8 +166,13 @@ export class Data {
   /** Requests whose prompts were computed in the steps that a gap lies in. */
   prefilledIn(gap) {
     const steps = this.stepsIn(gap).filter((step) => step.num_prefill_tokens);
-    const isIn = (request) => steps.some((step) => request.scheduled_ns <= step.start_ns && (request.first_token_ns ?? Infinity) >= step.tokens_ns);
-    const found = [...this.requests.values()].filter((request) => request !== gap.request && request.scheduled_ns && isIn(request));
+    const isIn = (request) =>
+      steps.some(
+        (step) => request.scheduled_ns <= step.start_ns && (request.first_token_ns ?? Infinity) >= step.tokens_ns,
+      );
+    const found = [...this.requests.values()].filter(
+      (request) => request !== gap.request && request.scheduled_ns && isIn(request),
+    );
     return found.sort((a, b) => b.num_prompt_tokens - a.num_prompt_tokens);
   }
 
@@ -149,17 +186,23 @@ export class Data {
 
   /** The four distributions, in nanoseconds, each sorted. */
   distributions() {
-    const first = [], gaps = [], perToken = [], queue = [];
+    const first = [],
+      gaps = [],
+      perToken = [],
+      queue = [];
     for (const request of this.requests.values()) {
       const tokens = request.token_ns;
       if (request.first_write_ns !== null) first.push(request.first_write_ns - request.recv_ns);
       for (let index = 1; index < tokens.length; index += 1) gaps.push(tokens[index] - tokens[index - 1]);
-      if (request.end_ns !== null && request.num_tokens > 1 && tokens.length) perToken.push((tokens.at(-1) - request.first_token_ns) / (request.num_tokens - 1));
+      if (request.end_ns !== null && request.num_tokens > 1 && tokens.length)
+        perToken.push((tokens.at(-1) - request.first_token_ns) / (request.num_tokens - 1));
       if (request.scheduled_ns && request.inbox_ns) queue.push(request.scheduled_ns - request.inbox_ns);
     }
     return [
-      ["TTFT", "Time to first token", first], ["ITL", "Inter-token latency", gaps],
-      ["TPOT", "Time per output token", perToken], ["Queue wait", "Time in the queue", queue],
+      ["TTFT", "Time to first token", first],
+      ["ITL", "Inter-token latency", gaps],
+      ["TPOT", "Time per output token", perToken],
+      ["Queue wait", "Time in the queue", queue],
     ].map(([name, title, values]) => ({ name, title, values: Float64Array.from(values).sort() }));
   }
 }

@@ -1,19 +1,32 @@
-// Puts the page together: asks the server for what is new, and turns wheel, pointer and keys into what is shown.
+// Puts the page together: asks the server for what is new, and turns keys into what is shown.
 
 import { Chart } from "./chart.js";
 import { Data } from "./data.js";
 import { element, renderDetail, renderFigures, renderLegend, renderSlow } from "./panel.js";
-import { ms, sentence } from "./words.js";
+import { listenToPointer } from "./pointer.js";
 
-const POLL_MS = 1000, FIRST_STEPS = 500, LIVE_SPAN_NS = 2e9;
+const POLL_MS = 1000,
+  FIRST_STEPS = 500,
+  LIVE_SPAN_NS = 2e9;
 const MAX_RECORDING_BYTES = 64 * 1024 * 1024;
 const KEYS = [
-  ["n", "next slow gap"], ["p", "previous slow gap"], ["w", "widest gap"], ["← →", "gap before, gap after"], ["↑ ↓", "the request above, below"],
-  ["Shift ← →", "pan"], ["+ −", "zoom"], ["f", "show everything"], ["Home End", "to the beginning; follow the newest"], ["Space", "pause, go on"], ["Esc", "select nothing"], ["?", "this list"],
+  ["n", "next slow gap"],
+  ["p", "previous slow gap"],
+  ["w", "widest gap"],
+  ["← →", "gap before, gap after"],
+  ["↑ ↓", "the request above, below"],
+  ["Shift ← →", "pan"],
+  ["+ −", "zoom"],
+  ["f", "show everything"],
+  ["Home End", "to the beginning; follow the newest"],
+  ["Space", "pause, go on"],
+  ["Esc", "select nothing"],
+  ["?", "this list"],
 ];
 
 const find = (id) => document.getElementById(id);
-const data = new Data(), chart = new Chart(find("chart"), find("overview"), data);
+const data = new Data(),
+  chart = new Chart(find("chart"), find("overview"), data);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const state = { isPaused: false, isFollowing: true, file: "", trouble: "", figuresAt: -Infinity };
 
@@ -23,7 +36,10 @@ let isDue = false;
 function redraw() {
   if (isDue) return;
   isDue = true;
-  requestAnimationFrame(() => { isDue = false; chart.draw(); });
+  requestAnimationFrame(() => {
+    isDue = false;
+    chart.draw();
+  });
 }
 
 function refresh() {
@@ -34,8 +50,17 @@ function refresh() {
     renderFigures(find("figures"), data.distributions());
   }
   const meta = data.meta;
-  if (meta) find("model").textContent = [meta.model_name, meta.device, meta.dtype, `roseinfer ${meta.version}`, meta.trigger].filter(Boolean).join(" · ");
-  const [name, words] = state.trouble ? ["trouble", state.trouble] : state.file ? ["file", `recording ${state.file}`] : state.isPaused ? ["paused", "paused"] : ["live", state.isFollowing ? "live" : "live, view held"];
+  if (meta)
+    find("model").textContent = [meta.model_name, meta.device, meta.dtype, `roseinfer ${meta.version}`, meta.trigger]
+      .filter(Boolean)
+      .join(" · ");
+  const [name, words] = state.trouble
+    ? ["trouble", state.trouble]
+    : state.file
+      ? ["file", `recording ${state.file}`]
+      : state.isPaused
+        ? ["paused", "paused"]
+        : ["live", state.isFollowing ? "live" : "live, view held"];
   find("status").dataset.state = name;
   if (find("status-text").textContent !== words) find("status-text").textContent = words;
   find("pause").textContent = state.file ? "Back to live" : state.isPaused ? "Go on" : "Pause";
@@ -73,19 +98,23 @@ async function selectRequest(request) {
   if (told && chart.hover === request && !chart.selected) renderDetail(find("detail"), data, null, null, request, told);
 }
 
-const hold = () => { state.isFollowing = false; };
+const hold = () => {
+  state.isFollowing = false;
+};
 
 /** Change the window, smoothly where motion is welcome. */
 let glideId = 0;
 function glide(change) {
-  const from = [chart.start, chart.end], id = ++glideId;
+  const from = [chart.start, chart.end],
+    id = ++glideId;
   change();
   const to = [chart.start, chart.end];
   if (calm.matches || document.hidden || (from[0] === to[0] && from[1] === to[1])) return redraw();
   const began = performance.now();
   const advance = (now) => {
     if (id !== glideId) return;
-    const share = Math.min(1, Math.max(0, (now - began) / 220)), eased = 1 - (1 - share) ** 3;
+    const share = Math.min(1, Math.max(0, (now - began) / 220)),
+      eased = 1 - (1 - share) ** 3;
     chart.start = from[0] + (to[0] - from[0]) * eased;
     chart.end = from[1] + (to[1] - from[1]) * eased;
     chart.draw();
@@ -94,9 +123,17 @@ function glide(change) {
   requestAnimationFrame(advance);
 }
 
-function move(change) { glideId += 1; hold(); change(); refresh(); }
+function move(change) {
+  glideId += 1;
+  hold();
+  change();
+  refresh();
+}
 
-function fit() { const extent = data.extent; if (extent) glide(() => chart.show(extent[0], extent[1])); }
+function fit() {
+  const extent = data.extent;
+  if (extent) glide(() => chart.show(extent[0], extent[1]));
+}
 
 function followNewest() {
   const extent = data.extent;
@@ -139,7 +176,8 @@ function stepLane(direction) {
 
 async function ask(path, options) {
   const answer = await fetch(new URL(path, location.origin + location.pathname), options); // without a key in our own URL
-  if (!answer.ok) throw new Error((await answer.json().catch(() => null))?.error?.message ?? `The server answered ${answer.status}.`);
+  if (!answer.ok)
+    throw new Error((await answer.json().catch(() => null))?.error?.message ?? `The server answered ${answer.status}.`);
   return answer.json();
 }
 
@@ -162,7 +200,11 @@ async function poll() {
 async function openFile(file) {
   try {
     if (file.size > MAX_RECORDING_BYTES) throw new Error("The recording is larger than 64 MiB.");
-    const answer = await ask("recording/view", { method: "POST", body: file, headers: { "Content-Type": "application/octet-stream" } });
+    const answer = await ask("recording/view", {
+      method: "POST",
+      body: file,
+      headers: { "Content-Type": "application/octet-stream" },
+    });
     state.file = file.name;
     state.trouble = "";
     reset();
@@ -182,117 +224,99 @@ function reset() {
 }
 
 function togglePause() {
-  if (state.file) { state.file = ""; state.isPaused = false; state.isFollowing = true; reset(); poll(); } else state.isPaused = !state.isPaused;
+  if (state.file) {
+    state.file = "";
+    state.isPaused = false;
+    state.isFollowing = true;
+    reset();
+    poll();
+  } else state.isPaused = !state.isPaused;
   refresh();
 }
 
-function follow() { state.isPaused = false; state.isFollowing = true; followNewest(); refresh(); }
-
-// --- wheel, pointer, keys -------------------------------------------------------------------------------------------
-
-const canvas = find("chart"), pointers = new Map();
-let drag = null;
-const place = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
-
-canvas.addEventListener("wheel", (event) => {
-  event.preventDefault();
-  const along = event.shiftKey ? event.deltaY || event.deltaX : Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : 0;
-  move(() => (along ? chart.pan(along / 800) : chart.zoom(Math.exp(Math.max(-90, Math.min(90, event.deltaY)) * 0.004), chart.time(place(event)[0]))));
-}, { passive: false });
-
-canvas.addEventListener("pointerdown", (event) => {
-  canvas.setPointerCapture(event.pointerId);
-  pointers.set(event.pointerId, place(event));
-  drag = { from: place(event), start: chart.start, end: chart.end, isMoved: false };
-});
-
-canvas.addEventListener("pointermove", (event) => {
-  const [x, y] = place(event);
-  if (!pointers.has(event.pointerId)) return hover(x, y);
-  const before = [...pointers.values()];
-  pointers.set(event.pointerId, [x, y]);
-  if (pointers.size === 2 && before.length === 2) {
-    const after = [...pointers.values()], apart = (pair) => Math.max(20, Math.abs(pair[0][0] - pair[1][0]));
-    drag.isMoved = true;
-    return move(() => chart.zoom(apart(before) / apart(after), chart.time((after[0][0] + after[1][0]) / 2)));
-  }
-  if (Math.abs(x - drag.from[0]) > 4) drag.isMoved = true;
-  if (!drag.isMoved) return;
-  canvas.classList.add("dragging");
-  find("tip").hidden = true;
-  const by = ((drag.from[0] - x) / chart.plot) * (drag.end - drag.start);
-  move(() => chart.show(drag.start + by, drag.end + by));
-});
-
-function release(event) {
-  pointers.delete(event.pointerId);
-  canvas.classList.remove("dragging");
-  if (event.type === "pointerup" && drag && !drag.isMoved) {
-    const { gap, step, request } = chart.at(...place(event));
-    if (gap) select(gap, { reveal: false }); else if (request) selectRequest(request); else selectStep(step ?? null);
-  }
-  if (!pointers.size) drag = null;
-}
-canvas.addEventListener("pointerup", release);
-canvas.addEventListener("pointercancel", release);
-canvas.addEventListener("pointerleave", () => { find("tip").hidden = true; chart.hover = null; redraw(); });
-
-function hover(x, y) {
-  const { gap, request, step } = chart.at(x, y), tip = find("tip");
-  if (chart.hover !== (request ?? null)) { chart.hover = request ?? null; redraw(); }
-  tip.hidden = !(gap || request || step);
-  if (tip.hidden) return;
-  const took = step && `step ${step.step_id}: ${step.kind}, ${ms(step.end_ns - step.start_ns)}`;
-  tip.textContent = gap ? `${request.id}: ${sentence(gap, data)}` : request ? `${request.id}: ${stageAt(request, chart.time(x))}` : took;
-  tip.style.left = `${Math.max(0, Math.min(x + 14, chart.width - tip.offsetWidth - 4))}px`;
-  tip.style.top = `${y + 18}px`;
+function follow() {
+  state.isPaused = false;
+  state.isFollowing = true;
+  followNewest();
+  refresh();
 }
 
-function stageAt(request, at) {
-  if (request.first_token_ns !== null && at >= request.first_token_ns) return "decode";
-  if (request.scheduled_ns && at >= request.scheduled_ns) return "prefill";
-  return at >= (request.inbox_ns ?? request.tokenized_ns ?? Infinity) ? "queue" : "receive and tokenise";
-}
+// --- keys and buttons -----------------------------------------------------------------------------------------------
 
-const overview = find("overview");
-function centreOn(event) {
-  const box = overview.getBoundingClientRect(), extent = data.extent;
-  if (!extent) return;
-  const at = extent[0] + ((event.clientX - box.left) / box.width) * (extent[1] - extent[0]), half = chart.span / 2;
-  move(() => chart.show(at - half, at + half));
-}
-overview.addEventListener("pointerdown", (event) => { overview.setPointerCapture(event.pointerId); centreOn(event); });
-overview.addEventListener("pointermove", (event) => { if (event.buttons) centreOn(event); });
+listenToPointer({ data, chart, move, redraw, select, selectRequest, selectStep, tip: find("tip") });
 
 const anywhere = {
-  n: () => stepSlow(1), p: () => stepSlow(-1), w: () => select(data.widest), f: () => { hold(); fit(); },
-  "+": () => move(() => chart.zoom(0.6)), "=": () => move(() => chart.zoom(0.6)), "-": () => move(() => chart.zoom(1 / 0.6)), "?": () => find("help").showModal(),
+  n: () => stepSlow(1),
+  p: () => stepSlow(-1),
+  w: () => select(data.widest),
+  f: () => {
+    hold();
+    fit();
+  },
+  "+": () => move(() => chart.zoom(0.6)),
+  "=": () => move(() => chart.zoom(0.6)),
+  "-": () => move(() => chart.zoom(1 / 0.6)),
+  "?": () => find("help").showModal(),
   Escape: () => selectStep(null),
 };
 const onChart = {
-  ArrowLeft: (shift) => (shift ? move(() => chart.pan(-0.2)) : stepGap(-1)), ArrowRight: (shift) => (shift ? move(() => chart.pan(0.2)) : stepGap(1)),
-  ArrowUp: () => stepLane(-1), ArrowDown: () => stepLane(1), End: follow, " ": togglePause, Enter: () => find("detail").focus(),
-  Home: () => { const extent = data.extent; if (extent) { hold(); glide(() => chart.show(extent[0], extent[0] + chart.span)); } },
+  ArrowLeft: (shift) => (shift ? move(() => chart.pan(-0.2)) : stepGap(-1)),
+  ArrowRight: (shift) => (shift ? move(() => chart.pan(0.2)) : stepGap(1)),
+  ArrowUp: () => stepLane(-1),
+  ArrowDown: () => stepLane(1),
+  End: follow,
+  " ": togglePause,
+  Enter: () => find("detail").focus(),
+  Home: () => {
+    const extent = data.extent;
+    if (extent) {
+      hold();
+      glide(() => chart.show(extent[0], extent[0] + chart.span));
+    }
+  },
 };
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || find("help").open) return;
   const isControl = event.target.closest?.("button, a, input, label");
-  const action = (event.target === canvas ? onChart[event.key] : undefined) ?? anywhere[event.key] ?? (event.key === " " && !isControl ? togglePause : undefined);
+  const action =
+    (event.target === chart.canvas ? onChart[event.key] : undefined) ??
+    anywhere[event.key] ??
+    (event.key === " " && !isControl ? togglePause : undefined);
   if (!action) return;
   event.preventDefault();
   action(event.shiftKey);
 });
 
 for (const [id, action] of Object.entries({
-  pause: togglePause, follow, "next-slow": () => stepSlow(1), "previous-slow": () => stepSlow(-1), widest: anywhere.w, fit: anywhere.f,
-  "zoom-in": anywhere["+"], "zoom-out": anywhere["-"], "help-button": anywhere["?"],
-})) find(id).addEventListener("click", () => action());
-find("file").addEventListener("change", (event) => { const [file] = event.target.files; if (file) openFile(file); event.target.value = ""; });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { chart.readColors(); redraw(); });
-new ResizeObserver(redraw).observe(canvas.parentElement);
+  pause: togglePause,
+  follow,
+  "next-slow": () => stepSlow(1),
+  "previous-slow": () => stepSlow(-1),
+  widest: anywhere.w,
+  fit: anywhere.f,
+  "zoom-in": anywhere["+"],
+  "zoom-out": anywhere["-"],
+  "help-button": anywhere["?"],
+}))
+  find(id).addEventListener("click", () => action());
+find("file").addEventListener("change", (event) => {
+  const [file] = event.target.files;
+  if (file) openFile(file);
+  event.target.value = "";
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  chart.readColors();
+  redraw();
+});
+new ResizeObserver(redraw).observe(chart.canvas.parentElement);
 
-find("keys").append(...KEYS.flatMap(([keys, meaning]) => [element("dt", {}, ...keys.split(" ").flatMap((key) => [element("kbd", {}, key), " "])), element("dd", {}, meaning)]));
+find("keys").append(
+  ...KEYS.flatMap(([keys, meaning]) => [
+    element("dt", {}, ...keys.split(" ").flatMap((key) => [element("kbd", {}, key), " "])),
+    element("dd", {}, meaning),
+  ]),
+);
 renderLegend(find("legend"));
 renderDetail(find("detail"), data, null, null);
 renderFigures(find("figures"), data.distributions());
