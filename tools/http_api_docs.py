@@ -42,7 +42,7 @@ range. A field that is null counts as left out. Where a default is "the model's"
 |---|---|
 | `POST /v1/completions` | the continuation of one or several prompts |
 | `POST /v1/chat/completions` | the next turn of a conversation, through the model's chat template |
-| `GET /v1/models` | the one model that is served, with the lengths of its context, `max_model_len`, and of its vocabulary, `vocab_size` |
+| `GET /v1/models` | the one model that is served, with its context `max_model_len` and the size of its vocabulary |
 | `GET /livez` | 200 while the engine is alive and makes progress, 503 when the process should be restarted |
 | `GET /readyz`, `GET /health` | 200 while requests can be served; 503 when loading, draining or in trouble |
 | `GET /startupz` | 200 from the moment the server was ready for the first time |
