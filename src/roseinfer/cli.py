@@ -81,6 +81,11 @@ def _parser() -> Parser:
     )
     _add_chat(command("chat", "Talk to the model; /help lists the commands."))
     _add_bench(command("bench", "Measure the engine or a server, simulate, replay.", usage=None))
+    _add_explain(
+        command(
+            "explain", "Say in words and numbers what the gaps between tokens went to.", "%(prog)s [options] URL|FILE"
+        )
+    )
     _add_kernels(command("kernels", "Compile the CPU kernels, or list what is compiled.", usage=None))
     _add_config(
         command(
@@ -206,6 +211,19 @@ def _replay(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.bench import replay
 
     return replay.run(arguments, loaded)
+
+
+def _add_explain(parser: Parser) -> None:
+    from roseinfer.explain import flags
+
+    flags.add_explain(parser)
+    parser.set_defaults(run=_explain)
+
+
+def _explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.explain import command
+
+    return command.run_explain(arguments, loaded)
 
 
 def _add_kernels(parser: Parser) -> None:

@@ -1,0 +1,48 @@
+"""What `roseinfer explain` does with its arguments. Knows no recording's contents."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from roseinfer.config import Config
+from roseinfer.config_sources import LoadedConfig
+from roseinfer.errors import ConfigError
+from roseinfer.explain import text
+from roseinfer.explain.explanation import explain
+from roseinfer.explain.source import read_recording
+from roseinfer.observe.causes import gaps_of
+
+
+def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    """Print the explanation. Raises InvalidRequest for a source that holds none."""
+    recording = read_recording(arguments.source, read_key(loaded.config))
+    gaps = gaps_of(recording, arguments.clock)
+    if arguments.last is not None and gaps:
+        begin_ns = gaps[-1].end_ns - int(arguments.last * 1e9)
+        gaps = [gap for gap in gaps if gap.end_ns > begin_ns]
+    explanation = explain(gaps, recording, arguments.source, arguments.clock)
+    if arguments.plot is not None:
+        from roseinfer.explain.plot import write_plot
+
+        write_plot(arguments.plot, explanation, gaps)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(explanation), indent=2).decode())
+    else:
+        for line in text.lines(explanation):
+            print(line)
+    return 0
+
+
+def read_key(config: Config) -> str | None:
+    """The first key of the key file, if one is configured."""
+    if config.server.api_key_file is None:
+        return None
+    try:
+        content = Path(config.server.api_key_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The API key file cannot be read: {error}.", param="server.api_key_file") from None
+    keys = [line.strip() for line in content.splitlines() if line.strip() and not line.strip().startswith("#")]
+    if not keys:
+        raise ConfigError("The API key file holds no key.", param="server.api_key_file")
+    return keys[0]

@@ -1,0 +1,84 @@
+"""A recording into an explanation of its gaps: numbers, names and advice, in one struct that is also the JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.explain import stories
+from roseinfer.explain.knobs import KNOBS
+from roseinfer.explain.modes import Mode, find_modes
+from roseinfer.explain.shares import CauseShare, Parts, Without
+from roseinfer.explain.stories import Story
+from roseinfer.observe.causes import Clock, Gap
+from roseinfer.observe.recording import Recording
+from roseinfer.records import Cause
+
+NUM_STORIES = 5
+_WORTH_A_KNOB = 0.05  # share of p99 - p50 below which turning something would not be noticed
+
+
+class KnobAdvice(msgspec.Struct, frozen=True):
+    """What to turn against a cause."""
+
+    cause: Cause
+    option: str  # path in the configuration; empty where no option helps
+    value: Any  # at the time of the recording; None where it is not known
+    advice: str
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the gaps between tokens are as they are. Durations in seconds, shares of 1."""
+
+    source: str
+    clock: Clock
+    model_name: str
+    trigger: str  # the rule that saved the recording, if one did
+    span_s: float  # from the first gap's start to the last one's end
+    num_requests: int
+    num_gaps: int
+    num_slow_gaps: int
+    p50_s: float
+    p99_s: float
+    widest_s: float
+    modes: list[Mode]  # the most frequent first
+    causes: list[CauseShare]  # of p99 - p50, the largest share first
+    without: list[Without]  # in the order of the causes
+    widest: list[Story]
+    knobs: list[KnobAdvice]
+    unexplained: CauseShare  # of p99 - p50, what has no name
+
+
+def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Clock) -> Explanation:
+    """Raises InvalidRequest if there is no gap."""
+    if not gaps:
+        raise InvalidRequest("there is no gap between two tokens in it, so there is nothing to explain.", param=source)
+    parts = Parts(gaps)
+    causes = parts.shares()
+    unknown = [share for share in causes if share.cause is Cause.UNKNOWN]
+    return Explanation(
+        source=source,
+        clock=clock,
+        model_name=recording.meta.model_name,
+        trigger=recording.meta.trigger,
+        span_s=(max(gap.end_ns for gap in gaps) - min(gap.start_ns for gap in gaps)) / 1e9,
+        num_requests=len({gap.serial for gap in gaps}),
+        num_gaps=len(gaps),
+        num_slow_gaps=sum(gap.is_slow for gap in gaps),
+        p50_s=parts.p50_s,
+        p99_s=parts.p99_s,
+        widest_s=float(parts.durations_s[-1]),
+        modes=find_modes(parts.durations_s),
+        causes=causes,
+        without=[parts.without(share.cause) for share in causes],
+        widest=stories.tell(gaps, recording, NUM_STORIES),
+        knobs=[_advice(share.cause, recording.meta.config) for share in causes if share.share >= _WORTH_A_KNOB],
+        unexplained=unknown[0] if unknown else CauseShare(Cause.UNKNOWN, 0.0, 0.0),
+    )
+
+
+def _advice(cause: Cause, config: dict[str, Any]) -> KnobAdvice:
+    knob = KNOBS[cause]
+    section, _, name = knob.option.partition(".")
+    return KnobAdvice(cause, knob.option, config.get(section, {}).get(name), knob.advice)

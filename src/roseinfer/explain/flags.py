@@ -1,0 +1,36 @@
+"""The flags of `roseinfer explain` and `roseinfer top`. Imports nothing heavy."""
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from roseinfer.flags import Parser, add_alias, parser_of
+
+_Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+
+
+def add_explain(parser: Parser) -> None:
+    """Flags of `explain`."""
+    parser.add_argument(
+        "source",
+        metavar="URL|FILE",
+        help="operations port of a running server, such as http://127.0.0.1:8001; a recording (.npz); the directory of "
+        "a capture; or the result of `bench serve` (.json)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as PNG; needs the extra `plot`")
+    parser.add_argument(
+        "--clock",
+        choices=("wire", "engine"),
+        default="wire",
+        help="wire, the default: gaps between the socket writes of a stream; engine: between tokens",
+    )
+    parser.add_argument(
+        "--last", type=parser_of(_Seconds), metavar="SECONDS", help="only what the recording's last seconds hold"
+    )
+    _add_key_flag(parser)
+
+
+def _add_key_flag(parser: Parser) -> None:
+    add_alias(parser, "--api-key-file", "server.api_key_file", "File whose first key opens the operations port.")

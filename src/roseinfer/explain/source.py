@@ -1,0 +1,96 @@
+"""A URL or a path into a recording: from a living server, a file, a capture's directory or a benchmark's result."""
+
+import http.client
+import json
+import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from roseinfer.errors import InvalidRequest, RoseinferError
+from roseinfer.observe.recording import Recording
+
+RECORDING_NAME = "recording.npz"
+_TIMEOUT_S = 30.0
+
+
+def is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def read_recording(source: str, api_key: str | None = None) -> Recording:
+    """Raises InvalidRequest, with the source as its `param`, for whatever holds no recording that we can read."""
+    try:
+        return _fetch(source, api_key) if is_url(source) else Recording.load(_find(Path(source), source))
+    except RoseinferError as error:
+        raise InvalidRequest(error.message, param=source) from None
+
+
+def get(url: str, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:
+    """The body of a GET. Raises InvalidRequest that says what answered, if anything did."""
+    headers: Mapping[str, str] = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        # The scheme is http or https: `is_url` has looked.
+        with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers)), timeout=timeout_s) as answer:  # noqa: S310
+            body: bytes = answer.read()
+            return body
+    except urllib.error.HTTPError as error:
+        raise InvalidRequest(_refusal(url, error), param=url) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise InvalidRequest(f"{_origin(url)} does not answer: {reason}.", param=url) from None
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> str:
+    """What the server said, or what its status usually means."""
+    path = urllib.parse.urlsplit(url).path
+    said = ""
+    try:
+        said = str(json.loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        pass
+    hint = " Is it the operations port (server.ops_port) of roseinfer?" if error.code == 404 else ""
+    return f"{_origin(url)} answered {error.code} for {path}{f': {said}' if said else '.'}{hint}"
+
+
+def _origin(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _fetch(url: str, api_key: str | None) -> Recording:
+    content = get(f"{_origin(url)}/debug/recording", api_key)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / RECORDING_NAME
+        path.write_bytes(content)
+        try:
+            return Recording.load(path)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message.replace(str(path), f"what {_origin(url)} sent")) from None
+
+
+def _find(path: Path, source: str) -> Path:
+    """The recording's own file."""
+    if path.is_dir():
+        found = path / RECORDING_NAME
+        if not found.is_file():
+            raise InvalidRequest(f"The directory holds no {RECORDING_NAME}, so it is no capture.", param=source)
+        return found
+    if path.suffix != ".json":
+        return path
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest(f"It cannot be read: {error.strerror}.", param=source) from None
+    except ValueError:
+        raise InvalidRequest("It is not JSON.", param=source) from None
+    named = result.get("recording") if isinstance(result, dict) else None
+    if not isinstance(named, str):
+        raise InvalidRequest(
+            "It names no recording: `roseinfer bench serve` saves one beside its result when it can reach the "
+            "operations port.",
+            param=source,
+        )
+    return path.parent / named

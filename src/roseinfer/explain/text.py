@@ -1,0 +1,84 @@
+"""An explanation into lines of text, 100 columns wide. Knows no recording."""
+
+import textwrap
+from collections.abc import Iterator
+
+from roseinfer.explain.explanation import Explanation, KnobAdvice
+from roseinfer.explain.stories import Story
+
+_WIDTH = 100
+_CLOCKS = {"wire": "between writes to the socket", "engine": "between tokens in the engine"}
+
+
+def lines(explanation: Explanation) -> Iterator[str]:
+    """The whole report."""
+    found = explanation
+    yield (
+        f"{found.num_gaps} gaps {_CLOCKS[found.clock]}, of {found.num_requests} requests in {found.span_s:.3g} s, "
+        f"{found.num_slow_gaps} of them slow"
+    )
+    yield f"source: {found.source}" + (f", saved by the rule: {found.trigger}" if found.trigger else "")
+    yield "modes:  " + (", ".join(_modes(found)) or "none: the gaps are scattered")
+    yield f"p50 {ms(found.p50_s)}, p99 {ms(found.p99_s)}, widest {ms(found.widest_s)}"
+    yield ""
+    yield from _causes(found)
+    yield ""
+    yield "The widest gaps:"
+    for story in found.widest:
+        yield from _story(story)
+    if found.knobs:
+        yield ""
+        yield "What would change it:"
+        for knob in found.knobs:
+            yield from _knob(knob)
+    yield ""
+    left = found.unexplained
+    yield f"Unexplained: {ms(left.seconds)} of p99 - p50 ({percent(left.share)})."
+
+
+def _modes(found: Explanation) -> Iterator[str]:
+    for place, mode in enumerate(found.modes):
+        of_gaps = " of gaps" if place == 0 else ""
+        yield f"{ms(mode.seconds)} ({percent(mode.share)}{of_gaps})"
+
+
+def _causes(found: Explanation) -> Iterator[str]:
+    if not found.causes:
+        yield "p99 is no longer than p50: there is no tail to explain."
+        return
+    yield f"p99 - p50 = {ms(found.p99_s - found.p50_s)} went to"
+    for share, without in zip(found.causes, found.without, strict=True):
+        if share.share < 0.005:
+            continue
+        yield (
+            f"  {share.cause:<20} {ms(share.seconds):>9}  {percent(share.share):>5}   p99 without it {ms(without.p99_s)}"
+        )
+
+
+def _story(story: Story) -> Iterator[str]:
+    gaps = "1 gap" if story.num_gaps == 1 else f"{story.num_gaps} gaps"
+    head = f"  {ms(story.widest_s):>8}  step {story.step_id}, {gaps}, {story.cause}: "
+    yield from textwrap.wrap(head + story.sentence, _WIDTH, subsequent_indent=" " * 12, drop_whitespace=True)
+
+
+def _knob(knob: KnobAdvice) -> Iterator[str]:
+    name = knob.option or "no option"
+    now = f" (now {_value(knob.value)})" if knob.option and knob.value is not None else ""
+    yield f"  {knob.cause}: {name}{now}"
+    yield from textwrap.wrap(knob.advice, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds with three digits."""
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def percent(share: float) -> str:
+    """A share of 1 in per cent, with a digit more where it is small."""
+    value = share * 100
+    return f"{value:.0f} %" if value >= 10 or value == 0 else f"{value:.1f} %"
