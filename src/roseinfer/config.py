@@ -124,7 +124,12 @@ class Option:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     def convert(self, value: Any, *, strict: bool = True) -> Any:
-        """The value as the tree holds it. Raises ConfigError. `strict=False` reads numbers and booleans from text."""
+        """The value as the tree holds it. Raises ConfigError. `strict=False` also reads it from text.
+
+        Text is a number, a boolean, or the parts of a list with semicolons between them.
+        """
+        if not strict and isinstance(value, str) and get_origin(self.type) is tuple:
+            value = [part.strip() for part in value.split(";") if part.strip()]
         try:
             converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:

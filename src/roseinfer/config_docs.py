@@ -79,6 +79,8 @@ def _values(schema: Mapping[str, Any]) -> str:
         return " or ".join(_values(choice) for choice in schema["anyOf"])
     if schema["type"] == "boolean":
         return "`true`, `false`"
+    if schema["type"] == "array":
+        return f"list of {_values(schema['items'])}"
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = [f"{sign} {schema[key]:g}" for key, sign in bounds.items() if key in schema]
     return " ".join([f"`{schema['type']}`" if schema["type"] == "null" else schema["type"], ", ".join(limits)]).strip()

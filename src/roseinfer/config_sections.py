@@ -307,6 +307,33 @@ class ObserveConfig:
             "on top.",
         ),
     ] = _option(1024)
+    capture_rules: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Rules such as `3 gaps over 60 ms in 10 s`, `1 ttft over 2 s in 30 s` or `1 slow gap of "
+            "graph_capture in 60 s`; whatever breaks one is captured. In a flag or variable they are separated by "
+            "semicolons. See docs/capture.md."
+        ),
+    ] = _option(())
+    capture_dir: Annotated[
+        str, Meta(description="Where captures go, a directory for each; empty: nothing is captured.")
+    ] = _option("")
+    capture_max_mib: Annotated[
+        float,
+        Meta(gt=0, description="Most MiB that captures take: the oldest are deleted first, the newest never is."),
+    ] = _option(1024.0)
+    capture_after_s: Annotated[
+        float, Meta(ge=0, description="Seconds after a breach that its capture also covers.")
+    ] = _option(2.0)
+    capture_cooldown_s: Annotated[
+        float, Meta(ge=0, description="Least seconds between two breaches that are captured.")
+    ] = _option(60.0)
+    capture_profile_steps: Annotated[
+        int,
+        Meta(
+            ge=0, le=1000, description="Steps that the profiler records after a breach; 0 records none. It slows them."
+        ),
+    ] = _option(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@
     │   ├── UnknownModel     404
     │   ├── UnknownRequest   404    no request with this id is remembered
     │   ├── UnknownRoute     404    no such path, or not with this method (405)
+    │   ├── Conflict         409    the same is going on already
     │   ├── BodyTooLarge     413
     │   └── NotJSON          415    content type or encoding we do not read
     ├── CapacityError               the caller may come back; carries retry_after_s
@@ -102,6 +103,13 @@ class UnknownRoute(RequestError):
     def __init__(self, message: str, *, status: int = 404) -> None:
         super().__init__(message)
         self.status = status  # 405 is the same mistake, told more precisely
+
+
+class Conflict(RequestError):
+    """What was asked for is going on already, and there can be one at a time."""
+
+    status = 409
+    code = "conflict"
 
 
 class BodyTooLarge(RequestError):

@@ -16,6 +16,7 @@ from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRec
 
 GREEDY_BELOW = 1e-5  # dividing logits by such a temperature could overflow float32; the likeliest has all the mass
 MAX_LOGPROBS = 20
+MAX_PROFILE_STEPS = 1000
 _MAX_INT32 = 2**31 - 1
 
 # What a request may ask for, the same for a body, a flag and a caller of `LLM`.
@@ -81,7 +82,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Leave the loop; whatever is still running is dropped."""
 
 
-Command = Request | Abort | Shutdown
+class Profile(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Record the next steps with a profiler and write what it saw into `directory`, which is made if need be."""
+
+    num_steps: int
+    directory: str
+
+
+Command = Request | Abort | Shutdown | Profile
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -163,7 +171,14 @@ class EngineFailure(msgspec.Struct, frozen=True, tag=True, gc=False):
     param: str | None = None
 
 
-Event = StartupProgress | EngineInfo | StepOutput | EngineFailure
+class ProfileEnded(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The answer to `Profile`: so many steps were recorded, and are in the directory unless `error` says why not."""
+
+    num_steps: int
+    error: str = ""
+
+
+Event = StartupProgress | EngineInfo | StepOutput | EngineFailure | ProfileEnded
 
 
 def check_request(

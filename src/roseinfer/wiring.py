@@ -71,6 +71,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     clock = _StartupClock(on_progress)
     clock.enter(LifecycleState.LOADING, "import", "importing torch")
     memory.prefer_huge_pages()
+    from roseinfer.model.profiling import TorchProfiler
     from roseinfer.model.runner import load_runner
 
     runner = load_runner(config, limits.max_active_seqs, clock.enter)
@@ -87,7 +88,8 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
         eos_token_ids=tuple(info.eos_token_ids),
     )
     phases = Phases(make_marker(enabled=config.observe.nvtx))
-    return Engine(scheduler, runner, phases, info, config.runner.pipeline_depth)
+    profiler = TorchProfiler(info.device)
+    return Engine(scheduler, runner, phases, info, config.runner.pipeline_depth, profiler)
 
 
 def build_transport(config: Config) -> Transport:

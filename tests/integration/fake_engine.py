@@ -2,14 +2,26 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from roseinfer.config import Config
 from roseinfer.engine.engine import Engine
+from roseinfer.engine.profiling import StepProfile
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState
 from roseinfer.wiring import engine_main
 from tests.unit.engine.harness import VOCAB_SIZE, make_engine
+
+
+class TextProfiler:
+    """Writes a file, so that a test sees that it ran."""
+
+    def start(self) -> None: ...
+
+    def stop(self, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        (directory / "trace.json").write_text("{}")
 
 
 def build_fake_engine(config: Config, on_progress: Callable[[StartupProgress], None]) -> Engine:
@@ -18,6 +30,7 @@ def build_fake_engine(config: Config, on_progress: Callable[[StartupProgress], N
     if config.model.path == "bad":
         raise ConfigError("there is no such model", param="model.path")
     engine = make_engine(num_blocks=512, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512)
+    engine.profile = StepProfile(TextProfiler())
     engine.runner.latency_s = 0.002  # type: ignore[attr-defined]  # the fake's own knob
     if config.model.path == "fails":
         launch, num_launched = engine.runner.launch, 0

@@ -6,14 +6,15 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from roseinfer.config import Config, ModelConfig
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transport
-from roseinfer.errors import ConfigError, EngineDead, EngineFailed
-from roseinfer.messages import TokenOutput
+from roseinfer.errors import ConfigError, Conflict, EngineDead, EngineFailed
+from roseinfer.messages import ProfileEnded, TokenOutput
 from roseinfer.records import FinishReason, Observer, RequestTimeline, StepRecord
 from tests.integration.fake_engine import build_fake_engine
 from tests.unit.engine.harness import make_request, run_alone
@@ -129,6 +130,32 @@ async def test_several_requests_share_one_stream(start_engine: StartEngine) -> N
         for out in outputs:
             tokens[out.request_id] += out.token_ids
     assert tokens == {request.request_id: run_alone(request) for request in requests}
+
+
+async def test_a_profile_goes_there_and_its_end_comes_back(
+    start_engine: StartEngine, facts: Facts, tmp_path: Path
+) -> None:
+    engine = await start_engine("fake")
+    ended = engine.profile(3, str(tmp_path / "new"))
+    with pytest.raises(Conflict):
+        engine.profile(1, "elsewhere")
+    await collect(engine, "a")
+    assert await ended == ProfileEnded(3)
+    assert (tmp_path / "new" / "trace.json").exists()
+    assert [record.is_profiled for record in facts.records[:5]] == [True, True, True, True, False]
+    refused = engine.profile(3, str(tmp_path / "new"))
+    await collect(engine, "b")
+    assert "FileExistsError" in (await refused).error
+
+
+async def test_a_profile_ends_with_its_engine(start_engine: StartEngine) -> None:
+    engine = await start_engine("fails")
+    ended = engine.profile(50, "nowhere")
+    with pytest.raises(EngineFailed):
+        await collect(engine, "a")
+    assert (await ended).error == "The engine failed."
+    with pytest.raises(EngineDead):
+        engine.profile(1, "nowhere")
 
 
 async def test_a_failing_step_ends_every_stream_with_an_error(start_engine: StartEngine, facts: Facts) -> None:

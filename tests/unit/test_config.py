@@ -27,14 +27,25 @@ def another_value(path: str) -> Any:
     match option.default:
         case bool():
             return not option.default
-        case None:
-            return 128 if "int" in str(option.type) else "another"
         case float():
             return option.default / 2
         case int():
-            return option.default + 1024
+            return option.default + 1024 if option.default else 16
+        case tuple():
+            return ("one", "another")
         case _:
-            return "another"
+            return 128 if "int" in str(option.type) else "another"
+
+
+def text_of(value: Any) -> str:
+    """The value as a flag or a variable says it."""
+    match value:
+        case bool():
+            return json.dumps(value)
+        case tuple():
+            return "; ".join(value)
+        case _:
+            return str(value)
 
 
 def value_at(loaded: LoadedConfig, path: str) -> Any:
@@ -52,7 +63,7 @@ def test_every_option_can_be_given_in_three_ways(path: str, tmp_path: Path) -> N
     tree: dict[str, dict[str, Any]] = {"scheduler": {"max_num_batched_tokens": 4096}} if budget else {}
     tree.setdefault(section, {})[name] = value
     file.write_text(yaml.safe_dump(tree))
-    text = json.dumps(value) if isinstance(value, bool) else str(value)
+    text = text_of(value)
     extra = {p: Given(str(v), "test") for p, v in budget.items()}
 
     from_file = load(file=file)

@@ -2,18 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from roseinfer.engine.mailbox import Mailbox
 from roseinfer.engine.prefix_digests import PrefixDigests
 from roseinfer.engine.transport import Transport
-from roseinfer.errors import ConfigError, EngineDead, EngineError, EngineFailed, NotReady
+from roseinfer.errors import ConfigError, Conflict, EngineDead, EngineError, EngineFailed, NotReady
 from roseinfer.messages import (
     Abort,
     EngineFailure,
     EngineInfo,
     Event,
+    Profile,
+    ProfileEnded,
     Request,
     StartupProgress,
     StepOutput,
@@ -67,38 +70,14 @@ class EngineClient(Protocol):
         The observers hear of it as soon as the engine's part has ended too.
         """
 
+    def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
+        """Have the next steps profiled; what is returned comes true once the trace has been written, or never will be.
+
+        Raises Conflict while another profile is under way, EngineDead when the engine is not running.
+        """
+
     async def close(self) -> None:
         """Stop the engine. Idempotent."""
-
-
-class _Mailbox:
-    """Outputs on their way to one `generate` call: a list that is taken whole, and one wake-up for all in it."""
-
-    __slots__ = ("_arrived", "_error", "_outputs")
-
-    def __init__(self) -> None:
-        self._outputs: list[TokenOutput] = []
-        self._error: EngineError | None = None
-        self._arrived = asyncio.Event()
-
-    def put(self, output: TokenOutput) -> None:
-        self._outputs.append(output)
-        self._arrived.set()
-
-    def fail(self, error: EngineError) -> None:
-        self._error = error
-        self._arrived.set()
-
-    async def take(self) -> list[TokenOutput]:
-        """All that is due, at least one. Raises the engine's error once everything before it was taken."""
-        await self._arrived.wait()
-        if not self._outputs and self._error is not None:
-            raise self._error
-        self._arrived.clear()
-        if self._error is not None:
-            self._arrived.set()
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
 
 @dataclass(slots=True)
@@ -106,7 +85,7 @@ class _Entry:
     """One opened timeline, and which of its two sides have ended."""
 
     timeline: RequestTimeline
-    mailbox: _Mailbox | None = None  # while `generate` runs it
+    mailbox: Mailbox | None = None  # while `generate` runs it
     is_in_engine: bool = False
     slot: int | None = None  # under which `StepOutput.tokens` tells of it
     is_closed: bool = False
@@ -131,6 +110,7 @@ class AsyncEngine:
         self._on_progress: Callable[[StartupProgress], None] | None = None
         self._started: asyncio.Future[EngineInfo] | None = None
         self._dead: asyncio.Future[EngineError] | None = None
+        self._profile: asyncio.Future[ProfileEnded] | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -191,7 +171,7 @@ class AsyncEngine:
     async def generate(
         self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
     ) -> AsyncGenerator[list[TokenOutput], None]:
-        mailbox = _Mailbox()
+        mailbox = Mailbox()
         unfinished: set[str] = set()
         try:
             for request, timeline in zip(requests, timelines, strict=True):
@@ -205,7 +185,7 @@ class AsyncEngine:
             for request_id in unfinished:
                 self.abort(request_id)
 
-    def _submit(self, request: Request, timeline: RequestTimeline, mailbox: _Mailbox) -> None:
+    def _submit(self, request: Request, timeline: RequestTimeline, mailbox: Mailbox) -> None:
         if self._dead is None or self._dead.done():
             raise EngineDead("The engine is not running.")
         entry = self._entries[request.request_id]
@@ -232,6 +212,15 @@ class AsyncEngine:
         if entry is not None and entry.is_in_engine:
             self._transport.send(Abort(request_id))
 
+    def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
+        if self._info is None or self._dead is None or self._dead.done():
+            raise EngineDead("The engine is not running.")
+        if self._profile is not None and not self._profile.done():
+            raise Conflict("A profile is being recorded already; it ends after as many steps as were asked for.")
+        self._profile = asyncio.get_running_loop().create_future()
+        self._transport.send(Profile(num_steps, directory))
+        return asyncio.shield(self._profile)
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
@@ -252,6 +241,8 @@ class AsyncEngine:
                 assert self._started is not None
                 if not self._started.done():  # whoever waited may have been cancelled by a signal
                     self._started.set_result(event)
+            case ProfileEnded():
+                self._end_profile(event)
             case EngineFailure():
                 self._go_down(self._as_error(event))
 
@@ -299,6 +290,10 @@ class AsyncEngine:
         if entry.slot is not None and self._by_slot[entry.slot] is entry:  # it may have lost the slot to another
             del self._by_slot[entry.slot]
 
+    def _end_profile(self, ended: ProfileEnded) -> None:
+        if self._profile is not None and not self._profile.done():
+            self._profile.set_result(ended)
+
     def _on_death(self, reason: str) -> None:
         self._go_down(EngineDead(reason))
 
@@ -320,6 +315,7 @@ class AsyncEngine:
             self._started.set_exception(error)
         dead = error if isinstance(error, EngineError) else EngineFailed(error.message)
         self._dead.set_result(dead)
+        self._end_profile(ProfileEnded(0, dead.message))
         for entry in list(self._entries.values()):
             if entry.is_in_engine:
                 entry.is_in_engine = False

@@ -5,6 +5,7 @@ from collections import deque
 import msgspec
 
 from roseinfer.engine.batch import Launched, Runner, ScheduledBatch
+from roseinfer.engine.profiling import Profiler, StepProfile
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.steps import NOTHING, Outcome
 from roseinfer.gc_pauses import GcPauses
@@ -36,8 +37,15 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, phases: Phases, info: EngineInfo, pipeline_depth: int = 0
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        phases: Phases,
+        info: EngineInfo,
+        pipeline_depth: int = 0,
+        profiler: Profiler | None = None,
     ) -> None:
+        self.profile = StepProfile(profiler)
         self.scheduler = scheduler
         self.runner = runner
         self.phases = phases
@@ -140,7 +148,7 @@ class Engine:
             outbox_wait_ns=outbox.wait_ns,
             gc_ns=gc_ns,
             h2d_bytes=0 if launched is None else launched.h2d_bytes,
-            is_profiled=False,
+            is_profiled=self.profile.marks_step(),
             graph_rows=0 if launched is None else launched.graph_rows,
             pipeline_depth=self.pipeline_depth,
             phases=watch.times(),

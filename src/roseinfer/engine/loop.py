@@ -7,7 +7,7 @@ from typing import Protocol
 
 from roseinfer.engine.engine import IDLE_OUTBOX, Engine, OutboxState
 from roseinfer.errors import ConfigError
-from roseinfer.messages import Abort, Command, EngineFailure, Event, Request, Shutdown
+from roseinfer.messages import Abort, Command, EngineFailure, Event, Profile, Request, Shutdown
 
 
 class Inbox(Protocol):
@@ -71,7 +71,10 @@ def _serve(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: boo
         wait_ns = engine.phases.clock() - stalled_ns if stalled_ns else 0
         stalled_ns = 0
         depth = outbox.depth
-        outbox.send(engine.step(OutboxState(depth, wait_ns) if depth or wait_ns else IDLE_OUTBOX))
+        output = engine.step(OutboxState(depth, wait_ns) if depth or wait_ns else IDLE_OUTBOX)
+        outbox.send(output)
+        if engine.profile.is_active and (ended := engine.profile.count(output.record)) is not None:
+            outbox.send(ended)
 
 
 def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool) -> bool:
@@ -84,6 +87,9 @@ def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_i
                 engine.add(command)
             case Abort(request_id):
                 engine.abort(request_id)
+            case Profile():
+                if (refusal := engine.profile.begin(command)) is not None:
+                    outbox.send(refusal)
             case Shutdown():
                 return False
     return True

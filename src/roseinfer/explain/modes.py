@@ -5,6 +5,8 @@ duration is. Two peaks are two modes if the density between them falls below hal
 to the peak on its side of the valley. Peaks with few members are no modes: what lies there is scattered.
 """
 
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -57,9 +59,7 @@ def _valleys(density: FloatArray) -> list[int]:
     inner = density[1:-1]
     peaks = [int(place) + 1 for place in ((inner > density[:-2]) & (inner >= density[2:])).nonzero()[0]]
     while len(peaks) > 1:
-        valleys = [
-            left + int(density[left : right + 1].argmin()) for left, right in zip(peaks[:-1], peaks[1:], strict=True)
-        ]
+        valleys = [left + int(density[left : right + 1].argmin()) for left, right in pairwise(peaks)]
         depths = [
             float(density[valley] / min(density[left], density[right]))
             for left, valley, right in zip(peaks[:-1], valleys, peaks[1:], strict=True)

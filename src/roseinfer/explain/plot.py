@@ -38,7 +38,9 @@ def write_plot(path: Path, explanation: Explanation, gaps: Sequence[Gap]) -> Non
         above.axvline(seconds * 1e3, color="#b03a48", linestyle=style, label=f"{name} {ms(seconds)}")
     above.legend()
     causes = [share for share in explanation.causes if share.share >= 0.005][::-1]
-    bars = below.barh([str(share.cause) for share in causes], [share.seconds * 1e3 for share in causes], color="#b03a48")
+    bars = below.barh(
+        [str(share.cause) for share in causes], [share.seconds * 1e3 for share in causes], color="#b03a48"
+    )
     below.bar_label(bars, [percent(share.share) for share in causes], padding=3)
     below.set_xlabel(f"share of p99 - p50 = {ms(explanation.p99_s - explanation.p50_s)}, in ms")
     try:

@@ -1,5 +1,6 @@
 """A URL or a path into a recording: from a living server, a file, a capture's directory or a benchmark's result."""
 
+import contextlib
 import http.client
 import json
 import tempfile
@@ -47,10 +48,8 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
     """What the server said, or what its status usually means."""
     path = urllib.parse.urlsplit(url).path
     said = ""
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         said = str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        pass
     hint = " Is it the operations port (server.ops_port) of roseinfer?" if error.code == 404 else ""
     return f"{_origin(url)} answered {error.code} for {path}{f': {said}' if said else '.'}{hint}"
 

@@ -151,9 +151,7 @@ _OF_A_STEP: dict[Cause, Callable[[StepRecord, str], str]] = {
     Cause.KV_WAIT: lambda step, names: (
         f"request {names} had lost its blocks; {step.num_used_blocks} of {step.num_total_blocks} were in use"
     ),
-    Cause.PREEMPTED: lambda step, names: (
-        f"request {names} was computed again, {step.num_prefill_tokens} tokens"
-    ),
+    Cause.PREEMPTED: lambda step, names: f"request {names} was computed again, {step.num_prefill_tokens} tokens",
     Cause.NOT_SELECTED: lambda step, _: (
         f"{step.num_not_selected} sequences had no turn beside the {step.num_decode_seqs} that were decoded"
     ),

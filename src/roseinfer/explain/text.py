@@ -50,9 +50,8 @@ def _causes(found: Explanation) -> Iterator[str]:
     for share, without in zip(found.causes, found.without, strict=True):
         if share.share < 0.005:
             continue
-        yield (
-            f"  {share.cause:<20} {ms(share.seconds):>9}  {percent(share.share):>5}   p99 without it {ms(without.p99_s)}"
-        )
+        part = f"{ms(share.seconds):>9}  {percent(share.share):>5}"
+        yield f"  {share.cause:<20} {part}   p99 without it {ms(without.p99_s)}"
 
 
 def _story(story: Story) -> Iterator[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.errors import EngineDead, NotReady
-from roseinfer.messages import Abort, Command, Event, Request, Shutdown, StepOutput, TokenOutput
+from roseinfer.messages import Abort, Command, Event, Request, StepOutput, TokenOutput
 from roseinfer.records import EngineTimes, FinishReason, Observer, RequestTimeline, StepRecord
 from tests.unit.engine.harness import make_engine, make_request
 
@@ -35,7 +35,7 @@ class ManualTransport:
                     self.engine.add(command)
                 case Abort(request_id):
                     self.engine.abort(request_id)
-                case Shutdown():
+                case _:
                     raise AssertionError("not expected here")
         self.commands.clear()
         output = self.engine.step()

@@ -40,7 +40,9 @@ def test_gaps_beyond_p99_do_not_speak_for_it() -> None:
 
 
 def test_the_shares_always_add_up() -> None:
-    gaps = [make_gap({Cause.DECODE: 5 + i % 7, Cause.GC: float(i % 5), Cause.H2D_COPY: 3.0 - i % 3}) for i in range(500)]
+    gaps = [
+        make_gap({Cause.DECODE: 5 + i % 7, Cause.GC: float(i % 5), Cause.H2D_COPY: 3.0 - i % 3}) for i in range(500)
+    ]
     parts = Parts(gaps)
     assert sum(share.share for share in parts.shares()) == pytest.approx(1)
     assert sum(share.seconds for share in parts.shares()) == pytest.approx(parts.p99_s - parts.p50_s)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from roseinfer.explain.knobs import KNOBS
 from roseinfer.config import options
+from roseinfer.explain.knobs import KNOBS
 from roseinfer.explain.stories import tell
 from roseinfer.observe.recording import RequestRecord
 from roseinfer.records import Cause, PhaseTimes

@@ -6,7 +6,7 @@ Ids 0 to 255 are the bytes themselves, so `list("text".encode())` is a prompt; a
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,8 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from roseinfer.config import Config, ServerConfig
-from roseinfer.errors import EngineError, NotReady
-from roseinfer.messages import EngineInfo, Request, StartupProgress, TokenLogprobs, TokenOutput
+from roseinfer.errors import Conflict, EngineError, NotReady
+from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.attribution import Attribution
 from roseinfer.records import (
     Arrival,
@@ -136,6 +136,8 @@ class ScriptedEngine:
         self.progress: list[StartupProgress] = []
         self.death: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         self.num_closes = 0
+        self.profiles: list[tuple[int, str]] = []
+        self._profile: asyncio.Future[ProfileEnded] = asyncio.get_running_loop().create_future()
         self._arrival = asyncio.Event()
         self._mailboxes: dict[str, asyncio.Queue[list[TokenOutput] | EngineError]] = {}
 
@@ -225,6 +227,16 @@ class ScriptedEngine:
         """Deliver 15 MB of text, more than the buffers of a connection hold, in 300 steps."""
         for _ in range(300):
             self.tell(TokenOutput(self.requests[index].request_id, [HUGE]))
+
+    def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
+        if self.profiles and not self._profile.done():
+            raise Conflict("One is running.")
+        self.profiles.append((num_steps, directory))
+        self._profile = asyncio.get_running_loop().create_future()
+        return self._profile
+
+    def end_profile(self) -> None:
+        self._profile.set_result(ProfileEnded(self.profiles[-1][0]))
 
     async def close(self) -> None:
         self.num_closes += 1

@@ -1,0 +1,57 @@
+"""`POST /debug/profile`: answered at once with the directory, refused out of range and while another one runs."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from roseinfer.server.app import build_runner
+from roseinfer.server.middleware import answer_errors, identify
+from roseinfer.server.profile import profile_handler
+from roseinfer.server.service import SERVICE
+from tests.unit.server.harness import Answer, ScriptedEngine, Server, serving
+
+
+@asynccontextmanager
+async def profiling() -> AsyncIterator[Server]:
+    """A server whose port answers `/debug/profile` alone."""
+    async with serving(ScriptedEngine()) as server:
+        app = web.Application(middlewares=[identify, answer_errors])
+        app[SERVICE] = server.service
+        app.add_routes([web.post("/debug/profile", profile_handler(lambda: Path("traces") / "new"))])
+        runner = build_runner(app, 0.5)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield Server(server.engine, server.service, f"http://127.0.0.1:{runner.addresses[0][1]}", server.session)
+        await runner.cleanup()
+
+
+async def profile(server: Server, query: str = "") -> Answer:
+    return await server.request("POST", f"/debug/profile{query}")
+
+
+@pytest.mark.parametrize(("query", "num_steps"), [("", 20), ("?steps=1", 1), ("?steps=1000", 1000)])
+async def test_it_answers_at_once_with_the_directory(query: str, num_steps: int) -> None:
+    async with profiling() as server:
+        answer = await profile(server, query)
+    assert (answer.status, answer.json) == (202, {"directory": "traces/new", "num_steps": num_steps})
+    assert server.engine.profiles == [(num_steps, "traces/new")]
+
+
+@pytest.mark.parametrize("steps", ["0", "1001", "-1", "1.5", "many", "", "9" * 5000])
+async def test_steps_out_of_range_are_refused(steps: str) -> None:
+    async with profiling() as server:
+        answer = await profile(server, f"?steps={steps}")
+    assert (answer.status, answer.error["param"]) == (400, "steps")
+    assert server.engine.profiles == []
+
+
+async def test_one_at_a_time() -> None:
+    async with profiling() as server:
+        assert (await profile(server)).status == 202
+        answer = await profile(server)
+        assert (answer.status, answer.error["code"]) == (409, "conflict")
+        server.engine.end_profile()
+        assert (await profile(server)).status == 202
