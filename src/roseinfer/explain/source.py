@@ -39,7 +39,7 @@ def get(url: str, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> 
             return body
     except urllib.error.HTTPError as error:
         raise InvalidRequest(_refusal(url, error), param=url) from None
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise InvalidRequest(f"{_origin(url)} does not answer: {reason}.", param=url) from None
 
@@ -55,7 +55,11 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
 
 
 def _origin(url: str) -> str:
-    parts = urllib.parse.urlsplit(url)
+    """Scheme, host and port. Raises InvalidRequest for what is no URL."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise InvalidRequest(f"It is no URL: {error}.", param=url) from None
     return f"{parts.scheme}://{parts.netloc}"
 
 

@@ -21,7 +21,7 @@ from roseinfer.observe import capture_files
 from roseinfer.observe.capture_rules import Rule, Window, parse_rules
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import Recording
-from roseinfer.records import Delivery, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Delivery, Observer, RequestTimeline, StepRecord
 
 PROFILE_TIMEOUT_S = 30.0  # for the steps that are to be profiled to come, and for their trace to be written
 
@@ -54,7 +54,7 @@ class Breach(msgspec.Struct, frozen=True):
     requests: dict[str, str]  # id -> trace id, empty without one
 
 
-class BreachCapture:
+class BreachCapture(Observer):
     """The observer that watches the rules. Attach `on_slow_gap` to whoever finds slow gaps."""
 
     def __init__(
@@ -85,12 +85,6 @@ class BreachCapture:
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
-    def on_lifecycle(self, state: LifecycleState) -> None:
-        """See Observer."""
-
-    def on_start(self, timeline: RequestTimeline) -> None:
-        """See Observer."""
-
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:  # noqa: ARG002
         """Gaps and first tokens of requests that are not streamed."""
         if self._windows:
@@ -102,9 +96,6 @@ class BreachCapture:
         """Those of streams."""
         if self._windows and timeline.is_streamed:
             self._measure(timeline.write_ns, timeline)
-
-    def on_finish(self, timeline: RequestTimeline) -> None:
-        """See Observer."""
 
     def on_slow_gap(self, gap: Gap, timeline: RequestTimeline) -> None:
         """See Attribution."""

@@ -74,9 +74,8 @@ class GapSplitter:
         computing = self._split_compute(record, last, min(compute, left))
         host = left - sum(duration for _, duration in computing)
         *before, sampling, collecting = taken
-        return tuple(
-            part for part in ((Cause.SCHEDULE, host), *before, collecting, *computing, sampling) if part[1] > 0
-        )
+        bookkeeping = Cause.PROFILER if record.is_profiled else Cause.SCHEDULE  # it starts and ends between steps
+        return tuple(part for part in ((bookkeeping, host), *before, collecting, *computing, sampling) if part[1] > 0)
 
     def _split_compute(self, record: StepRecord, last: StepRecord, compute_ns: int) -> list[tuple[Cause, int]]:
         """The computing of a step into what is usual for its decode rows, and what made it different."""
