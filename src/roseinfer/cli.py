@@ -86,6 +86,7 @@ def _parser() -> Parser:
             "explain", "Say in words and numbers what the gaps between tokens went to.", "%(prog)s [options] URL|FILE"
         )
     )
+    _add_top(command("top", "Watch a server: requests, latency, causes of slow gaps.", "%(prog)s [options] URL"))
     _add_kernels(command("kernels", "Compile the CPU kernels, or list what is compiled.", usage=None))
     _add_config(
         command(
@@ -224,6 +225,19 @@ def _explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.explain import command
 
     return command.run_explain(arguments, loaded)
+
+
+def _add_top(parser: Parser) -> None:
+    from roseinfer.explain import flags
+
+    flags.add_top(parser)
+    parser.set_defaults(run=_top)
+
+
+def _top(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.explain import top
+
+    return top.run_top(arguments, loaded)
 
 
 def _add_kernels(parser: Parser) -> None:

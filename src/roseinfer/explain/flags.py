@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from roseinfer.flags import Parser, add_alias, parser_of
 
+_Interval = Annotated[float, Meta(ge=0.1, le=3600)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 
@@ -34,3 +35,20 @@ def add_explain(parser: Parser) -> None:
 
 def _add_key_flag(parser: Parser) -> None:
     add_alias(parser, "--api-key-file", "server.api_key_file", "File whose first key opens the operations port.")
+
+
+def add_top(parser: Parser) -> None:
+    """Flags of `top`."""
+    parser.add_argument("url", metavar="URL", help="operations port of a running server, such as http://127.0.0.1:8001")
+    parser.add_argument("--once", action="store_true", help="print one frame and leave")
+    parser.add_argument(
+        "--interval", type=parser_of(_Interval), default=1.0, metavar="SECONDS", help="between frames; default: 1"
+    )
+    parser.add_argument(
+        "--window",
+        type=parser_of(_Interval),
+        default=10.0,
+        metavar="SECONDS",
+        help="that rates and percentiles are of; default: 10",
+    )
+    _add_key_flag(parser)

@@ -3,9 +3,7 @@
 import json
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from roseinfer.cli import main
 from roseinfer.observe.recording import Recording
+from tests.unit.explain.operations_port import OperationsPort, open_port
 from tests.unit.observe.facts import MS
 from tests.unit.observe.test_causes import Bench
 
@@ -195,58 +194,38 @@ def test_a_recording_without_gaps(path: Path, tmp_path: Path, capsys: pytest.Cap
     assert "no gap between two tokens" in refusal(capsys, str(tmp_path / "quiet.npz"))
 
 
-class Handler(BaseHTTPRequestHandler):
-    """An operations port as tests want it."""
-
-    answers: dict[str, tuple[int, bytes]]
-
-    def do_GET(self) -> None:
-        status, body = self.answers.get(self.path, (404, b"not here"))
-        if status == 200 and self.headers["Authorization"] not in {None, "Bearer right"}:
-            status, body = 401, b'{"error": {"message": "A valid API key is needed."}}'
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
-
-
 @pytest.fixture
-def url() -> Iterator[str]:
-    Handler.answers = {}
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def port() -> Iterator[OperationsPort]:
+    with open_port() as port:
+        yield port
 
 
-def test_a_running_server(path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Handler.answers["/debug/recording"] = (200, path.read_bytes())
-    for address in (url, f"{url}/", f"{url}/debug/timeline"):
+def test_a_running_server(path: Path, port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
+    port.answer("/debug/recording", path.read_bytes())
+    for address in (port.url, f"{port.url}/", f"{port.url}/debug/timeline"):
         found = explained(capsys, address)
         assert (found["num_gaps"], found["source"]) == (1356, address)
 
 
 def test_a_key_is_sent_when_there_is_one(
-    path: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, port: OperationsPort, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Handler.answers["/debug/recording"] = (200, path.read_bytes())
+    port.answer("/debug/recording", path.read_bytes())
     keys = tmp_path / "keys"
     keys.write_text("# ours\n\nright\nother\n")
-    assert explained(capsys, url, "--api-key-file", str(keys))["num_gaps"] == 1356
+    assert explained(capsys, port.url, "--api-key-file", str(keys))["num_gaps"] == 1356
     keys.write_text("wrong\n")
-    assert "A valid API key is needed." in refusal(capsys, url, "--api-key-file", str(keys))
+    assert "A valid API key is needed." in refusal(capsys, port.url, "--api-key-file", str(keys))
     keys.write_text("# none\n")
-    assert "holds no key" in refusal(capsys, url, "--api-key-file", str(keys))
+    assert "holds no key" in refusal(capsys, port.url, "--api-key-file", str(keys))
 
 
-def test_addresses_that_answer_something_else(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "answered 404 for /debug/recording" in refusal(capsys, url)
-    Handler.answers["/debug/recording"] = (503, b'{"error": {"message": "The server is loading."}}')
-    assert "answered 503 for /debug/recording: The server is loading." in refusal(capsys, url)
-    Handler.answers["/debug/recording"] = (200, b"<html>")
-    assert f"what {url} sent is no recording of roseinfer" in refusal(capsys, url)
+def test_addresses_that_answer_something_else(port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "answered 404 for /debug/recording" in refusal(capsys, port.url)
+    port.answer("/debug/recording", b'{"error": {"message": "The server is loading."}}', status=503)
+    assert "answered 503 for /debug/recording: The server is loading." in refusal(capsys, port.url)
+    port.answer("/debug/recording", b"<html>")
+    assert f"what {port.url} sent is no recording of roseinfer" in refusal(capsys, port.url)
 
 
 @pytest.mark.parametrize("source", ["http://127.0.0.1:1", "http://", "http://[", "http://127.0.0.1:port"])

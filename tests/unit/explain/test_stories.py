@@ -60,7 +60,7 @@ def test_many_newcomers_are_counted() -> None:
 
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_has_a_sentence_and_a_knob_that_exists(cause: Cause) -> None:
-    step = make_step(step_id=2, start_ns=25 * MS, tokens_ns=100 * MS, phases=PhaseTimes(capture=MS))  # type: ignore[arg-type]
+    step = make_step(step_id=2, start_ns=25 * MS, tokens_ns=100 * MS, phases=PhaseTimes(capture=MS))
     gap = make_gap({cause: 70.0}, end_ms=100, step_id=2)
     for steps in ([step], []):
         [story] = tell([gap], make_recording(STREAMS, steps), limit=1)

@@ -1,0 +1,103 @@
+"""An operations port into samples of what its server is doing. Knows not how they are shown."""
+
+import time
+import urllib.parse
+from typing import Any
+
+import msgspec
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.explain.source import get, is_url
+from roseinfer.observe.scrape import Page
+
+_TIMEOUT_S = 5.0
+
+
+class LiveRequest(msgspec.Struct, frozen=True):
+    """One request in flight, as `/debug/requests` tells it."""
+
+    id: str
+    stage: str
+    age_ms: float
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    max_tokens: int
+    place: int | None = None  # how many wait before it
+
+
+class LiveStep(msgspec.Struct, frozen=True):
+    """One engine step, as `/debug/steps` tells it."""
+
+    step_id: int
+    start_ns: int
+    end_ns: int
+    kind: str
+    num_decode_seqs: int
+    num_prefill_tokens: int
+    blocked_by: str
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """What a server said at one moment."""
+
+    at_s: float  # on this host's monotonic clock
+    page: Page
+    requests: list[LiveRequest]
+    steps: list[LiveStep]  # the newest ones, oldest first
+    blocker: str  # why the first waiting request waits; empty when none does
+
+
+class _Requests(msgspec.Struct):
+    requests: list[LiveRequest]
+
+
+class _Steps(msgspec.Struct):
+    steps: list[LiveStep]
+
+
+class _Waiting(msgspec.Struct):
+    sentence: str
+
+
+class _Request(msgspec.Struct):
+    waiting: _Waiting | None
+
+
+class LiveServer:
+    """What can be asked of a server through its operations port."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """Raises InvalidRequest for what is no URL."""
+        if not is_url(url):
+            raise InvalidRequest("It is no URL such as http://127.0.0.1:8001, the operations port's.", param=url)
+        self.url = url.rstrip("/")
+        self._api_key = api_key
+
+    def sample(self) -> Sample:
+        """Raises InvalidRequest when the server does not answer, or not like one of ours."""
+        page = Page.parse(self._get("/metrics").decode(errors="replace"))
+        requests = self._ask("/debug/requests", _Requests).requests
+        steps = self._ask("/debug/steps?limit=1", _Steps).steps
+        return Sample(time.monotonic(), page, requests, steps, self._blocker(requests))
+
+    def _blocker(self, requests: list[LiveRequest]) -> str:
+        first = next((request for request in requests if request.place == 0), None)
+        if first is None:
+            return ""
+        try:
+            found = self._ask(f"/debug/requests/{urllib.parse.quote(first.id, safe='')}", _Request)
+        except InvalidRequest:  # it may have ended by now
+            return ""
+        return "" if found.waiting is None else found.waiting.sentence
+
+    def _ask(self, path: str, kind: Any) -> Any:
+        try:
+            return msgspec.json.decode(self._get(path), type=kind)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"{path} says something else than expected: {error}.", param=self.url) from None
+
+    def _get(self, path: str) -> bytes:
+        try:
+            return get(self.url + path, self._api_key, _TIMEOUT_S)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=self.url) from None

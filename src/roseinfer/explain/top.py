@@ -1,0 +1,85 @@
+"""What `roseinfer top` does: asks a server every second and shows the answers until somebody presses q."""
+
+import argparse
+import contextlib
+import os
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.live import Live
+
+from roseinfer.config_sources import LoadedConfig
+from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.explain.command import read_key
+from roseinfer.explain.frame import render
+from roseinfer.explain.live import LiveServer, Sample
+
+_PLAIN_SIZE = (80, 24)  # where there is no terminal
+
+
+def run_top(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    """Show one server until q or Ctrl-C; with `--once` one frame. Raises InvalidRequest when it does not answer."""
+    server = LiveServer(arguments.url, read_key(loaded.config))
+    if arguments.once:
+        _show_once(server, arguments.interval)
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        _show_live(server, arguments.interval, arguments.window)
+    else:
+        raise ConfigError("needs a terminal; --once prints one frame anywhere")
+    return 0
+
+
+def _show_once(server: LiveServer, interval_s: float) -> None:
+    """Rates need two samples."""
+    first = server.sample()
+    time.sleep(interval_s)
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_SIZE[0], height=_PLAIN_SIZE[1])
+    console.print(render([first, server.sample()], server.url, console.width, console.height))
+
+
+def _show_live(server: LiveServer, interval_s: float, window_s: float) -> None:
+    console = Console()
+    samples = deque([server.sample()])
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        trouble = ""
+        while True:
+            # One line less than there are: a full screen would scroll.
+            live.update(render([*samples], server.url, console.width, console.height - 1, trouble), refresh=True)
+            if pressed(interval_s) == "q":
+                return
+            trouble = _take(server, samples, window_s)
+
+
+def _take(server: LiveServer, samples: deque[Sample], window_s: float) -> str:
+    """One more sample, and none older than the window; why not, if there is none."""
+    try:
+        samples.append(server.sample())
+    except InvalidRequest as error:
+        return error.message
+    while len(samples) > 2 and samples[1].at_s <= samples[-1].at_s - window_s:
+        samples.popleft()
+    return ""
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits for a key, at most so many seconds; the terminal hands over keys as they come."""
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], timeout_s)
+        return os.read(descriptor, 1).decode("ascii", "replace") if ready else ""
+
+    tty.setcbreak(descriptor)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
