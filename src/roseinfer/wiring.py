@@ -140,14 +140,19 @@ def serve(config: Config) -> int:
     from aiohttp import web
     from prometheus_client import CollectorRegistry
 
+    from roseinfer.observe import capture_files
     from roseinfer.observe.attribution import Attribution
+    from roseinfer.observe.capture import BreachCapture
     from roseinfer.observe.flight import Flight
     from roseinfer.observe.metrics import Metrics
     from roseinfer.observe.rendering import RenderProcess
     from roseinfer.observe.tracing import make_tracing
-    from roseinfer.server import debug, lifecycle
+    from roseinfer.server import debug, lifecycle, profile
     from roseinfer.server.instruments import Instruments
 
+    renderer = RenderProcess()
+    flight = Flight(config, __version__, renderer.render)
+    capture = BreachCapture(config, __version__, flight.recorder)
     output = logs.configure(config.observe, sys.stderr)
     gc_pauses = GcPauses()
     metrics = Metrics(
@@ -155,19 +160,20 @@ def serve(config: Config) -> int:
     )
     observe = config.observe
     attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
-    renderer = RenderProcess()
-    flight = Flight(config, __version__, renderer.render)
+    attribution.on_slow_gap.append(capture.on_slow_gap)
     flight.listen(gc_pauses, metrics, attribution.interruptions)
     tracing = make_tracing(config, __version__, metrics, attribution)
-    hub = Hub([attribution, metrics, flight, logs.Logs(observe.log_summary_interval_s), *tracing])
+    hub = Hub([attribution, metrics, flight, capture, logs.Logs(observe.log_summary_interval_s), *tracing])
     client = AsyncEngine(build_transport(config), hub, config.engine.step_timeout_s)
+    capture.profile = client.profile
     metrics.watch(attribution, lambda: hub.spent_ns)
 
     async def handle_metrics(request: web.Request) -> web.Response:
         page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
         return web.Response(body=page, headers={"Content-Type": content_type})
 
-    instruments = Instruments(metrics=handle_metrics, ledger=attribution.ledger, debug_routes=debug.routes(flight))
+    debug_routes = [*debug.routes(flight), profile.route(partial(capture_files.profile_directory, observe.capture_dir))]
+    instruments = Instruments(metrics=handle_metrics, ledger=attribution.ledger, debug_routes=debug_routes)
 
     def on_ready(url: str) -> None:
         metrics.set_engine_info(client.info)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from roseinfer.server.app import build_runner
 from roseinfer.server.middleware import answer_errors, identify
-from roseinfer.server.profile import profile_handler
+from roseinfer.server.profile import route
 from roseinfer.server.service import SERVICE
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, serving
 
@@ -20,7 +20,7 @@ async def profiling() -> AsyncIterator[Server]:
     async with serving(ScriptedEngine()) as server:
         app = web.Application(middlewares=[identify, answer_errors])
         app[SERVICE] = server.service
-        app.add_routes([web.post("/debug/profile", profile_handler(lambda: Path("traces") / "new"))])
+        app.add_routes([route(lambda: Path("traces") / "new")])
         runner = build_runner(app, 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

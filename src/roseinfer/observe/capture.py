@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from roseinfer.config import ObserveConfig
+from roseinfer.config import Config
 from roseinfer.errors import RoseinferError
 from roseinfer.messages import ProfileEnded
 from roseinfer.observe import capture_files
@@ -59,15 +59,15 @@ class BreachCapture(Observer):
 
     def __init__(
         self,
-        settings: ObserveConfig,
+        config: Config,
+        version: str,
         recorder: Recorder,
-        profile: Profile,
-        facts: dict[str, Any],
         clock: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`facts` are what each manifest says of the server. Raises ConfigError for a rule that makes no sense."""
-        self._settings = settings
+        """Raises ConfigError for a rule that makes no sense."""
+        settings = self._settings = config.observe
+        self.profile: Profile | None = None  # once there is an engine
         self._parent = Path(settings.capture_dir)
         rules = parse_rules(settings.capture_rules)
         self._windows = [Window(rule) for rule in rules] if settings.capture_dir else []
@@ -76,8 +76,7 @@ class BreachCapture(Observer):
             for subject in ("gap", "ttft")
         }
         self._recorder = recorder
-        self._profile = profile
-        self._facts = facts
+        self._facts = capture_files.facts(config, version)
         self._clock = clock
         self._sleep = sleep
         self._rests_until_ns = 0
@@ -157,11 +156,11 @@ class BreachCapture(Observer):
     async def _trace(self, directory: Path) -> dict[str, Any] | None:
         """Have the next steps profiled, if that is wanted, and say what became of it."""
         num_steps = self._settings.capture_profile_steps
-        if not num_steps:
+        if not num_steps or self.profile is None:
             return None
         try:
             async with asyncio.timeout(PROFILE_TIMEOUT_S):
-                ended = await self._profile(num_steps, str(directory))
+                ended = await self.profile(num_steps, str(directory))
         except RoseinferError as error:
             return {"error": error.message}
         except TimeoutError:

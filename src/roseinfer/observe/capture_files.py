@@ -8,6 +8,7 @@ import platform
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +34,11 @@ def new_directory(parent: Path, kind: str) -> Path:
     """A path that does not exist yet; `kind` is `breach` or `profile`."""
     moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     return parent.absolute() / f"{moment}-{kind}-{secrets.token_hex(3)}"
+
+
+def profile_directory(capture_dir: str) -> Path:
+    """Where a profile that somebody asked for goes: beside the captures or, without a place for them, in /tmp."""
+    return new_directory(Path(capture_dir or tempfile.gettempdir()), "profile")
 
 
 def facts(config: Config, version: str) -> dict[str, Any]:

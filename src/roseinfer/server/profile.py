@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import MAX_PROFILE_STEPS
@@ -16,15 +15,15 @@ from roseinfer.server.service import SERVICE
 DEFAULT_STEPS = 20
 
 
-def profile_handler(new_directory: Callable[[], Path]) -> Handler:
-    """The handler; `new_directory` names one that does not exist yet."""
+def route(new_directory: Callable[[], Path]) -> web.RouteDef:
+    """For the operations port; `new_directory` names one that does not exist yet."""
 
     async def create_profile(request: web.Request) -> web.Response:
         num_steps, directory = _steps(request), new_directory()
         request.app[SERVICE].client.profile(num_steps, str(directory))
         return web.json_response({"directory": str(directory), "num_steps": num_steps}, status=202)
 
-    return create_profile
+    return web.post("/debug/profile", create_profile)
 
 
 def _steps(request: web.Request) -> int:

@@ -53,19 +53,22 @@ class FakeRecorder:
 class World:
     """A capture over a clock of its own: streams write, time passes, and the waiting after a breach is a switch."""
 
-    def __init__(self, parent: Path, *rules: str, profile: Any = None, facts: Any = None, **settings: Any) -> None:
+    def __init__(self, parent: Path, *rules: str, profile: Any = None, model: str = "m", **settings: Any) -> None:
         self.parent = parent
         self.now_ns = 1000 * S
         self.recorder = FakeRecorder(settings.pop("size", 100))
         self.after = asyncio.Event()
         self.capture = BreachCapture(
-            ObserveConfig(capture_rules=rules, capture_dir=str(parent), **settings),
+            Config(
+                model=ModelConfig(path=model),
+                observe=ObserveConfig(capture_rules=rules, capture_dir=str(parent), **settings),
+            ),
+            "1.2.3",
             self.recorder,
-            profile or self._no_profile,
-            facts or {},
             clock=lambda: self.now_ns,
             sleep=self._sleep,
         )
+        self.capture.profile = profile or self._no_profile
         self._num_steps = 0
 
     async def _no_profile(self, num_steps: int, directory: str) -> ProfileEnded:
@@ -173,9 +176,9 @@ async def test_the_oldest_captures_make_room(tmp_path: Path) -> None:
     world = World(
         tmp_path,
         "1 gap over 60 ms in 10 s",
-        facts={"padding": "x" * 10_000},
+        model="m" * 10_000,
         capture_cooldown_s=0,
-        capture_max_mib=0.03,
+        capture_max_mib=0.06,
     )
     names: list[Path] = []
     for _ in range(6):
@@ -186,7 +189,7 @@ async def test_the_oldest_captures_make_room(tmp_path: Path) -> None:
     assert len(names) == 6
     assert left == names[-len(left) :]
     assert len(left) == 2
-    assert sum(file.stat().st_size for path in left for file in path.iterdir()) <= 0.03 * (1 << 20)
+    assert sum(file.stat().st_size for path in left for file in path.iterdir()) <= 0.06 * (1 << 20)
 
 
 async def test_the_newest_capture_is_never_deleted(tmp_path: Path) -> None:
@@ -224,9 +227,8 @@ def _unstreamed(token_ns: list[int]) -> RequestTimeline:
 async def test_without_a_directory_nothing_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path, "1 gap over 60 ms in 10 s", capture_cooldown_s=0)
-    world.capture = BreachCapture(
-        ObserveConfig(capture_rules=("1 gap over 60 ms in 10 s",)), world.recorder, world._no_profile, {}
-    )
+    config = Config(observe=ObserveConfig(capture_rules=("1 gap over 60 ms in 10 s",)))
+    world.capture = BreachCapture(config, "1.2.3", world.recorder)
     world.gap(70)
     assert await world.settle() == []
 
