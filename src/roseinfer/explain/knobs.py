@@ -64,12 +64,12 @@ KNOBS = {
     ),
     Cause.GC: Knob(
         "",
-        "No option changes it: collections of the interpreter walk what lives after start-up. Code of yours in the "
+        "Collections of the interpreter walk what came to live after start-up. Code of yours in the "
         "same process, such as an observer, is the first place to look.",
     ),
     Cause.ENGINE_OUTBOX: Knob(
         "",
-        "No option changes it: the front end was late with reading. It needs a core of its own beside the engine's; "
+        "The front end was late with reading. It needs a core of its own beside the engine's; "
         "`runner.num_threads` below the number of cores leaves it one.",
     ),
     Cause.DETOKENIZE: Knob(
@@ -80,10 +80,8 @@ KNOBS = {
         "A larger value means fewer writes for the front end, which was busy with other requests; streams advance in "
         "jumps.",
     ),
-    Cause.CLIENT_BACKPRESSURE: Knob(
-        "", "No option changes it: the client, or the network to it, did not take the bytes in time."
-    ),
-    Cause.SCRAPE: Knob("", "No option of the server changes it: let Prometheus scrape less often (`scrape_interval`)."),
+    Cause.CLIENT_BACKPRESSURE: Knob("", "The client, or the network to it, did not take the bytes in time."),
+    Cause.SCRAPE: Knob("", "Let Prometheus scrape less often (`scrape_interval`)."),
     Cause.PROFILER: Knob(
         "observe.capture_profile_steps",
         "Fewer steps, or 0, profile less of what is served; a profile that was asked for by hand ends by itself.",

@@ -1,9 +1,9 @@
 """Gaps into what their tail consists of: which cause makes p99 longer than p50, and p99 without it.
 
-A gap's parts add up to it, so profiles do too. The usual profile is the mean of each cause's part over the gaps in the
-middle of the order (ranks 40 to 60 %), the tail's profile is the same over those around p99 (half a per cent of the
-ranks on either side, and at least nine gaps). What a cause takes longer in the tail than usually is its excess. Excess
-below zero counts as none, and the rest is scaled so that it adds up to p99 - p50.
+What is usual of a cause is its mean part in the gaps in the middle of the order, ranks 40 to 60 %. The gaps around p99,
+half a per cent of the ranks on either side and nine at least, have one vote each, which a gap divides among causes in
+proportion to what each took above its usual part. The mean of the votes are the shares of p99 - p50. So a gap of
+seconds beyond p99 says no more about it than its neighbours do.
 
 The counterfactual takes from every gap what one cause took above its usual part, and takes p99 again. Causes that
 overlap in a gap save less one by one than together, so the savings need not add up to anything.
@@ -59,28 +59,29 @@ class Parts:
         self.durations_s: FloatArray = durations[order]
         self._table: FloatArray = table[order]
         self.p50_s, self.p99_s = (float(value) for value in np.quantile(durations, (0.5, _TAIL)))
-        self._usual = self._profile(*_MIDDLE)
+        self._usual: FloatArray = self._between(*_MIDDLE).mean(axis=0)
 
-    def _profile(self, low: float, high: float) -> FloatArray:
-        """Mean part of each cause in ns, [causes], over the gaps between two ranks."""
+    def _between(self, low: float, high: float) -> FloatArray:
+        """The parts, [gaps, causes], of the gaps between two ranks."""
         count = len(self.durations_s)
         wanted = min(count, max(_LEAST_GAPS, math.ceil((high - low) * count)))
         begin = round((low + high) / 2 * (count - 1) - (wanted - 1) / 2)
         begin = min(max(begin, 0), count - wanted)
-        profile: FloatArray = self._table[begin : begin + wanted].mean(axis=0)
-        return profile
+        return self._table[begin : begin + wanted]
 
     def shares(self) -> list[CauseShare]:
         """Each cause with a share, the largest first; nothing where p99 is no longer than p50."""
-        excess = self._profile(_TAIL - _TAIL_WIDTH, _TAIL + _TAIL_WIDTH) - self._usual
+        excess = self._between(_TAIL - _TAIL_WIDTH, _TAIL + _TAIL_WIDTH) - self._usual
         excess[excess < 1] = 0  # less than a nanosecond is rounding
-        spread_s, total = self.p99_s - self.p50_s, float(excess.sum())
-        if spread_s <= 0 or total <= 0:
+        totals = excess.sum(axis=1)
+        spread_s, has_vote = self.p99_s - self.p50_s, totals > 0
+        if spread_s <= 0 or not has_vote.any():
             return []
+        shares = (excess[has_vote] / totals[has_vote, None]).mean(axis=0)
         found = [
-            CauseShare(cause, float(part) / total * spread_s, float(part) / total)
-            for cause, part in zip(CAUSES, excess, strict=True)
-            if part > 0
+            CauseShare(cause, float(share) * spread_s, float(share))
+            for cause, share in zip(CAUSES, shares, strict=True)
+            if share > 0
         ]
         return sorted(found, key=lambda share: -share.share)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError, InvalidRequest
@@ -18,6 +19,7 @@ from roseinfer.explain.command import read_key
 from roseinfer.explain.frame import render
 from roseinfer.explain.live import LiveServer, Sample
 
+_HINT = Text("q leaves", "dim")
 _PLAIN_SIZE = (80, 24)  # where there is no terminal
 
 
@@ -45,24 +47,24 @@ def _show_live(server: LiveServer, interval_s: float, window_s: float) -> None:
     console = Console()
     samples = deque([server.sample()])
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        trouble = ""
+        note = _HINT
         while True:
             # One line less than there are: a full screen would scroll.
-            live.update(render([*samples], server.url, console.width, console.height - 1, trouble), refresh=True)
+            live.update(render([*samples], server.url, console.width, console.height - 1, note), refresh=True)
             if pressed(interval_s) == "q":
                 return
-            trouble = _take(server, samples, window_s)
+            note = _take(server, samples, window_s)
 
 
-def _take(server: LiveServer, samples: deque[Sample], window_s: float) -> str:
-    """One more sample, and none older than the window; why not, if there is none."""
+def _take(server: LiveServer, samples: deque[Sample], window_s: float) -> Text:
+    """One more sample, and none older than the window; what is to be noted."""
     try:
         samples.append(server.sample())
     except InvalidRequest as error:
-        return error.message
+        return Text(error.message, "bold red")
     while len(samples) > 2 and samples[1].at_s <= samples[-1].at_s - window_s:
         samples.popleft()
-    return ""
+    return _HINT
 
 
 @contextlib.contextmanager

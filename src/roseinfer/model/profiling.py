@@ -7,33 +7,34 @@ On a GPU it also marks the capture range of Nsight Systems, which records exactl
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch.autograd import profiler
 
 TRACE_NAME = "trace.json"
 
 
 class TorchProfiler:
-    """One trace at a time: operators and, on a GPU, kernels and copies. Neither shapes nor stacks, which cost more."""
+    """One trace at a time: operators and, on a GPU, kernels and copies. Neither shapes nor stacks, which cost more.
+
+    It is the profiler below `torch.profiler`, whose first start imports a compiler and would hold up a step by a second.
+    """
 
     def __init__(self, device: str) -> None:
         self._is_cuda = device == "cuda"
-        self._profile: torch.profiler.profile | None = None
+        self._profile: profiler.profile | None = None
 
     def start(self) -> None:
         """See Profiler."""
-        activities = [ProfilerActivity.CPU]
         if self._is_cuda:
-            activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()  # what was launched before is not of these steps
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-        self._profile = torch.profiler.profile(activities=activities)
-        self._profile.start()
+        self._profile = profiler.profile(use_device="cuda" if self._is_cuda else None, use_kineto=True)
+        self._profile.__enter__()
 
     def stop(self, directory: Path) -> None:
         """See Profiler."""
         profile, self._profile = self._profile, None
         assert profile is not None, "stop without start"
-        profile.stop()
+        profile.__exit__(None, None, None)
         if self._is_cuda:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from roseinfer.cli import main
 from roseinfer.explain.frame import render
@@ -100,9 +101,9 @@ def make_sample(num_requests: int) -> Sample:
     return Sample(0.0, Page.parse(page_of(make_metrics()).decode()), requests, [], "")
 
 
-def drawn(samples: list[Sample], width: int = 80, height: int = 24, trouble: str = "") -> list[str]:
+def drawn(samples: list[Sample], width: int = 80, height: int = 24, note: Text | None = None) -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO())
-    console.print(render(samples, "http://127.0.0.1:8001", width, height, trouble))
+    console.print(render(samples, "http://127.0.0.1:8001", width, height, note))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -129,7 +130,7 @@ def test_it_fits_the_screen_and_says_what_does_not(width: int, height: int, num_
 
 
 def test_a_single_sample_has_no_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = drawn([make_sample(0)], trouble="it does not answer")
+    lines = drawn([make_sample(0)], note=Text("it does not answer"))
     assert "it does not answer" in lines[0]
     assert "generated -" in lines[3]
 
