@@ -15,7 +15,7 @@ TRACE_NAME = "trace.json"
 class TorchProfiler:
     """One trace at a time: operators and, on a GPU, kernels and copies. Neither shapes nor stacks, which cost more.
 
-    It is the profiler below `torch.profiler`, whose first start imports a compiler and would hold up a step by a second.
+    It is the profiler below `torch.profiler`, whose first start imports a compiler: that would hold up a step by a second.
     """
 
     def __init__(self, device: str) -> None:
@@ -28,14 +28,14 @@ class TorchProfiler:
             torch.cuda.synchronize()  # what was launched before is not of these steps
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         self._profile = profiler.profile(use_device="cuda" if self._is_cuda else None, use_kineto=True)
-        self._profile.__enter__()
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self, directory: Path) -> None:
         """See Profiler."""
         profile, self._profile = self._profile, None
         assert profile is not None, "stop without start"
-        profile.__exit__(None, None, None)
+        profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if self._is_cuda:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(directory / TRACE_NAME))
+        profile.export_chrome_trace(str(directory / TRACE_NAME))  # type: ignore[no-untyped-call]
