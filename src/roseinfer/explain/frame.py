@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from roseinfer.explain.durations import ms
 from roseinfer.explain.live import LiveRequest, Sample
-from roseinfer.explain.text import ms
 from roseinfer.observe import scrape
 
 NUM_HEAD_LINES = 10  # above the requests

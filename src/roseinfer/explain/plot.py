@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from roseinfer.errors import ConfigError
+from roseinfer.explain.durations import ms, percent
 from roseinfer.explain.explanation import Explanation
-from roseinfer.explain.text import ms, percent
 from roseinfer.observe.causes import Gap
 
 _DPI = 150

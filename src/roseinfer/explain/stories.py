@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import numpy as np
 
+from roseinfer.explain.durations import ms
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import CAUSES, Recording, RequestRecord, step_of
 from roseinfer.records import Cause, StepRecord
@@ -82,20 +83,20 @@ class _Teller:
         return []
 
     def _sentence(self, gap: Gap, step: StepRecord | None, behind: Sequence[RequestRecord]) -> str:
+        part = ms(gap.parts.get(gap.cause, 0) / 1e9)
         if step is not None and gap.cause in _OF_A_STEP:
-            return _OF_A_STEP[gap.cause](step, _names(behind))
+            return _OF_A_STEP[gap.cause](step, _names(behind), part)
         if gap.cause in {Cause.GC, Cause.SCRAPE}:
-            return self._interruption(gap)
-        part_ms = gap.parts.get(gap.cause, 0) / 1e6
-        return f"{part_ms:.3g} ms of {gap.cause} {_PLACES.get(gap.cause, '')}".rstrip()
+            return self._interruption(gap, part)
+        return f"{part} of {gap.cause} {_PLACES.get(gap.cause, '')}".rstrip()
 
-    def _interruption(self, gap: Gap) -> str:
+    def _interruption(self, gap: Gap, part: str) -> str:
         rows = self._interruptions
         rows = rows[(rows["start_ns"] < gap.end_ns) & (rows["end_ns"] > gap.start_ns)]
         mine = rows[rows["cause"] == CAUSES.index(gap.cause)]
         where = "the front end" if len(mine) else "the engine"
         what = "a garbage collection in" if gap.cause is Cause.GC else "a scrape of /metrics by"
-        return f"{what} {where} took {gap.parts.get(gap.cause, 0) / 1e6:.3g} ms"
+        return f"{what} {where} took {part}"
 
 
 def _is_read_in(request: RequestRecord, step: StepRecord) -> bool:
@@ -117,14 +118,6 @@ def _names(requests: Sequence[RequestRecord]) -> str:
     return f"{named} and {more} more" if more > 0 else named
 
 
-def _ms(nanoseconds: int) -> str:
-    return f"{nanoseconds / 1e6:.3g} ms"
-
-
-def _prefill(step: StepRecord, names: str) -> str:
-    return f"prefill of request {names or '(not in the recording)'}, {step.num_prefill_tokens} tokens"
-
-
 _MEASURES = {  # the column of STEP_DTYPE in which a cause shows
     Cause.PREFILL_OF_OTHERS: "num_prefill_tokens",
     Cause.PREEMPTED: "num_prefill_tokens",
@@ -135,28 +128,29 @@ _MEASURES = {  # the column of STEP_DTYPE in which a cause shows
     Cause.KV_WAIT: "num_used_blocks",
 }
 
-_OF_A_STEP: dict[Cause, Callable[[StepRecord, str], str]] = {
-    Cause.DECODE: lambda step, _: f"{step.num_decode_seqs} decoding sequences took longer than usual",
-    Cause.PREFILL_OF_OTHERS: _prefill,
-    Cause.BATCH_GROWTH: lambda step, _: f"the step grew to {step.num_decode_seqs} decoding sequences",
-    Cause.GRAPH_CAPTURE: lambda step, _: f"a CUDA graph was captured, {_ms(step.phases.capture)}",
-    Cause.GRAPH_MISS: lambda step, _: (
+_OF_A_STEP: dict[Cause, Callable[[StepRecord, str, str], str]] = {
+    Cause.DECODE: lambda step, _, part: f"decoding {step.num_decode_seqs} sequences took {part}",
+    Cause.PREFILL_OF_OTHERS: lambda step, names, _: (
+        f"prefill of request {names or '(not in the recording)'}, {step.num_prefill_tokens} tokens"
+    ),
+    Cause.BATCH_GROWTH: lambda step, *_: f"the step grew to {step.num_decode_seqs} decoding sequences",
+    Cause.GRAPH_CAPTURE: lambda _, __, part: f"a CUDA graph was captured, {part}",
+    Cause.GRAPH_MISS: lambda step, *_: (
         f"no CUDA graph could hold its {step.num_decode_seqs} decoding and {step.num_prefill_seqs} other rows"
     ),
-    Cause.H2D_COPY: lambda step, _: f"copies of {step.h2d_bytes} bytes to the device took {_ms(step.phases.h2d)}",
-    Cause.SAMPLE_SYNC: lambda step, _: f"sampling took {_ms(step.phases.sample)}",
-    Cause.SCHEDULE: lambda step, _: (
-        f"the engine's bookkeeping took {_ms(step.phases.schedule + step.phases.commit)} in the step"
-    ),
-    Cause.KV_WAIT: lambda step, names: (
+    Cause.H2D_COPY: lambda step, _, part: f"copies of {step.h2d_bytes} bytes to the device took {part}",
+    Cause.SAMPLE_SYNC: lambda _, __, part: f"sampling took {part}",
+    Cause.SCHEDULE: lambda _, __, part: f"the engine's own work between steps, or its waiting for a core, took {part}",
+    Cause.KV_WAIT: lambda step, names, _: (
         f"request {names} had lost its blocks; {step.num_used_blocks} of {step.num_total_blocks} were in use"
     ),
-    Cause.PREEMPTED: lambda step, names: f"request {names} was computed again, {step.num_prefill_tokens} tokens",
-    Cause.NOT_SELECTED: lambda step, _: (
+    Cause.PREEMPTED: lambda step, names, _: f"request {names} was computed again, {step.num_prefill_tokens} tokens",
+    Cause.NOT_SELECTED: lambda step, *_: (
         f"{step.num_not_selected} sequences had no turn beside the {step.num_decode_seqs} that were decoded"
     ),
-    Cause.PROFILER: lambda step, _: f"a profiler recorded step {step.step_id}",
+    Cause.PROFILER: lambda _, __, part: f"a profiler recorded the step, or began or ended beside it, {part}",
 }
+"""Of the step, the requests behind the gap, and how long the cause took."""
 
 _PLACES = {
     Cause.ENGINE_OUTBOX: "between the engine and the front end",

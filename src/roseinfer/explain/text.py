@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
+from roseinfer.explain.durations import ms, percent
 from roseinfer.explain.explanation import Explanation, KnobAdvice
 from roseinfer.explain.stories import Story
 
@@ -69,15 +70,3 @@ def _knob(knob: KnobAdvice) -> Iterator[str]:
 
 def _value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def ms(seconds: float) -> str:
-    """Milliseconds with three digits."""
-    value = seconds * 1e3
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
-
-
-def percent(share: float) -> str:
-    """A share of 1 in per cent, with a digit more where it is small."""
-    value = share * 100
-    return f"{value:.0f} %" if value >= 10 or value == 0 else f"{value:.1f} %"

@@ -15,7 +15,7 @@ TRACE_NAME = "trace.json"
 class TorchProfiler:
     """One trace at a time: operators and, on a GPU, kernels and copies. Neither shapes nor stacks, which cost more.
 
-    It is the profiler below `torch.profiler`, whose first start imports a compiler: that would hold up a step by a second.
+    It is the profiler below `torch.profiler`, whose first start imports a compiler and would cost a step a second.
     """
 
     def __init__(self, device: str) -> None:
