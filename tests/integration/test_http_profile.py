@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from roseinfer.messages import ProfileEnded
 from roseinfer.server.app import build_runner
 from roseinfer.server.middleware import answer_errors, identify
 from roseinfer.server.profile import route
@@ -37,7 +38,7 @@ async def test_it_answers_at_once_with_the_directory(query: str, num_steps: int)
     async with profiling() as server:
         answer = await profile(server, query)
     assert (answer.status, answer.json) == (202, {"directory": "traces/new", "num_steps": num_steps})
-    assert server.engine.profiles == [(num_steps, "traces/new")]
+    assert [profile[:2] for profile in server.engine.profiles] == [(num_steps, "traces/new")]
 
 
 @pytest.mark.parametrize("steps", ["0", "1001", "-1", "1.5", "many", "", "9" * 5000])
@@ -53,5 +54,5 @@ async def test_one_at_a_time() -> None:
         assert (await profile(server)).status == 202
         answer = await profile(server)
         assert (answer.status, answer.error["code"]) == (409, "conflict")
-        server.engine.end_profile()
+        server.engine.profiles[0][2].set_result(ProfileEnded(20))
         assert (await profile(server)).status == 202

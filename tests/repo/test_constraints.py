@@ -46,7 +46,7 @@ def imported_packages(folder: Path, declared_names: AbstractSet[str]) -> set[str
 
 def test_every_import_is_declared() -> None:
     """What another package happens to bring may be gone tomorrow."""
-    needed = {canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer")}
+    needed = {canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer", "plot")}
     for_tests = {canonicalize_name(wanted.name) for wanted in declared("test", "dev")}
     assert imported_packages(SOURCE, needed) - needed == set()
     tooling = imported_packages(ROOT / "tools", for_tests) | imported_packages(ROOT / "tests", for_tests)
@@ -54,7 +54,7 @@ def test_every_import_is_declared() -> None:
 
 
 def test_every_declared_package_is_pinned_within_its_bounds() -> None:
-    everything = declared("test", "dev", "loadtest")
+    everything = declared("test", "dev", "loadtest", "plot")
     versions = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins()}
     unpinned = [wanted.name for wanted in everything if canonicalize_name(wanted.name) not in versions]
     outside = [

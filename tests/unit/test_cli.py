@@ -53,7 +53,7 @@ def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.Monkey
     value = bounded.get(option.path, value)
     for flag in filter(None, (option.flag, option.short_flag)):
         section = getattr(serve_with(monkeypatch, flag, str(value)), option.section)
-        assert getattr(section, option.name) == value
+        assert getattr(section, option.name) == ((value,) if isinstance(option.default, tuple) else value)
         section = getattr(serve_with(monkeypatch, f"{flag}={value}"), option.section)
         assert getattr(section, option.name) == value
 

@@ -9,19 +9,20 @@ from roseinfer.config import Config
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError
 from roseinfer.explain import text
-from roseinfer.explain.explanation import explain
-from roseinfer.explain.source import read_recording
+from roseinfer.explain.explanation import Timing, explain
+from roseinfer.explain.source import read_evidence
 from roseinfer.observe.causes import gaps_of
 
 
 def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the explanation. Raises InvalidRequest for a source that holds none."""
-    recording = read_recording(arguments.source, read_key(loaded.config))
-    gaps = gaps_of(recording, arguments.clock)
+    recording, ledgers = read_evidence(arguments.source, read_key(loaded.config))
+    clock: Timing = arguments.clock if ledgers is None else "ledger"
+    gaps = gaps_of(recording, arguments.clock) if ledgers is None else ledgers
     if arguments.last is not None and gaps:
         begin_ns = gaps[-1].end_ns - int(arguments.last * 1e9)
         gaps = [gap for gap in gaps if gap.end_ns > begin_ns]
-    explanation = explain(gaps, recording, arguments.source, arguments.clock)
+    explanation = explain(gaps, recording, arguments.source, clock)
     if arguments.plot is not None:
         from roseinfer.explain.plot import write_plot
 

@@ -1,7 +1,7 @@
 """A recording into an explanation of its gaps: numbers, names and advice, in one struct that is also the JSON."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,9 +11,12 @@ from roseinfer.explain.knobs import KNOBS
 from roseinfer.explain.modes import Mode, find_modes
 from roseinfer.explain.shares import CauseShare, Parts, Without
 from roseinfer.explain.stories import Story
-from roseinfer.observe.causes import Clock, Gap
+from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import Recording
 from roseinfer.records import Cause
+
+Timing = Literal["wire", "engine", "ledger"]
+"""Of writes, of tokens, or of whole requests: then a gap is the average one of a request."""
 
 NUM_STORIES = 5
 _WORTH_A_KNOB = 0.05  # share of p99 - p50 below which turning something would not be noticed
@@ -32,7 +35,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Why the gaps between tokens are as they are. Durations in seconds, shares of 1."""
 
     source: str
-    clock: Clock
+    clock: Timing
     model_name: str
     trigger: str  # the rule that saved the recording, if one did
     span_s: float  # from the first gap's start to the last one's end
@@ -50,7 +53,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     unexplained: CauseShare  # of p99 - p50, what has no name
 
 
-def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Clock) -> Explanation:
+def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timing) -> Explanation:
     """Raises InvalidRequest if there is no gap."""
     if not gaps:
         raise InvalidRequest("there is no gap between two tokens in it, so there is nothing to explain.", param=source)

@@ -31,6 +31,7 @@ def write_plot(path: Path, explanation: Explanation, gaps: Sequence[Gap]) -> Non
     above.hist(durations_ms, np.geomspace(low * 0.95, high * 1.05, _NUM_BINS), color="#7a8ca6")
     above.set_xscale("log")
     above.set_yscale("log")
+    above.xaxis.set_major_formatter("{x:g}")
     above.set_xlabel("gap, ms")
     above.set_ylabel("gaps")
     above.set_title(f"{explanation.num_gaps} gaps by the clock {explanation.clock}, {explanation.model_name}")
@@ -41,6 +42,7 @@ def write_plot(path: Path, explanation: Explanation, gaps: Sequence[Gap]) -> Non
     bars = below.barh(
         [str(share.cause) for share in causes], [share.seconds * 1e3 for share in causes], color="#b03a48"
     )
+    below.margins(x=0.1)
     below.bar_label(bars, [percent(share.share) for share in causes], padding=3)
     below.set_xlabel(f"share of p99 - p50 = {ms(explanation.p99_s - explanation.p50_s)}, in ms")
     try:

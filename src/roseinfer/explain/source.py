@@ -1,4 +1,4 @@
-"""A URL or a path into a recording: from a living server, a file, a capture's directory or a benchmark's result."""
+"""A URL or a path into what can be explained: a living server, a file, a capture, or the result of a benchmark."""
 
 import contextlib
 import http.client
@@ -9,8 +9,11 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from roseinfer.errors import InvalidRequest, RoseinferError
+from roseinfer.explain.ledgers import BenchResult
+from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import Recording
 
 RECORDING_NAME = "recording.npz"
@@ -21,10 +24,17 @@ def is_url(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
-def read_recording(source: str, api_key: str | None = None) -> Recording:
-    """Raises InvalidRequest, with the source as its `param`, for whatever holds no recording that we can read."""
+class Evidence(NamedTuple):
+    """What an explanation is made from; `ledgers` are there where nothing was recorded."""
+
+    recording: Recording
+    ledgers: list[Gap] | None = None
+
+
+def read_evidence(source: str, api_key: str | None = None) -> Evidence:
+    """Raises InvalidRequest, with the source as its `param`, for whatever holds nothing that we can read."""
     try:
-        return _fetch(source, api_key) if is_url(source) else Recording.load(_find(Path(source), source))
+        return Evidence(_fetch(source, api_key)) if is_url(source) else _read(Path(source))
     except RoseinferError as error:
         raise InvalidRequest(error.message, param=source) from None
 
@@ -74,26 +84,14 @@ def _fetch(url: str, api_key: str | None) -> Recording:
             raise InvalidRequest(error.message.replace(str(path), f"what {_origin(url)} sent")) from None
 
 
-def _find(path: Path, source: str) -> Path:
-    """The recording's own file."""
+def _read(path: Path) -> Evidence:
     if path.is_dir():
-        found = path / RECORDING_NAME
-        if not found.is_file():
-            raise InvalidRequest(f"The directory holds no {RECORDING_NAME}, so it is no capture.", param=source)
-        return found
+        if not (path / RECORDING_NAME).is_file():
+            raise InvalidRequest(f"The directory holds no {RECORDING_NAME}, so it is no capture.")
+        return Evidence(Recording.load(path / RECORDING_NAME))
     if path.suffix != ".json":
-        return path
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest(f"It cannot be read: {error.strerror}.", param=source) from None
-    except ValueError:
-        raise InvalidRequest("It is not JSON.", param=source) from None
-    named = result.get("recording") if isinstance(result, dict) else None
-    if not isinstance(named, str):
-        raise InvalidRequest(
-            "It names no recording: `roseinfer bench serve` saves one beside its result when it can reach the "
-            "operations port.",
-            param=source,
-        )
-    return path.parent / named
+        return Evidence(Recording.load(path))
+    result = BenchResult.read(path)
+    if result.recording is not None:
+        return Evidence(Recording.load(path.parent / result.recording))
+    return Evidence(result.as_recording(), result.gaps())

@@ -33,8 +33,9 @@ def tell(gaps: Iterable[Gap], recording: Recording, limit: int) -> list[Story]:
     """The stories of the widest gaps, the widest first, and no more than `limit`."""
     groups: dict[tuple[int, Cause], list[Gap]] = defaultdict(list)
     for gap in sorted(gaps, key=lambda gap: -gap.duration_ns):
-        if (gap.step_id, gap.cause) in groups or len(groups) < limit:
-            groups[gap.step_id, gap.cause].append(gap)
+        key = (gap.step_id or -gap.serial - 1, gap.cause)  # without steps, a request's gap is its own
+        if key in groups or len(groups) < limit:
+            groups[key].append(gap)
     return [_Teller(recording).story(group) for group in groups.values()]
 
 

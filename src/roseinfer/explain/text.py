@@ -8,7 +8,11 @@ from roseinfer.explain.explanation import Explanation, KnobAdvice
 from roseinfer.explain.stories import Story
 
 _WIDTH = 100
-_CLOCKS = {"wire": "between writes to the socket", "engine": "between tokens in the engine"}
+_CLOCKS = {
+    "wire": "between writes to the socket",
+    "engine": "between tokens in the engine",
+    "ledger": "on average, one a request",
+}
 
 
 def lines(explanation: Explanation) -> Iterator[str]:
@@ -57,7 +61,8 @@ def _causes(found: Explanation) -> Iterator[str]:
 
 def _story(story: Story) -> Iterator[str]:
     gaps = "1 gap" if story.num_gaps == 1 else f"{story.num_gaps} gaps"
-    head = f"  {ms(story.widest_s):>8}  step {story.step_id}, {gaps}, {story.cause}: "
+    where = f"step {story.step_id}, {gaps}" if story.step_id else f"request {', '.join(story.waiting)}"
+    head = f"  {ms(story.widest_s):>8}  {where}, {story.cause}: "
     yield from textwrap.wrap(head + story.sentence, _WIDTH, subsequent_indent=" " * 12, drop_whitespace=True)
 
 

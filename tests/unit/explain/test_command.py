@@ -123,9 +123,37 @@ def test_the_directory_of_a_capture_and_a_result_that_names_one(
 ) -> None:
     (tmp_path / "capture").mkdir()
     shutil.copy(path, tmp_path / "capture" / "recording.npz")
-    (tmp_path / "result.json").write_text(json.dumps({"recording": "capture/recording.npz"}))
+    (tmp_path / "result.json").write_text(json.dumps({"recording": "capture/recording.npz", "requests": []}))
     for source in (tmp_path / "capture", tmp_path / "result.json"):
         assert explained(capsys, str(source))["num_gaps"] == 1356
+
+
+def test_a_result_without_a_recording_is_explained_from_its_ledgers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(number: int, **parts_ms: float) -> dict[str, Any]:
+        parts = {name.replace("__", "."): part * MS for name, part in parts_ms.items()}
+        ledger = {"parts_ns": {"queue_wait": 77, **parts}, "num_output_tokens": 11}
+        return {"request_id": f"r-{number}", "end_s": number, "ledger": ledger}
+
+    rows = [row(i, decode__decode=100) for i in range(95)]
+    rows += [row(95 + i, decode__decode=100, decode__gc=300, decode__kv_wait=100) for i in range(5)]
+    rows += [{"request_id": "short", "end_s": 1.0, "ledger": {"parts_ns": {}, "num_output_tokens": 1}}]
+    rows += [{"request_id": "failed", "end_s": 1.0, "ledger": None}]
+    content = {"format": "roseinfer bench serve 1", "settings": {"model": "tiny"}, "recording": None, "requests": rows}
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(content))
+    found = explained(capsys, str(path))
+    assert (found["clock"], found["num_gaps"], found["p50_s"]) == ("ledger", 100, pytest.approx(0.01))
+    assert [(cause["cause"], cause["share"]) for cause in found["causes"]] == [
+        ("gc", pytest.approx(0.75)),
+        ("kv_wait", pytest.approx(0.25)),
+    ]
+    assert found["widest"][0]["waiting"] == ["r-95"]
+    assert main(["explain", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("100 gaps on average, one a request, of 100 requests")
+    assert "     50 ms  request r-95, gc: a garbage collection in the engine took 30 ms" in lines
 
 
 def test_a_picture(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +186,7 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "text.json").write_text("{")
     (tmp_path / "other.json").write_text("{}")
     lost = tmp_path / "lost.json"
-    lost.write_text('{"recording": "gone.npz"}')
+    lost.write_text('{"recording": "gone.npz", "requests": []}')
     recording = Recording.load(path)
     old = Recording(
         meta=msgspec.structs.replace(recording.meta, format_version=99),
@@ -173,7 +201,7 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
         ("empty", "holds no recording.npz"),
         ("text.npz", "is no recording of roseinfer"),
         ("text.json", "is not JSON"),
-        ("other.json", "names no recording"),
+        ("other.json", "is no result of `roseinfer bench serve`"),
         ("lost.json", "No such file or directory"),
         ("old.npz", "a recording of format 99"),
     ):

@@ -21,14 +21,7 @@ from roseinfer.config import Config, ServerConfig
 from roseinfer.errors import Conflict, EngineError, NotReady
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.attribution import Attribution
-from roseinfer.records import (
-    Arrival,
-    EngineTimes,
-    FinishReason,
-    LifecycleState,
-    Observer,
-    RequestTimeline,
-)
+from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
 from roseinfer.server.api_keys import ApiKeys
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.chat_template import ChatTemplate
@@ -136,8 +129,7 @@ class ScriptedEngine:
         self.progress: list[StartupProgress] = []
         self.death: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         self.num_closes = 0
-        self.profiles: list[tuple[int, str]] = []
-        self._profile: asyncio.Future[ProfileEnded] = asyncio.get_running_loop().create_future()
+        self.profiles: list[tuple[int, str, asyncio.Future[ProfileEnded]]] = []
         self._arrival = asyncio.Event()
         self._mailboxes: dict[str, asyncio.Queue[list[TokenOutput] | EngineError]] = {}
 
@@ -229,14 +221,10 @@ class ScriptedEngine:
             self.tell(TokenOutput(self.requests[index].request_id, [HUGE]))
 
     def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
-        if self.profiles and not self._profile.done():
+        if self.profiles and not self.profiles[-1][2].done():
             raise Conflict("One is running.")
-        self.profiles.append((num_steps, directory))
-        self._profile = asyncio.get_running_loop().create_future()
-        return self._profile
-
-    def end_profile(self) -> None:
-        self._profile.set_result(ProfileEnded(self.profiles[-1][0]))
+        self.profiles.append((num_steps, directory, asyncio.get_running_loop().create_future()))
+        return self.profiles[-1][2]
 
     async def close(self) -> None:
         self.num_closes += 1

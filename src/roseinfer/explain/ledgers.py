@@ -1,0 +1,95 @@
+"""The result of `bench serve` into its recording's path or, without one, into gaps made from the requests' ledgers.
+
+A ledger says what the whole time between a request's first token and its last went to. Divided by its tokens that is
+one gap of average length, so what is explained then is the time per output token of requests, and no single gap.
+"""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.observe.causes import Gap
+from roseinfer.observe.recording import (
+    INTERRUPTION_DTYPE,
+    STEP_DTYPE,
+    WRITE_DTYPE,
+    ClockPair,
+    Recording,
+    RecordingMeta,
+    RequestRecord,
+)
+from roseinfer.records import Cause
+
+_PREFIX = "decode."
+
+
+class _Ledger(msgspec.Struct):
+    parts_ns: dict[str, float]
+    num_output_tokens: int
+
+
+class _Row(msgspec.Struct):
+    request_id: str
+    end_s: float
+    ledger: _Ledger | None = None
+
+
+class _Settings(msgspec.Struct):
+    model: str = ""
+
+
+class BenchResult(msgspec.Struct):
+    """What is read of a result file."""
+
+    requests: list[_Row]
+    recording: str | None = None
+    settings: _Settings = msgspec.field(default_factory=_Settings)
+
+    @classmethod
+    def read(cls, path: Path) -> "BenchResult":
+        """Raises InvalidRequest for a file that cannot be read or is no result."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise InvalidRequest(f"It cannot be read: {error.strerror}.") from None
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"It is no result of `roseinfer bench serve`: {error}.") from None
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"It is not JSON: {error}.") from None
+
+    def gaps(self) -> list[Gap]:
+        """One for each request with a ledger and at least two tokens, in the order of their ends."""
+        gaps = [gap for serial, row in enumerate(self.requests) if (gap := _gap_of(serial, row)) is not None]
+        return sorted(gaps, key=lambda gap: gap.end_ns)
+
+    def as_recording(self) -> Recording:
+        """The requests' names, and nothing else: no step was recorded."""
+        clock = ClockPair(0, 0)
+        return Recording(
+            meta=RecordingMeta(version="", model_name=self.settings.model, clock=clock, engine=None),
+            requests=[
+                RequestRecord(serial=serial, request_id=row.request_id, recv_ns=0)
+                for serial, row in enumerate(self.requests)
+            ],
+            steps=np.zeros(0, STEP_DTYPE),
+            writes=np.zeros(0, WRITE_DTYPE),
+            interruptions=np.zeros(0, INTERRUPTION_DTYPE),
+        )
+
+
+def _gap_of(serial: int, row: _Row) -> Gap | None:
+    if row.ledger is None or row.ledger.num_output_tokens < 2:
+        return None
+    num_gaps = row.ledger.num_output_tokens - 1
+    parts: dict[Cause, int] = {}
+    for name, total_ns in row.ledger.parts_ns.items():
+        if name.startswith(_PREFIX):
+            cause = name.removeprefix(_PREFIX)
+            known = Cause(cause) if cause in set(Cause) else Cause.UNKNOWN
+            parts[known] = parts.get(known, 0) + round(total_ns / num_gaps)
+    end_ns = round(row.end_s * 1e9)
+    others = {cause: part for cause, part in parts.items() if cause is not Cause.DECODE} or parts
+    dominant = max(others, key=lambda cause: others[cause], default=Cause.UNKNOWN)
+    return Gap(serial, num_gaps, end_ns - sum(parts.values()), end_ns, 0, parts, dominant, False)
