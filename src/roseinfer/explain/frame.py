@@ -16,12 +16,12 @@ _MOST_CAUSES = 3
 _ORDER = ("prefilling", "decoding", "waiting", "tokenizing", "receiving", "finishing")
 
 
-def render(samples: Sequence[Sample], url: str, width: int, height: int, note: Text | None = None) -> RenderableType:
-    """The samples of the last seconds, oldest first, at least one; a note ends the first line."""
+def render(samples: Sequence[Sample], where: Text, width: int, height: int) -> RenderableType:
+    """The samples of the last seconds, oldest first, at least one; `where` they come from ends the first line."""
     newest, oldest = samples[-1], samples[0]
     seconds = newest.at_s - oldest.at_s
     head = [
-        _title(newest, url, note),
+        _title(newest, where),
         Text(),
         _load(newest),
         _rates(newest, oldest, seconds),
@@ -37,11 +37,10 @@ def render(samples: Sequence[Sample], url: str, width: int, height: int, note: T
     return Group(*head, _requests(newest.requests, width, height - NUM_HEAD_LINES))
 
 
-def _title(sample: Sample, url: str, note: Text | None) -> Text:
+def _title(sample: Sample, where: Text) -> Text:
     states = sample.page.by_label("roseinfer_lifecycle_state", "state")
     state = next((name for name, value in states.items() if value == 1), "")
-    title = Text.assemble(("roseinfer top", "bold"), f"  {sample.page.model_name}  {state}  {url}")
-    return title if note is None else title.append("  ").append_text(note)
+    return Text.assemble(("roseinfer top", "bold"), f"  {sample.page.model_name}  {state}  ").append_text(where)
 
 
 def _load(sample: Sample) -> Text:

@@ -57,6 +57,8 @@ class _Steps(msgspec.Struct):
 
 class _Waiting(msgspec.Struct):
     sentence: str
+    option: str | None = None
+    value: int | None = None
 
 
 class _Request(msgspec.Struct):
@@ -88,7 +90,7 @@ class LiveServer:
             found = self._ask(f"/debug/requests/{urllib.parse.quote(first.id, safe='')}", _Request)
         except InvalidRequest:  # it may have ended by now
             return ""
-        return "" if found.waiting is None else found.waiting.sentence
+        return "" if found.waiting is None else _told(found.waiting)
 
     def _ask(self, path: str, kind: Any) -> Any:
         try:
@@ -101,3 +103,9 @@ class LiveServer:
             return get(self.url + path, self._api_key, _TIMEOUT_S)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=self.url) from None
+
+
+def _told(waiting: _Waiting) -> str:
+    """The limit and the reason, which is what a narrow line has room for."""
+    reason = waiting.sentence.partition(" because ")[2] or waiting.sentence
+    return reason if waiting.option is None else f"{waiting.option} = {waiting.value}: {reason}"

@@ -19,7 +19,6 @@ from roseinfer.explain.command import read_key
 from roseinfer.explain.frame import render
 from roseinfer.explain.live import LiveServer, Sample
 
-_HINT = Text("q leaves", "dim")
 _PLAIN_SIZE = (80, 24)  # where there is no terminal
 
 
@@ -40,31 +39,35 @@ def _show_once(server: LiveServer, interval_s: float) -> None:
     first = server.sample()
     time.sleep(interval_s)
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_SIZE[0], height=_PLAIN_SIZE[1])
-    console.print(render([first, server.sample()], server.url, console.width, console.height))
+    console.print(render([first, server.sample()], Text(server.url), console.width, console.height))
 
 
 def _show_live(server: LiveServer, interval_s: float, window_s: float) -> None:
     console = Console()
     samples = deque([server.sample()])
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        note = _HINT
+        where = _hint(server)
         while True:
             # One line less than there are: a full screen would scroll.
-            live.update(render([*samples], server.url, console.width, console.height - 1, note), refresh=True)
+            live.update(render([*samples], where, console.width, console.height - 1), refresh=True)
             if pressed(interval_s) == "q":
                 return
-            note = _take(server, samples, window_s)
+            where = _take(server, samples, window_s)
+
+
+def _hint(server: LiveServer) -> Text:
+    return Text.assemble(server.url, ("  q leaves", "dim"))
 
 
 def _take(server: LiveServer, samples: deque[Sample], window_s: float) -> Text:
-    """One more sample, and none older than the window; what is to be noted."""
+    """One more sample, and none older than the window; what to say beside it."""
     try:
         samples.append(server.sample())
     except InvalidRequest as error:
         return Text(error.message, "bold red")
     while len(samples) > 2 and samples[1].at_s <= samples[-1].at_s - window_s:
         samples.popleft()
-    return _HINT
+    return _hint(server)
 
 
 @contextlib.contextmanager

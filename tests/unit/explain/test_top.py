@@ -29,7 +29,13 @@ REQUESTS = {
          "max_tokens": 64, "place": None},
     ],
 }  # fmt: skip
-WAITING = {"waiting": {"sentence": "The first waiting request was left out.", "num_before": 0}}
+WAITING = {
+    "waiting": {
+        "sentence": "The first waiting request was left out of the last step because all 8 places are taken.",
+        "option": "scheduler.max_active_seqs",
+        "value": 8,
+    }
+}
 
 
 def page_of(metrics: Metrics) -> bytes:
@@ -89,7 +95,7 @@ def test_one_screen_says_it_all(port: OperationsPort, capsys: pytest.CaptureFixt
     assert lines[5].startswith("token gap    p50 6")
     assert lines[6] == "slow gaps    prefill_of_others 4, gc 1"
     assert lines[7] == "last step    812, decode, 74 ms, 2 decoding, 0 prompt tokens"
-    assert lines[8] == "waiting for  The first waiting request was left out."
+    assert lines[8] == "waiting for  scheduler.max_active_seqs = 8: all 8 places are taken."
     assert [line.split() for line in lines[11:]] == [
         ["stream-1", "decoding", "2.5", "s", "7", "30/64"],
         ["late/1", "waiting,", "0", "before", "it", "1.5", "s", "9", "0/64"],
@@ -101,9 +107,9 @@ def make_sample(num_requests: int) -> Sample:
     return Sample(0.0, Page.parse(page_of(make_metrics()).decode()), requests, [], "")
 
 
-def drawn(samples: list[Sample], width: int = 80, height: int = 24, note: Text | None = None) -> list[str]:
+def drawn(samples: list[Sample], width: int = 80, height: int = 24, where: str = "here") -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO())
-    console.print(render(samples, "http://127.0.0.1:8001", width, height, note))
+    console.print(render(samples, Text(where), width, height))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -130,7 +136,7 @@ def test_it_fits_the_screen_and_says_what_does_not(width: int, height: int, num_
 
 
 def test_a_single_sample_has_no_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = drawn([make_sample(0)], note=Text("it does not answer"))
+    lines = drawn([make_sample(0)], where="it does not answer")
     assert "it does not answer" in lines[0]
     assert "generated -" in lines[3]
 
