@@ -51,11 +51,12 @@ def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.Monkey
     value = value or (70 if "int" in str(option.type) else "text")
     bounded = {"server.max_body_bytes": 1024, "scheduler.max_num_batched_tokens": 1024, "observe.slow_gap_factor": 1.5}
     value = bounded.get(option.path, value)
+    expected = (value,) if isinstance(option.default, tuple) else value
     for flag in filter(None, (option.flag, option.short_flag)):
         section = getattr(serve_with(monkeypatch, flag, str(value)), option.section)
-        assert getattr(section, option.name) == ((value,) if isinstance(option.default, tuple) else value)
+        assert getattr(section, option.name) == expected
         section = getattr(serve_with(monkeypatch, f"{flag}={value}"), option.section)
-        assert getattr(section, option.name) == value
+        assert getattr(section, option.name) == expected
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def get(url: str, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> 
         raise InvalidRequest(_refusal(url, error), param=url) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, OSError) and reason.strerror:
+            reason = reason.strerror
         raise InvalidRequest(f"{_origin(url)} does not answer: {reason}.", param=url) from None
 
 
