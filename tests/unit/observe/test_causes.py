@@ -236,6 +236,13 @@ def test_a_collection_in_the_front_end_is_told_from_other_delays() -> None:
     assert {gap.parts[Cause.GC] for gap, _ in bench.slow} == {40 * MS}
 
 
+def test_a_profiler_that_starts_or_writes_between_two_steps_is_named() -> None:
+    bench = Bench()
+    bench.warm_up()
+    bench.step(host_ns=50 * MS, is_profiled=1)
+    assert {gap.cause for gap, _ in bench.slow} == {Cause.PROFILER}
+
+
 def test_requests_that_are_not_streamed_have_their_engine_gaps_judged() -> None:
     bench = Bench(is_streamed=False)
     bench.warm_up()
