@@ -33,6 +33,11 @@ def test_the_usual_part_of_a_cause_is_no_excess() -> None:
     assert [(share.cause, share.share) for share in parts.shares()] == [(Cause.UNKNOWN, 1.0)]
 
 
+def test_what_took_less_than_usual_has_no_share() -> None:
+    parts = Parts([make_gap(QUIET)] * 950 + [make_gap({Cause.DECODE: 9.0, Cause.GC: 31.0})] * 50)
+    assert [(share.cause, share.share) for share in parts.shares()] == [(Cause.GC, 1.0)]
+
+
 def test_gaps_beyond_p99_do_not_speak_for_it() -> None:
     """One monstrous gap in a thousand is no part of p99."""
     gaps = [make_gap(QUIET)] * 949 + [make_gap(PREFILL)] * 50 + [make_gap(QUIET | {Cause.GC: 9000.0})]

@@ -48,6 +48,13 @@ def test_a_gap_over_several_steps_names_the_one_that_shows_it() -> None:
     assert (story.step_id, story.behind) == (2, ["long"])
 
 
+def test_a_request_that_had_ended_is_not_behind_a_later_step() -> None:
+    aborted = RequestRecord(serial=9, request_id="gone", recv_ns=1, scheduled_ns=5 * MS, end_ns=24 * MS)
+    gap = make_gap({Cause.PREFILL_OF_OTHERS: 70.0}, end_ms=100, step_id=2)
+    [story] = tell([gap], make_recording([*STREAMS, aborted, LONG], STEPS), limit=1)
+    assert story.behind == ["long"]
+
+
 def test_many_newcomers_are_counted() -> None:
     newcomers = [
         RequestRecord(serial=10 + i, request_id=f"n{i}", recv_ns=1, scheduled_ns=25 * MS, num_prompt_tokens=100 - i)
