@@ -5,6 +5,7 @@ one gap of average length, so what is explained then is the time per output toke
 """
 
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -61,7 +62,13 @@ class BenchResult(msgspec.Struct):
 
     def gaps(self) -> list[Gap]:
         """One for each request with a ledger and at least two tokens, in the order of their ends."""
-        gaps = [gap for serial, row in enumerate(self.requests) if (gap := _gap_of(serial, row)) is not None]
+        parts = {serial: found for serial, row in enumerate(self.requests) if (found := _parts_of(row))}
+        usual = {cause: median(found.get(cause, 0) for found in parts.values()) for cause in Cause if parts}
+        gaps = []
+        for serial, found in parts.items():
+            end_ns = round(self.requests[serial].end_s * 1e9)
+            cause = max(found, key=lambda cause: found[cause] - usual[cause])
+            gaps.append(Gap(serial, 1, end_ns - sum(found.values()), end_ns, 0, found, cause, False))
         return sorted(gaps, key=lambda gap: gap.end_ns)
 
     def as_recording(self) -> Recording:
@@ -79,17 +86,15 @@ class BenchResult(msgspec.Struct):
         )
 
 
-def _gap_of(serial: int, row: _Row) -> Gap | None:
+def _parts_of(row: _Row) -> dict[Cause, int]:
+    """What the average gap of a request went to, in nanoseconds; nothing for a request without one."""
     if row.ledger is None or row.ledger.num_output_tokens < 2:
-        return None
+        return {}
     num_gaps = row.ledger.num_output_tokens - 1
     parts: dict[Cause, int] = {}
     for name, total_ns in row.ledger.parts_ns.items():
         if name.startswith(_PREFIX):
-            cause = name.removeprefix(_PREFIX)
-            known = Cause(cause) if cause in set(Cause) else Cause.UNKNOWN
-            parts[known] = parts.get(known, 0) + round(total_ns / num_gaps)
-    end_ns = round(row.end_s * 1e9)
-    others = {cause: part for cause, part in parts.items() if cause is not Cause.DECODE} or parts
-    dominant = max(others, key=lambda cause: others[cause], default=Cause.UNKNOWN)
-    return Gap(serial, num_gaps, end_ns - sum(parts.values()), end_ns, 0, parts, dominant, False)
+            word = name.removeprefix(_PREFIX)
+            cause = Cause(word) if word in set(Cause) else Cause.UNKNOWN
+            parts[cause] = parts.get(cause, 0) + round(total_ns / num_gaps)
+    return parts

@@ -11,7 +11,7 @@ _WIDTH = 100
 _CLOCKS = {
     "wire": "between writes to the socket",
     "engine": "between tokens in the engine",
-    "ledger": "on average, one a request",
+    "ledger": "as requests had them on average",
 }
 
 

@@ -152,7 +152,7 @@ def test_a_result_without_a_recording_is_explained_from_its_ledgers(
     assert found["widest"][0]["waiting"] == ["r-95"]
     assert main(["explain", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("100 gaps on average, one a request, of 100 requests")
+    assert lines[0].startswith("100 gaps as requests had them on average, of 100 requests")
     assert "     50 ms  request r-95, gc: a garbage collection in the engine took 30 ms" in lines
 
 
