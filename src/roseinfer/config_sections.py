@@ -1,5 +1,7 @@
 """The sections of the configuration: every option with its type, bounds, default and description, and nothing else."""
 
+# Over 350 lines because every option stands in one file, under the section that it is given by.
+
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
