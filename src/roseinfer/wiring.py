@@ -28,7 +28,7 @@ from roseinfer.engine.link import EngineLink
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
 from roseinfer.gc_pauses import GcPauses
-from roseinfer.messages import StartupProgress
+from roseinfer.messages import EngineInfo, StartupProgress
 from roseinfer.model import memory
 from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
@@ -183,11 +183,7 @@ def serve(config: Config) -> int:
             observer.set_engine_info(client.info)
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: later collections need not walk it
-        if client.info.device == "cpu" and not client.info.kernels and config.runner.kernels != "off":
-            _log.warning("no compiled kernels were found, so plain torch serves; `roseinfer kernels build` makes them")
-        facts = msgspec.structs.asdict(client.info)
-        facts["sampling_defaults"] = msgspec.structs.asdict(client.info.sampling_defaults)
-        _log.info("ready on %s", url, extra=facts)
+        _log_ready(config, client.info, url)
 
     try:
         with gc_pauses:
@@ -197,3 +193,10 @@ def serve(config: Config) -> int:
             observer.close()
         renderer.close()
         output.close()
+
+
+def _log_ready(config: Config, info: EngineInfo, url: str) -> None:
+    if info.device == "cpu" and not info.kernels and config.runner.kernels != "off":
+        _log.warning("no compiled kernels were found, so plain torch serves; `roseinfer kernels build` makes them")
+    facts = msgspec.structs.asdict(info) | {"sampling_defaults": msgspec.structs.asdict(info.sampling_defaults)}
+    _log.info("ready on %s", url, extra=facts)

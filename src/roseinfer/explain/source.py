@@ -2,8 +2,8 @@
 
 import contextlib
 import http.client
+import io
 import json
-import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -77,13 +77,7 @@ def _origin(url: str) -> str:
 
 def _fetch(url: str, api_key: str | None) -> Recording:
     content = get(f"{_origin(url)}/debug/recording", api_key)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / RECORDING_NAME
-        path.write_bytes(content)
-        try:
-            return Recording.load(path)
-        except InvalidRequest as error:
-            raise InvalidRequest(error.message.replace(str(path), f"what {_origin(url)} sent")) from None
+    return Recording.read(io.BytesIO(content), f"What {_origin(url)} sent")
 
 
 def _read(path: Path) -> Evidence:

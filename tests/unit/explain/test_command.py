@@ -253,7 +253,7 @@ def test_addresses_that_answer_something_else(port: OperationsPort, capsys: pyte
     port.answer("/debug/recording", b'{"error": {"message": "The server is loading."}}', status=503)
     assert "answered 503 for /debug/recording: The server is loading." in refusal(capsys, port.url)
     port.answer("/debug/recording", b"<html>")
-    assert f"what {port.url} sent is no recording of roseinfer" in refusal(capsys, port.url)
+    assert f"What {port.url} sent is no recording of roseinfer" in refusal(capsys, port.url)
 
 
 @pytest.mark.parametrize("source", ["http://127.0.0.1:1", "http://", "http://[", "http://127.0.0.1:port"])
