@@ -118,6 +118,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     outbox_depth: int  # messages to the front end that are not yet with the kernel
     outbox_wait_ns: int  # stood still before it because the front end had stopped reading
     gc_ns: int  # garbage collections between the tokens of the step before and its own
+    late_gc_ns: int  # those between its tokens and its end; they count for the next step too
     h2d_bytes: int
     is_profiled: bool
     graph_rows: int  # rows of the CUDA graph that ran, padding included; 0 when none did
@@ -149,16 +150,18 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     tokens_ns: int
     sent_ns: int  # the engine had told them: the step's end
     read_ns: int  # the front end's event loop had the message
+    gc_ns: int = 0  # of the time until they were sent, what collections in the engine took
+    was_held: bool = False  # in the engine's outbox, behind messages that the front end had not taken
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
-    """Tokens on their way from the front end to the socket; `arrival` is that of the last of them."""
+    """Tokens on their way from the front end to the socket."""
 
-    arrival: Arrival
+    arrival: Arrival  # of the token that made the write due; later ones may have come along
     resumed_ns: int  # the request's handler went on
     encoded_ns: int  # text and frames were made
     written_ns: int  # the write returned
-    was_paused: bool  # the socket's buffer was full: the client, or the network, is behind
+    was_paused: bool  # the socket did not take all: the client, or the network, is behind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,7 +192,7 @@ class RequestTimeline:
     num_preemptions: int = 0
     preempted_ns: int = 0
     resumed_ns: int = 0
-    arrival: Arrival | None = None  # of the newest token
+    arrivals: list[Arrival] = field(default_factory=list)  # one per token; tokens of one step share theirs
     is_streamed: bool = False
     client_disconnected: bool = False
     client_submit_lag_s: float | None = None  # head arrival minus the client's x-roseinfer-intended-time, if sent
@@ -197,6 +200,11 @@ class RequestTimeline:
     trace_id: str = ""  # 32 hexadecimal digits; empty when nothing is traced
     finish_reason: FinishReason | None = None
     error_code: str = ""  # for finish reasons error, timeout and rejected: the code of the error
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """That of the newest token."""
+        return self.arrivals[-1] if self.arrivals else None
 
 
 class Observer:

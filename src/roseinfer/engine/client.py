@@ -250,14 +250,17 @@ class AsyncEngine:
         """The only loop over the outputs of a step: whatever must touch each of them does it here."""
         tokens_ns = step.record.tokens_ns
         self._last_progress_ns = time.monotonic_ns()
-        arrival = Arrival(tokens_ns, step.record.end_ns, self._last_progress_ns)
+        record = step.record
+        arrival = Arrival(
+            tokens_ns, record.end_ns, self._last_progress_ns, record.late_gc_ns, was_held=record.outbox_depth > 0
+        )
         advanced: list[RequestTimeline] = []
         concluded: list[_Entry] = []
         for slot, token_id in step.tokens():
             entry = self._by_slot[slot]
             timeline = entry.timeline
             timeline.token_ns.append(tokens_ns)
-            timeline.arrival = arrival
+            timeline.arrivals.append(arrival)
             advanced.append(timeline)
             if entry.mailbox is not None:
                 entry.mailbox.put(TokenOutput(timeline.request_id, [token_id]))
@@ -268,7 +271,7 @@ class AsyncEngine:
                 self._by_slot[output.slot] = entry
             if output.token_ids:
                 entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
-                entry.timeline.arrival = arrival
+                entry.timeline.arrivals.extend([arrival] * len(output.token_ids))
                 advanced.append(entry.timeline)
             if output.times is not None:
                 _stamp(entry.timeline, output.times)

@@ -147,6 +147,7 @@ class Engine:
             outbox_depth=outbox.depth,
             outbox_wait_ns=outbox.wait_ns,
             gc_ns=gc_ns,
+            late_gc_ns=self.gc_pauses.total_ns - self._gc_ns if launched else 0,
             h2d_bytes=0 if launched is None else launched.h2d_bytes,
             is_profiled=self.profile.marks_step(),
             graph_rows=0 if launched is None else launched.graph_rows,

@@ -6,14 +6,14 @@ inter-token latencies, and the others to the time in which a known token was on 
 gaps are those of the wire for streams, and those of the engine for requests that are not streamed.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from roseinfer.observe import ledger
 from roseinfer.observe.causes import SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
-from roseinfer.observe.deliveries import Interruptions, delivery_segments
+from roseinfer.observe.deliveries import LiveInterruptions, delivery_segments
 from roseinfer.observe.recording import CAUSES
 from roseinfer.observe.step_gaps import GapSplitter, Segments, StepGap, StepGaps, segments_since
 from roseinfer.records import Cause, Delivery, Observer, RequestTimeline, StepRecord
@@ -31,7 +31,6 @@ _INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 class _Account(msgspec.Struct, gc=False):
     """What is kept of a request from its first token to its end."""
 
-    serial: int
     base: Totals  # the shared totals from which on its gaps were those of all
     own_ns: dict[Cause, int]  # of its gaps up to there
 
@@ -41,15 +40,14 @@ class Attribution(Observer):
 
     def __init__(self, *, slow_factor: float = SLOW_FACTOR, slow_min_ms: float = SLOW_MIN_NS / 1e6) -> None:
         self.on_slow_gap: list[OnSlowGap] = []
-        self.interruptions = Interruptions()
+        self.interruptions = LiveInterruptions()
         self.total_ns = dict.fromkeys(Cause, 0)
         self.num_slow_gaps = dict.fromkeys(Cause, 0)
         self._splitter = GapSplitter(has_graphs=False)
         self._usual = Usual(slow_factor, int(slow_min_ms * 1e6))
         self._usual_wire = Usual(slow_factor, int(slow_min_ms * 1e6))
         self._num_writes = 0
-        self._recent: deque[StepGap] = deque(maxlen=_NUM_RECENT)
-        self._lookup: StepGaps | None = None  # of the recent gaps, until another one comes
+        self._recent = StepGaps()
         self._shared = _NOTHING  # of the gaps of all steps so far
         self._shared_at: dict[int, Totals] = {}  # by when a recent step's tokens were known
         self._accounts: dict[str, _Account] = {}
@@ -88,8 +86,10 @@ class Attribution(Observer):
         self._num_writes += 1
         is_lesson = self._num_writes % _LEARN_EVERY == 0
         if timeline.is_streamed and (is_lesson or usual.is_slow(gap_ns)):
-            segments = (*self._waited(timeline, start_ns, delivery.arrival.tokens_ns), *on_its_way)
-            self._judge(usual, timeline, len(timeline.write_ns) - 1, start_ns, delivery.written_ns, segments)
+            tokens_ns = delivery.arrival.tokens_ns
+            segments = (*self._waited(timeline, start_ns, tokens_ns), *on_its_way)
+            if usual.is_slow(gap_ns):
+                self._judge_write(timeline, tokens_ns, segments)
             usual.take(gap_ns, segments)
         else:
             usual.take(gap_ns)
@@ -132,8 +132,7 @@ class Attribution(Observer):
     # --- gaps ---------------------------------------------------------------------------------------------------------
 
     def _share(self, gap: StepGap) -> None:
-        self._recent.append(gap)
-        self._lookup = None
+        self._recent.add(gap, _NUM_RECENT)
         shared = list(self._shared)
         for cause, duration in gap.segments:
             shared[_INDEX[cause]] += duration
@@ -149,12 +148,11 @@ class Attribution(Observer):
         for timeline in advanced:
             stamps = timeline.token_ns
             if len(stamps) == 1:
-                serial = self._serials.get(timeline.request_id, -1)
-                self._accounts[timeline.request_id] = _Account(serial, self._shared, {})
+                self._accounts[timeline.request_id] = _Account(self._shared, {})
             elif gap is not None and stamps[-2] == gap.start_ns:
                 num_shared += 1
                 if is_slow and not timeline.is_streamed:
-                    self._judge(self._usual, timeline, len(stamps) - 1, stamps[-2], stamps[-1], gap.segments)
+                    self._judge(timeline, gap.step_id, gap.segments)
             elif gap is not None:
                 self._take_own(timeline, gap)
         if gap is not None and num_shared:
@@ -173,24 +171,29 @@ class Attribution(Observer):
             self.total_ns[cause] += duration
         account.own_ns, account.base = dict(own_ns), self._shared
         if not timeline.is_streamed and self._usual.is_slow(end_ns - start_ns):
-            self._judge(self._usual, timeline, len(timeline.token_ns) - 1, start_ns, end_ns, segments)
+            self._judge(timeline, gap.step_id, segments)
 
     def _waited(self, timeline: RequestTimeline, start_ns: int, tokens_ns: int) -> Segments:
         """What the engine did from a moment on until it had the token."""
         if start_ns >= tokens_ns:
             return ()
-        if self._lookup is None:
-            self._lookup = StepGaps(list(self._recent))
-        return self._lookup.since(timeline, start_ns, tokens_ns) or ((Cause.UNKNOWN, tokens_ns - start_ns),)
+        return self._recent.since(timeline, start_ns, tokens_ns) or ((Cause.UNKNOWN, tokens_ns - start_ns),)
 
-    def _judge(
-        self, usual: Usual, timeline: RequestTimeline, index: int, start_ns: int, end_ns: int, segments: Segments
-    ) -> None:
-        """Count and tell the gap if it is slow."""
-        if not usual.is_slow(end_ns - start_ns):
-            return
-        account, step_id = self._accounts.get(timeline.request_id), self._recent[-1].step_id if self._recent else 0
-        gap = usual.gap(account.serial if account else -1, index, start_ns, end_ns, step_id, segments)
+    def _judge(self, timeline: RequestTimeline, step_id: int, segments: Segments) -> None:
+        """The request's newest gap between tokens was slow."""
+        stamps, serial = timeline.token_ns, self._serial(timeline)
+        self._tell(self._usual.gap(serial, len(stamps) - 1, *stamps[-2:], step_id, segments), timeline)
+
+    def _judge_write(self, timeline: RequestTimeline, tokens_ns: int, segments: Segments) -> None:
+        """The request's newest gap between writes was slow."""
+        stamps, serial, step = timeline.write_ns, self._serial(timeline), self._recent.ended_at(tokens_ns)
+        step_id = 0 if step is None else step.step_id
+        self._tell(self._usual_wire.gap(serial, len(stamps) - 1, *stamps[-2:], step_id, segments), timeline)
+
+    def _serial(self, timeline: RequestTimeline) -> int:
+        return self._serials.get(timeline.request_id, -1)
+
+    def _tell(self, gap: Gap, timeline: RequestTimeline) -> None:
         self.num_slow_gaps[gap.cause] += 1
         for listener in self.on_slow_gap:
             listener(gap, timeline)

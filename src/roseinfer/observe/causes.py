@@ -1,8 +1,8 @@
 """Gaps between tokens in, their causes out: of a whole recording here, of a living server in `attribution.py`.
 
 An engine gap lies between two tokens of a request, known on the host. A wire gap lies between two socket writes of a
-stream: its moments before the newest token was known are those of the engine gap, later ones are stages of the token's
-way to the socket. So parts always add up to their gap.
+stream: its moments before the token was known that made the second write due are those of engine gaps, later ones are
+stages of that token's way to the socket. So parts always add up to their gap.
 """
 
 from collections import defaultdict, deque
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from roseinfer.observe.deliveries import Interruptions, delivery_segments
+from roseinfer.observe.deliveries import RecordedInterruptions, delivery_segments
 from roseinfer.observe.recording import CAUSES, Recording, RequestRecord, step_of
 from roseinfer.observe.step_gaps import GapSplitter, Segments, StepGaps, parts_of
 from roseinfer.records import Arrival, Cause, Delivery
@@ -52,6 +52,7 @@ class Usual:
         self._min_ns = slow_min_ns
         self._gaps: deque[int] = deque(maxlen=_NUM_USUAL)
         self._num_seen = 0
+        self._num_lessons = 0  # from which the usual parts are known
         self._parts: dict[Cause, float] = {}
         self.threshold_ns: float = float("inf")  # beyond it a gap is slow
 
@@ -65,10 +66,11 @@ class Usual:
         if self._num_seen <= _MEDIAN_EVERY or self._num_seen % _MEDIAN_EVERY == 0:
             self.threshold_ns = max(self._factor * median(self._gaps), self._min_ns)
         if segments and not self.is_slow(gap_ns):
+            self._num_lessons += 1
             parts = parts_of(segments)
             for cause in {*self._parts, *parts}:
                 usual = self._parts.get(cause, 0.0)
-                self._parts[cause] = usual + (parts.get(cause, 0) - usual) / min(self._num_seen, 32)
+                self._parts[cause] = usual + (parts.get(cause, 0) - usual) / min(self._num_lessons, 32)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
         """Name a gap by what is unusual about it."""
@@ -98,14 +100,17 @@ def gaps_of(
         is_wire = clock == "wire" and request.is_streamed
         pieces += reader.wire_gaps(request) if is_wire else reader.engine_gaps(request)
     pieces.sort(key=lambda piece: piece.end_ns)
-    usual, gaps = Usual(slow_factor, slow_min_ns), []
+    usuals = {is_wire: Usual(slow_factor, slow_min_ns) for is_wire in (False, True)}
+    gaps = []
     for piece in pieces:
-        gaps.append(usual.gap(*piece))
+        usual = usuals[piece.is_wire]
+        gaps.append(usual.gap(*piece[1:]))
         usual.take(piece.end_ns - piece.start_ns, piece.segments)
     return gaps
 
 
 class _Piece(NamedTuple):
+    is_wire: bool
     serial: int
     number: int
     start_ns: int
@@ -120,21 +125,24 @@ class _Reader:
     def __init__(self, recording: Recording) -> None:
         engine = recording.meta.engine
         splitter = GapSplitter(has_graphs=bool(engine and engine.graph_sizes))
-        taken = [splitter.take(step_of(row)) for row in recording.steps]
+        steps = [step_of(row) for row in recording.steps]
+        told = {step.tokens_ns: (step.late_gc_ns, step.outbox_depth > 0) for step in steps}
+        taken = [splitter.take(step) for step in steps]
         self._steps = StepGaps([gap for gap in taken if gap is not None])
-        self._interruptions = Interruptions(
+        self._interruptions = RecordedInterruptions(
             (int(row["start_ns"]), int(row["end_ns"]), CAUSES[int(row["cause"])]) for row in recording.interruptions
         )
         self._deliveries: dict[int, list[Delivery]] = defaultdict(list)
         for serial, tokens, sent, read, resumed, encoded, written, was_paused in recording.writes.tolist():
-            delivery = Delivery(Arrival(tokens, sent, read), resumed, encoded, written, was_paused)
+            arrival = Arrival(tokens, sent, read, *told.get(tokens, (0, False)))
+            delivery = Delivery(arrival, resumed, encoded, written, was_paused)
             self._deliveries[serial].append(delivery)
 
     def engine_gaps(self, request: RequestRecord) -> Iterable[_Piece]:
         for index, (start_ns, end_ns) in enumerate(pairwise(request.token_ns), 1):
             segments, gap = self._steps.between(request, index), self._steps.ended_at(end_ns)
             if segments is not None and gap is not None:
-                yield _Piece(request.serial, index, start_ns, end_ns, gap.step_id, segments)
+                yield _Piece(False, request.serial, index, start_ns, end_ns, gap.step_id, segments)
 
     def wire_gaps(self, request: RequestRecord) -> Iterable[_Piece]:
         for index, (before, delivery) in enumerate(pairwise(self._deliveries[request.serial]), 1):
@@ -143,4 +151,4 @@ class _Reader:
             waited = self._steps.since(request, start_ns, tokens_ns)
             if gap is not None and waited is not None:
                 segments = (*waited, *delivery_segments(delivery, start_ns, self._interruptions))
-                yield _Piece(request.serial, index, start_ns, delivery.written_ns, gap.step_id, segments)
+                yield _Piece(True, request.serial, index, start_ns, delivery.written_ns, gap.step_id, segments)

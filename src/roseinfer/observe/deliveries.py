@@ -1,63 +1,118 @@
 """The way of a token from the engine to the socket, into causes; knows no step."""
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from roseinfer.records import Cause, Delivery
+
+Interruption = tuple[int, int, Cause]
+"""When it began, when it was over, and whether it was a collection or a scrape."""
 
 _MAX_INTERRUPTIONS = 512
 
 
-class Interruptions:
-    """When the front end's interpreter did something else than serve, newest last."""
+class Interruptions(Protocol):
+    """When the front end's interpreter did something else than serve."""
 
-    def __init__(self, known: Iterable[tuple[int, int, Cause]] = ()) -> None:
-        self._known: deque[tuple[int, int, Cause]] = deque(known, maxlen=_MAX_INTERRUPTIONS)
+    def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
+        """Those that overlap the interval, cut to it, in the order of time and none twice over."""
+
+
+class LiveInterruptions:
+    """The newest of a living server. They may be told in any thread, also by the garbage collector."""
+
+    def __init__(self) -> None:
+        self._known: deque[Interruption] = deque(maxlen=_MAX_INTERRUPTIONS)  # in the order of their ends
+        self._under_way: set[tuple[int, Cause]] = set()  # since when
+        self._last_end_ns = 0
+
+    def begin(self, start_ns: int, cause: Cause) -> None:
+        """It is under way: until `add` tells of it, every moment from here on is its own."""
+        self._under_way.add((start_ns, cause))
 
     def add(self, start_ns: int, end_ns: int, cause: Cause) -> None:
+        """It is over."""
         self._known.append((start_ns, end_ns, cause))
+        self._under_way.discard((start_ns, cause))
+        self._last_end_ns = end_ns
 
-    def within(self, start_ns: int, end_ns: int) -> list[tuple[int, int, Cause]]:
-        """Those that overlap the interval, cut to it, in the order of time and none twice over."""
-        found = []
-        for begin, end, cause in reversed(list(self._known)):  # a copy: a collection may add one at any allocation
-            if end > start_ns and begin < end_ns:
-                found.append((max(begin, start_ns), min(end, end_ns), cause))
-        apart: list[tuple[int, int, Cause]] = []
-        for begin, end, cause in sorted(found):
-            begin = max(begin, apart[-1][1]) if apart else begin  # noqa: PLW2901 - a collection within a scrape
-            if end > begin:
-                apart.append((begin, end, cause))
-        return apart
-
-    @property
-    def last_end_ns(self) -> int:
-        return self._known[-1][1] if self._known else 0
+    def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
+        """See Interruptions."""
+        if start_ns >= self._last_end_ns and not self._under_way:
+            return ()
+        found = [(begin, end_ns, cause) for begin, cause in tuple(self._under_way) if begin < end_ns]
+        for interruption in reversed(tuple(self._known)):  # a copy, since another one may come meanwhile
+            if interruption[1] <= start_ns:
+                break
+            found.append(interruption)
+        return _cut(apart(found), start_ns, end_ns)
 
 
-def delivery_segments(
-    delivery: Delivery, start_ns: int, interruptions: Interruptions, until_ns: int | None = None
-) -> list[tuple[Cause, int]]:
-    """The way of a token from `start_ns` on, or from when it was known, to its write, or to `until_ns` before that."""
+class RecordedInterruptions:
+    """All of a recording."""
+
+    def __init__(self, known: Iterable[Interruption]) -> None:
+        self._apart = apart(known)
+        self._ends = [end for _, end, _ in self._apart]
+
+    def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
+        """See Interruptions."""
+        first = last = bisect_right(self._ends, start_ns)
+        while last < len(self._apart) and self._apart[last][0] < end_ns:
+            last += 1
+        return _cut(self._apart[first:last], start_ns, end_ns)
+
+
+def apart(known: Iterable[Interruption]) -> list[Interruption]:
+    """Interruptions in the order of time, none of which overlaps another. What began later takes its time from the
+    one around it: a collection stops a scrape too.
+    """
+    pieces: list[Interruption] = []
+    for begin, end, cause in sorted(known):
+        outer = pieces.pop() if pieces and pieces[-1][1] > begin else None
+        if outer is not None and begin > outer[0]:
+            pieces.append((outer[0], begin, outer[2]))
+        if end > begin:
+            pieces.append((begin, end, cause))
+        if outer is not None and outer[1] > end:
+            pieces.append((end, outer[1], outer[2]))
+    return pieces
+
+
+def _cut(pieces: Iterable[Interruption], start_ns: int, end_ns: int) -> list[Interruption]:
+    return [
+        (max(begin, start_ns), min(end, end_ns), cause)
+        for begin, end, cause in pieces
+        if end > start_ns and begin < end_ns
+    ]
+
+
+def delivery_segments(delivery: Delivery, start_ns: int, interruptions: Interruptions) -> list[tuple[Cause, int]]:
+    """The way of a token to its write, from `start_ns` on or from when it was known, whichever is later.
+
+    Only what the front end's interpreter did can be interrupted there: not the engine, nor the waiting for a client.
+    """
     arrival = delivery.arrival
-    waiting = Cause.CLIENT_BACKPRESSURE if delivery.was_paused else Cause.EVENT_LOOP
-    stages = (
-        (Cause.ENGINE_OUTBOX, arrival.sent_ns),
-        (Cause.EVENT_LOOP, delivery.resumed_ns),
-        (Cause.DETOKENIZE, delivery.encoded_ns),
-        (waiting, delivery.written_ns),
-    )
+    told_ns = max(arrival.tokens_ns, arrival.sent_ns - arrival.gc_ns)
+    reading = Cause.ENGINE_OUTBOX if arrival.was_held else Cause.EVENT_LOOP
+    writing = Cause.CLIENT_BACKPRESSURE if delivery.was_paused else Cause.EVENT_LOOP
     segments: list[tuple[Cause, int]] = []
     at = max(start_ns, arrival.tokens_ns)
-    end = delivery.written_ns if until_ns is None else until_ns
-    for cause, stage_end in stages:
-        stop = min(stage_end, end)
+    for cause, stop, is_ours in (
+        (Cause.SCHEDULE, told_ns, False),
+        (Cause.GC, arrival.sent_ns, False),
+        (reading, arrival.read_ns, True),
+        (Cause.EVENT_LOOP, delivery.resumed_ns, True),
+        (Cause.DETOKENIZE, delivery.encoded_ns, True),
+        (writing, delivery.written_ns, not delivery.was_paused),
+    ):
         if stop <= at:
             continue
-        if at < interruptions.last_end_ns:
-            for begin, over, other in interruptions.within(at, stop):
-                segments += [(cause, begin - at), (other, over - begin)]
-                at = over
+        for begin, over, other in interruptions.within(at, stop) if is_ours else ():
+            segments += [(cause, begin - at), (other, over - begin)]
+            at = over
         segments.append((cause, stop - at))
         at = stop
     return segments

@@ -8,6 +8,7 @@ is held for some microseconds; formatting, which takes milliseconds, happens on 
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -32,7 +33,7 @@ from roseinfer.observe.series import (
     Row,
     ServerState,
 )
-from roseinfer.records import LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Cause, LifecycleState, Observer, RequestTimeline, StepRecord
 
 Values = Mapping[str, float | str | int | Histogram]
 Exemplars = Sequence[MetricExemplar | None]
@@ -54,6 +55,7 @@ class Metrics(Collector, Observer):
         self._registry = registry
         self._num_dropped_log_lines = num_dropped_log_lines
         self._take_gc_pauses_ns = take_gc_pauses_ns
+        self.render_start_listeners: list[Callable[[int], None]] = []  # told when a page begins
         self.render_listeners: list[Callable[[int, int], None]] = []  # told when each page began and was done
         self._spent_ns: Callable[[], int] = lambda: 0
         self._render_ns = 0
@@ -75,9 +77,10 @@ class Metrics(Collector, Observer):
         registry.register(self)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int]) -> None:
-        """Tell what `attribution` finds, and what all observers together have spent."""
+        """Tell what `attribution` finds, and it when a scrape begins; and what all observers together have spent."""
         self._state.gap_ns, self._state.num_slow_gaps = attribution.total_ns, attribution.num_slow_gaps
         self._spent_ns = spent_ns
+        self.render_start_listeners.append(partial(attribution.interruptions.begin, cause=Cause.SCRAPE))
 
     def set_engine_info(self, info: EngineInfo) -> None:
         """The engine is ready: what it turned out to be."""
@@ -137,15 +140,19 @@ class Metrics(Collector, Observer):
         May be called in any thread, and calls its listeners there; two at once are allowed, if wasteful.
         """
         start_ns = time.monotonic_ns()
+        for begins in self.render_start_listeners:
+            begins(start_ns)
         encode, content_type = choose_encoder(accept)
-        page = encode(self._registry)
-        end_ns = time.monotonic_ns()
+        try:
+            page = encode(self._registry)
+        finally:
+            end_ns = time.monotonic_ns()
+            for listener in self.render_listeners:
+                listener(start_ns, end_ns)
         with self._lock:
             self._render_ns += end_ns - start_ns
             for cell in self._of_scrapes:
                 cell.add([(end_ns - start_ns) / NS_PER_S])
-        for listener in self.render_listeners:
-            listener(start_ns, end_ns)
         return page, content_type
 
     def collect(self) -> Iterator[Metric]:

@@ -24,6 +24,7 @@ class StepCosts:
         self._compute_ns: npt.NDArray[np.float64] = np.zeros(_WINDOW)
         self._num_learned = 0
         self._coefficients: tuple[float, float, float] | None = None
+        self._max_rows = 0  # of the steps in the fit
 
     def learn(self, record: StepRecord, compute_ns: int) -> None:
         """Take a step in that did nothing but decode."""
@@ -31,8 +32,13 @@ class StepCosts:
         self._features[at, 1], self._features[at, 2] = rows_of(record), record.num_context_tokens
         self._compute_ns[at] = compute_ns
         self._num_learned += 1
-        if self._num_learned < 2 * _MIN_STEPS or self._num_learned % _REFIT_EVERY == 0:
+        is_new = rows_of(record) > self._max_rows
+        if is_new or self._num_learned < 2 * _MIN_STEPS or self._num_learned % _REFIT_EVERY == 0:
             self._fit()
+
+    def knows(self, num_rows: int) -> bool:
+        """Steps of so many rows lie within experience."""
+        return num_rows <= self._max_rows
 
     def expected_ns(self, num_rows: int, num_context_tokens: int) -> int | None:
         """Nanoseconds of a decode step of that size; None before there is experience."""
@@ -53,6 +59,7 @@ class StepCosts:
         if not is_usual.all():
             coefficients = _least_squares(features[is_usual], times[is_usual])
         constant, per_row, per_token = coefficients.tolist()
+        self._max_rows = int(features[:, 1].max())
         self._coefficients = constant, per_row, per_token
 
 

@@ -90,8 +90,8 @@ class GapSplitter:
             return [(Cause.DECODE, compute_ns - excess), (Cause.PROFILER, excess)]
         if self._is_graph_miss(record):
             return [(Cause.DECODE, compute_ns - excess), (Cause.GRAPH_MISS, excess)]
-        unknown = max(0, compute_ns - round(_NOISE * expected))
-        growth = min(self._growth_ns(record, last, expected), compute_ns - unknown)
+        growth = self._growth_ns(record, last, compute_ns, expected)
+        unknown = max(0, compute_ns - growth - round(_NOISE * expected))
         return [
             (Cause.DECODE, compute_ns - unknown - growth),
             (Cause.BATCH_GROWTH, growth),
@@ -108,13 +108,19 @@ class GapSplitter:
             expected = compute_ns * record.num_decode_seqs // num_tokens
         return min(expected, compute_ns)
 
-    def _growth_ns(self, record: StepRecord, last: StepRecord, expected_ns: int) -> int:
-        """What the step takes longer because it has more rows than the one before had sequences."""
-        num_before = max(last.graph_rows, last.num_decode_seqs + last.num_prefill_seqs)
-        if not 0 < num_before < rows_of(record):
+    def _growth_ns(self, record: StepRecord, last: StepRecord, compute_ns: int, expected_ns: int) -> int:
+        """What the step takes longer because it has more decode rows than the one before.
+
+        With more rows than were ever seen, no expectation says how much longer; it cannot be more than in proportion.
+        """
+        num_rows, num_before = rows_of(record), rows_of(last)
+        if not 0 < num_before < num_rows:
             return 0
-        before = self.costs.expected_ns(num_before, record.num_context_tokens * num_before // rows_of(record))
-        return max(0, expected_ns - (before or 0))
+        before = self.costs.expected_ns(num_before, record.num_context_tokens * num_before // num_rows) or 0
+        growth = expected_ns - before
+        if not self.costs.knows(num_rows):
+            growth = max(growth, round(_NOISE * before * (num_rows - num_before) / num_before))
+        return max(0, min(growth, compute_ns - before))
 
     def _is_graph_miss(self, record: StepRecord) -> bool:
         return self._has_graphs and record.kind == "decode" and not record.graph_rows
@@ -141,9 +147,16 @@ class Tokens(Protocol):
 class StepGaps:
     """Gaps of steps, to be looked up by when their tokens were known."""
 
-    def __init__(self, gaps: Sequence[StepGap]) -> None:
-        self._gaps = gaps  # in the order of their ends
-        self._ends = [gap.end_ns for gap in gaps]
+    def __init__(self, gaps: Iterable[StepGap] = ()) -> None:
+        self._gaps = list(gaps)  # in the order of their ends
+        self._ends = [gap.end_ns for gap in self._gaps]
+
+    def add(self, gap: StepGap, max_gaps: int) -> None:
+        """One more, the newest. At least the newest `max_gaps` are remembered, and at most twice as many."""
+        self._gaps.append(gap)
+        self._ends.append(gap.end_ns)
+        if len(self._gaps) >= 2 * max_gaps:
+            del self._gaps[:-max_gaps], self._ends[:-max_gaps]
 
     def ended_at(self, tokens_ns: int) -> StepGap | None:
         at = bisect_left(self._ends, tokens_ns)
@@ -179,8 +192,7 @@ def segments_since(start_ns: int, gap: StepGap, preempted_ns: int, resumed_ns: i
     """
     if start_ns < preempted_ns <= resumed_ns <= gap.end_ns:
         return (
-            (Cause.SCHEDULE, preempted_ns - start_ns),
-            (Cause.KV_WAIT, resumed_ns - preempted_ns),
+            (Cause.KV_WAIT, resumed_ns - start_ns),  # with earlier preemptions in it, if there were any
             (Cause.PREEMPTED, gap.end_ns - resumed_ns),
         )
     return ((Cause.NOT_SELECTED, gap.start_ns - start_ns), *gap.segments)

@@ -6,7 +6,7 @@ import msgspec
 
 from roseinfer.errors import EngineError, EngineFailed, RequestTimeout
 from roseinfer.messages import TokenLogprobs, TokenOutput
-from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.records import Arrival, FinishReason, RequestTimeline
 from roseinfer.server.detokenizer import Detokenizer
 from roseinfer.server.tokenizer import Tokenizer
 
@@ -35,6 +35,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     token_ids: list[int]  # with the token that ended the text, which has none of its own
     is_first: bool
     finish_reason: FinishReason | None
+    arrival: Arrival | None  # of the token that made it due
 
 
 class Choice:
@@ -54,6 +55,7 @@ class Choice:
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
         self._num_told = 0  # tokens
+        self._num_due = 0  # tokens when something became due; 0 while nothing is
         self._is_told = False  # the finish reason has gone out
 
     @property
@@ -115,8 +117,14 @@ class Choice:
             return bool(self._token_ids)
         return len(self._token_ids) >= interval and bool(self._text or self._scored)
 
+    def note_due(self, interval: int) -> None:
+        """Remember the token that makes what is left due, if it does."""
+        if not self._num_due and self.is_due(interval):
+            self._num_due = self.num_tokens
+
     def pop(self) -> Delta:
         """Everything that has not been told yet."""
+        arrivals = self.timeline.arrivals
         delta = Delta(
             choice=self,
             text="".join(self._text),
@@ -124,8 +132,10 @@ class Choice:
             token_ids=self._token_ids,
             is_first=self._num_told == 0,
             finish_reason=self.finish_reason,
+            arrival=arrivals[(self._num_due or len(arrivals)) - 1] if arrivals else None,
         )
         self._num_told += len(self._token_ids)
+        self._num_due = 0
         self._text, self._scored, self._token_ids = [], [], []
         self._is_told = self.finish_reason is not None
         return delta

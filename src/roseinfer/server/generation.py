@@ -115,6 +115,7 @@ class Generation:
         ]
         self.outputs = service.client.generate(requests, exchange.timelines)
         self._interval = body.stream_interval or service.config.stream_interval
+        self._is_streamed = body.stream
         self._by_id = {r.request_id: choice for r, choice in zip(requests, self.choices, strict=True)}
         self._num_left = len(requests)
         self._num_prompt_tokens = sum(map(len, job.prompts))
@@ -133,6 +134,8 @@ class Generation:
             choice = self._by_id[output.request_id]
             was_finished = choice.finish_reason is not None
             choice.take(output)
+            if self._is_streamed:
+                choice.note_due(self._interval)
             if choice.finish_reason is not None and not was_finished:
                 self._num_left -= 1
                 if output.finish_reason is None:  # the stop is in the text, which the engine does not know
@@ -148,9 +151,9 @@ class Generation:
         written_ns = time.monotonic_ns()
         for delta in deltas:
             timeline = delta.choice.timeline
-            if delta.token_ids and timeline.arrival is not None:
+            if delta.token_ids and delta.arrival is not None:
                 timeline.write_ns.append(written_ns)
-                delivery = Delivery(timeline.arrival, resumed_ns, encoded_ns, written_ns, was_paused)
+                delivery = Delivery(delta.arrival, resumed_ns, encoded_ns, written_ns, was_paused)
                 self._observer.on_write(timeline, delivery)
 
     def usage(self) -> Usage:
@@ -192,9 +195,9 @@ class _Reply:
                 if stream is None:
                     headers = self._timing(generation.exchange.ledgers()) if self._wants_ledger else {}
                     stream = generation.exchange.stream = await sse.open_stream(request, headers)
-                encoded_ns = time.monotonic_ns()
+                encoded_ns, was_paused = time.monotonic_ns(), sse.is_behind(request)
                 await stream.write(b"".join(frames))
-                generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=request.protocol.writing_paused)
+                generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=was_paused or sse.is_behind(request))
                 if generation.is_over:
                     break
         assert stream is not None
@@ -228,7 +231,7 @@ class _Reply:
         encoded_ns = time.monotonic_ns()
         await response.prepare(request)
         await response.write_eof()
-        generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=request.protocol.writing_paused)
+        generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=sse.is_behind(request))
         return response
 
     def _template(self) -> sse.ChunkTemplate:

@@ -27,6 +27,15 @@ async def open_stream(request: web.Request, headers: dict[str, str]) -> web.Stre
     return stream
 
 
+def is_behind(request: web.Request) -> bool:
+    """The client, or the network, has not taken all that was written; a write may wait for it.
+
+    That writing is paused says less: a write that waited returns when it is paused no longer.
+    """
+    transport = request.transport
+    return transport is not None and transport.get_write_buffer_size() > 0
+
+
 class ChunkTemplate:
     """The chunks of one stream: everything that does not change is encoded once, a chunk joins bytes.
 

@@ -96,11 +96,12 @@ class Bench:
         self.attribution.on_step(record, rows)
         outbox_ns, loop_ns, text_ns, write_ns = on_its_way_ns
         sent_ns = tokens_ns + outbox_ns
-        arrival = Arrival(tokens_ns, sent_ns, sent_ns + loop_ns // 2)
+        read_ns = sent_ns + 3 * loop_ns // 4
+        arrival = Arrival(tokens_ns, sent_ns, read_ns, record.late_gc_ns, was_held=record.outbox_depth > 0)
         resumed_ns = sent_ns + loop_ns
         delivery = Delivery(arrival, resumed_ns, resumed_ns + text_ns, resumed_ns + text_ns + write_ns, was_paused)
         for timeline in rows:
-            timeline.arrival = arrival
+            timeline.arrivals.append(arrival)
             timeline.write_ns.append(delivery.written_ns)
             self.attribution.on_write(timeline, delivery)
             self.writes.append((self.timelines.index(timeline), delivery))
@@ -137,11 +138,6 @@ def plant_prefill(bench: Bench) -> None:
 
 
 def plant_growth(bench: Bench) -> None:
-    for _ in range(40):  # so that what 40 rows take is known
-        bench.step(num_decode_seqs=40, num_generated_tokens=4, compute_ns=50 * MS, num_context_tokens=2000)
-    for _ in range(150):
-        bench.step()
-    bench.slow.clear()
     bench.step(num_decode_seqs=40, num_generated_tokens=4, compute_ns=50 * MS, num_context_tokens=2000)
 
 
@@ -193,7 +189,7 @@ PLANTS: dict[Cause, Callable[[Bench], None]] = {
     Cause.PREEMPTED: plant_recomputation,
     Cause.NOT_SELECTED: plant_not_selected,
     Cause.GC: lambda bench: bench.step(compute_ns=60 * MS, gc_ns=50 * MS),
-    Cause.ENGINE_OUTBOX: lambda bench: bench.step(on_its_way_ns=(60 * MS, 200 * US, 50 * US, 50 * US)),
+    Cause.ENGINE_OUTBOX: lambda bench: bench.step(on_its_way_ns=(100 * US, 60 * MS, 50 * US, 50 * US), outbox_depth=3),
     Cause.EVENT_LOOP: lambda bench: bench.step(on_its_way_ns=(100 * US, 60 * MS, 50 * US, 50 * US)),
     Cause.DETOKENIZE: lambda bench: bench.step(on_its_way_ns=(100 * US, 200 * US, 60 * MS, 50 * US)),
     Cause.CLIENT_BACKPRESSURE: lambda bench: bench.step(
@@ -241,6 +237,24 @@ def test_a_profiler_that_starts_or_writes_between_two_steps_is_named() -> None:
     bench.warm_up()
     bench.step(host_ns=50 * MS, is_profiled=1)
     assert {gap.cause for gap, _ in bench.slow} == {Cause.PROFILER}
+
+
+def test_more_rows_than_ever_cost_no_more_than_in_proportion() -> None:
+    bench = Bench()
+    bench.warm_up()
+    bench.step(num_decode_seqs=5, num_generated_tokens=4, compute_ns=80 * MS)
+    [parts] = {tuple(gap.parts.items()) for gap, _ in bench.slow}
+    assert dict(parts)[Cause.BATCH_GROWTH] <= 0.4 * DECODE_NS
+    assert dict(parts)[Cause.UNKNOWN] >= 60 * MS
+
+
+def test_rows_that_were_seen_before_are_no_riddle() -> None:
+    bench = Bench()
+    bench.warm_up()
+    for _ in range(60):
+        bench.step(num_decode_seqs=40, num_generated_tokens=4, compute_ns=50 * MS, num_context_tokens=2000)
+    assert {gap.cause for gap, _ in bench.slow} == {Cause.BATCH_GROWTH, Cause.DECODE}
+    assert bench.attribution.total_ns[Cause.UNKNOWN] == 0
 
 
 def test_requests_that_are_not_streamed_have_their_engine_gaps_judged() -> None:

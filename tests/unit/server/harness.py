@@ -191,8 +191,9 @@ class ScriptedEngine:
                     raise outputs
                 unfinished -= {output.request_id for output in outputs if output.finish_reason is not None}
                 now_ns = time.monotonic_ns()
-                for timeline in timelines:
-                    timeline.arrival = Arrival(now_ns, now_ns, now_ns)
+                by_id = {timeline.request_id: timeline for timeline in timelines}
+                for output in outputs:
+                    by_id[output.request_id].arrivals += [Arrival(now_ns, now_ns, now_ns)] * len(output.token_ids)
                 yield outputs
         finally:
             for request_id in unfinished:
