@@ -89,6 +89,9 @@ class PhaseTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sample: int = 0  # the same for drawing tokens, where that is not part of a graph
 
 
+NO_TIMES = PhaseTimes()
+
+
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One engine step, told with its tokens; with a pipeline, after the next one was launched.
 
@@ -124,6 +127,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     graph_rows: int  # rows of the CUDA graph that ran, padding included; 0 when none did
     pipeline_depth: int  # steps that may be launched before the one before them has been read
     phases: PhaseTimes
+    ahead: PhaseTimes  # with a pipeline, those of the step that was launched while this one was computed
 
     @property
     def kind(self) -> str:

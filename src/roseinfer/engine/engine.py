@@ -10,7 +10,7 @@ from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.steps import NOTHING, Outcome
 from roseinfer.gc_pauses import GcPauses
 from roseinfer.messages import EngineInfo, Request, StepOutput
-from roseinfer.records import Phases, RangeMarker, StepRecord, Stopwatch
+from roseinfer.records import NO_TIMES, Phases, RangeMarker, StepRecord, Stopwatch
 
 
 class OutboxState(msgspec.Struct, frozen=True, gc=False):
@@ -83,10 +83,10 @@ class Engine:
             return self._step(outbox)
 
     def _step(self, outbox: OutboxState) -> StepOutput:
-        watch = self._fill_pipeline()
+        watch = self._fill_pipeline()  # at depth 0 that of the step itself
         if not self._pipeline:  # nothing could run: a step all the same, which may tell of aborted requests
             self._num_steps += 1
-            return self._tell(NOTHING, watch, watch.start_ns, None, outbox)
+            return self._tell(NOTHING, watch, watch, watch.start_ns, None, outbox)
         step = self._pipeline.popleft()
         with step.watch("wait"):
             sampled = step.launched.wait()
@@ -94,7 +94,7 @@ class Engine:
         gc_ns, self._gc_ns = self.gc_pauses.total_ns - self._gc_ns, self.gc_pauses.total_ns
         with step.watch("commit"):
             outcome = self.scheduler.commit(step.batch, sampled)
-        return self._tell(outcome, step.watch, tokens_ns, step.launched, outbox, gc_ns)
+        return self._tell(outcome, step.watch, watch, tokens_ns, step.launched, outbox, gc_ns)
 
     def _fill_pipeline(self) -> Stopwatch:
         """Schedule and launch until the pipeline is full or nothing can run; the stopwatch of the last attempt."""
@@ -115,6 +115,7 @@ class Engine:
         self,
         outcome: Outcome,
         watch: Stopwatch,
+        ahead: Stopwatch,
         tokens_ns: int,
         launched: Launched | None,
         outbox: OutboxState,
@@ -153,6 +154,7 @@ class Engine:
             graph_rows=0 if launched is None else launched.graph_rows,
             pipeline_depth=self.pipeline_depth,
             phases=watch.times(),
+            ahead=NO_TIMES if ahead is watch else ahead.times(),
         )
         return StepOutput(outcome.slots, outcome.token_ids, outputs, record)
 

@@ -11,7 +11,7 @@ import msgspec
 from roseinfer.config import Config
 from roseinfer.gc_pauses import GcPauses
 from roseinfer.messages import EngineInfo
-from roseinfer.observe.deliveries import Interruptions
+from roseinfer.observe.deliveries import LiveInterruptions
 from roseinfer.observe.inspection import Inspection
 from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.recorder import Capture, FlightRecorder
@@ -35,7 +35,7 @@ class Flight(Observer):
         slow_min_ns = int(config.observe.slow_gap_min_ms * 1e6)
         self._job = partial(Job, slow_factor=config.observe.slow_gap_factor, slow_min_ns=slow_min_ns)
 
-    def listen(self, gc_pauses: GcPauses, metrics: Metrics, interruptions: Interruptions) -> None:
+    def listen(self, gc_pauses: GcPauses, metrics: Metrics, interruptions: LiveInterruptions) -> None:
         """Hear of what interrupts the front end, and let `interruptions` know too."""
 
         def note(cause: Cause, start_ns: int, end_ns: int) -> None:
@@ -69,7 +69,7 @@ class Flight(Observer):
         steps = [step_of(row) for row in self.recorder.steps(limit)]
         rows = [msgspec.to_builtins(msgspec.structs.asdict(step) | {"kind": step.kind}) for step in steps]
         for row, step in zip(rows, steps, strict=True):
-            row["phases"] = msgspec.structs.asdict(step.phases)
+            row |= {"phases": msgspec.structs.asdict(step.phases), "ahead": msgspec.structs.asdict(step.ahead)}
         return {"clock": msgspec.structs.asdict(self.recorder.clock_pair), "steps": rows}
 
     def recording(self) -> Callable[[], bytes]:

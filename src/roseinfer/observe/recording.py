@@ -28,15 +28,17 @@ StructArray = npt.NDArray[np.void]
 BLOCKED_BY = tuple(BlockedBy)
 CAUSES = tuple(Cause)
 
-_COUNTS = tuple(name for name in StepRecord.__struct_fields__ if name not in {"phases", "blocked_by", "is_profiled"})
+_OTHERS = frozenset({"phases", "ahead", "blocked_by", "is_profiled"})
+_COUNTS = tuple(name for name in StepRecord.__struct_fields__ if name not in _OTHERS)
 _PHASES = PhaseTimes.__struct_fields__
 _counts_of = attrgetter(*_COUNTS)  # a row is made in each step, so in C
 _phases_of = attrgetter(*_PHASES)
 _BLOCKED_BY_INDEX = {limit: index for index, limit in enumerate(BLOCKED_BY)}
+_TIMES = (*(f"{name}_ns" for name in _PHASES), *(f"ahead_{name}_ns" for name in _PHASES))
 STEP_DTYPE = np.dtype(
     [
         *((name, np.int64) for name in _COUNTS),
-        *((f"{name}_ns", np.int64) for name in _PHASES),
+        *((name, np.int64) for name in _TIMES),
         ("blocked_by", np.uint8),  # index into BLOCKED_BY
         ("is_profiled", np.bool_),
     ]
@@ -208,16 +210,18 @@ class _Versioned(msgspec.Struct):
 def step_row(record: StepRecord) -> tuple[Any, ...]:
     """The record as a row of STEP_DTYPE."""
     blocked_by = _BLOCKED_BY_INDEX[record.blocked_by]
-    return (*_counts_of(record), *_phases_of(record.phases), blocked_by, record.is_profiled)
+    times = (*_phases_of(record.phases), *_phases_of(record.ahead))
+    return (*_counts_of(record), *times, blocked_by, record.is_profiled)
 
 
 def step_of(row: np.void) -> StepRecord:
     """The record of a row."""
-    phases = PhaseTimes(*(int(row[f"{name}_ns"]) for name in _PHASES))
+    times = [int(row[name]) for name in _TIMES]
     counts = {name: int(row[name]) for name in _COUNTS}
     return StepRecord(
         **counts,
-        phases=phases,
+        phases=PhaseTimes(*times[: len(_PHASES)]),
+        ahead=PhaseTimes(*times[len(_PHASES) :]),
         blocked_by=BLOCKED_BY[int(row["blocked_by"])],
         is_profiled=bool(row["is_profiled"]),
     )

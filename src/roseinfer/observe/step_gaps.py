@@ -14,13 +14,13 @@ from typing import Protocol
 import msgspec
 
 from roseinfer.observe.step_costs import StepCosts, rows_of
-from roseinfer.records import Cause, StepRecord
+from roseinfer.records import Cause, PhaseTimes, StepRecord
 
 Segments = tuple[tuple[Cause, int], ...]
 """Nanoseconds by cause, in the order of time; a cause may come more than once."""
 
 _NOISE = 1.5  # times what is expected; up to there a decode step is an ordinary one
-_DEVICE_BOUND = 0.05  # share of a gap that the host waited, from which on the device set the pace of a pipeline
+_DEVICE_BOUND = 0.05  # share of a gap that the host waited, from which on the device was not done earlier
 
 
 class StepGap(msgspec.Struct, frozen=True, gc=False):
@@ -51,31 +51,38 @@ class GapSplitter:
         last, self._last = self._last, record
         gap = None
         if last is not None:
-            segments = self._split(record, last)
+            total_ns = record.tokens_ns - last.tokens_ns
+            compute_ns = _compute_ns(record, total_ns)
+            segments = self._split(record, last, total_ns, compute_ns)
             gap = StepGap(last.tokens_ns, record.tokens_ns, record.step_id, segments)
-        if record.kind == "decode" and not record.is_profiled and not self._is_graph_miss(record):
-            self.costs.learn(record, _compute_ns(record))
+            if record.kind == "decode" and not record.is_profiled and not self._is_graph_miss(record):
+                self.costs.learn(record, compute_ns)
         return gap
 
-    def _split(self, record: StepRecord, last: StepRecord) -> Segments:
-        phases, total = record.phases, record.tokens_ns - last.tokens_ns
-        is_device_bound = record.pipeline_depth > 0 and phases.wait > _DEVICE_BOUND * total
-        before = [(Cause.ENGINE_OUTBOX, record.outbox_wait_ns)]
-        if not is_device_bound:  # else the launch went on while the device computed the step before
-            before += [(Cause.GRAPH_CAPTURE, phases.capture), (Cause.H2D_COPY, phases.h2d)]
-        after = [(Cause.SAMPLE_SYNC, 0 if is_device_bound else phases.sample)]
-        compute = total if is_device_bound else _compute_ns(record)
-        left = total
-        taken: list[tuple[Cause, int]] = []
-        for cause, duration in (*before, *after, (Cause.GC, record.gc_ns)):
-            taken.append((cause, min(duration, left)))
-            left -= taken[-1][1]
+    def _split(self, record: StepRecord, last: StepRecord, total_ns: int, compute_ns: int) -> Segments:
+        host, left = _host_phases(record), total_ns
+        taken: dict[Cause, int] = {}
+        if not _is_device_bound(record, total_ns):
+            for cause, duration in (
+                (Cause.ENGINE_OUTBOX, record.outbox_wait_ns),
+                (Cause.GRAPH_CAPTURE, host.capture),
+                (Cause.H2D_COPY, host.h2d),
+                (Cause.SAMPLE_SYNC, host.sample),
+                (Cause.GC, record.gc_ns),
+            ):
+                taken[cause] = min(duration, left)
+                left -= taken[cause]
         # A collection may have hit any part: what remains for computing is what the stamps leave.
-        computing = self._split_compute(record, last, min(compute, left))
-        host = left - sum(duration for _, duration in computing)
-        *before, sampling, collecting = taken
+        computing = self._split_compute(record, last, min(compute_ns, left))
+        sampling = taken.pop(Cause.SAMPLE_SYNC, 0)
         bookkeeping = Cause.PROFILER if record.is_profiled else Cause.SCHEDULE  # it starts and ends between steps
-        return tuple(part for part in ((bookkeeping, host), *before, collecting, *computing, sampling) if part[1] > 0)
+        segments = (
+            (bookkeeping, left - sum(duration for _, duration in computing)),
+            *taken.items(),
+            *computing,
+            (Cause.SAMPLE_SYNC, sampling),
+        )
+        return tuple(segment for segment in segments if segment[1] > 0)
 
     def _split_compute(self, record: StepRecord, last: StepRecord, compute_ns: int) -> list[tuple[Cause, int]]:
         """The computing of a step into what is usual for its decode rows, and what made it different."""
@@ -126,9 +133,22 @@ class GapSplitter:
         return self._has_graphs and record.kind == "decode" and not record.graph_rows
 
 
-def _compute_ns(record: StepRecord) -> int:
-    phases = record.phases
-    return max(0, phases.launch + phases.wait - phases.h2d - phases.capture - phases.sample)
+def _is_device_bound(record: StepRecord, total_ns: int) -> bool:
+    """Whether a device that works ahead of its host took all of a gap: what the host did meanwhile delayed nothing."""
+    return record.pipeline_depth > 0 and record.phases.wait > _DEVICE_BOUND * total_ns
+
+
+def _host_phases(record: StepRecord) -> PhaseTimes:
+    """What the host did in the gap that the step ends: with a pipeline, it launched the next one."""
+    return record.ahead if record.pipeline_depth else record.phases
+
+
+def _compute_ns(record: StepRecord, total_ns: int) -> int:
+    """How much of the gap went to computing."""
+    if _is_device_bound(record, total_ns):
+        return total_ns
+    host = _host_phases(record)
+    return max(0, record.phases.wait + host.launch - host.h2d - host.capture - host.sample)
 
 
 class Tokens(Protocol):

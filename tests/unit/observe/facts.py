@@ -38,7 +38,8 @@ def make_metrics(take_gc_pauses_ns: Callable[[], Sequence[int]] = tuple) -> Metr
 def make_step(**changes: object) -> StepRecord:
     counts = dict.fromkeys(StepRecord.__struct_fields__, 0)
     counts |= {"num_total_blocks": 100, "start_ns": 1 * MS, "tokens_ns": 2 * MS, "end_ns": 3 * MS}
-    others: dict[str, object] = {"phases": PhaseTimes(), "blocked_by": BlockedBy.NOTHING, "is_profiled": False}
+    others: dict[str, object] = {"phases": PhaseTimes(), "ahead": PhaseTimes()}
+    others |= {"blocked_by": BlockedBy.NOTHING, "is_profiled": False}
     return StepRecord(**(counts | others | changes))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,182 @@
+"""A whole server over an engine without a model, with the observers that name causes, and clients over real sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from roseinfer.config import Config, ServerConfig
+from roseinfer.engine.client import AsyncEngine
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.transport import ThreadTransport, Transport
+from roseinfer.gc_pauses import GcPauses
+from roseinfer.observe.attribution import Attribution
+from roseinfer.observe.causes import Gap
+from roseinfer.observe.hub import Hub
+from roseinfer.observe.metrics import Metrics
+from roseinfer.observe.recording import (
+    CAUSES,
+    INTERRUPTION_DTYPE,
+    STEP_DTYPE,
+    WRITE_DTYPE,
+    ClockPair,
+    Recording,
+    RecordingMeta,
+    RequestRecord,
+    step_row,
+)
+from roseinfer.records import Cause, Delivery, Observer, RequestTimeline, StepRecord
+from roseinfer.server.app import build_app, build_runner
+from roseinfer.server.instruments import Instruments
+from roseinfer.server.service import Service
+from tests.unit.server.harness import text_model
+
+
+class Tape(Observer):
+    """Everything that was told, ready to be a recording."""
+
+    def __init__(self) -> None:
+        self.timelines: list[RequestTimeline] = []
+        self.finished: list[RequestTimeline] = []
+        self.steps: list[StepRecord] = []
+        self.writes: list[tuple[RequestTimeline, Delivery]] = []
+        self.interruptions: list[tuple[int, int, Cause]] = []
+
+    def on_start(self, timeline: RequestTimeline) -> None:
+        self.timelines.append(timeline)
+
+    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+        self.steps.append(record)
+
+    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        self.writes.append((timeline, delivery))
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        self.finished.append(timeline)
+
+    def interrupt(self, start_ns: int, end_ns: int, cause: Cause) -> None:
+        self.interruptions.append((start_ns, end_ns, cause))
+
+    def recording(self, client: AsyncEngine) -> Recording:
+        serials = {timeline.request_id: serial for serial, timeline in enumerate(self.timelines)}
+        interruptions = [(start, end, CAUSES.index(cause)) for start, end, cause in self.interruptions]
+        return Recording(
+            meta=RecordingMeta(version="0", model_name="fake", clock=ClockPair(0, 0), engine=client.info),
+            requests=[RequestRecord.of(serial, timeline) for serial, timeline in enumerate(self.timelines)],
+            steps=np.array([step_row(step) for step in self.steps], STEP_DTYPE),
+            writes=np.array([_write_row(serials[t.request_id], delivery) for t, delivery in self.writes], WRITE_DTYPE),
+            interruptions=np.array(interruptions, INTERRUPTION_DTYPE),
+        )
+
+
+def _write_row(serial: int, delivery: Delivery) -> tuple[object, ...]:
+    arrival = delivery.arrival
+    stamps = (arrival.tokens_ns, arrival.sent_ns, arrival.read_ns, delivery.resumed_ns, delivery.encoded_ns)
+    return (serial, *stamps, delivery.written_ns, delivery.was_paused)
+
+
+@dataclass
+class LiveServer:
+    """A running API port with its observers, and clients for it."""
+
+    client: AsyncEngine
+    service: Service
+    registry: CollectorRegistry
+    attribution: Attribution
+    tape: Tape
+    url: str
+    session: aiohttp.ClientSession
+    slow: list[tuple[Gap, RequestTimeline]] = field(default_factory=list)
+    _readers: list["asyncio.Task[None]"] = field(default_factory=list)
+
+    async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> tuple[int, Any, Any]:
+        """Status, headers and the decoded body of an answer that is not streamed."""
+        body = {"prompt": [1, 2, 3], "temperature": 0, "ignore_eos": True} | body
+        async with self.session.post(self.url + "/v1/completions", json=body, headers=headers) as response:
+            return response.status, response.headers, json.loads(await response.read())
+
+    def start(self, num_requests: int, **body: Any) -> None:
+        """Requests that are read to their end, or until the server stops."""
+        for _ in range(num_requests):
+            self._readers.append(asyncio.create_task(self._read({"stream": True} | body)))
+
+    async def _read(self, body: dict[str, Any]) -> None:
+        body = {"prompt": [1, 2, 3], "temperature": 0, "ignore_eos": True, "max_tokens": 1000} | body
+        async with self.session.post(self.url + "/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for _ in response.content.iter_any():
+                pass
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Return as soon as something is true. A reader that failed raises here."""
+        while not holds():
+            for reader in self._readers:
+                if reader.done():
+                    reader.result()
+            await asyncio.sleep(0.002)
+
+    async def generated(self, num_tokens: int) -> None:
+        """Return once every request that is running has so many tokens more."""
+        goals = [(t, len(t.token_ns) + num_tokens) for t in self.tape.timelines if t not in self.tape.finished]
+        await self.until(lambda: all(len(t.token_ns) >= goal or t.finish_reason for t, goal in goals))
+
+    async def stop_readers(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        self._readers.clear()
+        await self.until(lambda: len(self.tape.finished) == len(self.tape.timelines))
+
+
+@asynccontextmanager
+async def live(
+    build: Callable[[], Engine] | None = None, *, transport: Transport | None = None, **server: Any
+) -> AsyncIterator[LiveServer]:
+    """The API port over an engine in a thread, or over a transport, on a free port of the loopback."""
+    config = Config(server=ServerConfig(served_model_name="fake", **server))
+    if transport is None:
+        assert build is not None
+        transport = ThreadTransport(config, lambda _config, _on_progress: build())
+    attribution, registry, tape, pauses = Attribution(), CollectorRegistry(), Tape(), GcPauses()
+    metrics = Metrics("fake", "0", registry)
+    hub = Hub([attribution, metrics, tape])
+    metrics.watch(attribution, lambda: hub.spent_ns)
+    metrics.render_listeners.append(partial(tape.interrupt, cause=Cause.SCRAPE))
+    pauses.listeners += [partial(hear, cause=Cause.GC) for hear in (attribution.interruptions.add, tape.interrupt)]
+    client = AsyncEngine(transport, hub, 30.0)
+    await client.start(lambda _: None)
+    attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
+    service = Service(config, client, hub, None, attribution.ledger)
+    service.open(text_model())
+    instruments = Instruments(metrics=_metrics_handler(metrics), ledger=attribution.ledger)
+    runner = build_runner(build_app(service, instruments), 0.5)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        with pauses:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                server_ = LiveServer(client, service, registry, attribution, tape, url, session)
+                attribution.on_slow_gap.append(lambda gap, timeline: server_.slow.append((gap, timeline)))
+                yield server_
+                await server_.stop_readers()
+    finally:
+        await runner.cleanup()
+        service.close()
+        await client.close()
+
+
+def _metrics_handler(metrics: Metrics) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
+
+    return handle

@@ -1,0 +1,370 @@
+"""Each cause is injected into a whole server, engine to socket, and the slow gaps that it makes carry its name.
+
+Delays are many times a step, and only gaps as long as half a delay are judged, so it does not matter how busy the
+machine is. Nothing here asserts how long anything took.
+"""
+
+import asyncio
+import gc
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import Metric
+
+from roseinfer.config import Config, ModelConfig
+from roseinfer.engine.batch import Launched, ScheduledBatch
+from roseinfer.engine.engine import Engine, OutboxState
+from roseinfer.engine.transport import ProcessTransport
+from roseinfer.messages import StepOutput
+from roseinfer.observe.causes import Gap, gaps_of
+from roseinfer.records import Cause, RequestTimeline, StepRecord, Watch
+from tests.integration.faulty_engine import GC_EVERY, LATENCY_S, huge_heap
+from tests.integration.live_server import LiveServer, live
+from tests.unit.engine.harness import make_engine
+
+DELAY_S = 0.15
+MIN_GAP_NS = int(DELAY_S / 2 * 1e9)
+NUM_STREAMS = 6
+WARM_TOKENS = 30
+
+Trouble = Callable[[ScheduledBatch, Watch], None]
+
+
+class TroubledEngine:
+    """The fake engine, and what happens in its launches: once each time that a test arms it."""
+
+    def __init__(self, trouble: Trouble | None = None, latency_per_token_s: float = 0.0, **options: Any) -> None:
+        defaults = {"num_blocks": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1100}
+        self.engine = make_engine(**(defaults | options))
+        self.is_armed = False
+        runner = self.engine.runner
+        runner.latency_s = LATENCY_S  # type: ignore[attr-defined]  # the fake's own knobs
+        runner.latency_per_token_s = latency_per_token_s  # type: ignore[attr-defined]
+        launch = runner.launch
+
+        def launch_with_trouble(batch: ScheduledBatch, watch: Watch) -> Launched:
+            if trouble is not None and self.is_armed and not batch.token_ids.size:
+                self.is_armed = False
+                trouble(batch, watch)
+            return launch(batch, watch)
+
+        runner.launch = launch_with_trouble  # type: ignore[method-assign]
+
+    def build(self) -> Engine:
+        return self.engine
+
+    async def strike(self, server: LiveServer) -> None:
+        """Arm it, and wait until it has happened and is over."""
+        self.is_armed = True
+        await server.until(lambda: not self.is_armed)
+
+
+Strike = Callable[[LiveServer], Any]
+
+
+async def provoke(server: LiveServer, strike: Strike, times: int = 2) -> None:
+    """Streams that run evenly, and then a few strikes apart from each other."""
+    server.start(NUM_STREAMS)
+    await server.until(lambda: len(server.tape.timelines) >= NUM_STREAMS)
+    await server.generated(WARM_TOKENS)
+    for _ in range(times):
+        await strike(server)
+        await server.generated(8)
+
+
+def judge(server: LiveServer, cause: Cause, is_planted: Callable[[Gap], bool] = lambda _: True) -> None:
+    """At least 95 % of the long slow gaps have the cause, their parts add up, and hardly anything is unexplained."""
+    tape = server.tape
+    planted = [(gap, t) for gap, t in server.slow if gap.duration_ns >= MIN_GAP_NS and is_planted(gap)]
+    causes = [gap.cause for gap, _ in planted]
+    assert causes, "nothing was slow"
+    assert causes.count(cause) >= 0.95 * len(causes), (causes, [gap.parts for gap, _ in planted])
+    for gap, timeline in server.slow:
+        stamps = timeline.write_ns if timeline.is_streamed else timeline.token_ns
+        assert sum(gap.parts.values()) == gap.duration_ns == stamps[gap.index] - stamps[gap.index - 1]
+    if cause is not Cause.UNKNOWN:
+        unknown = sum(gap.parts.get(Cause.UNKNOWN, 0) for gap, _ in planted)
+        assert unknown < 0.05 * sum(gap.duration_ns for gap, _ in planted)
+    recorded = {(gap.serial, gap.end_ns): gap for gap in gaps_of(tape.recording(server.client))}
+    assert all(sum(gap.parts.values()) == gap.duration_ns for gap in recorded.values())
+    alike = [recorded[gap.serial, gap.end_ns].cause == gap.cause for gap, _ in planted]
+    assert alike.count(True) >= 0.95 * len(alike)
+
+
+# --- in the engine ----------------------------------------------------------------------------------------------------
+
+
+def sleep_within(part: str) -> Trouble:
+    def trouble(_: ScheduledBatch, watch: Watch) -> None:
+        with watch(part):
+            time.sleep(DELAY_S)
+
+    return trouble
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("part", "cause"),
+    [
+        ("capture", Cause.GRAPH_CAPTURE),
+        ("h2d", Cause.H2D_COPY),
+        ("sample", Cause.SAMPLE_SYNC),
+        ("forward", Cause.UNKNOWN),  # a stall in the computing that nothing explains
+    ],
+)
+async def test_a_part_of_the_launch_that_stalls(part: str, cause: Cause, depth: int) -> None:
+    troubled = TroubledEngine(sleep_within(part), pipeline_depth=depth)
+    async with live(troubled.build) as server:
+        await provoke(server, troubled.strike)
+        judge(server, cause)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("verb", ["schedule", "commit"])
+async def test_slow_bookkeeping(verb: str, is_streamed: bool) -> None:
+    troubled = TroubledEngine()
+    scheduler = troubled.engine.scheduler
+    work = getattr(scheduler, verb)
+
+    def slow(*arguments: Any) -> Any:
+        if troubled.is_armed:
+            troubled.is_armed = False
+            time.sleep(DELAY_S)
+        return work(*arguments)
+
+    setattr(scheduler, verb, slow)
+    async with live(troubled.build) as server:
+        server.start(2, stream=is_streamed)
+        await provoke(server, troubled.strike)
+        judge(server, Cause.SCHEDULE)
+
+
+async def test_a_collection_in_the_engine() -> None:
+    transport = ProcessTransport(Config(model=ModelConfig(path="collects")), ("-m", "tests.integration.faulty_engine"))
+    async with live(transport=transport) as server:
+        server.start(NUM_STREAMS)
+        await server.until(lambda: server.tape.steps[-1:] and server.tape.steps[-1].step_id > 2 * GC_EVERY)
+        judge(server, Cause.GC, lambda gap: gap.step_id >= GC_EVERY)
+
+
+async def test_a_long_prompt_among_streams() -> None:
+    troubled = TroubledEngine(latency_per_token_s=0.0004)
+
+    async def strike(server: LiveServer) -> None:
+        server.start(1, prompt=[len(server.tape.timelines), *[5] * 480], max_tokens=2)
+        await server.until(lambda: server.tape.steps[-1].num_prefill_tokens > 400)
+
+    async with live(troubled.build) as server:
+        await provoke(server, strike)
+        judge(server, Cause.PREFILL_OF_OTHERS)
+
+
+async def test_suddenly_more_rows() -> None:
+    troubled = TroubledEngine(latency_per_token_s=0.004)
+
+    async def strike(server: LiveServer) -> None:
+        server.start(40, prompt=[7])
+
+    async with live(troubled.build) as server:
+        await provoke(server, strike, times=1)
+        steps = {step.step_id: step for step in server.tape.steps}
+        judge(server, Cause.BATCH_GROWTH, lambda gap: has_grown(steps, gap.step_id))
+
+
+def has_grown(steps: dict[int, StepRecord], step_id: int) -> bool:
+    step = steps[step_id]
+    return step.kind == "decode" and step.num_decode_seqs > 2 * steps[step_id - 1].num_decode_seqs
+
+
+async def test_a_step_without_a_graph() -> None:
+    troubled = TroubledEngine()
+    engine = troubled.engine
+    engine.info = msgspec.structs.replace(engine.info, graph_sizes=[8])
+    launch = engine.runner.launch
+
+    def launch_graph(batch: ScheduledBatch, watch: Watch) -> Launched:
+        is_miss, troubled.is_armed = troubled.is_armed, False
+        engine.runner.latency_s = DELAY_S if is_miss else LATENCY_S  # type: ignore[attr-defined]
+        launched = launch(batch, watch)
+        is_graph = not is_miss and batch.num_device_rows == batch.num_rows
+        launched.graph_rows = 8 if is_graph else 0  # type: ignore[misc]
+        return launched
+
+    engine.runner.launch = launch_graph  # type: ignore[method-assign]
+    async with live(troubled.build) as server:
+        await provoke(server, troubled.strike)
+        judge(server, Cause.GRAPH_MISS)
+
+
+async def test_a_profiled_step() -> None:
+    troubled = TroubledEngine(sleep_within("forward"))
+    step = troubled.engine.step
+
+    def profiled(outbox: OutboxState) -> StepOutput:
+        is_profiled = troubled.is_armed
+        output = step(outbox)
+        record = msgspec.structs.replace(output.record, is_profiled=is_profiled)
+        return msgspec.structs.replace(output, record=record)
+
+    troubled.engine.step = profiled  # type: ignore[method-assign, assignment]
+    async with live(troubled.build) as server:
+        await provoke(server, troubled.strike)
+        judge(server, Cause.PROFILER)
+
+
+async def test_more_sequences_than_rows() -> None:
+    troubled = TroubledEngine(max_num_seqs=2, max_active_seqs=64, max_prefill_seqs=64)
+
+    async def strike(server: LiveServer) -> None:
+        server.start(58, prompt=[7])
+
+    async with live(troubled.build) as server:
+        await provoke(server, strike, times=1)
+        judge(server, Cause.NOT_SELECTED)
+
+
+async def test_a_pool_that_is_too_small() -> None:
+    """The youngest loses its blocks, and gets them back when the others have ended."""
+    troubled = TroubledEngine(num_blocks=40, max_model_len=320, prefix_caching=False)
+    async with live(troubled.build) as server:
+        server.start(4, max_tokens=100)
+        await server.until(lambda: any(step.num_preemptions for step in server.tape.steps))
+        await server.until(lambda: len(server.tape.finished) == 4)
+        judge(server, Cause.KV_WAIT)
+
+
+async def test_computing_again_what_was_lost() -> None:
+    """One stream takes the last block from another just before it ends, so there is no waiting, but 250 tokens."""
+    troubled = TroubledEngine(latency_per_token_s=0.0006, num_blocks=36, max_model_len=288, prefix_caching=False)
+    async with live(troubled.build) as server:
+        server.start(1, prompt=[1, 2], max_tokens=40)
+        await server.until(lambda: any(step.num_decode_seqs for step in server.tape.steps))
+        server.start(1, prompt=[3] * 238, max_tokens=48)
+        await server.until(lambda: len(server.tape.finished) == 2)
+        assert server.tape.finished[-1].num_preemptions == 1
+        judge(server, Cause.PREEMPTED, lambda gap: gap.serial == 1)
+
+
+# --- in the front end -------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def over_a_process(**server: Any) -> AsyncIterator[LiveServer]:
+    async with live(transport=ProcessTransport(Config(), ("-m", "tests.integration.faulty_engine")), **server) as live_:
+        yield live_
+
+
+async def test_a_collection_in_the_front_end() -> None:
+    heap: list[object] = []
+
+    async def strike(_: LiveServer) -> None:
+        asyncio.get_running_loop().call_soon(gc.collect)
+
+    async with over_a_process() as server:
+        heap.append(huge_heap())
+        await provoke(server, strike)
+        judge(server, Cause.GC)
+
+
+@pytest.mark.parametrize("stream_interval", [1, 4])
+async def test_a_blocked_event_loop(stream_interval: int) -> None:
+    async def strike(_: LiveServer) -> None:
+        asyncio.get_running_loop().call_soon(time.sleep, DELAY_S)
+
+    async with over_a_process(stream_interval=stream_interval) as server:
+        await provoke(server, strike)
+        judge(server, Cause.EVENT_LOOP)
+
+
+async def test_an_engine_that_stands_still_because_nobody_reads() -> None:
+    async def strike(_: LiveServer) -> None:
+        asyncio.get_running_loop().call_soon(time.sleep, 4 * DELAY_S)
+
+    async with over_a_process() as server:
+        server.start(40, stream=False)  # whole replies have the engine's gaps alone
+        await server.generated(WARM_TOKENS)
+        await strike(server)
+        await server.until(lambda: server.tape.steps[-1].outbox_wait_ns > 0)
+        judge(server, Cause.ENGINE_OUTBOX)
+
+
+async def test_a_slow_detokenizer() -> None:
+    troubled = TroubledEngine()
+    async with live(troubled.build) as server:
+        tokenizer = server.service.text_model.tokenizer
+        text_bytes = tokenizer.text_bytes
+
+        def slow(token_id: int) -> bytes:
+            if troubled.is_armed:
+                troubled.is_armed = False
+                time.sleep(DELAY_S)
+            return text_bytes(token_id)
+
+        tokenizer.text_bytes = slow  # type: ignore[method-assign]
+        server.start(1)
+        await server.generated(WARM_TOKENS)
+        for _ in range(2):
+            await troubled.strike(server)
+            await server.generated(8)
+        judge(server, Cause.DETOKENIZE)
+
+
+class SlowCollector:
+    """Holds the interpreter while it collects, in one call that never gives it away."""
+
+    def __init__(self) -> None:
+        began = time.monotonic()
+        sum(range(1_000_000))
+        self._numbers = range(int(1_000_000 * DELAY_S / (time.monotonic() - began)))
+
+    def collect(self) -> Iterator[Metric]:
+        sum(self._numbers)
+        return iter(())
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+async def test_a_scrape_that_takes_long() -> None:
+    async def strike(server: LiveServer) -> None:
+        async with server.session.get(server.url + "/metrics") as response:
+            await response.read()
+
+    async with over_a_process() as server:
+        server.registry.register(SlowCollector())  # type: ignore[arg-type]
+        await provoke(server, strike)
+        judge(server, Cause.SCRAPE)
+
+
+async def test_a_client_that_reads_slowly() -> None:
+    async with over_a_process() as server:
+        server.service.text_model.tokenizer.text_bytes = lambda _: b"#" * 20_000  # type: ignore[method-assign]
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(connection, (host, int(port)))
+            body = b'{"prompt": [1, 2, 3], "stream": true, "max_tokens": 1000, "ignore_eos": true}'
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            await loop.sock_sendall(connection, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+            async def read(num_writes: int) -> RequestTimeline:
+                await server.until(lambda: bool(server.tape.timelines))
+                [timeline] = server.tape.timelines
+                goal = len(timeline.write_ns) + num_writes
+                while len(timeline.write_ns) < goal:
+                    await loop.sock_recv(connection, 1 << 16)
+                return timeline
+
+            await read(WARM_TOKENS)
+            for _ in range(3):
+                await asyncio.sleep(4 * DELAY_S)
+                await read(20)
+        await server.until(lambda: bool(server.tape.finished))
+        judge(server, Cause.CLIENT_BACKPRESSURE)
