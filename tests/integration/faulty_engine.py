@@ -51,5 +51,7 @@ def shrink_link(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    shrink_link(int(sys.argv[1]))
-    sys.exit(engine_main(int(sys.argv[1]), build=build_faulty_engine))
+    *options, descriptor = sys.argv[1:]
+    if "--small-link" in options:
+        shrink_link(int(descriptor))
+    sys.exit(engine_main(int(descriptor), build=build_faulty_engine))

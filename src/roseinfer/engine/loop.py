@@ -62,11 +62,12 @@ def run(build_engine: Callable[[], Engine], inbox: Inbox, outbox: Outbox, *, che
 
 def _serve(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool) -> None:
     stalled_ns = 0  # since when the outbox has been full with work to do; 0 while it is not
-    while _take_commands(engine, inbox, outbox, check_when_idle=check_when_idle):
-        if not engine.has_work:
-            continue
-        if outbox.is_full:
+    while True:
+        if outbox.is_full and engine.has_work:  # asked here because taking commands sleeps while it is full
             stalled_ns = stalled_ns or engine.phases.clock()
+        if not _take_commands(engine, inbox, outbox, check_when_idle=check_when_idle):
+            return
+        if outbox.is_full or not engine.has_work:
             continue
         wait_ns = engine.phases.clock() - stalled_ns if stalled_ns else 0
         stalled_ns = 0

@@ -181,14 +181,16 @@ class Attribution(Observer):
 
     def _judge(self, timeline: RequestTimeline, step_id: int, segments: Segments) -> None:
         """The request's newest gap between tokens was slow."""
-        stamps, serial = timeline.token_ns, self._serial(timeline)
-        self._tell(self._usual.gap(serial, len(stamps) - 1, *stamps[-2:], step_id, segments), timeline)
+        serial, index = self._serial(timeline), len(timeline.token_ns) - 1
+        start_ns, end_ns = timeline.token_ns[-2:]
+        self._tell(self._usual.gap(serial, index, start_ns, end_ns, step_id, segments), timeline)
 
     def _judge_write(self, timeline: RequestTimeline, tokens_ns: int, segments: Segments) -> None:
         """The request's newest gap between writes was slow."""
-        stamps, serial, step = timeline.write_ns, self._serial(timeline), self._recent.ended_at(tokens_ns)
+        serial, index, step = self._serial(timeline), len(timeline.write_ns) - 1, self._recent.ended_at(tokens_ns)
+        start_ns, end_ns = timeline.write_ns[-2:]
         step_id = 0 if step is None else step.step_id
-        self._tell(self._usual_wire.gap(serial, len(stamps) - 1, *stamps[-2:], step_id, segments), timeline)
+        self._tell(self._usual_wire.gap(serial, index, start_ns, end_ns, step_id, segments), timeline)
 
     def _serial(self, timeline: RequestTimeline) -> int:
         return self._serials.get(timeline.request_id, -1)

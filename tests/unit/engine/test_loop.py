@@ -60,6 +60,23 @@ def test_a_full_outbox_stops_the_stepping_and_sleeps() -> None:
     assert inbox.waits == [True] * 4
 
 
+def test_the_record_says_how_long_the_engine_stood_still() -> None:
+    class FullOnce(ListOutbox):
+        def send(self, event: Event) -> None:
+            super().send(event)
+            self.is_full = len(self.events) == 2
+
+    class Draining(ScriptedInbox):
+        def receive(self, *, wait: bool) -> list[Command]:
+            outbox.is_full = False  # the other side went on reading while we slept
+            return super().receive(wait=wait)
+
+    outbox, inbox = FullOnce(), Draining([[make_request("a")], [], [], []])
+    run(make_engine, inbox, outbox)
+    waits = [event.record.outbox_wait_ns > 0 for event in outbox.events if isinstance(event, StepOutput)]
+    assert waits[:3] == [False, True, False]
+
+
 def test_a_step_that_raises_is_told_once_and_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
