@@ -295,7 +295,7 @@ class ObserveConfig:
         False
     )
     recorder_steps: Annotated[
-        int, Meta(ge=16, le=1 << 20, description="Engine steps that the flight recorder remembers, 320 bytes each.")
+        int, Meta(ge=16, le=1 << 20, description="Engine steps that the flight recorder remembers, 360 bytes each.")
     ] = _option(8192)
     recorder_writes: Annotated[
         int, Meta(ge=16, le=1 << 24, description="Socket writes that it remembers, 57 bytes each.")

@@ -5,11 +5,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import aiohttp
-import numpy as np
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
@@ -20,20 +18,10 @@ from roseinfer.engine.transport import ThreadTransport, Transport
 from roseinfer.gc_pauses import GcPauses
 from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.causes import Gap
+from roseinfer.observe.flight import Flight
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics import Metrics
-from roseinfer.observe.recording import (
-    CAUSES,
-    INTERRUPTION_DTYPE,
-    STEP_DTYPE,
-    WRITE_DTYPE,
-    ClockPair,
-    Recording,
-    RecordingMeta,
-    RequestRecord,
-    step_row,
-)
-from roseinfer.records import Cause, Delivery, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Delivery, Observer, RequestTimeline, StepRecord
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service
@@ -41,14 +29,13 @@ from tests.unit.server.harness import text_model
 
 
 class Tape(Observer):
-    """Everything that was told, ready to be a recording."""
+    """Everything that was told."""
 
     def __init__(self) -> None:
         self.timelines: list[RequestTimeline] = []
         self.finished: list[RequestTimeline] = []
         self.steps: list[StepRecord] = []
         self.writes: list[tuple[RequestTimeline, Delivery]] = []
-        self.interruptions: list[tuple[int, int, Cause]] = []
 
     def on_start(self, timeline: RequestTimeline) -> None:
         self.timelines.append(timeline)
@@ -62,26 +49,6 @@ class Tape(Observer):
     def on_finish(self, timeline: RequestTimeline) -> None:
         self.finished.append(timeline)
 
-    def interrupt(self, start_ns: int, end_ns: int, cause: Cause) -> None:
-        self.interruptions.append((start_ns, end_ns, cause))
-
-    def recording(self, client: AsyncEngine) -> Recording:
-        serials = {timeline.request_id: serial for serial, timeline in enumerate(self.timelines)}
-        interruptions = [(start, end, CAUSES.index(cause)) for start, end, cause in self.interruptions]
-        return Recording(
-            meta=RecordingMeta(version="0", model_name="fake", clock=ClockPair(0, 0), engine=client.info),
-            requests=[RequestRecord.of(serial, timeline) for serial, timeline in enumerate(self.timelines)],
-            steps=np.array([step_row(step) for step in self.steps], STEP_DTYPE),
-            writes=np.array([_write_row(serials[t.request_id], delivery) for t, delivery in self.writes], WRITE_DTYPE),
-            interruptions=np.array(interruptions, INTERRUPTION_DTYPE),
-        )
-
-
-def _write_row(serial: int, delivery: Delivery) -> tuple[object, ...]:
-    arrival = delivery.arrival
-    stamps = (arrival.tokens_ns, arrival.sent_ns, arrival.read_ns, delivery.resumed_ns, delivery.encoded_ns)
-    return (serial, *stamps, delivery.written_ns, delivery.was_paused)
-
 
 @dataclass
 class LiveServer:
@@ -91,6 +58,7 @@ class LiveServer:
     service: Service
     registry: CollectorRegistry
     attribution: Attribution
+    flight: Flight
     tape: Tape
     url: str
     session: aiohttp.ClientSession
@@ -147,12 +115,13 @@ async def live(
         transport = ThreadTransport(config, lambda _config, _on_progress: build())
     attribution, registry, tape, pauses = Attribution(), CollectorRegistry(), Tape(), GcPauses()
     metrics = Metrics("fake", "0", registry)
-    hub = Hub([attribution, metrics, tape])
+    flight = Flight(config, "0")
+    hub = Hub([attribution, metrics, flight, tape])
     metrics.watch(attribution, lambda: hub.spent_ns)
-    metrics.render_listeners.append(partial(tape.interrupt, cause=Cause.SCRAPE))
-    pauses.listeners += [partial(hear, cause=Cause.GC) for hear in (attribution.interruptions.add, tape.interrupt)]
+    flight.listen(pauses, metrics, attribution.interruptions)
     client = AsyncEngine(transport, hub, 30.0)
     await client.start(lambda _: None)
+    flight.set_engine_info(client.info)
     attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
     service = Service(config, client, hub, None, attribution.ledger)
     service.open(text_model())
@@ -164,7 +133,7 @@ async def live(
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         with pauses:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-                server_ = LiveServer(client, service, registry, attribution, tape, url, session)
+                server_ = LiveServer(client, service, registry, attribution, flight, tape, url, session)
                 attribution.on_slow_gap.append(lambda gap, timeline: server_.slow.append((gap, timeline)))
                 yield server_
                 await server_.stop_readers()

@@ -83,7 +83,6 @@ async def provoke(server: LiveServer, strike: Strike, times: int = 2) -> None:
 
 def judge(server: LiveServer, cause: Cause, is_planted: Callable[[Gap], bool] = lambda _: True) -> None:
     """At least 95 % of the long slow gaps have the cause, their parts add up, and hardly anything is unexplained."""
-    tape = server.tape
     planted = [(gap, t) for gap, t in server.slow if gap.duration_ns >= MIN_GAP_NS and is_planted(gap)]
     causes = [gap.cause for gap, _ in planted]
     assert causes, "nothing was slow"
@@ -94,7 +93,7 @@ def judge(server: LiveServer, cause: Cause, is_planted: Callable[[Gap], bool] = 
     if cause is not Cause.UNKNOWN:
         unknown = sum(gap.parts.get(Cause.UNKNOWN, 0) for gap, _ in planted)
         assert unknown < 0.05 * sum(gap.duration_ns for gap, _ in planted)
-    recorded = {(gap.serial, gap.end_ns): gap for gap in gaps_of(tape.recording(server.client))}
+    recorded = {(gap.serial, gap.end_ns): gap for gap in gaps_of(server.flight.recorder.snapshot())}
     assert all(sum(gap.parts.values()) == gap.duration_ns for gap in recorded.values())
     alike = [recorded[gap.serial, gap.end_ns].cause == gap.cause for gap, _ in planted]
     assert alike.count(True) >= 0.95 * len(alike)
@@ -341,7 +340,7 @@ async def test_a_scrape_that_takes_long() -> None:
 
 async def test_a_client_that_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     async with live(transport=process()) as server:
-        monkeypatch.setattr(server.service.text_model.tokenizer, "text_bytes", lambda _: b"#" * 20_000)
+        monkeypatch.setattr(server.service.text_model.tokenizer, "text_bytes", lambda _: b"#" * 60_000)
         host, port = server.url.removeprefix("http://").split(":")
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -362,7 +361,7 @@ async def test_a_client_that_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> No
 
             await read(WARM_TOKENS)
             for _ in range(3):
-                await asyncio.sleep(3 * DELAY_S)
+                await asyncio.sleep(4 * DELAY_S)
                 await read(20)
         await server.until(lambda: bool(server.tape.finished))
-        judge(server, Cause.CLIENT_BACKPRESSURE, lambda gap: gap.duration_ns > 3 * MIN_GAP_NS)
+        judge(server, Cause.CLIENT_BACKPRESSURE, lambda gap: gap.duration_ns > 2 * MIN_GAP_NS)

@@ -195,8 +195,9 @@ class _Reply:
                 if stream is None:
                     headers = self._timing(generation.exchange.ledgers()) if self._wants_ledger else {}
                     stream = generation.exchange.stream = await sse.open_stream(request, headers)
-                encoded_ns, was_paused = time.monotonic_ns(), sse.is_behind(request)
-                await stream.write(b"".join(frames))
+                content = b"".join(frames)
+                encoded_ns, was_paused = time.monotonic_ns(), sse.is_behind(request, len(content))
+                await stream.write(content)
                 generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=was_paused or sse.is_behind(request))
                 if generation.is_over:
                     break

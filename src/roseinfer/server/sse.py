@@ -7,6 +7,8 @@ from roseinfer.records import FinishReason
 
 DONE = b"data: [DONE]\n\n"
 
+_HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
+
 
 def event(payload: bytes) -> bytes:
     """One event; `payload` is JSON and so holds no line break."""
@@ -27,13 +29,13 @@ async def open_stream(request: web.Request, headers: dict[str, str]) -> web.Stre
     return stream
 
 
-def is_behind(request: web.Request) -> bool:
-    """The client, or the network, has not taken all that was written; a write may wait for it.
+def is_behind(request: web.Request, num_bytes: int = 0) -> bool:
+    """The client, or the network, has not taken all that was written; a write, of so many bytes, may wait for it.
 
     That writing is paused says less: a write that waited returns when it is paused no longer.
     """
     transport = request.transport
-    return transport is not None and transport.get_write_buffer_size() > 0
+    return transport is not None and (transport.get_write_buffer_size() > 0 or num_bytes > _HIGH_WATER_BYTES)
 
 
 class ChunkTemplate:

@@ -40,7 +40,7 @@ class Story:
         self.running += admitted
         for timeline in self.running:
             timeline.token_ns.append(tokens_ns)
-            timeline.arrival = Arrival(tokens_ns, tokens_ns + 20 * US, tokens_ns + 40 * US)
+            timeline.arrivals.append(Arrival(tokens_ns, tokens_ns + 20 * US, tokens_ns + 40 * US))
         self.step_id += 1
         phases = PhaseTimes(
             schedule=20 * US, launch=duration_ns - 40 * US, forward=duration_ns - 50 * US, wait=20 * US, commit=15 * US
