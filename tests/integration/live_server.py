@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -106,7 +107,11 @@ class LiveServer:
 
 @asynccontextmanager
 async def live(
-    build: Callable[[], Engine] | None = None, *, transport: Transport | None = None, **server: Any
+    build: Callable[[], Engine] | None = None,
+    *,
+    transport: Transport | None = None,
+    send_buffer_bytes: int = 0,
+    **server: Any,
 ) -> AsyncIterator[LiveServer]:
     """The API port over an engine in a thread, or over a transport, on a free port of the loopback."""
     config = Config(server=ServerConfig(served_model_name="fake", **server))
@@ -129,7 +134,10 @@ async def live(
     runner = build_runner(build_app(service, instruments), 0.5)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        listening = socket.create_server(("127.0.0.1", 0))
+        if send_buffer_bytes:  # connections inherit it
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+        await web.SockSite(runner, listening).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         with pauses:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

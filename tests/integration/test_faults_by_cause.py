@@ -89,9 +89,9 @@ async def provoke(server: LiveServer, strike: Strike, times: int = 2) -> None:
 def judge(server: LiveServer, cause: Cause, is_planted: Callable[[Gap], bool] = lambda _: True) -> None:
     """At least 95 % of the long slow gaps have the cause, live and in the recording, and their parts add up."""
     planted = [(gap, t) for gap, t in server.slow if gap.duration_ns >= MIN_GAP_NS and is_planted(gap)]
-    causes = [gap.cause for gap, _ in planted]
-    assert causes, "nothing was slow"
-    assert causes.count(cause) >= 0.95 * len(causes), (causes, [gap.parts for gap, _ in planted])
+    assert planted, "nothing was slow"
+    others = [gap for gap, _ in planted if gap.cause is not cause]
+    assert len(others) <= 0.05 * len(planted), others
     for gap, timeline in server.slow:
         stamps = timeline.write_ns if timeline.is_streamed else timeline.token_ns
         assert sum(gap.parts.values()) == gap.duration_ns == stamps[gap.index] - stamps[gap.index - 1]
@@ -344,8 +344,8 @@ async def test_a_scrape_that_takes_long() -> None:
 
 
 async def test_a_client_that_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with live(transport=process()) as server:
-        monkeypatch.setattr(server.service.text_model.tokenizer, "text_bytes", lambda _: b"#" * 40_000)
+    async with live(transport=process(), send_buffer_bytes=16_384) as server:
+        monkeypatch.setattr(server.service.text_model.tokenizer, "text_bytes", lambda _: b"#" * 5_000)
         host, port = server.url.removeprefix("http://").split(":")
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
