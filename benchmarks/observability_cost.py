@@ -124,9 +124,8 @@ async def compare(arguments: argparse.Namespace) -> None:
         report(figures)
         spent_us = server.everything.spent_ns / 1e3
         num_tokens = (arguments.rounds + 1) * arguments.streams * arguments.max_tokens
-        print(
-            f"all observers: {spent_us / num_tokens:.1f} µs a token, {spent_us / num_tokens * arguments.streams:.0f} a step"
-        )
+        per_token_us = spent_us / num_tokens
+        print(f"all observers: {per_token_us:.1f} µs a token, {per_token_us * arguments.streams:.0f} a step")
         server.observe(server.everything)
         await measure_scrapes(server.metrics)
     finally:

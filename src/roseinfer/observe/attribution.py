@@ -79,20 +79,33 @@ class Attribution(Observer):
         if len(timeline.write_ns) < 2:
             return
         start_ns = timeline.write_ns[-2]
+        gap_ns, usual = delivery.written_ns - start_ns, self._usual_wire
+        self._num_writes += 1
+        if self._num_writes % _LEARN_EVERY and not usual.is_slow(gap_ns) and self._take_plain(delivery, start_ns):
+            usual.take(gap_ns)
+            return
         on_its_way = delivery_segments(delivery, start_ns, self.interruptions)
         for cause, duration in on_its_way:
             self.total_ns[cause] += duration
-        gap_ns, usual = delivery.written_ns - start_ns, self._usual_wire
-        self._num_writes += 1
-        is_lesson = self._num_writes % _LEARN_EVERY == 0
-        if timeline.is_streamed and (is_lesson or usual.is_slow(gap_ns)):
-            tokens_ns = delivery.arrival.tokens_ns
-            segments = (*self._waited(timeline, start_ns, tokens_ns), *on_its_way)
-            if usual.is_slow(gap_ns):
-                self._judge_write(timeline, tokens_ns, segments)
-            usual.take(gap_ns, segments)
-        else:
-            usual.take(gap_ns)
+        tokens_ns = delivery.arrival.tokens_ns
+        segments = (*self._waited(timeline, start_ns, tokens_ns), *on_its_way)
+        if timeline.is_streamed and usual.is_slow(gap_ns):
+            self._judge_write(timeline, tokens_ns, segments)
+        usual.take(gap_ns, segments)
+
+    def _take_plain(self, delivery: Delivery, start_ns: int) -> bool:
+        """Count a token's way to the socket if nothing special happened on it, as is so for nearly all: in a fifth of
+        the time that `delivery_segments` takes, with the same result.
+        """
+        arrival, totals = delivery.arrival, self.total_ns
+        tokens_ns, sent_ns = arrival.tokens_ns, arrival.sent_ns
+        is_plain = not (arrival.gc_ns or arrival.was_held or delivery.was_paused)
+        if not is_plain or start_ns > tokens_ns or not self.interruptions.is_quiet_since(sent_ns):
+            return False
+        totals[Cause.SCHEDULE] += sent_ns - tokens_ns
+        totals[Cause.DETOKENIZE] += delivery.encoded_ns - delivery.resumed_ns
+        totals[Cause.EVENT_LOOP] += delivery.resumed_ns - sent_ns + delivery.written_ns - delivery.encoded_ns
+        return True
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         """See Observer."""

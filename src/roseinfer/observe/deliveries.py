@@ -38,9 +38,13 @@ class LiveInterruptions:
         self._under_way.discard((start_ns, cause))
         self._last_end_ns = end_ns
 
+    def is_quiet_since(self, start_ns: int) -> bool:
+        """Nothing was interrupted from then on."""
+        return start_ns >= self._last_end_ns and not self._under_way
+
     def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
         """See Interruptions."""
-        if start_ns >= self._last_end_ns and not self._under_way:
+        if self.is_quiet_since(start_ns):
             return ()
         found = [(begin, end_ns, cause) for begin, cause in tuple(self._under_way) if begin < end_ns]
         for interruption in reversed(tuple(self._known)):  # a copy, since another one may come meanwhile

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from roseinfer.records import StepRecord
 
 _WINDOW = 256  # steps that are remembered
-_REFIT_EVERY = 16  # learned steps
+_REFIT_EVERY = 64  # learned steps; a fit takes as long as half a millisecond
 _MIN_STEPS = 4
 _OUTLIER = 3.0  # times the median residual, beyond which a step has no part in the fit
 _CLOSE = 0.5  # of what is expected: a step as near as that always has its part
