@@ -1,8 +1,8 @@
 """What observing costs: everything on against everything off in turn, the engine's share of a step, and a scrape.
 
-    python -m benchmarks.observability_cost [--streams 64] [--max-tokens 96] [--rounds 6]
+    python -m benchmarks.observability_cost [--model DIRECTORY] [--streams 64] [--max-tokens 96]
 
-One server with the demo model, its engine in a process of its own. Rounds alternate between all observers (metrics,
+One server, its engine in a process of its own. Rounds alternate between all observers (metrics,
 causes, flight recorder, logs) and none, so both meet the same machine; the load is a third process. What the engine
 does for its records is on in both, since it has no switch: it is measured by itself, against the same lines with
 nothing behind them. The scrape is measured by an event loop that does nothing but look at the clock.
@@ -72,9 +72,9 @@ async def run_load(url: str, num_streams: int, max_tokens: int) -> dict[str, flo
 class Observed:
     """A server whose observers can be exchanged between two rounds."""
 
-    def __init__(self, num_streams: int) -> None:
+    def __init__(self, model: str, num_streams: int) -> None:
         self.config = Config(
-            model=ModelConfig(path="roseinfer/demo"),
+            model=ModelConfig(path=model),
             server=ServerConfig(stream_interval=1),
             scheduler=SchedulerConfig(max_num_seqs=num_streams),
             engine=EngineConfig(),
@@ -84,7 +84,9 @@ class Observed:
         self.metrics = Metrics("demo", "0", self.registry)
         flight, pauses = Flight(self.config, "0"), GcPauses()
         flight.listen(pauses, self.metrics, self.attribution.interruptions)
-        self.everything = Hub([self.attribution, self.metrics, flight, logs.Logs(10.0)])
+        observers = {"causes": self.attribution, "metrics": self.metrics, "recorder": flight, "logs": logs.Logs(10.0)}
+        self.hubs = {name: Hub([observer]) for name, observer in observers.items()}  # each with its own clock
+        self.everything = Hub(self.hubs.values())
         self.metrics.watch(self.attribution, lambda: self.everything.spent_ns)
         self.client = AsyncEngine(ProcessTransport(self.config), self.everything, 30.0)
         self.service = Service(self.config, self.client, self.everything, None, self.attribution.ledger)
@@ -110,7 +112,7 @@ class Observed:
 
 
 async def compare(arguments: argparse.Namespace) -> None:
-    server = Observed(arguments.streams)
+    server = Observed(arguments.model, arguments.streams)
     runner = await server.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     nothing = Hub([])
@@ -120,12 +122,16 @@ async def compare(arguments: argparse.Namespace) -> None:
         for turn in range(2 * arguments.rounds):
             is_on = turn % 4 in {1, 2}  # off on on off …: a drift of the machine favours neither
             server.observe(server.everything if is_on else nothing)
-            figures["on" if is_on else "off"].append(await run_load(url, arguments.streams, arguments.max_tokens))
+            cpu_s = time.process_time()
+            figures_of_load = await run_load(url, arguments.streams, arguments.max_tokens)
+            cpu_us = (time.process_time() - cpu_s) * 1e6 / (arguments.streams * arguments.max_tokens)
+            figures["on" if is_on else "off"].append(figures_of_load | {"cpu_us_per_token": cpu_us})
         report(figures)
         spent_us = server.everything.spent_ns / 1e3
         num_tokens = (arguments.rounds + 1) * arguments.streams * arguments.max_tokens
         per_token_us = spent_us / num_tokens
         print(f"all observers: {per_token_us:.1f} µs a token, {per_token_us * arguments.streams:.0f} a step")
+        print({name: f"{hub.spent_ns / 1e3 / num_tokens:.1f} µs a token" for name, hub in server.hubs.items()})
         server.observe(server.everything)
         await measure_scrapes(server.metrics)
     finally:
@@ -135,7 +141,7 @@ async def compare(arguments: argparse.Namespace) -> None:
 
 
 def report(figures: dict[str, list[dict[str, float]]]) -> None:
-    for name in ("tpot_ms", "tokens_per_s"):
+    for name in ("tpot_ms", "tokens_per_s", "cpu_us_per_token"):
         off, on = ([run[name] for run in figures[side]] for side in ("off", "on"))
         ratios = sorted(a / b for a, b in zip(on, off, strict=True))
         spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
@@ -208,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--model", default="roseinfer/demo", help="a checkpoint with a tokenizer")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
