@@ -98,13 +98,14 @@ class Attribution(Observer):
         the time that `delivery_segments` takes, with the same result.
         """
         arrival, totals = delivery.arrival, self.total_ns
-        tokens_ns, sent_ns = arrival.tokens_ns, arrival.sent_ns
-        is_plain = not (arrival.gc_ns or arrival.was_held or delivery.was_paused)
-        if not is_plain or start_ns > tokens_ns or not self.interruptions.is_quiet_since(sent_ns):
+        at_ns, resumed_ns = max(start_ns, arrival.tokens_ns), delivery.resumed_ns
+        told_ns = max(at_ns, arrival.sent_ns)
+        is_plain = told_ns <= resumed_ns and not (arrival.gc_ns or arrival.was_held or delivery.was_paused)
+        if not is_plain or not self.interruptions.is_quiet_since(told_ns):
             return False
-        totals[Cause.SCHEDULE] += sent_ns - tokens_ns
-        totals[Cause.DETOKENIZE] += delivery.encoded_ns - delivery.resumed_ns
-        totals[Cause.EVENT_LOOP] += delivery.resumed_ns - sent_ns + delivery.written_ns - delivery.encoded_ns
+        totals[Cause.SCHEDULE] += told_ns - at_ns
+        totals[Cause.DETOKENIZE] += delivery.encoded_ns - resumed_ns
+        totals[Cause.EVENT_LOOP] += resumed_ns - told_ns + delivery.written_ns - delivery.encoded_ns
         return True
 
     def on_finish(self, timeline: RequestTimeline) -> None:
