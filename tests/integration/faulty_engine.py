@@ -17,8 +17,8 @@ GC_EVERY = 60  # steps
 
 
 def huge_heap() -> list[list[int]]:
-    """Enough containers to keep a collection busy for a hundred milliseconds."""
-    return [[] for _ in range(2_000_000)]
+    """Enough containers to keep a collection busy for two hundred milliseconds."""
+    return [[] for _ in range(4_000_000)]
 
 
 def build_faulty_engine(config: Config, _: Callable[[StartupProgress], None]) -> Engine:
