@@ -114,8 +114,8 @@ def _requests(requests: Sequence[LiveRequest], width: int, height: int) -> Rende
     for request in shown:
         place = "" if request.place is None else f", {request.place} before it"
         table.add_row(
-            request.id,
-            request.stage + place,
+            Text(request.id),  # a plain string would be read as markup
+            Text(request.stage + place),
             f"{request.age_ms / 1e3:.1f} s",
             str(request.num_prompt_tokens),
             f"{request.num_generated_tokens}/{request.max_tokens}",
