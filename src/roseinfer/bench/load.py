@@ -167,7 +167,7 @@ def plan_of_trace(path: Path) -> list[PlannedRequest]:
             raise ConfigError(
                 f"{path}, line {number}: {field}: {phrase}".replace(": :", ":"), param="--trace"
             ) from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}, line {number} is not JSON: {error}", param="--trace") from None
         planned.append(
             PlannedRequest(
@@ -192,15 +192,16 @@ class RecordedPlan(NamedTuple):
 def plan_of_recording(recording: Recording) -> RecordedPlan:
     """Arrivals, lengths, shared prefixes and clients that went away, as they were. Raises ConfigError for none."""
     block_size = recording.meta.engine.block_size if recording.meta.engine is not None else 0
+    arrivals = sorted(recording.requests, key=lambda record: record.recv_ns)  # a serial is given after tokenising
     planned, records = [], []
-    for record in recording.requests:
+    for record in arrivals:
         outcome = _outcome(record)
         if outcome is None or not record.num_prompt_tokens:
             continue
         max_tokens, abort_after_tokens, abort_after_ns = outcome
         planned.append(
             PlannedRequest(
-                offset_ns=record.recv_ns - recording.requests[0].recv_ns,
+                offset_ns=record.recv_ns - arrivals[0].recv_ns,
                 segments=_recorded_segments(record, block_size),
                 max_tokens=max_tokens,
                 abort_after_tokens=abort_after_tokens,

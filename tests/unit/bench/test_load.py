@@ -100,6 +100,12 @@ def test_a_trace_is_read_line_by_line_and_sorted(tmp_path: Path) -> None:
     ]
 
 
+def test_a_trace_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(b'{"offset_s": 1, "prompt_tokens": 2, "max_tokens": 3, "\xff": 1}')
+    with pytest.raises(ConfigError, match="line 1"):
+        plan_of_trace(tmp_path / "trace")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -163,6 +169,15 @@ def test_a_recording_is_asked_again_with_its_prefixes_lengths_and_aborts(tmp_pat
     assert first[:16] == second[:16]
     assert first[16:32] != second[16:32]
     assert [len(first), len(second)] == [40, 40]
+
+
+def test_requests_are_asked_again_in_the_order_in_which_they_were_received() -> None:
+    """Serials are given after tokenising, which takes longer for a long prompt."""
+    early = record(2, 3, recv_ns=995 * MS)
+    plan = plan_of_recording(make_recording([record(0, 1), record(1, 2), early]))
+    assert [request.offset_ns // MS for request in plan.requests] == [0, 5, 15]
+    assert [request.max_tokens for request in plan.requests] == [3, 1, 2]
+    assert plan.records[0] is early
 
 
 def test_a_recording_without_a_request_is_told() -> None:
