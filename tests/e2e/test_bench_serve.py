@@ -113,6 +113,17 @@ def test_the_servers_recording_is_kept_and_can_be_asked_again(
     assert value(lines, "Completion tokens (total)") == "120"
 
 
+def test_the_result_names_no_recording_that_could_not_be_had(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The address answers, with something else."""
+    flags = f"--json {tmp_path / 'a.json'} --recording {tmp_path / 'a.npz'} --ops-url {server.url}/livez?"
+    code, _ = bench(server, f"--num-requests 1 --max-tokens 1 {flags}", capsys)
+    assert code == cli.EXIT_USAGE
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert (content["recording"], len(content["requests"])) == (None, 1)
+
+
 def test_pieces_of_several_tokens_are_counted_by_their_tokens(
     server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -155,7 +166,7 @@ def test_chat_and_a_trace_with_a_key(
         ("--prompt-tokens some", "--prompt-tokens: "),
         ("--rate 3 --interval-ms 3", "not allowed with"),
         ("--max-tokens 100000", "prompt: 16 and 100000 tokens to be generated do not fit"),
-        ("--api-key-file none", "--api-key-file: none cannot be read"),
+        ("--api-key-file none", "--api-key-file: The API key file cannot be read: "),
         (
             "--num-requests 1 --max-tokens 1 --ops-url http://127.0.0.1:9 --recording a.npz",
             "--ops-url: nothing answers",

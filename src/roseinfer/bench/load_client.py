@@ -213,7 +213,7 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
             continue
         try:
             event = _decode_event(line[len(_DATA) - 1 :])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             seen.error = f"an event is not as agreed: {error}"
             return
         if event.error is not None:
@@ -237,7 +237,7 @@ def read_refusal(seen: Observed, status: int, body: bytes) -> None:
     """Fill in what an answer with another status than 200 says."""
     try:
         event = _decode_event(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         event = _Event()
     told = body.decode(errors="replace") if event.error is None else str(event.error.get("message", event.error))
     seen.error = f"{status}: {told[:300]}"
@@ -305,7 +305,7 @@ def find_endpoint(url: str, api_key: str) -> Endpoint:
     body = asyncio.run(get(f"{url}/v1/models", api_key, "--url"))
     try:
         models = msgspec.json.decode(body, type=_Models).data
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         models = []
     if not models:
         raise ConfigError(f"{url}/v1/models names no model", param="--url")

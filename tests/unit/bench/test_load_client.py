@@ -67,6 +67,7 @@ def test_the_ledger_is_kept_and_may_be_absent() -> None:
         (DONE, "without a token"),
         (b"", "without a token"),
         (b'data: {"choices":7}\n\n', "not as agreed"),
+        (b'data: {"error":{"message":"\xff"}}\n\n', "not as agreed"),
         (chunk() + chunk(finish='"length"'), "broke off"),
     ],
 )
@@ -80,6 +81,7 @@ def test_what_is_no_answer_is_an_error(data: bytes, words: str) -> None:
         (b'{"error":{"message":"full","code":"overloaded"},"roseinfer_ledger":[{"parts_ns":{}}]}', "429: full"),
         (b"<html>go away</html>", "429: <html>go away</html>"),
         (b"", "429: "),
+        (b'{"error":{"message":"\xff"}}', '429: {"error":{"message":"\ufffd"}}'),
     ],
 )
 def test_a_refusal_is_its_status_and_its_sentence(body: bytes, words: str) -> None:
