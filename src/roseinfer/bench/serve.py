@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import io
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +18,10 @@ from roseinfer.bench.observed import Verdict, lag_p99_ns
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
-from roseinfer.errors import ConfigError
+from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.observe.recording import Recording
 from roseinfer.progress import Progress
+from roseinfer.server.api_keys import read_keys
 
 EXIT_INVALID = 1
 
@@ -64,7 +66,8 @@ def measure(
     pacer: Pacer | None = None,
 ) -> ServeRun:
     """Send the plan to the server, print the report and keep the files that were asked for."""
-    endpoint = find_endpoint(arguments.url, read_api_key(arguments.api_key_file))
+    key_file: Path | None = arguments.api_key_file
+    endpoint = find_endpoint(arguments.url, "" if key_file is None else read_keys(key_file, "--api-key-file")[0])
     prepared = prepare(planned, endpoint, arguments)
     with Progress("requests", total=len(prepared)) as progress:
         seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
@@ -81,7 +84,7 @@ def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint)
     try:
         if recording is not None:
             fetch_recording(arguments.ops_url, endpoint.api_key, recording)
-    except ConfigError:
+    except (ConfigError, InvalidRequest):
         recording = None
         raise
     finally:
@@ -96,26 +99,12 @@ def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint)
 def fetch_recording(ops_url: str, api_key: str, file: Path) -> None:
     """Keep what the server remembers of its last steps. Raises ConfigError or InvalidRequest."""
     body = asyncio.run(get(f"{ops_url.rstrip('/')}/debug/recording", api_key, "--ops-url"))
+    Recording.read(io.BytesIO(body), f"What {ops_url} sent")  # or an older file would be lost for nothing
     try:
         file.write_bytes(body)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--recording") from None
-    Recording.load(file)
     say(f"Recording: {file}")
-
-
-def read_api_key(file: Path | None) -> str:
-    """The first key of a file such as `server.api_key_file`; empty without one. Raises ConfigError."""
-    if file is None:
-        return ""
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", param="--api-key-file") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{file} holds no key", param="--api-key-file")
-    return keys[0]
 
 
 def prepare(
@@ -133,14 +122,18 @@ def prepare(
                 f"{endpoint.max_model_len} tokens of {endpoint.model}",
                 param="prompt",
             )
+        # Whoever goes away after a token has to see each one.
+        interval = arguments.stream_interval if request.abort_after_tokens is None else 1
         body = _body(tokens.of(request.segments), request, endpoint, arguments)
+        if interval is not None:
+            body["stream_interval"] = interval
         prepared.append(
             PreparedRequest(
                 request_id=f"{run_id}-{index}",
                 offset_ns=request.offset_ns,
                 path="/v1/chat/completions" if arguments.chat else "/v1/completions",
                 body=msgspec.json.encode(body),
-                stream_interval=arguments.stream_interval,
+                stream_interval=interval,
                 abort_after_tokens=request.abort_after_tokens,
                 abort_after_ns=request.abort_after_ns,
             )
@@ -159,8 +152,6 @@ def _body(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if arguments.stream_interval is not None:
-        body["stream_interval"] = arguments.stream_interval
     if not arguments.chat:
         return {**body, "prompt": token_ids, "max_tokens": request.max_tokens}
     content = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)

@@ -7,17 +7,18 @@ import msgspec
 
 from roseinfer.config import Config
 from roseinfer.config_sources import LoadedConfig
-from roseinfer.errors import ConfigError
 from roseinfer.explain import text
 from roseinfer.explain.explanation import Timing, explain
 from roseinfer.explain.source import read_evidence
 from roseinfer.observe.causes import gaps_of
+from roseinfer.observe.recording import Recording
+from roseinfer.server.api_keys import read_keys
 
 
 def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the explanation. Raises InvalidRequest for a source that holds none."""
     recording, ledgers = read_evidence(arguments.source, read_key(loaded.config))
-    clock: Timing = arguments.clock if ledgers is None else "ledger"
+    clock: Timing = _clock_of(recording, arguments.clock) if ledgers is None else "ledger"
     gaps = gaps_of(recording, arguments.clock) if ledgers is None else ledgers
     if arguments.last is not None and gaps:
         begin_ns = gaps[-1].end_ns - int(arguments.last * 1e9)
@@ -35,15 +36,12 @@ def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     return 0
 
 
+def _clock_of(recording: Recording, wanted: Timing) -> Timing:
+    """Where nothing was streamed, as in a simulation, no gap is the wire's, whatever was asked for."""
+    return wanted if any(request.is_streamed for request in recording.requests) else "engine"
+
+
 def read_key(config: Config) -> str | None:
-    """The first key of the key file, if one is configured."""
-    if config.server.api_key_file is None:
-        return None
-    try:
-        content = Path(config.server.api_key_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The API key file cannot be read: {error}.", param="server.api_key_file") from None
-    keys = [line.strip() for line in content.splitlines() if line.strip() and not line.strip().startswith("#")]
-    if not keys:
-        raise ConfigError("The API key file holds no key.", param="server.api_key_file")
-    return keys[0]
+    """The first key of the key file, if one is configured. Raises ConfigError."""
+    path = config.server.api_key_file
+    return None if path is None else read_keys(Path(path))[0]

@@ -9,6 +9,18 @@ from pathlib import Path
 from roseinfer.errors import ConfigError
 
 
+def read_keys(path: Path, param: str = "server.api_key_file") -> list[str]:
+    """At least one key, one a line; blank lines and lines that begin with `#` are ignored. Raises ConfigError."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The API key file cannot be read: {error}.", param=param) from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"The API key file holds no key: {path}.", param=param)
+    return keys
+
+
 class ApiKeys:
     """The configured keys, as SHA-256 digests: of equal length, so that comparing tells nothing about a key."""
 
@@ -17,15 +29,8 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: Path) -> "ApiKeys":
-        """One key a line; blank lines and lines that begin with `#` are ignored."""
-        try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"The API key file cannot be read: {error}.", param="server.api_key_file") from None
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ConfigError(f"The API key file holds no key: {path}.", param="server.api_key_file")
-        return cls(keys)
+        """See `read_keys`."""
+        return cls(read_keys(path))
 
     def cache_salt(self, authorization: str) -> str | None:
         """None when the header carries none of the keys; else the salt under which this key's prefixes are cached.
