@@ -26,16 +26,7 @@ from roseinfer.engine.prefix_digests import PrefixDigests
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput, TokenOutput
-from roseinfer.observe.recording import (
-    INTERRUPTION_DTYPE,
-    STEP_DTYPE,
-    WRITE_DTYPE,
-    ClockPair,
-    Recording,
-    RecordingMeta,
-    RequestRecord,
-    step_row,
-)
+from roseinfer.observe.recording import STEP_DTYPE, ClockPair, Recording, RecordingMeta, RequestRecord, step_row
 from roseinfer.records import FinishReason, Phases, RequestTimeline, StepRecord
 
 
@@ -102,8 +93,6 @@ class Simulated(NamedTuple):
             meta=self.recording_meta,
             requests=[RequestRecord.of(serial, timeline) for serial, timeline in enumerate(self.timelines)],
             steps=np.array([step_row(step) for step in self.steps], STEP_DTYPE),
-            writes=np.zeros(0, WRITE_DTYPE),
-            interruptions=np.zeros(0, INTERRUPTION_DTYPE),
         )
 
 

@@ -186,6 +186,5 @@ def test_a_recording_without_a_request_is_told() -> None:
     empty = Recording(
         meta=RecordingMeta(version="1", model_name="m", clock=ClockPair(1, 2), engine=None),
         requests=[record(0, 1, prefix_digests=[1, 2, 3])],
-        **{name: getattr(make_recording([]), name) for name in ("steps", "writes", "interruptions")},
     )
     assert plan_of_recording(empty).requests[0].num_prompt_tokens == 40, "without a block size digests mean nothing"

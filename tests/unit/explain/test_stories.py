@@ -7,7 +7,8 @@ from roseinfer.explain.knobs import KNOBS
 from roseinfer.explain.stories import tell
 from roseinfer.observe.recording import RequestRecord
 from roseinfer.records import Cause, PhaseTimes
-from tests.unit.explain.gaps import MS, make_gap, make_recording
+from tests.unit.bench.recordings import make_recording
+from tests.unit.explain.gaps import MS, make_gap
 from tests.unit.observe.facts import make_step
 
 STREAMS = [

@@ -18,7 +18,7 @@ from roseinfer.observe.capture import BreachCapture
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import STEP_DTYPE, Recording, step_row
 from roseinfer.records import Arrival, Cause, Delivery, RequestTimeline, StepRecord
-from tests.unit.explain.gaps import make_recording
+from tests.unit.bench.recordings import make_recording
 from tests.unit.observe.facts import make_step, make_timeline
 
 MS, S = 1_000_000, 1_000_000_000
