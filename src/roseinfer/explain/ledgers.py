@@ -6,34 +6,31 @@ one gap of average length, so what is explained then is the time per output toke
 
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import msgspec
-import numpy as np
+from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.observe.causes import Gap
-from roseinfer.observe.recording import (
-    INTERRUPTION_DTYPE,
-    STEP_DTYPE,
-    WRITE_DTYPE,
-    ClockPair,
-    Recording,
-    RecordingMeta,
-    RequestRecord,
-)
+from roseinfer.observe.recording import ClockPair, Recording, RecordingMeta, RequestRecord
 from roseinfer.records import Cause
 
+RESULT_FORMAT = "roseinfer bench serve 1"  # as `bench/serve_report.py` writes it
 _PREFIX = "decode."
+
+_Nanoseconds = Annotated[float, Meta(ge=-1e18, le=1e18)]
+_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class _Ledger(msgspec.Struct):
-    parts_ns: dict[str, float]
+    parts_ns: dict[str, _Nanoseconds]
     num_output_tokens: int
 
 
 class _Row(msgspec.Struct):
     request_id: str
-    end_s: float
+    end_s: _Seconds
     ledger: _Ledger | None = None
 
 
@@ -44,21 +41,25 @@ class _Settings(msgspec.Struct):
 class BenchResult(msgspec.Struct):
     """What is read of a result file."""
 
+    format: str
     requests: list[_Row]
     recording: str | None = None
     settings: _Settings = msgspec.field(default_factory=_Settings)
 
     @classmethod
     def read(cls, path: Path) -> "BenchResult":
-        """Raises InvalidRequest for a file that cannot be read or is no result."""
+        """Raises InvalidRequest for a file that cannot be read, is no result, or one of another version."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            result = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             raise InvalidRequest(f"It cannot be read: {error.strerror}.") from None
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"It is no result of `roseinfer bench serve`: {error}.") from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"It is not JSON: {error}.") from None
+        if result.format != RESULT_FORMAT:
+            raise InvalidRequest(f"Its format is {result.format!r}; this version of roseinfer reads {RESULT_FORMAT!r}.")
+        return result
 
     def gaps(self) -> list[Gap]:
         """One for each request with a ledger and at least two tokens, in the order of their ends."""
@@ -80,9 +81,6 @@ class BenchResult(msgspec.Struct):
                 RequestRecord(serial=serial, request_id=row.request_id, recv_ns=0)
                 for serial, row in enumerate(self.requests)
             ],
-            steps=np.zeros(0, STEP_DTYPE),
-            writes=np.zeros(0, WRITE_DTYPE),
-            interruptions=np.zeros(0, INTERRUPTION_DTYPE),
         )
 
 

@@ -95,7 +95,7 @@ class LiveServer:
     def _ask(self, path: str, kind: Any) -> Any:
         try:
             return msgspec.json.decode(self._get(path), type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{path} says something else than expected: {error}.", param=self.url) from None
 
     def _get(self, path: str) -> bytes:

@@ -64,7 +64,7 @@ class _Teller:
     def _step_behind(self, gap: Gap) -> StepRecord | None:
         """The step of the gap in which its cause shows most; None if the recording has none of the gap's steps."""
         ids, tokens = self._steps["step_id"], self._steps["tokens_ns"]
-        inside = self._steps[(tokens > gap.start_ns) & (ids <= gap.step_id) & (self._steps["num_decode_seqs"] >= 0)]
+        inside = self._steps[(tokens > gap.start_ns) & (ids <= gap.step_id)]
         if not len(inside):
             return None
         measure = _MEASURES.get(gap.cause)

@@ -8,7 +8,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -106,7 +106,7 @@ class RecordingMeta(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str
     clock: ClockPair
     engine: EngineInfo | None
-    config: dict[str, Any] = {}  # sections scheduler, cache, runner and engine of the configuration
+    config: dict[str, dict[str, Any]] = {}  # sections scheduler, cache, runner and engine of the configuration
     trigger: str = ""  # why it was saved, if a rule did it
 
 
@@ -116,9 +116,9 @@ class Recording:
 
     meta: RecordingMeta
     requests: list[RequestRecord]
-    steps: StructArray  # STEP_DTYPE
-    writes: StructArray  # WRITE_DTYPE
-    interruptions: StructArray  # INTERRUPTION_DTYPE
+    steps: StructArray = field(default_factory=lambda: np.zeros(0, STEP_DTYPE))
+    writes: StructArray = field(default_factory=lambda: np.zeros(0, WRITE_DTYPE))
+    interruptions: StructArray = field(default_factory=lambda: np.zeros(0, INTERRUPTION_DTYPE))
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises OSError."""
@@ -169,12 +169,12 @@ class Recording:
         for table, dtype in (("steps", STEP_DTYPE), ("writes", WRITE_DTYPE), ("interruptions", INTERRUPTION_DTYPE)):
             if arrays[table].dtype != dtype or arrays[table].ndim != 1:
                 raise InvalidRequest(f"{name} is damaged: its {table} have other fields.", param="recording")
-        for table, field, num_known in (
+        for table, column, num_known in (
             ("steps", "blocked_by", len(BLOCKED_BY)),
             ("interruptions", "cause", len(CAUSES)),
         ):
-            if (arrays[table][field] >= num_known).any():
-                raise InvalidRequest(f"{name} is damaged: its {table} have an unknown {field}.", param="recording")
+            if (arrays[table][column] >= num_known).any():
+                raise InvalidRequest(f"{name} is damaged: its {table} have an unknown {column}.", param="recording")
         return cls(
             meta=meta,
             requests=requests,

@@ -1,22 +1,25 @@
 """`roseinfer explain` on recordings whose answer is known: the words, the JSON, the picture, and what it refuses."""
 
+import dataclasses
 import json
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from roseinfer.bench.observed import Observed
+from roseinfer.bench.serve_report import RESULT_FORMAT, ServeRun, write_result
 from roseinfer.cli import main
 from roseinfer.observe.recording import Recording
 from tests.unit.explain.operations_port import OperationsPort, open_port
 from tests.unit.observe.facts import MS
 from tests.unit.observe.test_causes import Bench
 
-CONFIG = {"scheduler": {"max_prefill_tokens": 512, "max_num_seqs": 64}}
+CONFIG: dict[str, dict[str, Any]] = {"scheduler": {"max_prefill_tokens": 512, "max_num_seqs": 64}}
 
 
 def interfered(num_newcomers: int = 10) -> Recording:
@@ -53,6 +56,11 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     assert main(["explain", "--json", *arguments]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def result_of(recording: str | None) -> dict[str, Any]:
+    """The least that a result of a benchmark has."""
+    return {"format": RESULT_FORMAT, "recording": recording, "requests": []}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -112,6 +120,15 @@ def test_the_engine_has_a_clock_of_its_own(path: Path, capsys: pytest.CaptureFix
     assert explained(capsys, str(path), "--clock", "engine")["clock"] == "engine"
 
 
+def test_without_a_stream_nothing_was_written_to_a_socket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = Bench(is_streamed=False)
+    bench.warm_up()
+    bench.recording().save(tmp_path / "whole.npz")
+    assert explained(capsys, str(tmp_path / "whole.npz"), "--clock", "wire")["clock"] == "engine"
+
+
 def test_only_the_last_seconds(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = explained(capsys, str(path), "--last", "0.3")
     assert found["num_gaps"] == 30 * 4
@@ -123,7 +140,7 @@ def test_the_directory_of_a_capture_and_a_result_that_names_one(
 ) -> None:
     (tmp_path / "capture").mkdir()
     shutil.copy(path, tmp_path / "capture" / "recording.npz")
-    (tmp_path / "result.json").write_text(json.dumps({"recording": "capture/recording.npz", "requests": []}))
+    (tmp_path / "result.json").write_text(json.dumps(result_of("capture/recording.npz")))
     for source in (tmp_path / "capture", tmp_path / "result.json"):
         assert explained(capsys, str(source))["num_gaps"] == 1356
 
@@ -140,7 +157,7 @@ def test_a_result_without_a_recording_is_explained_from_its_ledgers(
     rows += [row(95 + i, decode__decode=100, decode__gc=300, decode__kv_wait=100) for i in range(5)]
     rows += [{"request_id": "short", "end_s": 1.0, "ledger": {"parts_ns": {}, "num_output_tokens": 1}}]
     rows += [{"request_id": "failed", "end_s": 1.0, "ledger": None}]
-    content = {"format": "roseinfer bench serve 1", "settings": {"model": "tiny"}, "recording": None, "requests": rows}
+    content = result_of(None) | {"settings": {"model": "tiny"}, "requests": rows}
     path = tmp_path / "result.json"
     path.write_text(json.dumps(content))
     found = explained(capsys, str(path))
@@ -154,6 +171,14 @@ def test_a_result_without_a_recording_is_explained_from_its_ledgers(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("100 gaps as requests had them on average, of 100 requests")
     assert "     50 ms  request r-95, gc: a garbage collection in the engine took 30 ms" in lines
+
+
+def test_what_a_benchmark_writes_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = {"parts_ns": {"decode.decode": 30.0 * MS}, "num_output_tokens": 4}
+    seen = Observed(request_id="r", intended_ns=1, sent_ns=1, token_ns=[1, 2], token_counts=[1, 3], ledger=ledger)
+    write_result(tmp_path / "result.json", ServeRun([seen], None, None), {"model": "tiny"}, None)
+    found = explained(capsys, str(tmp_path / "result.json"))
+    assert (found["clock"], found["num_gaps"], found["p50_s"]) == ("ledger", 1, pytest.approx(0.01))
 
 
 def test_a_picture(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +211,11 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "text.json").write_text("{")
     (tmp_path / "other.json").write_text("{}")
     lost = tmp_path / "lost.json"
-    lost.write_text('{"recording": "gone.npz", "requests": []}')
+    lost.write_text(json.dumps(result_of("gone.npz")))
+    (tmp_path / "newer.json").write_text(json.dumps(result_of(None) | {"format": "roseinfer bench serve 2"}))
+    (tmp_path / "bytes.json").write_bytes(b'{"format": "\xff"}')
+    endless = {"request_id": "r", "end_s": 1e300, "ledger": None}
+    (tmp_path / "endless.json").write_text(json.dumps(result_of(None) | {"requests": [endless]}))
     recording = Recording.load(path)
     old = Recording(
         meta=msgspec.structs.replace(recording.meta, format_version=99),
@@ -196,6 +225,8 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
         interruptions=recording.interruptions,
     )
     old.save(tmp_path / "old.npz")
+    damaged = msgspec.structs.replace(recording.meta, config=cast("dict[str, dict[str, Any]]", {"scheduler": 7}))
+    dataclasses.replace(recording, meta=damaged).save(tmp_path / "config.npz")
     for name, sentence in (
         ("missing.npz", "No such file or directory"),
         ("empty", "holds no recording.npz"),
@@ -203,6 +234,10 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
         ("text.json", "is not JSON"),
         ("other.json", "is no result of `roseinfer bench serve`"),
         ("lost.json", "No such file or directory"),
+        ("newer.json", "Its format is 'roseinfer bench serve 2'"),
+        ("bytes.json", "is not JSON"),
+        ("endless.json", "requests[...].end_s"),
+        ("config.npz", "is damaged: Expected `object`, got `int` - at `$.config[...]`"),
         ("old.npz", "a recording of format 99"),
     ):
         line = refusal(capsys, str(tmp_path / name))

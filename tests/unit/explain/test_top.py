@@ -135,6 +135,14 @@ def test_it_fits_the_screen_and_says_what_does_not(width: int, height: int, num_
     assert shown + told == num_requests
 
 
+def test_what_a_server_calls_its_requests_is_no_markup() -> None:
+    sample = make_sample(0)
+    named = LiveRequest("[/] [red]a", "[bold]waiting", 1.0, 5, 0, 64)
+    lines = drawn([Sample(0.0, sample.page, [named], [], "")])
+    assert lines[11].startswith("[/] [red]a ")
+    assert "[bold]waiting" in lines[11]
+
+
 def test_a_single_sample_has_no_rates(capsys: pytest.CaptureFixture[str]) -> None:
     lines = drawn([make_sample(0)], where="it does not answer")
     assert "it does not answer" in lines[0]
@@ -148,6 +156,7 @@ def test_a_single_sample_has_no_rates(capsys: pytest.CaptureFixture[str]) -> Non
         ("/metrics", b"go_threads 7\n", "names nothing of roseinfer"),
         ("/debug/requests", b"{}", "/debug/requests says something else than expected"),
         ("/debug/steps?limit=1", b"<html>", "/debug/steps?limit=1 says something else than expected"),
+        ("/debug/requests", b'{"requests": [{"id": "\xff"}]}', "/debug/requests says something else than expected"),
     ],
 )
 def test_a_server_that_is_none_of_ours(
