@@ -98,6 +98,16 @@ async def test_a_click_on_the_widest_gap_tells_its_cause(chromium: str) -> None:
             assert words in figures
 
 
+async def test_who_had_ended_is_not_behind_a_later_gap(chromium: str) -> None:
+    behind = "timeline.data.prefilledIn(gap).map((one) => one.id)"
+    async with page(make_flight(), chromium) as browser:
+        before, after = await browser.evaluate(
+            f"(() => {{ const gap = timeline.data.widest, before = {behind}, [long] = timeline.data.prefilledIn(gap);"
+            f" long.first_token_ns = null; long.end_ns = timeline.data.steps[0].start_ns; return [before, {behind}]; }})()"
+        )
+        assert (before, after) == (["long-prompt"], [])
+
+
 async def test_keys_and_pointer(chromium: str) -> None:
     async with page(make_flight(), chromium) as browser:
         await browser.press("n")

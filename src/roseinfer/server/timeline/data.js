@@ -168,7 +168,10 @@ export class Data {
     const steps = this.stepsIn(gap).filter((step) => step.num_prefill_tokens);
     const isIn = (request) =>
       steps.some(
-        (step) => request.scheduled_ns <= step.start_ns && (request.first_token_ns ?? Infinity) >= step.tokens_ns,
+        (step) =>
+          request.scheduled_ns <= step.start_ns &&
+          (request.first_token_ns ?? Infinity) >= step.tokens_ns &&
+          (request.end_ns ?? Infinity) >= step.start_ns, // one that its client gave up is not read any more
       );
     const found = [...this.requests.values()].filter(
       (request) => request !== gap.request && request.scheduled_ns && isIn(request),
