@@ -196,6 +196,8 @@ class StepGaps:
         """Segments from a moment on to the token known at `tokens_ns`; None when the steps are not here."""
         segments: list[tuple[Cause, int]] = []
         at = bisect_left(request.token_ns, tokens_ns)
+        if at == len(request.token_ns):  # a recording whose writes and tokens do not fit together
+            return None
         while at > 0 and request.token_ns[at] > start_ns:
             found = self.between(request, at)
             if found is None:
