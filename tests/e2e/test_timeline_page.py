@@ -103,7 +103,8 @@ async def test_who_had_ended_is_not_behind_a_later_gap(chromium: str) -> None:
     async with page(make_flight(), chromium) as browser:
         before, after = await browser.evaluate(
             f"(() => {{ const gap = timeline.data.widest, before = {behind}, [long] = timeline.data.prefilledIn(gap);"
-            f" long.first_token_ns = null; long.end_ns = timeline.data.steps[0].start_ns; return [before, {behind}]; }})()"
+            " long.first_token_ns = null; long.end_ns = timeline.data.steps[0].start_ns;"
+            f" return [before, {behind}]; }})()"
         )
         assert (before, after) == (["long-prompt"], [])
 
