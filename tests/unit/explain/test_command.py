@@ -120,9 +120,7 @@ def test_the_engine_has_a_clock_of_its_own(path: Path, capsys: pytest.CaptureFix
     assert explained(capsys, str(path), "--clock", "engine")["clock"] == "engine"
 
 
-def test_without_a_stream_nothing_was_written_to_a_socket(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_stream_nothing_was_written_to_a_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(is_streamed=False)
     bench.warm_up()
     bench.recording().save(tmp_path / "whole.npz")
@@ -236,7 +234,7 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
         ("lost.json", "No such file or directory"),
         ("newer.json", "Its format is 'roseinfer bench serve 2'"),
         ("bytes.json", "is not JSON"),
-        ("endless.json", "requests[...].end_s"),
+        ("endless.json", "requests[0].end_s"),
         ("config.npz", "is damaged: Expected `object`, got `int` - at `$.config[...]`"),
         ("old.npz", "a recording of format 99"),
     ):

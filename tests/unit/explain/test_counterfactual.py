@@ -41,7 +41,9 @@ def newcomers(num_tokens: int, max_tokens: int) -> LongPrompts:
 
 PROMPTS = streams_beside(newcomers(150, 1))
 ROWS = streams_beside(newcomers(8, 4))
-QUIET = streams_beside(LongPrompts(1, 1, ()))
+MIXED = Workload(
+    Arrivals(1e9 / 25, is_poisson=True), 120, None, Lengths(20, 200), Lengths(20, 100), 0.0, None, 5
+).plan()
 FEW_ROWS = {"max_num_seqs": 8, "max_active_seqs": 16}
 
 
@@ -54,22 +56,25 @@ def saved_s(found: Explanation, cause: Cause) -> float:
     return next((world.saved_s for world in found.without if world.cause is cause), 0.0)
 
 
+@pytest.mark.parametrize("is_pipelined", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize(
     ("cause", "setup", "planned"),
     [
-        (Cause.PREFILL_OF_OTHERS, make_setup(), PROMPTS),
+        (Cause.PREFILL_OF_OTHERS, make_setup(), MIXED),
         (Cause.PREFILL_OF_OTHERS, make_setup(max_prefill_tokens=64), PROMPTS),
         (Cause.NOT_SELECTED, make_setup(**FEW_ROWS), ROWS),
+        (Cause.GC, make_setup(Delay(Cause.GC, 25, 20 * MS)), MIXED),
         *(
-            (cause, make_setup(Delay(cause, 25, 20 * MS)), planned)
-            for cause in (Cause.GC, Cause.H2D_COPY, Cause.GRAPH_CAPTURE, Cause.SAMPLE_SYNC)
-            for planned in (QUIET, PROMPTS)
+            (cause, make_setup(Delay(cause, 25, 20 * MS)), PROMPTS)
+            for cause in (Cause.H2D_COPY, Cause.GRAPH_CAPTURE, Cause.SAMPLE_SYNC)
         ),
     ],
 )
 def test_p99_without_a_cause_is_that_of_the_world_without_it(
-    cause: Cause, setup: Setup, planned: list[PlannedRequest]
+    cause: Cause, setup: Setup, planned: list[PlannedRequest], is_pipelined: bool
 ) -> None:
+    """On a host that computes, and on a device that works while its host goes on."""
+    setup = setup._replace(pipeline_depth=int(is_pipelined), is_asynchronous=is_pipelined)
     with_it, without_it = explained(setup, planned), explained(without(setup, cause), planned)
     assert with_it.causes[0].cause is cause
     cost_s = with_it.p99_s - without_it.p99_s
