@@ -3,12 +3,15 @@
 import io
 import random
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from roseinfer.errors import InvalidRequest
+from roseinfer.observe.causes import gaps_of
 from roseinfer.observe.recording import (
     INTERRUPTION_DTYPE,
     STEP_DTYPE,
@@ -21,6 +24,7 @@ from roseinfer.observe.recording import (
     step_row,
 )
 from tests.unit.observe.facts import ENGINE, make_step, make_timeline
+from tests.unit.observe.test_causes import Bench
 
 
 def make_recording(**meta: object) -> Recording:
@@ -107,3 +111,12 @@ def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     file.seek(0)
     with pytest.raises(InvalidRequest, match="1000000 bytes of memory"):
         Recording.read(file)
+
+
+def test_a_write_of_a_token_that_its_request_has_not_got_is_left_out() -> None:
+    """A recording that is damaged."""
+    bench = Bench()
+    bench.warm_up()
+    recording = bench.recording()
+    cut = [msgspec.structs.replace(request, token_ns=request.token_ns[:-1]) for request in recording.requests]
+    assert len(gaps_of(replace(recording, requests=cut))) == len(gaps_of(recording)) - len(cut)
