@@ -76,8 +76,8 @@ authentication, and they are off when none is configured.
   header `Server-Timing`; see [causes](causes.md#the-ledger).
 - `x-roseinfer-intended-time`, in a request: the unix time in seconds, such as `1700000000.25`, at which a load
   generator had planned to send it. It becomes `roseinfer_client_submit_lag_seconds`. Anything else in it is a 400.
-- `traceparent`, in a request: the trace context of the W3C. It is kept with the request's other facts; nothing is
-  exported from it yet.
+- `traceparent`, in a request: the trace context of the W3C. With `tracing.endpoint` set, the request's span belongs
+  to that trace; see [tracing](tracing.md).
 - `Retry-After`, in an answer with status 429 or 503, except from the probes: after how many seconds to come back.
 - `Connection: close`, in an answer of a server that is draining or has failed: open the next connection elsewhere.
 

@@ -172,7 +172,8 @@ def serve(config: Config) -> int:
         page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
         return web.Response(body=page, headers={"Content-Type": content_type})
 
-    debug_routes = [*debug.routes(flight), profile.route(partial(capture_files.profile_directory, observe.capture_dir))]
+    new_directory = partial(capture_files.profile_directory, observe.capture_dir, observe.capture_max_mib)
+    debug_routes = [*debug.routes(flight), profile.route(new_directory)]
     instruments = Instruments(metrics=handle_metrics, ledger=attribution.ledger, debug_routes=debug_routes)
 
     def on_ready(url: str) -> None:

@@ -1,9 +1,11 @@
 """What `/debug/*` answers, to whom, and that bad questions are refused by name."""
 
+import asyncio
 import base64
 import io
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -283,3 +285,23 @@ async def test_json_answers_are_json() -> None:
             answer = await port.ask(f"/debug/{path}")
             assert answer.headers["Content-Type"].startswith("application/json")
             json.loads(answer.body)
+
+
+async def test_pages_that_wait_leave_other_threads_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large bodies and metrics wait for the event loop's own threads, of which there are 32 at most."""
+    flight, asked, is_over = make_flight(), asyncio.Semaphore(0), threading.Event()
+
+    def timeline(*_: int) -> Callable[[], bytes]:
+        asked.release()
+        return lambda: b"{}" if is_over.wait(60) else b""
+
+    monkeypatch.setattr(flight, "timeline", timeline)
+    async with operations(flight) as port:
+        pages = [asyncio.create_task(port.ask("/debug/timeline/data")) for _ in range(40)]
+        try:
+            for _ in pages:
+                await asked.acquire()
+            await asyncio.wait_for(asyncio.to_thread(int), 30)
+        finally:
+            is_over.set()
+        assert {(await page).body for page in pages} == {b"{}"}

@@ -150,7 +150,8 @@ async def test_a_request_whose_client_went_away() -> None:
         await server.until(lambda: bool(server.tape.finished))
         [timeline] = server.tape.finished
     assert timeline.finish_reason is FinishReason.ABORT
-    parts = server.attribution.parts_ns(timeline, timeline.end_ns)
+    parts = server.attribution.ledger(timeline, timeline.end_ns)["parts_ns"]
+    assert isinstance(parts, dict)
     assert sum(parts.values()) == timeline.end_ns - timeline.recv_ns
     assert list(parts)[: len(FIRST_PARTS)] == FIRST_PARTS
     assert "cut_short" in parts

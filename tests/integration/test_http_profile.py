@@ -1,5 +1,7 @@
 """`POST /debug/profile`: answered at once with the directory, refused out of range and while another one runs."""
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,6 +49,19 @@ async def test_steps_out_of_range_are_refused(steps: str) -> None:
         answer = await profile(server, f"?steps={steps}")
     assert (answer.status, answer.error["param"]) == (400, "steps")
     assert server.engine.profiles == []
+
+
+async def test_the_log_says_what_became_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with profiling() as server:
+        with caplog.at_level(logging.INFO, "roseinfer.server.profile"):
+            for error in ("", "OSError: no space"):
+                await profile(server)
+                server.engine.profiles[-1][2].set_result(ProfileEnded(20, error))
+                await asyncio.sleep(0)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "a profile was written"),
+        ("ERROR", "a profile could not be made: OSError: no space"),
+    ]
 
 
 async def test_one_at_a_time() -> None:

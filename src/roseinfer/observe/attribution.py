@@ -73,6 +73,8 @@ class Attribution(Observer):
         if record.num_generated_tokens:
             self._remember(record.tokens_ns)
             self._take_tokens(gap, advanced)
+        if record.num_finished:
+            self._settle(advanced)
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
         """See Observer."""
@@ -118,10 +120,6 @@ class Attribution(Observer):
     def ledger(self, timeline: RequestTimeline, until_ns: int) -> dict[str, object]:
         """The request's time up to a moment, in parts that add up to it. Only until its end has been told."""
         return ledger.as_json(timeline, self.decode_ns(timeline), until_ns)
-
-    def parts_ns(self, timeline: RequestTimeline, until_ns: int) -> dict[str, int]:
-        """Its parts alone."""
-        return ledger.parts_ns(timeline, self.decode_ns(timeline), until_ns)
 
     def decode_ns(self, timeline: RequestTimeline) -> dict[Cause, int]:
         """What the time between its first and its newest token went to; adds up to that time."""
@@ -173,6 +171,12 @@ class Attribution(Observer):
             for cause, duration in gap.segments:
                 self.total_ns[cause] += duration * num_shared
             self._usual.take(gap.duration_ns, gap.segments)
+
+    def _settle(self, advanced: Sequence[RequestTimeline]) -> None:
+        """Some got their last token: a slow client may ask for its ledger when their steps are long forgotten."""
+        for timeline in advanced:
+            if timeline.finish_reason is not None and (account := self._accounts.get(timeline.request_id)):
+                account.own_ns, account.base = self._account_until(account, timeline.token_ns[-1]), self._shared
 
     def _take_own(self, timeline: RequestTimeline, gap: StepGap) -> None:
         """A request that got no token in the step before."""

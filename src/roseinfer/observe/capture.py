@@ -25,7 +25,6 @@ from roseinfer.records import Delivery, Observer, RequestTimeline, StepRecord
 
 PROFILE_TIMEOUT_S = 30.0  # for the steps that are to be profiled to come, and for their trace to be written
 
-_MIB = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -173,5 +172,5 @@ class BreachCapture(Observer):
         """In a thread."""
         recording = capture_files.joined(before.recording(), after.recording())
         capture_files.write(directory, recording, manifest)
-        for gone in capture_files.make_room(self._parent, self._settings.capture_max_mib * _MIB):
+        for gone in capture_files.make_room(self._parent, self._settings.capture_max_mib * capture_files.MIB):
             _log.info("an old capture was deleted to stay below observe.capture_max_mib: %s", gone.name)

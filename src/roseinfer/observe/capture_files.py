@@ -3,6 +3,7 @@
 Knows only directories of its own naming: whatever else lies beside them is neither counted nor deleted.
 """
 
+import contextlib
 import importlib.metadata
 import platform
 import re
@@ -23,6 +24,7 @@ from roseinfer.observe.recording import Recording, StructArray
 MANIFEST_NAME = "manifest.json"
 RECORDING_NAME = "recording.npz"
 TRACE_NAME = "trace.json"
+MIB = 1 << 20
 
 _SECTIONS = ("model", "cache", "scheduler", "runner", "engine")  # nothing in them is a secret or leads to one
 _PACKAGES = ("torch", "numpy", "transformers", "triton")
@@ -36,8 +38,14 @@ def new_directory(parent: Path, kind: str) -> Path:
     return parent.absolute() / f"{moment}-{kind}-{secrets.token_hex(3)}"
 
 
-def profile_directory(capture_dir: str) -> Path:
-    """Where a profile that somebody asked for goes: beside the captures or, without a place for them, in /tmp."""
+def profile_directory(capture_dir: str, max_mib: float) -> Path:
+    """Where a profile that somebody asked for goes: beside the captures or, without a place for them, in /tmp.
+
+    Beside the captures it counts as one of them, so there is made room for it first.
+    """
+    if capture_dir:
+        with contextlib.suppress(OSError):  # no directory yet, or one that a breach is just deleting from
+            make_room(Path(capture_dir), max_mib * MIB)
     return new_directory(Path(capture_dir or tempfile.gettempdir()), "profile")
 
 

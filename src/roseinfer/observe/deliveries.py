@@ -35,8 +35,9 @@ class LiveInterruptions:
     def add(self, start_ns: int, end_ns: int, cause: Cause) -> None:
         """It is over."""
         self._known.append((start_ns, end_ns, cause))
+        # In this order: at no moment may another thread find it neither under way nor over.
+        self._last_end_ns = max(self._last_end_ns, end_ns)
         self._under_way.discard((start_ns, cause))
-        self._last_end_ns = end_ns
 
     def is_quiet_since(self, start_ns: int) -> bool:
         """Nothing was interrupted from then on."""
@@ -46,8 +47,10 @@ class LiveInterruptions:
         """See Interruptions."""
         if self.is_quiet_since(start_ns):
             return ()
-        found = [(begin, end_ns, cause) for begin, cause in tuple(self._under_way) if begin < end_ns]
-        for interruption in reversed(tuple(self._known)):  # a copy, since another one may come meanwhile
+        # Copies, since another one may come meanwhile. Lists: to make a tuple may collect garbage while it reads, and
+        # the collection is told here.
+        found = [(begin, end_ns, cause) for begin, cause in list(self._under_way) if begin < end_ns]
+        for interruption in reversed(list(self._known)):
             if interruption[1] <= start_ns:
                 break
             found.append(interruption)

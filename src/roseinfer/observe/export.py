@@ -81,6 +81,8 @@ def _parse(endpoint: str) -> SplitResult:
     try:
         parts = urlsplit(endpoint)
         is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        # As the thread, which nobody watches, will do it when it looks the name up and asks for the path.
+        (parts.hostname or "").encode("idna"), parts.path.encode("ascii")
     except ValueError:
         is_usable = False
     if not is_usable or parts.username is not None or parts.query or parts.fragment:

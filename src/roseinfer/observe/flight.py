@@ -15,7 +15,7 @@ from roseinfer.observe.deliveries import LiveInterruptions
 from roseinfer.observe.inspection import Inspection
 from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.recorder import Capture, FlightRecorder
-from roseinfer.observe.recording import step_of
+from roseinfer.observe.recording import ClockPair, StructArray, step_of
 from roseinfer.observe.rendering import Job, Render, render
 from roseinfer.observe.timeline_view import CONTEXT_STEPS, Cursor
 from roseinfer.observe.waiting import QueueDrain
@@ -65,12 +65,8 @@ class Flight(Observer):
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def steps(self, limit: int) -> dict[str, Any]:
-        steps = [step_of(row) for row in self.recorder.steps(limit)]
-        rows = [msgspec.to_builtins(msgspec.structs.asdict(step) | {"kind": step.kind}) for step in steps]
-        for row, step in zip(rows, steps, strict=True):
-            row |= {"phases": msgspec.structs.asdict(step.phases), "ahead": msgspec.structs.asdict(step.ahead)}
-        return {"clock": msgspec.structs.asdict(self.recorder.clock_pair), "steps": rows}
+    def steps(self, limit: int) -> Callable[[], bytes]:
+        return partial(_steps_json, self.recorder.steps(limit), self.recorder.clock_pair)
 
     def recording(self) -> Callable[[], bytes]:
         return partial(_archive_of, self.recorder.capture(), is_compressed=True)
@@ -97,6 +93,16 @@ class Flight(Observer):
 
     def request(self, request_id: str) -> dict[str, Any] | None:
         return self._inspection.show(request_id)
+
+
+def _steps_json(rows: StructArray, clock: ClockPair) -> bytes:
+    steps = [
+        msgspec.structs.asdict(step)
+        | {"kind": step.kind}
+        | {"phases": msgspec.structs.asdict(step.phases), "ahead": msgspec.structs.asdict(step.ahead)}
+        for step in map(step_of, rows)
+    ]
+    return msgspec.json.encode({"clock": clock, "steps": steps})
 
 
 def _archive_of(capture: Capture, *, is_compressed: bool) -> bytes:

@@ -139,10 +139,10 @@ class Metrics(Collector, Observer):
 
         May be called in any thread, and calls its listeners there; two at once are allowed, if wasteful.
         """
+        encode, content_type = _encoder(accept)
         start_ns = time.monotonic_ns()
         for begins in self.render_start_listeners:
             begins(start_ns)
-        encode, content_type = choose_encoder(accept)
         try:
             page = encode(self._registry)
         finally:
@@ -199,6 +199,13 @@ class Metrics(Collector, Observer):
         if row.kind == "counter":
             return {child: cell.total for child, cell in cells.items()}
         return {child: cell.copy() for child, cell in cells.items()}
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    try:
+        return choose_encoder(accept)
+    except TypeError:  # its way to say that a version in the header is no number
+        return choose_encoder("")
 
 
 def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> Metric:

@@ -108,7 +108,7 @@ class FlightRecorder(Observer):
         self._num_requests = 0
         self._in_flight: dict[str, tuple[int, RequestTimeline]] = {}  # by request id: serial, timeline
         # Finished ones as msgpack: a tenth of the memory, and nothing that a garbage collection would walk through.
-        self._finished: deque[tuple[int, bytes]] = deque(maxlen=observe.recorder_requests)  # end, record
+        self._finished: deque[tuple[str, int, bytes]] = deque(maxlen=observe.recorder_requests)  # id, end, record
         self._steps = Ring(STEP_DTYPE, observe.recorder_steps)
         self._writes = Ring(WRITE_DTYPE, observe.recorder_writes)
         self._interruptions = Ring(INTERRUPTION_DTYPE, NUM_INTERRUPTIONS)
@@ -143,7 +143,7 @@ class FlightRecorder(Observer):
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         serial, _ = self._in_flight.pop(timeline.request_id)
-        self._finished.append((timeline.end_ns, _encode(RequestRecord.of(serial, timeline))))
+        self._finished.append((timeline.request_id, timeline.end_ns, _encode(RequestRecord.of(serial, timeline))))
 
     def _take_interruptions(self) -> None:
         while self._interrupted:
@@ -164,10 +164,9 @@ class FlightRecorder(Observer):
         """What is known of a request: of the one in flight, or else of the one that ended last under this id."""
         if found := self._in_flight.get(request_id):
             return RequestRecord.of(*found)
-        for _, content in reversed(self._finished):
-            if (record := _decode(content)).request_id == request_id:
-                return record
-        return None
+        ended = (content for ended_id, _, content in reversed(self._finished) if ended_id == request_id)
+        content = next(ended, None)
+        return None if content is None else _decode(content)
 
     def writes_of(self, serial: int) -> StructArray:
         """Those of one request that are still remembered."""
@@ -188,7 +187,7 @@ class FlightRecorder(Observer):
         steps = self._steps.newest(num_steps)
         begin_ns = 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0])
         finished: list[bytes] = []
-        for end_ns, content in reversed(self._finished):
+        for _, end_ns, content in reversed(self._finished):
             if end_ns < begin_ns:
                 break
             finished.append(content)

@@ -17,7 +17,7 @@ from typing import IO, Literal
 
 import msgspec
 
-from roseinfer.errors import InvalidRequest
+from roseinfer.errors import InvalidRequest, NotReady
 from roseinfer.observe.causes import gaps_of
 from roseinfer.observe.chrome_trace import chrome_trace
 from roseinfer.observe.recording import Recording
@@ -65,9 +65,13 @@ class RenderProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def render(self, job: Job, archive: bytes) -> bytes:
-        """May be called in any thread, but blocks: not on an event loop. Raises as `render` does."""
+        """May be called in any thread, but blocks: not on an event loop.
+
+        Raises as `render` does, and NotReady once it is closed.
+        """
         with self._lock:
             try:
                 is_made, answer = self._ask(job, archive)
@@ -79,17 +83,20 @@ class RenderProcess:
         return answer
 
     def close(self) -> None:
+        """Also ends the job under way, for which a server's exit would wait. Idempotent."""
+        self._is_closed = True
+        child = self._child
+        if child is not None:
+            child.kill()  # whoever waits for its answer has the lock
         with self._lock:
             self._stop()
 
     def _ask(self, job: Job, archive: bytes) -> tuple[bool, bytes]:
+        if self._is_closed:
+            raise NotReady("The server is shutting down.")
         if self._child is None:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "roseinfer.observe.rendering",
-            ]  # -P: nothing from the working directory
+            # -P: nothing from the working directory
+            command = [sys.executable, "-P", "-m", "roseinfer.observe.rendering"]
             pipe = subprocess.PIPE
             self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # noqa: S603
         assert self._child.stdin is not None

@@ -5,6 +5,7 @@ What is told comes from a `FlightView`, which the wiring hands over; the server 
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib import resources
 from typing import Any, Protocol
@@ -42,7 +43,8 @@ class FlightView(Protocol):
     def max_steps(self) -> int:
         """The most steps that are remembered."""
 
-    def steps(self, limit: int) -> dict[str, Any]: ...
+    def steps(self, limit: int) -> Callable[[], bytes]:
+        """The last steps, as JSON."""
 
     def recording(self) -> Callable[[], bytes]:
         """Everything, as a file."""
@@ -81,25 +83,31 @@ def routes(view: FlightView) -> list[web.RouteDef]:
 class _Handlers:
     def __init__(self, view: FlightView) -> None:
         self._view = view
+        # What waits for the renderer has a thread of its own: however many pages are open, those that large bodies and
+        # metrics need stay free.
+        self._thread = ThreadPoolExecutor(1, "roseinfer-debug")
+
+    async def _off_loop(self, work: Callable[..., bytes], *arguments: object) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def steps(self, request: web.Request) -> web.Response:
-        return web.json_response(self._view.steps(self._limit(request, 100)))
+        return _json(await asyncio.to_thread(self._view.steps(self._limit(request, 100))))
 
     async def recording(self, _request: web.Request) -> web.Response:
-        content = await asyncio.to_thread(self._view.recording())
+        content = await self._off_loop(self._view.recording())
         return _download(content, "application/octet-stream", "roseinfer-recording.npz")
 
     async def trace(self, request: web.Request) -> web.Response:
-        content = await asyncio.to_thread(self._view.trace(self._limit(request, DEFAULT_STEPS)))
+        content = await self._off_loop(self._view.trace(self._limit(request, DEFAULT_STEPS)))
         return _download(content, "application/json", "roseinfer-trace.json")
 
     async def timeline(self, request: web.Request) -> web.Response:
         limit = self._limit(request, DEFAULT_STEPS)
-        since = (_integer(request, "since", 0, 0, 2**62), _integer(request, "since_ns", 0, 0, 2**62))
-        return _json(await asyncio.to_thread(self._view.timeline(limit, *since)))
+        since = (integer_of(request, "since", 0, 0, 2**62), integer_of(request, "since_ns", 0, 0, 2**62))
+        return _json(await self._off_loop(self._view.timeline(limit, *since)))
 
     async def view_recording(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self._view.view, await _read(request)))
+        return _json(await self._off_loop(self._view.view, await _read(request)))
 
     async def requests(self, _request: web.Request) -> web.Response:
         return web.json_response(self._view.requests())
@@ -112,10 +120,10 @@ class _Handlers:
         return web.json_response(found)
 
     def _limit(self, request: web.Request, default: int) -> int:
-        return _integer(request, "limit", min(default, self._view.max_steps), 1, self._view.max_steps)
+        return integer_of(request, "limit", min(default, self._view.max_steps), 1, self._view.max_steps)
 
 
-def _integer(request: web.Request, name: str, default: int, least: int, most: int) -> int:
+def integer_of(request: web.Request, name: str, default: int, least: int, most: int) -> int:
     """A number of the query. Raises InvalidRequest that names it."""
     text = request.query.get(name)
     if text is None:

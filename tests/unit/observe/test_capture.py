@@ -192,6 +192,15 @@ async def test_the_oldest_captures_make_room(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for path in left for file in path.iterdir()) <= 0.06 * (1 << 20)
 
 
+def test_a_profile_by_hand_makes_room_for_itself(tmp_path: Path) -> None:
+    directories: list[Path] = []
+    for _ in range(4):
+        directories.append(capture_files.profile_directory(str(tmp_path / "captures"), max_mib=0.06))
+        directories[-1].mkdir(parents=True)
+        (directories[-1] / "trace.json").write_bytes(bytes(50_000))
+    assert [directory.exists() for directory in directories] == [False, False, True, True]
+
+
 async def test_the_newest_capture_is_never_deleted(tmp_path: Path) -> None:
     world = World(tmp_path, "1 gap over 60 ms in 10 s", capture_cooldown_s=0, capture_max_mib=1e-6)
     for _ in range(2):

@@ -245,6 +245,8 @@ def test_an_address_without_a_path_gets_the_usual_one(url: str, path: str) -> No
         "http://example.com:99999",
         "http://127.0.0.1@example.com",
         "http://example.com?q",
+        f"http://{'a' * 64}.example.com",
+        "http://example.com/tracés",
     ],
 )
 def test_what_is_no_address_is_refused_by_name(url: str) -> None:

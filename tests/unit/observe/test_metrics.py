@@ -258,6 +258,23 @@ def test_who_listens_hears_when_a_page_began_and_was_done() -> None:
     assert before_ns <= start_ns < end_ns <= time.monotonic_ns()
 
 
+@pytest.mark.parametrize("accept", ["text/plain; version=x", "application/openmetrics-text; version=one.0"])
+def test_a_version_that_is_no_number_gets_the_plain_page(accept: str) -> None:
+    metrics = make_metrics()
+    _, content_type = metrics.render(accept)
+    assert content_type == metrics.render("")[1]
+
+
+def test_a_page_that_cannot_be_made_is_over_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, heard = make_metrics(), list[str]()
+    metrics.render_start_listeners.append(lambda _: heard.append("begins"))
+    metrics.render_listeners.append(lambda *_: heard.append("is over"))
+    monkeypatch.setattr(metrics, "collect", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        metrics.render("")
+    assert heard == ["begins", "is over"]
+
+
 def test_collections_are_counted_when_a_step_or_a_scrape_asks_for_them() -> None:
     pauses = [[2 * MS], [], [MS // 2, 3 * MS], []]
     metrics = make_metrics(take_gc_pauses_ns=lambda: pauses.pop(0))

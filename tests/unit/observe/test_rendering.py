@@ -1,10 +1,14 @@
 """A process of its own makes the same of a recording as this one, says no in the same words, and comes back."""
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from roseinfer.errors import InvalidRequest
+from roseinfer.errors import InvalidRequest, NotReady
 from roseinfer.observe.rendering import Job, RenderProcess, render
 from tests.unit.observe.flights import make_flight
 
@@ -39,6 +43,23 @@ def test_a_child_that_died_is_replaced(process: RenderProcess) -> None:
     process._child.wait()
     assert process.render(VIEW, archive) == render(VIEW, archive)
     assert process._child.pid != first
+
+
+def test_closing_ends_a_job_under_way() -> None:
+    process = RenderProcess()
+    archive = make_flight(num_streams=1, num_steps=3).recording()()
+    process.render(VIEW, archive)
+    child = process._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)  # it will not answer any more
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(process.render, VIEW, archive)
+        while not process._lock.locked():
+            time.sleep(0.001)
+        process.close()
+        with pytest.raises(NotReady):
+            asked.result(timeout=30)
+    assert child.returncode is not None
 
 
 def test_closing_ends_the_child_and_may_be_done_twice() -> None:
