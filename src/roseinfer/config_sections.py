@@ -254,6 +254,15 @@ class ServerConfig:
         str | None,
         Meta(description="File with a Jinja chat template, instead of the checkpoint's."),
     ] = _option(None, flag="--chat-template")
+    nice: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=19,
+            description="How much nicer than the engine the front end is to the system's scheduler: the engine's threads "
+            "wait for each other many times in a step, and a front end that takes one's core stops them all.",
+        ),
+    ] = _option(5)
     max_inflight: Annotated[
         int, Meta(ge=1, description="HTTP requests served at once; the next one is answered 429 with `Retry-After`.")
     ] = _option(256)

@@ -33,6 +33,7 @@ from roseinfer.model import memory
 from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.nvtx import make_marker
+from roseinfer.priority import be_nicer
 from roseinfer.records import LifecycleState, Observer, Phases
 
 _log = logging.getLogger(__name__)
@@ -182,9 +183,7 @@ def serve(config: Config) -> int:
         attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
         for observer in tracing:
             observer.set_engine_info(client.info)
-        gc.collect()
-        gc.freeze()  # what start-up made lives for ever: later collections need not walk it
-        _log_ready(config, client.info, url)
+        _settle(config, client.info, url)
 
     try:
         with gc_pauses:
@@ -196,7 +195,12 @@ def serve(config: Config) -> int:
         output.close()
 
 
-def _log_ready(config: Config, info: EngineInfo, url: str) -> None:
+def _settle(config: Config, info: EngineInfo, url: str) -> None:
+    """The engine is up, and the start over."""
+    gc.collect()
+    gc.freeze()  # what start-up made lives for ever: later collections need not walk it
+    if config.engine.transport == "process":
+        be_nicer(config.server.nice)  # now that the engine is there, which would have inherited it
     if info.device == "cpu" and not info.kernels and config.runner.kernels != "off":
         _log.warning("no compiled kernels were found, so plain torch serves; `roseinfer kernels build` makes them")
     facts = msgspec.structs.asdict(info) | {"sampling_defaults": msgspec.structs.asdict(info.sampling_defaults)}

@@ -49,7 +49,12 @@ def error_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     value = option.choices[-1] if option.choices else {"int": 70, "float": 0.5}.get(type(option.default).__name__)
     value = value or (70 if "int" in str(option.type) else "text")
-    bounded = {"server.max_body_bytes": 1024, "scheduler.max_num_batched_tokens": 1024, "observe.slow_gap_factor": 1.5}
+    bounded = {
+        "server.max_body_bytes": 1024,
+        "scheduler.max_num_batched_tokens": 1024,
+        "observe.slow_gap_factor": 1.5,
+        "server.nice": 7,
+    }
     value = bounded.get(option.path, value)
     expected = (value,) if isinstance(option.default, tuple) else value
     for flag in filter(None, (option.flag, option.short_flag)):

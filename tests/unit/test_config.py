@@ -30,7 +30,7 @@ def another_value(path: str) -> Any:
         case float():
             return option.default / 2
         case int():
-            return option.default + 1024 if option.default else 16
+            return option.default + (1 if option.path == "server.nice" else 1024) if option.default else 16
         case tuple():
             return ("one", "another")
         case _:

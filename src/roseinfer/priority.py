@@ -1,0 +1,21 @@
+"""How much nicer than others this process is to the scheduler. Knows nothing of what it does."""
+
+import contextlib
+import os
+from pathlib import Path
+
+_SESSION_GROUP = Path("/proc/self/autogroup")
+
+
+def be_nicer(increment: int, session_group: Path = _SESSION_GROUP) -> None:
+    """Let the processes that were started before go first, by so many levels of nice(2).
+
+    Linux may weigh sessions against each other, and nice values then count inside one only (autogroup, sched(7)). So a
+    process that leads a session makes that nicer too. One that shares its session, say with a shell, leaves it alone.
+    """
+    if not increment:
+        return
+    os.nice(increment)
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):  # no such file where sessions are not weighed
+            session_group.write_text(str(os.nice(0)))
