@@ -259,8 +259,8 @@ class ServerConfig:
         Meta(
             ge=0,
             le=19,
-            description="How much nicer than the engine the front end is to the system's scheduler: the engine's threads "
-            "wait for each other many times in a step, and a front end that takes one's core stops them all.",
+            description="How much nicer than the engine the front end is to the system's scheduler: the engine's "
+            "threads wait for each other many times in a step, and a front end that takes one's core stops them all.",
         ),
     ] = _option(5)
     max_inflight: Annotated[
