@@ -59,11 +59,12 @@ def raise_groups(pid: int) -> bool:
 
     Where the kernel groups tasks by session (autogroup), a threaded product whose partner lost its core to another
     session waits a whole slice of the scheduler, and 0.3 ms read as 8 ms. `nice` does not help: it counts only inside
-    one session.
+    one session. A member that made itself nicer stays so by as much.
     """
     try:
         for member in family_of(pid):
-            Path(f"/proc/{member}/autogroup").write_text(str(RAISED_NICE))
+            nice = os.getpriority(os.PRIO_PROCESS, member)
+            Path(f"/proc/{member}/autogroup").write_text(str(RAISED_NICE + max(0, nice)))
     except OSError:
         return False
     return True

@@ -164,7 +164,7 @@ def serve(config: Config) -> int:
     attribution.on_slow_gap.append(capture.on_slow_gap)
     flight.listen(gc_pauses, metrics, attribution.interruptions)
     tracing = make_tracing(config, __version__, metrics, attribution)
-    hub = Hub([attribution, metrics, flight, capture, logs.Logs(observe.log_summary_interval_s), *tracing])
+    hub = Hub([attribution, metrics, flight, *capture.observers, logs.Logs(observe.log_summary_interval_s), *tracing])
     client = AsyncEngine(build_transport(config), hub, config.engine.step_timeout_s)
     capture.profile = client.profile
     metrics.watch(attribution, lambda: hub.spent_ns)

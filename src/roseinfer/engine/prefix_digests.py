@@ -19,9 +19,16 @@ class PrefixDigests:
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:
         self._block_bytes = block_size * _ID_BYTES
         self._secret = secret or secrets.token_bytes(32)
+        self._last: tuple[Sequence[int], str, bytes] = ((), "", b"")
 
     def of(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> bytes:
-        """Of each full block; prompts of different salts share none, as in the prefix cache."""
+        """Of each full block; prompts of different salts share none, as in the prefix cache.
+
+        The choices of a request have one and the same prompt, which is digested once.
+        """
+        prompt, salt_of_prompt, digests_of_prompt = self._last
+        if prompt is prompt_token_ids and salt_of_prompt == cache_salt:
+            return digests_of_prompt
         content = array("i", prompt_token_ids).tobytes()
         salt = cache_salt.encode()
         running = hashlib.blake2b(b"%d:%b" % (len(salt), salt), digest_size=DIGEST_BYTES, key=self._secret)
@@ -29,4 +36,5 @@ class PrefixDigests:
         for start in range(0, len(content) - size + 1, size):
             running.update(content[start : start + size])
             digests.append(running.copy().digest())  # a digest ends the hash that it is taken of
-        return b"".join(digests)
+        self._last = prompt_token_ids, cache_salt, b"".join(digests)
+        return self._last[2]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from roseinfer.config import Config
-from roseinfer.errors import RoseinferError
+from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.messages import ProfileEnded
 from roseinfer.observe import capture_files
 from roseinfer.observe.capture_rules import Rule, Window, parse_rules
@@ -64,12 +64,16 @@ class BreachCapture(Observer):
         clock: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Raises ConfigError for a rule that makes no sense."""
+        """Raises ConfigError for a rule that makes no sense, or rules without a place for captures."""
         settings = self._settings = config.observe
         self.profile: Profile | None = None  # once there is an engine
         self._parent = Path(settings.capture_dir)
         rules = parse_rules(settings.capture_rules)
-        self._windows = [Window(rule) for rule in rules] if settings.capture_dir else []
+        if rules and not settings.capture_dir:
+            raise ConfigError(
+                "Captures need a place: name a directory with observe.capture_dir.", param="observe.capture_rules"
+            )
+        self._windows = [Window(rule) for rule in rules]
         self._least_ns = {
             subject: min((rule.over_ns for rule in rules if rule.subject == subject), default=1 << 62)
             for subject in ("gap", "ttft")
@@ -81,18 +85,22 @@ class BreachCapture(Observer):
         self._rests_until_ns = 0
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def observers(self) -> list[Observer]:
+        """Itself when there are rules; else nobody need tell it of each write."""
+        return [self] if self._windows else []
+
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:  # noqa: ARG002
         """Gaps and first tokens of requests that are not streamed."""
-        if self._windows:
-            for timeline in advanced:
-                if not timeline.is_streamed:
-                    self._measure(timeline.token_ns, timeline)
+        for timeline in advanced:
+            if not timeline.is_streamed:
+                self._measure(timeline.token_ns, timeline)
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:  # noqa: ARG002
         """Those of streams."""
-        if self._windows and timeline.is_streamed:
+        if timeline.is_streamed:
             self._measure(timeline.write_ns, timeline)
 
     def on_slow_gap(self, gap: Gap, timeline: RequestTimeline) -> None:

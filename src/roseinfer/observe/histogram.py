@@ -27,12 +27,15 @@ class Histogram:
         one NaN would make the sum NaN for the life of the process.
         """
         bounds, counts, total, num_refused = self.bounds, self.counts, 0.0, 0
+        last, index = math.nan, 0
         for value in values:
-            if 0.0 <= value < math.inf:
-                counts[bisect_left(bounds, value)] += 1
-                total += value
-            else:
-                num_refused += 1
+            if value != last:  # the streams of a step share their gap, so most values are the one before
+                if not 0.0 <= value < math.inf:
+                    num_refused += 1
+                    continue
+                last, index = value, bisect_left(bounds, value)
+            counts[index] += 1
+            total += value
         self.total += total
         return num_refused
 

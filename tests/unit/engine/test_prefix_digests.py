@@ -35,3 +35,12 @@ def test_salts_and_secrets_keep_prompts_apart() -> None:
 
 def test_what_is_no_full_block_has_none() -> None:
     assert PrefixDigests(BLOCK).of([1, 2, 3]) == b""
+
+
+def test_the_prompt_of_several_choices_is_digested_once_for_each_salt() -> None:
+    digests, prompt = PrefixDigests(4), list(range(12))
+    first = digests.of(prompt)
+    assert digests.of(prompt) is first
+    assert digests.of(prompt, "other") != first
+    assert digests.of(prompt) == first
+    assert digests.of(list(reversed(prompt))) != first

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from roseinfer.config import Config, ModelConfig, ObserveConfig, ServerConfig
-from roseinfer.errors import Conflict
+from roseinfer.errors import ConfigError, Conflict
 from roseinfer.messages import ProfileEnded
 from roseinfer.observe import capture_files
 from roseinfer.observe.capture import BreachCapture
@@ -233,13 +233,18 @@ def _unstreamed(token_ns: list[int]) -> RequestTimeline:
     return make_timeline(is_streamed=False, token_ns=token_ns, write_ns=[])
 
 
-async def test_without_a_directory_nothing_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    world = World(tmp_path, "1 gap over 60 ms in 10 s", capture_cooldown_s=0)
+def test_rules_without_a_directory_are_refused(tmp_path: Path) -> None:
+    world = World(tmp_path, "1 gap over 60 ms in 10 s")
     config = Config(observe=ObserveConfig(capture_rules=("1 gap over 60 ms in 10 s",)))
-    world.capture = BreachCapture(config, "1.2.3", world.recorder)
-    world.gap(70)
-    assert await world.settle() == []
+    with pytest.raises(ConfigError, match=r"observe\.capture_dir") as refusal:
+        BreachCapture(config, "1.2.3", world.recorder)
+    assert refusal.value.param == "observe.capture_rules"
+
+
+def test_without_rules_nothing_need_be_told(tmp_path: Path) -> None:
+    world = World(tmp_path, "1 gap over 60 ms in 10 s")
+    assert BreachCapture(Config(), "1.2.3", world.recorder).observers == []
+    assert world.capture.observers == [world.capture]
 
 
 def write_trace(directory: Path) -> None:
