@@ -47,6 +47,7 @@ class Attribution(Observer):
         self._usual = Usual(slow_factor, int(slow_min_ms * 1e6))
         self._usual_wire = Usual(slow_factor, int(slow_min_ms * 1e6))
         self._num_writes = 0
+        self._writes: list[tuple[RequestTimeline, Delivery, int, int]] = []  # not judged: and the write before, index
         self._recent = StepGaps()
         self._shared = _NOTHING  # of the gaps of all steps so far
         self._shared_at: dict[int, Totals] = {}  # by when a recent step's tokens were known
@@ -67,6 +68,7 @@ class Attribution(Observer):
 
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
         """See Observer."""
+        self.take_writes()
         gap = self._splitter.take(record)
         if gap is not None:
             self._share(gap)
@@ -77,10 +79,18 @@ class Attribution(Observer):
             self._settle(advanced)
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        """See Observer."""
-        if len(timeline.write_ns) < 2:
-            return
-        start_ns = timeline.write_ns[-2]
+        """See Observer. Judged by `take_writes`: one after the other they would each find cold caches."""
+        index = len(timeline.write_ns) - 1
+        if index:
+            self._writes.append((timeline, delivery, timeline.write_ns[-2], index))
+
+    def take_writes(self) -> None:
+        """Judge the writes since the last step: when the next one is told, and before a request's end is."""
+        writes, self._writes = self._writes, []
+        for timeline, delivery, start_ns, index in writes:
+            self._take_write(timeline, delivery, start_ns, index)
+
+    def _take_write(self, timeline: RequestTimeline, delivery: Delivery, start_ns: int, index: int) -> None:
         gap_ns, usual = delivery.written_ns - start_ns, self._usual_wire
         self._num_writes += 1
         if self._num_writes % _LEARN_EVERY and not usual.is_slow(gap_ns) and self._take_plain(delivery, start_ns):
@@ -92,7 +102,9 @@ class Attribution(Observer):
         tokens_ns = delivery.arrival.tokens_ns
         segments = (*self._waited(timeline, start_ns, tokens_ns), *on_its_way)
         if timeline.is_streamed and usual.is_slow(gap_ns):
-            self._judge_write(timeline, tokens_ns, segments)
+            step, serial = self._recent.ended_at(tokens_ns), self._serial(timeline)
+            step_id = 0 if step is None else step.step_id
+            self._tell(usual.gap(serial, index, start_ns, delivery.written_ns, step_id, segments), timeline)
         usual.take(gap_ns, segments)
 
     def _take_plain(self, delivery: Delivery, start_ns: int) -> bool:
@@ -112,6 +124,7 @@ class Attribution(Observer):
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         """See Observer."""
+        self.take_writes()
         self._accounts.pop(timeline.request_id, None)
         self._serials.pop(timeline.request_id, None)
 
@@ -202,13 +215,6 @@ class Attribution(Observer):
         serial, index = self._serial(timeline), len(timeline.token_ns) - 1
         start_ns, end_ns = timeline.token_ns[-2:]
         self._tell(self._usual.gap(serial, index, start_ns, end_ns, step_id, segments), timeline)
-
-    def _judge_write(self, timeline: RequestTimeline, tokens_ns: int, segments: Segments) -> None:
-        """The request's newest gap between writes was slow."""
-        serial, index, step = self._serial(timeline), len(timeline.write_ns) - 1, self._recent.ended_at(tokens_ns)
-        start_ns, end_ns = timeline.write_ns[-2:]
-        step_id = 0 if step is None else step.step_id
-        self._tell(self._usual_wire.gap(serial, index, start_ns, end_ns, step_id, segments), timeline)
 
     def _serial(self, timeline: RequestTimeline) -> int:
         return self._serials.get(timeline.request_id, -1)

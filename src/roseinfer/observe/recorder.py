@@ -112,7 +112,8 @@ class FlightRecorder(Observer):
         self._steps = Ring(STEP_DTYPE, observe.recorder_steps)
         self._writes = Ring(WRITE_DTYPE, observe.recorder_writes)
         self._interruptions = Ring(INTERRUPTION_DTYPE, NUM_INTERRUPTIONS)
-        self._interrupted: deque[tuple[int, int, int]] = deque(maxlen=NUM_INTERRUPTIONS)  # not yet in the ring
+        self._new_writes: list[tuple[str, Delivery]] = []  # not yet in the ring, nor are these:
+        self._interrupted: deque[tuple[int, int, int]] = deque(maxlen=NUM_INTERRUPTIONS)
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
@@ -126,22 +127,30 @@ class FlightRecorder(Observer):
 
     def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:  # noqa: ARG002
         self.last_step = record
+        self._take_writes()
         self._steps.add(step_row(record))
         if self._interrupted:
             self._take_interruptions()
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        arrival = delivery.arrival
-        self._writes.add(
-            (
-                self._in_flight[timeline.request_id][0],
-                *(arrival.tokens_ns, arrival.sent_ns, arrival.read_ns),
-                *(delivery.resumed_ns, delivery.encoded_ns, delivery.written_ns),
-                delivery.was_paused,
+        self._new_writes.append((timeline.request_id, delivery))
+
+    def _take_writes(self) -> None:
+        """Put the writes since the last step into the ring: one by one they would each find cold caches."""
+        writes, self._new_writes = self._new_writes, []
+        for request_id, delivery in writes:
+            arrival = delivery.arrival
+            self._writes.add(
+                (
+                    self._in_flight[request_id][0],
+                    *(arrival.tokens_ns, arrival.sent_ns, arrival.read_ns),
+                    *(delivery.resumed_ns, delivery.encoded_ns, delivery.written_ns),
+                    delivery.was_paused,
+                )
             )
-        )
 
     def on_finish(self, timeline: RequestTimeline) -> None:
+        self._take_writes()
         serial, _ = self._in_flight.pop(timeline.request_id)
         self._finished.append((timeline.request_id, timeline.end_ns, _encode(RequestRecord.of(serial, timeline))))
 
@@ -170,6 +179,7 @@ class FlightRecorder(Observer):
 
     def writes_of(self, serial: int) -> StructArray:
         """Those of one request that are still remembered."""
+        self._take_writes()
         writes = self._writes.newest()
         found: StructArray = writes[writes["serial"] == serial]
         return found
@@ -191,6 +201,7 @@ class FlightRecorder(Observer):
             if end_ns < begin_ns:
                 break
             finished.append(content)
+        self._take_writes()
         interruptions = self._interruptions.newest()
         return Capture(
             meta=self._meta(trigger),

@@ -105,6 +105,7 @@ class Bench:
             timeline.write_ns.append(delivery.written_ns)
             self.attribution.on_write(timeline, delivery)
             self.writes.append((self.timelines.index(timeline), delivery))
+        self.attribution.take_writes()
 
     def interrupt(self, start_ns: int, end_ns: int, cause: Cause) -> None:
         self.interruptions.append((start_ns, end_ns, cause))
