@@ -5,7 +5,7 @@ All stamps are `time.monotonic_ns()`, which on Linux is one clock for every proc
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -166,6 +166,7 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
     encoded_ns: int  # text and frames were made
     written_ns: int  # the write returned
     was_paused: bool  # the socket did not take all: the client, or the network, is behind
+    index: int  # of the write in its request's `write_ns`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,6 +180,7 @@ class RequestTimeline:
 
     request_id: str
     recv_ns: int  # request head parsed
+    serial: int = 0  # requests that had been received before
     parsed_ns: int = 0  # body read and validated
     tokenized_ns: int = 0
     inbox_ns: int = 0
@@ -211,6 +213,26 @@ class RequestTimeline:
         return self.arrivals[-1] if self.arrivals else None
 
 
+class Advanced(list[RequestTimeline]):
+    """The timelines that got a token in a step. Facts may be told late: a timeline may hold newer tokens by then."""
+
+    def __init__(self, timelines: Iterable[RequestTimeline] = (), previous_ns: Iterable[int] = ()) -> None:
+        """`previous_ns`, one for each of them, is when its token before that was known; 0 when this is its first."""
+        super().__init__(timelines)
+        self.previous_ns = list(previous_ns)
+
+    @property
+    def newcomers(self) -> "list[RequestTimeline]":
+        """Those of which it is the first token."""
+        return [each for each, previous_ns in zip(self, self.previous_ns, strict=True) if not previous_ns]
+
+    @classmethod
+    def newest(cls, timelines: Iterable[RequestTimeline]) -> Self:
+        """These got the newest tokens that they hold."""
+        advanced = list(timelines)
+        return cls(advanced, [each.token_ns[-2] if len(each.token_ns) > 1 else 0 for each in advanced])
+
+
 class Observer:
     """Somebody who is told facts, on the front end's event loop, after the tokens have been routed.
 
@@ -223,8 +245,8 @@ class Observer:
     def on_start(self, timeline: RequestTimeline) -> None:
         """A request was received."""
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
-        """A step ended; each timeline in `advanced` has just got a new last entry in `token_ns`."""
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
+        """A step ended, and these have a token of it."""
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
         """A socket write with tokens returned; it is the last entry of `write_ns`."""

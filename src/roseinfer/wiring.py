@@ -139,58 +139,38 @@ def serve(config: Config) -> int:
     """Serve until told to stop. Returns the process's exit code; raises ConfigError for a value the user gave."""
     # Imported here because the engine's process comes through this file too and needs none of it.
     from aiohttp import web
-    from prometheus_client import CollectorRegistry
 
     from roseinfer.observe import capture_files
-    from roseinfer.observe.attribution import Attribution
-    from roseinfer.observe.capture import BreachCapture
-    from roseinfer.observe.flight import Flight
-    from roseinfer.observe.metrics import Metrics
+    from roseinfer.observe.observation import Observation
     from roseinfer.observe.rendering import RenderProcess
-    from roseinfer.observe.tracing import make_tracing
     from roseinfer.server import debug, lifecycle, profile
     from roseinfer.server.instruments import Instruments
 
-    renderer = RenderProcess()
-    flight = Flight(config, __version__, renderer.render)
-    capture = BreachCapture(config, __version__, flight.recorder)
+    renderer, gc_pauses = RenderProcess(), GcPauses()
     output = logs.configure(config.observe, sys.stderr)
-    gc_pauses = GcPauses()
-    metrics = Metrics(
-        config.served_model_name, __version__, CollectorRegistry(), lambda: output.num_dropped, gc_pauses.take
-    )
-    observe = config.observe
-    attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
-    attribution.on_slow_gap.append(capture.on_slow_gap)
-    flight.listen(gc_pauses, metrics, attribution.interruptions)
-    tracing = make_tracing(config, __version__, metrics, attribution)
-    hub = Hub([attribution, metrics, flight, *capture.observers, logs.Logs(observe.log_summary_interval_s), *tracing])
-    client = AsyncEngine(build_transport(config), hub, config.engine.step_timeout_s)
-    capture.profile = client.profile
-    metrics.watch(attribution, lambda: hub.spent_ns)
+    observation = Observation(config, __version__, renderer.render, gc_pauses, lambda: output.num_dropped)
+    client = AsyncEngine(build_transport(config), observation.hub, config.engine.step_timeout_s)
+    observation.capture.profile = client.profile
 
     async def handle_metrics(request: web.Request) -> web.Response:
-        page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
+        observation.hub.catch_up()
+        page, content_type = await asyncio.to_thread(observation.metrics.render, request.headers.get("Accept", ""))
         return web.Response(body=page, headers={"Content-Type": content_type})
 
+    observe = config.observe
     new_directory = partial(capture_files.profile_directory, observe.capture_dir, observe.capture_max_mib)
-    debug_routes = [*debug.routes(flight), profile.route(new_directory)]
-    instruments = Instruments(metrics=handle_metrics, ledger=attribution.ledger, debug_routes=debug_routes)
+    debug_routes = [*debug.routes(observation.flight), profile.route(new_directory)]
+    instruments = Instruments(metrics=handle_metrics, ledger=observation.ledger, debug_routes=debug_routes)
 
     def on_ready(url: str) -> None:
-        metrics.set_engine_info(client.info)
-        flight.set_engine_info(client.info)
-        attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
-        for observer in tracing:
-            observer.set_engine_info(client.info)
+        observation.set_engine_info(client.info)
         _settle(config, client.info, url)
 
     try:
         with gc_pauses:
-            return asyncio.run(lifecycle.run(config, client, hub, instruments, on_ready))
+            return asyncio.run(lifecycle.run(config, client, observation.hub, instruments, on_ready))
     finally:
-        for observer in tracing:
-            observer.close()
+        observation.close()
         renderer.close()
         output.close()
 

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from roseinfer.observe.flight import Flight
+from roseinfer.records import Advanced
 from roseinfer.server import debug
 from roseinfer.server.app import build_ops_app, build_runner
 from roseinfer.server.instruments import Instruments
@@ -196,10 +197,10 @@ async def test_it_is_live_until_it_is_paused(chromium: str) -> None:
         num_steps = await browser.evaluate("timeline.data.steps.length")
         last = flight.recorder.last_step
         assert last is not None
-        flight.on_step(msgspec.structs.replace(last, step_id=last.step_id + 1), [])
+        flight.on_step(msgspec.structs.replace(last, step_id=last.step_id + 1), Advanced())
         await browser.wait_for(f"timeline.data.steps.length === {num_steps + 1}")
         await browser.evaluate("document.getElementById('pause').click()")
-        flight.on_step(msgspec.structs.replace(last, step_id=last.step_id + 2), [])
+        flight.on_step(msgspec.structs.replace(last, step_id=last.step_id + 2), Advanced())
         await browser.evaluate("timeline.poll()")
         assert await browser.evaluate("timeline.data.steps.length") == num_steps + 1
         assert await browser.evaluate(STATUS) == "paused"

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from roseinfer.observe.causes import Gap
 from roseinfer.observe.flight import Flight
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics import Metrics
-from roseinfer.records import Delivery, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Delivery, Observer, RequestTimeline, StepRecord
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service
@@ -41,7 +41,7 @@ class Tape(Observer):
     def on_start(self, timeline: RequestTimeline) -> None:
         self.timelines.append(timeline)
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self.steps.append(record)
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:

@@ -28,6 +28,7 @@ from tests.integration.faults import (
     TroubledEngine,
     explained,
     judge,
+    on_a_calm_machine,
     process,
     provoke,
 )
@@ -55,6 +56,7 @@ def sleep_within(part: str) -> Trouble:
         ("forward", Cause.UNKNOWN),  # a stall in the computing that nothing explains
     ],
 )
+@on_a_calm_machine
 async def test_a_part_of_the_launch_that_stalls(part: str, cause: Cause, depth: int) -> None:
     troubled = TroubledEngine(sleep_within(part), pipeline_depth=depth)
     async with live(troubled.build) as server:
@@ -64,6 +66,7 @@ async def test_a_part_of_the_launch_that_stalls(part: str, cause: Cause, depth: 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("verb", ["schedule", "commit"])
+@on_a_calm_machine
 async def test_slow_bookkeeping(verb: str, is_streamed: bool) -> None:
     troubled = TroubledEngine()
     scheduler = troubled.engine.scheduler
@@ -82,6 +85,7 @@ async def test_slow_bookkeeping(verb: str, is_streamed: bool) -> None:
         judge(server, Cause.SCHEDULE)
 
 
+@on_a_calm_machine
 async def test_a_collection_in_the_engine() -> None:
     async with live(transport=process("collects")) as server:
         server.start(NUM_STREAMS)
@@ -89,6 +93,7 @@ async def test_a_collection_in_the_engine() -> None:
         judge(server, Cause.GC, lambda gap: gap.step_id >= GC_EVERY)
 
 
+@on_a_calm_machine
 async def test_a_long_prompt_among_streams() -> None:
     troubled = TroubledEngine(latency_per_token_s=0.0004)
 
@@ -101,6 +106,7 @@ async def test_a_long_prompt_among_streams() -> None:
         judge(server, Cause.PREFILL_OF_OTHERS)
 
 
+@on_a_calm_machine
 async def test_suddenly_more_rows() -> None:
     troubled = TroubledEngine(latency_per_token_s=0.004)
 
@@ -118,6 +124,7 @@ def has_grown(steps: dict[int, StepRecord], step_id: int) -> bool:
     return step.kind == "decode" and step.num_decode_seqs > steps[step_id - 1].num_decode_seqs
 
 
+@on_a_calm_machine
 async def test_a_step_without_a_graph() -> None:
     troubled = TroubledEngine()
     engine = troubled.engine
@@ -138,6 +145,7 @@ async def test_a_step_without_a_graph() -> None:
         judge(server, Cause.GRAPH_MISS)
 
 
+@on_a_calm_machine
 async def test_a_profiled_step() -> None:
     troubled = TroubledEngine(sleep_within("forward"))
     step = troubled.engine.step
@@ -154,6 +162,7 @@ async def test_a_profiled_step() -> None:
         judge(server, Cause.PROFILER)
 
 
+@on_a_calm_machine
 async def test_more_sequences_than_rows() -> None:
     troubled = TroubledEngine(max_num_seqs=2, max_active_seqs=64, max_prefill_seqs=64)
 
@@ -165,6 +174,7 @@ async def test_more_sequences_than_rows() -> None:
         judge(server, Cause.NOT_SELECTED)
 
 
+@on_a_calm_machine
 async def test_a_pool_that_is_too_small() -> None:
     """The youngest loses its blocks, and gets them back when the others have ended."""
     troubled = TroubledEngine(num_blocks=60, max_model_len=320, prefix_caching=False)
@@ -175,6 +185,7 @@ async def test_a_pool_that_is_too_small() -> None:
         judge(server, Cause.KV_WAIT)
 
 
+@on_a_calm_machine
 async def test_computing_again_what_was_lost() -> None:
     """One stream takes the last block from another just before it ends, so there is no waiting, but 250 tokens."""
     troubled = TroubledEngine(latency_per_token_s=0.0006, num_blocks=36, max_model_len=288, prefix_caching=False)
@@ -190,6 +201,7 @@ async def test_computing_again_what_was_lost() -> None:
 # --- in the front end -------------------------------------------------------------------------------------------------
 
 
+@on_a_calm_machine
 async def test_a_collection_in_the_front_end() -> None:
     heap: list[object] = []
 
@@ -203,6 +215,7 @@ async def test_a_collection_in_the_front_end() -> None:
 
 
 @pytest.mark.parametrize("stream_interval", [1, 4])
+@on_a_calm_machine
 async def test_a_blocked_event_loop(stream_interval: int) -> None:
     async def strike(_: LiveServer) -> None:
         asyncio.get_running_loop().call_soon(time.sleep, DELAY_S)
@@ -212,6 +225,7 @@ async def test_a_blocked_event_loop(stream_interval: int) -> None:
         judge(server, Cause.EVENT_LOOP)
 
 
+@on_a_calm_machine
 async def test_an_engine_that_stands_still_because_nobody_reads() -> None:
     async def strike(_: LiveServer) -> None:
         asyncio.get_running_loop().call_soon(time.sleep, 4 * DELAY_S)
@@ -225,6 +239,7 @@ async def test_an_engine_that_stands_still_because_nobody_reads() -> None:
         judge(server, Cause.ENGINE_OUTBOX)
 
 
+@on_a_calm_machine
 async def test_a_slow_detokenizer() -> None:
     troubled = TroubledEngine()
     async with live(troubled.build) as server:
@@ -262,6 +277,7 @@ class SlowCollector:
         return iter(())
 
 
+@on_a_calm_machine
 async def test_a_scrape_that_takes_long() -> None:
     async def strike(server: LiveServer) -> None:
         async with server.session.get(server.url + "/metrics") as response:
@@ -273,6 +289,7 @@ async def test_a_scrape_that_takes_long() -> None:
         judge(server, Cause.SCRAPE)
 
 
+@on_a_calm_machine
 async def test_a_client_that_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     async with live(transport=process(), send_buffer_bytes=16_384) as server:
         monkeypatch.setattr(server.service.text_model.tokenizer, "text_bytes", lambda _: b"#" * 5_000)
@@ -302,6 +319,7 @@ async def test_a_client_that_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> No
         judge(server, Cause.CLIENT_BACKPRESSURE, lambda gap: gap.duration_ns > 2 * MIN_GAP_NS)
 
 
+@on_a_calm_machine
 async def test_hardly_anything_stays_unexplained() -> None:
     """Over all faults that this process has seen, and one more, so that there is one."""
     troubled = TroubledEngine(sleep_within("sample"))

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transport
 from roseinfer.errors import ConfigError, Conflict, EngineDead, EngineFailed
 from roseinfer.messages import ProfileEnded, TokenOutput
-from roseinfer.records import FinishReason, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, FinishReason, Observer, RequestTimeline, StepRecord
 from tests.integration.fake_engine import build_fake_engine
 from tests.unit.engine.harness import make_request, run_alone
 
@@ -36,7 +36,7 @@ class Facts(Observer):
     def on_start(self, timeline: RequestTimeline) -> None:
         self.started.append(timeline)
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self.records.append(record)
         self.num_tokens += len(advanced)
 

@@ -9,7 +9,7 @@ from roseinfer.errors import Overloaded
 from roseinfer.llm import LLM, Prompt
 from roseinfer.messages import SamplingParams
 from roseinfer.progress import Progress
-from roseinfer.records import Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Observer, StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class StepLog(Observer):
         """A new run begins; the engine is idle."""
         self.steps, self.progress, self._num_tokens = [], progress, 0
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self.steps.append(record)
         self._num_tokens += len(advanced)
         if self.progress is not None:

@@ -91,7 +91,7 @@ class Simulated(NamedTuple):
         """The same as a server's recording; nothing was written to a socket, so gaps are the engine's."""
         return Recording(
             meta=self.recording_meta,
-            requests=[RequestRecord.of(serial, timeline) for serial, timeline in enumerate(self.timelines)],
+            requests=[RequestRecord.of(timeline) for timeline in self.timelines],
             steps=np.array([step_row(step) for step in self.steps], STEP_DTYPE),
         )
 
@@ -194,6 +194,7 @@ class Simulation:
         token_ids = self._tokens.of(planned.segments)
         timeline = RequestTimeline(
             request_id=f"r{index}",
+            serial=index,
             recv_ns=arrival_ns,
             parsed_ns=arrival_ns,
             tokenized_ns=tokenized_ns,

@@ -22,7 +22,7 @@ from roseinfer.messages import (
     StepOutput,
     TokenOutput,
 )
-from roseinfer.records import Arrival, EngineTimes, FinishReason, Observer, RequestTimeline
+from roseinfer.records import Advanced, Arrival, EngineTimes, FinishReason, Observer, RequestTimeline
 
 
 class EngineClient(Protocol):
@@ -103,6 +103,7 @@ class AsyncEngine:
         self._step_timeout_ns = int(step_timeout_s * 1e9)
         self._entries: dict[str, _Entry] = {}
         self._by_slot: dict[int, _Entry] = {}
+        self._num_opened = 0
         self._num_in_engine = 0
         self._last_progress_ns = 0
         self._info: EngineInfo | None = None
@@ -154,6 +155,8 @@ class AsyncEngine:
     def open_timeline(self, timeline: RequestTimeline) -> None:
         assert timeline.request_id not in self._entries, f"request id {timeline.request_id} is in use"
         self._entries[timeline.request_id] = _Entry(timeline)
+        timeline.serial = self._num_opened
+        self._num_opened += 1
         self.observer.on_start(timeline)
 
     def close_timeline(self, timeline: RequestTimeline) -> None:
@@ -254,11 +257,13 @@ class AsyncEngine:
         arrival = Arrival(
             tokens_ns, record.end_ns, self._last_progress_ns, record.late_gc_ns, was_held=record.outbox_depth > 0
         )
-        advanced: list[RequestTimeline] = []
+        advanced = Advanced()
+        note_previous = advanced.previous_ns.append
         concluded: list[_Entry] = []
         for slot, token_id in step.tokens():
             entry = self._by_slot[slot]
             timeline = entry.timeline
+            note_previous(timeline.token_ns[-1] if timeline.token_ns else 0)
             timeline.token_ns.append(tokens_ns)
             timeline.arrivals.append(arrival)
             advanced.append(timeline)
@@ -270,6 +275,7 @@ class AsyncEngine:
                 entry.slot = output.slot
                 self._by_slot[output.slot] = entry
             if output.token_ids:
+                note_previous(entry.timeline.token_ns[-1] if entry.timeline.token_ns else 0)
                 entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
                 entry.timeline.arrivals.extend([arrival] * len(output.token_ids))
                 advanced.append(entry.timeline)

@@ -7,7 +7,7 @@ with a manifest. There is one capture at a time and a rest after each: what happ
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,8 @@ from roseinfer.observe import capture_files
 from roseinfer.observe.capture_rules import Rule, Window, parse_rules
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import Recording
-from roseinfer.records import Delivery, Observer, RequestTimeline, StepRecord
+from roseinfer.observe.writes import WriteObserver, Writes
+from roseinfer.records import Advanced, Observer, RequestTimeline, StepRecord
 
 PROFILE_TIMEOUT_S = 30.0  # for the steps that are to be profiled to come, and for their trace to be written
 
@@ -53,7 +54,7 @@ class Breach(msgspec.Struct, frozen=True):
     requests: dict[str, str]  # id -> trace id, empty without one
 
 
-class BreachCapture(Observer):
+class BreachCapture(WriteObserver):
     """The observer that watches the rules. Attach `on_slow_gap` to whoever finds slow gaps."""
 
     def __init__(
@@ -92,16 +93,18 @@ class BreachCapture(Observer):
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:  # noqa: ARG002
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         """Gaps and first tokens of requests that are not streamed."""
-        for timeline in advanced:
+        for timeline, previous_ns in zip(advanced, advanced.previous_ns, strict=True):
             if not timeline.is_streamed:
-                self._measure(timeline.token_ns, timeline)
+                self._measure(timeline, previous_ns, record.tokens_ns)
 
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:  # noqa: ARG002
+    def on_writes(self, writes: Writes) -> None:
         """Those of streams."""
-        if timeline.is_streamed:
-            self._measure(timeline.write_ns, timeline)
+        for timeline, delivery in zip(writes.timelines, writes.deliveries, strict=True):
+            if timeline.is_streamed:
+                previous_ns = timeline.write_ns[delivery.index - 1] if delivery.index else 0
+                self._measure(timeline, previous_ns, delivery.written_ns)
 
     def on_slow_gap(self, gap: Gap, timeline: RequestTimeline) -> None:
         """See Attribution."""
@@ -109,11 +112,10 @@ class BreachCapture(Observer):
             if window.rule.subject == "slow gap" and window.rule.cause in {None, gap.cause}:
                 self._count(window, timeline)
 
-    def _measure(self, stamps: Sequence[int], timeline: RequestTimeline) -> None:
-        """The newest of a request's stamps ends a gap, or is its first."""
-        is_first = len(stamps) == 1
-        subject, start_ns = ("ttft", timeline.recv_ns) if is_first else ("gap", stamps[-2])
-        duration_ns = stamps[-1] - start_ns
+    def _measure(self, timeline: RequestTimeline, previous_ns: int, now_ns: int) -> None:
+        """What came now ends a gap, or is the first of its request."""
+        subject, start_ns = ("gap", previous_ns) if previous_ns else ("ttft", timeline.recv_ns)
+        duration_ns = now_ns - start_ns
         if duration_ns <= self._least_ns[subject]:
             return
         for window in self._windows:

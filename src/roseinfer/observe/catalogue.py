@@ -96,7 +96,7 @@ _LATENCIES = (
         "roseinfer_inter_token_latency_seconds",
         "seconds",
         TOKEN_S,
-        AtStep(measures.newest_token_gaps_s),
+        AtStep(measures.token_gaps_s),
         "Token known on the host (t_tok[i-1]) → next token of the request known (t_tok[i]). Once per token but the "
         "first of each request, observed as tokens come; a preemption while decoding is in it.",
     ),

@@ -6,7 +6,7 @@ stages of that token's way to the socket. So parts always add up to their gap.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Literal, NamedTuple
@@ -24,7 +24,7 @@ SLOW_FACTOR = 3.0
 SLOW_MIN_NS = 2_000_000
 
 _NUM_USUAL = 256  # gaps that say what is usual
-_MEDIAN_EVERY = 16
+_MEDIAN_EVERY = 64  # gaps at most; the first ones, each
 
 
 class Gap(msgspec.Struct, frozen=True, gc=False):
@@ -52,6 +52,7 @@ class Usual:
         self._min_ns = slow_min_ns
         self._gaps: deque[int] = deque(maxlen=_NUM_USUAL)
         self._num_seen = 0
+        self._median_at = 1  # seen, when the median is next found
         self._num_lessons = 0  # from which the usual parts are known
         self._parts: dict[Cause, float] = {}
         self.threshold_ns: float = float("inf")  # beyond it a gap is slow
@@ -61,16 +62,21 @@ class Usual:
 
     def take(self, gap_ns: int, segments: Iterable[tuple[Cause, int]] = ()) -> None:
         """Learn from one more gap."""
-        self._gaps.append(gap_ns)
-        self._num_seen += 1
-        if self._num_seen <= _MEDIAN_EVERY or self._num_seen % _MEDIAN_EVERY == 0:
-            self.threshold_ns = max(self._factor * median(self._gaps), self._min_ns)
+        self.take_all((gap_ns,))
         if segments and not self.is_slow(gap_ns):
             self._num_lessons += 1
             parts = parts_of(segments)
             for cause in {*self._parts, *parts}:
                 usual = self._parts.get(cause, 0.0)
                 self._parts[cause] = usual + (parts.get(cause, 0) - usual) / min(self._num_lessons, 32)
+
+    def take_all(self, gaps_ns: Sequence[int]) -> None:
+        """Learn how long gaps are, and not what of."""
+        self._gaps.extend(gaps_ns)
+        self._num_seen += len(gaps_ns)
+        if self._num_seen >= self._median_at:
+            self._median_at = self._num_seen + min(1 + self._num_seen // 16, _MEDIAN_EVERY)
+            self.threshold_ns = max(self._factor * median(self._gaps), self._min_ns)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
         """Name a gap by what is unusual about it."""
@@ -135,8 +141,8 @@ class _Reader:
         self._deliveries: dict[int, list[Delivery]] = defaultdict(list)
         for serial, tokens, sent, read, resumed, encoded, written, was_paused in recording.writes.tolist():
             arrival = Arrival(tokens, sent, read, *told.get(tokens, (0, False)))
-            delivery = Delivery(arrival, resumed, encoded, written, was_paused)
-            self._deliveries[serial].append(delivery)
+            deliveries = self._deliveries[serial]
+            deliveries.append(Delivery(arrival, resumed, encoded, written, was_paused, len(deliveries)))
 
     def engine_gaps(self, request: RequestRecord) -> Iterable[_Piece]:
         for index, (start_ns, end_ns) in enumerate(pairwise(request.token_ns), 1):

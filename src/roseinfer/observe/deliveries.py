@@ -1,5 +1,6 @@
 """The way of a token from the engine to the socket, into causes; knows no step."""
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -39,13 +40,14 @@ class LiveInterruptions:
         self._last_end_ns = max(self._last_end_ns, end_ns)
         self._under_way.discard((start_ns, cause))
 
-    def is_quiet_since(self, start_ns: int) -> bool:
-        """Nothing was interrupted from then on."""
-        return start_ns >= self._last_end_ns and not self._under_way
+    @property
+    def quiet_since_ns(self) -> float:
+        """From when on nothing was interrupted; infinite while something is."""
+        return math.inf if self._under_way else self._last_end_ns
 
     def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
         """See Interruptions."""
-        if self.is_quiet_since(start_ns):
+        if start_ns >= self.quiet_since_ns:
             return ()
         # Copies, since another one may come meanwhile. Lists: to make a tuple may collect garbage while it reads, and
         # the collection is told here.

@@ -2,7 +2,7 @@
 
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,17 @@ from roseinfer.observe.recording import ClockPair, StructArray, step_of
 from roseinfer.observe.rendering import Job, Render, render
 from roseinfer.observe.timeline_view import CONTEXT_STEPS, Cursor
 from roseinfer.observe.waiting import QueueDrain
-from roseinfer.records import Cause, Delivery, Observer, RequestTimeline, StepRecord
+from roseinfer.observe.writes import WriteObserver, Writes
+from roseinfer.records import Advanced, Cause, RequestTimeline, StepRecord
 
 
-class Flight(Observer):
+class Flight(WriteObserver):
     """The observer that remembers, and the answers that it gives."""
 
     def __init__(self, config: Config, version: str, render: Render = render) -> None:
         self.recorder = FlightRecorder(config, version)
         self.max_steps = config.observe.recorder_steps
+        self.catch_up: Callable[[], None] = lambda: None  # has facts told that wait, before each answer
         self._drain = QueueDrain()
         self._inspection = Inspection(self.recorder, self._drain)
         self._origin_ns = time.monotonic_ns()
@@ -53,12 +55,12 @@ class Flight(Observer):
     def on_start(self, timeline: RequestTimeline) -> None:
         self.recorder.on_start(timeline)
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self.recorder.on_step(record, advanced)
         self._drain.note_step(record, advanced)
 
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        self.recorder.on_write(timeline, delivery)
+    def on_writes(self, writes: Writes) -> None:
+        self.recorder.on_writes(writes)
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         self.recorder.on_finish(timeline)
@@ -66,15 +68,19 @@ class Flight(Observer):
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def steps(self, limit: int) -> Callable[[], bytes]:
+        self.catch_up()
         return partial(_steps_json, self.recorder.steps(limit), self.recorder.clock_pair)
 
     def recording(self) -> Callable[[], bytes]:
+        self.catch_up()
         return partial(_archive_of, self.recorder.capture(), is_compressed=True)
 
     def trace(self, limit: int) -> Callable[[], bytes]:
+        self.catch_up()
         return self._rendering(self.recorder.capture(limit), self._job(kind="trace"))
 
     def timeline(self, limit: int, since_step: int, since_ns: int) -> Callable[[], bytes]:
+        self.catch_up()
         last = self.recorder.last_step
         num_steps = min(limit, max(0, (last.step_id if last else 0) - since_step))
         since = Cursor(since_step, since_ns)
@@ -89,9 +95,11 @@ class Flight(Observer):
         return lambda: self._render(job, _archive_of(capture, is_compressed=False))
 
     def requests(self) -> dict[str, Any]:
+        self.catch_up()
         return self._inspection.list()
 
     def request(self, request_id: str) -> dict[str, Any] | None:
+        self.catch_up()
         return self._inspection.show(request_id)
 
 

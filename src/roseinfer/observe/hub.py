@@ -1,63 +1,107 @@
 """One fact in, the same fact to every observer that hears it; knows nothing of what they make of it.
 
+Steps and writes may wait a little and are then told together, several of each: an engine on the same processor leaves
+nothing in its caches, so that each telling pays for fetching all the code and the data that observers touch. Whatever
+ends a request, or asks what the observers know, has the others told first.
+
 An observer that raises is logged once, with its traceback, and hears nothing more: a fault in telemetry may cost
 telemetry, never a request. This is the one place in `observe/` that catches everything.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from roseinfer.records import Delivery, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.observe.writes import WriteObserver, Writes
+from roseinfer.records import Advanced, Delivery, LifecycleState, Observer, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)
 
-_Listener = tuple[Observer, Callable[..., None]]
+MAX_DELAY_S = 0.2
+MAX_STEPS = 8  # that wait: telling so many keeps the event loop for about a millisecond
+
+_FACTS = ("on_lifecycle", "on_start", "on_step", "on_write", "on_finish")
 
 
 class Hub(Observer):
-    """The observer that stands for all others, told in the order in which they were given."""
+    """The observer that stands for all others. Each hears all facts in their order."""
 
-    def __init__(self, observers: Iterable[Observer]) -> None:
+    def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0) -> None:
+        """With `max_delay_s`, steps and writes wait so long at most; facts then have to come on an event loop."""
         self.spent_ns = 0  # by all observers
-        self._observers = list(observers)
-        self._find_listeners()
+        self._max_delay_s = max_delay_s
+        self._observers = [(observer, _heard_by(observer)) for observer in observers]
+        self._facts: list[tuple[str, tuple[Any, ...]]] = []  # not told yet
+        self._num_steps = 0  # of them
+        self._writes = Writes()  # later than those
+        self._timer: asyncio.TimerHandle | None = None
+        self._find_who_hears_writes()
 
-    def _find_listeners(self) -> None:
-        """Who hears what. An observer that leaves a method as `Observer` has it is not asked: there are many writes."""
-        self._on_lifecycle = self._listeners("on_lifecycle")
-        self._on_start = self._listeners("on_start")
-        self._on_step = self._listeners("on_step")
-        self._on_write = self._listeners("on_write")
-        self._on_finish = self._listeners("on_finish")
-
-    def _listeners(self, name: str) -> list[_Listener]:
-        unheard = getattr(Observer, name)
-        return [(each, getattr(each, name)) for each in self._observers if getattr(type(each), name) is not unheard]
+    def _find_who_hears_writes(self) -> None:
+        heard = {name for _, listeners in self._observers for name in listeners}
+        self._are_writes_heard, self._is_each_write_heard = "on_writes" in heard, "on_write" in heard
 
     def on_lifecycle(self, state: LifecycleState) -> None:
-        self._tell(self._on_lifecycle, state)
+        self.catch_up()
+        self._tell([("on_lifecycle", (state,))])
 
     def on_start(self, timeline: RequestTimeline) -> None:
-        self._tell(self._on_start, timeline)
+        self._tell([("on_start", (timeline,))])
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
-        self._tell(self._on_step, record, advanced)
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
+        self._gather_writes()
+        self._facts.append(("on_step", (record, advanced)))
+        self._num_steps += 1
+        if not self._max_delay_s or self._num_steps >= MAX_STEPS:
+            self.catch_up()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._max_delay_s, self.catch_up)
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        self._tell(self._on_write, timeline, delivery)
+        if self._are_writes_heard:
+            self._writes.add(timeline, delivery)
+        if self._is_each_write_heard:
+            self._facts.append(("on_write", (timeline, delivery)))
 
     def on_finish(self, timeline: RequestTimeline) -> None:
-        self._tell(self._on_finish, timeline)
+        self.catch_up()
+        self._tell([("on_finish", (timeline,))])
 
-    def _tell(self, listeners: list[_Listener], *facts: Any) -> None:
+    def catch_up(self) -> None:
+        """Tell what waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._gather_writes()
+        if self._facts:
+            facts, self._facts, self._num_steps = self._facts, [], 0
+            self._tell(facts)
+
+    def _gather_writes(self) -> None:
+        if self._writes:
+            self._facts.append(("on_writes", (self._writes,)))
+            self._writes = Writes()
+
+    def _tell(self, facts: list[tuple[str, tuple[Any, ...]]]) -> None:
         began_ns = time.monotonic_ns()
-        for observer, listener in listeners:
+        for entry in self._observers.copy():
+            observer, listeners = entry
             try:
-                listener(*facts)
+                for name, fact in facts:
+                    if name in listeners:
+                        listeners[name](*fact)
             except Exception:
                 logger.exception("observer %s failed and is dropped; the others go on", type(observer).__name__)
-                self._observers = [each for each in self._observers if each is not observer]
-                self._find_listeners()  # the loop goes on over the list as it was
+                self._observers.remove(entry)
+                self._find_who_hears_writes()
         self.spent_ns += time.monotonic_ns() - began_ns
+
+
+def _heard_by(observer: Observer) -> dict[str, Callable[..., None]]:
+    """What it hears. Of what it leaves as `Observer` has it, nothing is told: there are many writes."""
+    heard = {
+        name: getattr(observer, name) for name in _FACTS if getattr(type(observer), name) is not getattr(Observer, name)
+    }
+    return heard | ({"on_writes": observer.on_writes} if isinstance(observer, WriteObserver) else {})

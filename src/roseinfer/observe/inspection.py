@@ -59,7 +59,7 @@ class Inspection:
                     "max_tokens": timeline.max_tokens,
                     "place": places.get(timeline.request_id),
                 }
-                for _, timeline in self._recorder.in_flight
+                for timeline in self._recorder.in_flight
             ],
         }
 
@@ -122,7 +122,7 @@ class Inspection:
         Of the requests without a token that the engine had by the end of its last step, the youngest are those that
         wait; whatever came later waits too.
         """
-        entered = [timeline for _, timeline in self._recorder.in_flight if stage_of(timeline) == "in_engine"]
+        entered = [timeline for timeline in self._recorder.in_flight if stage_of(timeline) == "in_engine"]
         entered.sort(key=lambda timeline: timeline.tokenized_ns)
         step = self._recorder.last_step
         told_ns = step.start_ns if step is not None else 0

@@ -61,10 +61,5 @@ def stream_gaps_ns(timeline: RequestTimeline) -> list[int]:
     return [later - earlier for earlier, later in pairwise(timeline.write_ns)]
 
 
-def newest_token_gaps_ns(advanced: Sequence[RequestTimeline]) -> list[int]:
-    """Inter-token latency of the token each timeline has just got; none where it is the first."""
-    return [stamps[-1] - stamps[-2] for stamps in (timeline.token_ns for timeline in advanced) if len(stamps) > 1]
-
-
 def request_duration_ns(timeline: RequestTimeline) -> int | None:
     return _between(timeline.recv_ns, timeline.end_ns)

@@ -10,7 +10,6 @@ import logging
 import os
 import queue
 import select
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
@@ -18,8 +17,8 @@ from typing import TextIO
 from roseinfer.config import ObserveConfig
 from roseinfer.observe import intervals
 from roseinfer.observe.histogram import Histogram
-from roseinfer.observe.measures import NS_PER_S, newest_token_gaps_s
-from roseinfer.records import FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.observe.measures import NS_PER_S, token_gaps_s
+from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)
 requests = logging.getLogger("roseinfer.requests")  # `roseinfer.access` is the server's: HTTP and its status
@@ -163,14 +162,14 @@ class Logs(Observer):
     def on_lifecycle(self, state: LifecycleState) -> None:
         logger.info("server is %s", state.value)
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         if not self._interval_ns:
             return
         if record.start_ns - self._last_ns > self._interval_ns:  # an idle stretch would dilute the rate
             self._begin(record.start_ns)
         self._last_ns = record.end_ns
         self._num_tokens += len(advanced)
-        self._gaps.add(newest_token_gaps_s(record, advanced))
+        self._gaps.add(token_gaps_s(record, advanced))
         if record.end_ns - self._start_ns >= self._interval_ns:
             self._summarize(record)
             self._begin(record.end_ns)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from roseinfer.errors import EngineError, RoseinferError
 from roseinfer.observe import intervals
 from roseinfer.observe.series import ServerState
-from roseinfer.records import FinishReason, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, FinishReason, LifecycleState, RequestTimeline, StepRecord
 
 # A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
 NS_PER_S = 1e9
@@ -37,20 +37,22 @@ def phase(step: StepRecord) -> str:
     return step.kind
 
 
-def step_s(step: StepRecord, _: Sequence[RequestTimeline]) -> Sequence[float]:
+def step_s(step: StepRecord, _: Advanced) -> Sequence[float]:
     return ((step.end_ns - step.start_ns) / NS_PER_S,) if step.kind in PHASES else ()
 
 
-def batch_size(step: StepRecord, _: Sequence[RequestTimeline]) -> Sequence[float]:
+def batch_size(step: StepRecord, _: Advanced) -> Sequence[float]:
     return (step.num_decode_seqs + step.num_prefill_seqs,) if step.kind in PHASES else ()
 
 
-def newest_token_gaps_s(_: StepRecord, advanced: Sequence[RequestTimeline]) -> list[float]:
-    return [gap / NS_PER_S for gap in intervals.newest_token_gaps_ns(advanced)]
+def token_gaps_s(step: StepRecord, advanced: Advanced) -> list[float]:
+    """Inter-token latency of each of the step's tokens; none where it is the first of its request."""
+    tokens_ns = step.tokens_ns
+    return [(tokens_ns - previous_ns) / NS_PER_S for previous_ns in advanced.previous_ns if previous_ns]
 
 
-def prefilled_tokens(_: StepRecord, advanced: Sequence[RequestTimeline]) -> tuple[int]:
-    return (sum([timeline.num_prompt_tokens for timeline in advanced if len(timeline.token_ns) == 1]),)
+def prefilled_tokens(_: StepRecord, advanced: Advanced) -> tuple[int]:
+    return (sum([timeline.num_prompt_tokens for timeline in advanced.newcomers]),)
 
 
 # --- of a request that ended ----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from roseinfer.observe.series import (
     Row,
     ServerState,
 )
-from roseinfer.records import Cause, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Cause, LifecycleState, Observer, RequestTimeline, StepRecord
 
 Values = Mapping[str, float | str | int | Histogram]
 Exemplars = Sequence[MetricExemplar | None]
@@ -113,7 +113,7 @@ class Metrics(Collector, Observer):
         with self._lock:
             self._state.num_received += 1
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         with self._lock:
             self._state.last_step = record
             self._state.last_step_end_ns = record.end_ns

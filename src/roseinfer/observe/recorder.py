@@ -6,7 +6,7 @@ loop and snapshots are taken there, so there is no lock; interruptions may come 
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ from roseinfer.observe.recording import (
     StructArray,
     step_row,
 )
-from roseinfer.records import Cause, Delivery, Observer, RequestTimeline, StepRecord
+from roseinfer.observe.writes import WriteObserver, Writes
+from roseinfer.records import Advanced, Cause, RequestTimeline, StepRecord
 
 NUM_INTERRUPTIONS = 4096
 _SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: nothing that names a key or a host
@@ -49,6 +50,17 @@ class Ring:
     def add(self, row: tuple[Any, ...]) -> None:
         self._rows[self.num_added % len(self._rows)] = row
         self.num_added += 1
+
+    def extend(self, rows: StructArray) -> None:
+        """Add them in their order; of more than there is room for, the newest stay."""
+        size, begin = len(self._rows), self.num_added
+        self.num_added += len(rows)
+        begin, rows = max(begin, self.num_added - size), rows[-size:]
+        at = begin % size
+        until_end = size - at
+        self._rows[at : at + len(rows)] = rows[:until_end]
+        if len(rows) > until_end:
+            self._rows[: len(rows) - until_end] = rows[until_end:]
 
     def newest(self, num_rows: int | None = None) -> StructArray:
         """A copy of so many rows, or of all there are, oldest first."""
@@ -95,7 +107,7 @@ class Capture:
         )
 
 
-class FlightRecorder(Observer):
+class FlightRecorder(WriteObserver):
     """The observer that remembers the last steps, writes and requests."""
 
     def __init__(self, config: Config, version: str, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -105,15 +117,13 @@ class FlightRecorder(Observer):
         self.last_step: StepRecord | None = None
         self._version = version
         self._clock = clock
-        self._num_requests = 0
-        self._in_flight: dict[str, tuple[int, RequestTimeline]] = {}  # by request id: serial, timeline
+        self._in_flight: dict[str, RequestTimeline] = {}
         # Finished ones as msgpack: a tenth of the memory, and nothing that a garbage collection would walk through.
         self._finished: deque[tuple[str, int, bytes]] = deque(maxlen=observe.recorder_requests)  # id, end, record
         self._steps = Ring(STEP_DTYPE, observe.recorder_steps)
         self._writes = Ring(WRITE_DTYPE, observe.recorder_writes)
         self._interruptions = Ring(INTERRUPTION_DTYPE, NUM_INTERRUPTIONS)
-        self._new_writes: list[tuple[str, Delivery]] = []  # not yet in the ring, nor are these:
-        self._interrupted: deque[tuple[int, int, int]] = deque(maxlen=NUM_INTERRUPTIONS)
+        self._interrupted: deque[tuple[int, int, int]] = deque(maxlen=NUM_INTERRUPTIONS)  # not yet in the ring
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
@@ -122,37 +132,23 @@ class FlightRecorder(Observer):
         self._interrupted.append((start_ns, end_ns, CAUSES.index(cause)))
 
     def on_start(self, timeline: RequestTimeline) -> None:
-        self._in_flight[timeline.request_id] = (self._num_requests, timeline)
-        self._num_requests += 1
+        self._in_flight[timeline.request_id] = timeline
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:  # noqa: ARG002
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:  # noqa: ARG002
         self.last_step = record
-        self._take_writes()
         self._steps.add(step_row(record))
         if self._interrupted:
             self._take_interruptions()
 
-    def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        self._new_writes.append((timeline.request_id, delivery))
-
-    def _take_writes(self) -> None:
-        """Put the writes since the last step into the ring: one by one they would each find cold caches."""
-        writes, self._new_writes = self._new_writes, []
-        for request_id, delivery in writes:
-            arrival = delivery.arrival
-            self._writes.add(
-                (
-                    self._in_flight[request_id][0],
-                    *(arrival.tokens_ns, arrival.sent_ns, arrival.read_ns),
-                    *(delivery.resumed_ns, delivery.encoded_ns, delivery.written_ns),
-                    delivery.was_paused,
-                )
-            )
+    def on_writes(self, writes: Writes) -> None:
+        rows, columns = np.empty(len(writes), WRITE_DTYPE), writes.columns()
+        for name in WRITE_DTYPE.names or ():
+            rows[name] = columns[name]
+        self._writes.extend(rows)
 
     def on_finish(self, timeline: RequestTimeline) -> None:
-        self._take_writes()
-        serial, _ = self._in_flight.pop(timeline.request_id)
-        self._finished.append((timeline.request_id, timeline.end_ns, _encode(RequestRecord.of(serial, timeline))))
+        del self._in_flight[timeline.request_id]
+        self._finished.append((timeline.request_id, timeline.end_ns, _encode(RequestRecord.of(timeline))))
 
     def _take_interruptions(self) -> None:
         while self._interrupted:
@@ -161,8 +157,8 @@ class FlightRecorder(Observer):
     # --- what is remembered -----------------------------------------------------------------------------------------
 
     @property
-    def in_flight(self) -> list[tuple[int, RequestTimeline]]:
-        """Serial and timeline of each request that has not ended, in the order of arrival."""
+    def in_flight(self) -> list[RequestTimeline]:
+        """Those that have not ended, in the order of arrival."""
         return list(self._in_flight.values())
 
     @property
@@ -172,14 +168,13 @@ class FlightRecorder(Observer):
     def find(self, request_id: str) -> RequestRecord | None:
         """What is known of a request: of the one in flight, or else of the one that ended last under this id."""
         if found := self._in_flight.get(request_id):
-            return RequestRecord.of(*found)
+            return RequestRecord.of(found)
         ended = (content for ended_id, _, content in reversed(self._finished) if ended_id == request_id)
         content = next(ended, None)
         return None if content is None else _decode(content)
 
     def writes_of(self, serial: int) -> StructArray:
         """Those of one request that are still remembered."""
-        self._take_writes()
         writes = self._writes.newest()
         found: StructArray = writes[writes["serial"] == serial]
         return found
@@ -201,11 +196,10 @@ class FlightRecorder(Observer):
             if end_ns < begin_ns:
                 break
             finished.append(content)
-        self._take_writes()
         interruptions = self._interruptions.newest()
         return Capture(
             meta=self._meta(trigger),
-            in_flight=[RequestRecord.of(*found) for found in self._in_flight.values()],
+            in_flight=[RequestRecord.of(timeline) for timeline in self._in_flight.values()],
             finished=finished,
             steps=steps,
             writes=self._writes.since("written_ns", begin_ns),

@@ -80,14 +80,14 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefix_digests: list[int] = []  # one for each full block of the prompt and all before it; keyed, so not reversible
 
     @classmethod
-    def of(cls, serial: int, timeline: RequestTimeline) -> "RequestRecord":
+    def of(cls, timeline: RequestTimeline) -> "RequestRecord":
         digests = np.frombuffer(timeline.prefix_digests, np.int64).tolist()
         same = {name: getattr(timeline, name) for name in _SAME_IN_TIMELINE}
-        return cls(serial=serial, prefix_digests=digests, **(same | {"token_ns": list(timeline.token_ns)}))
+        return cls(prefix_digests=digests, **(same | {"token_ns": list(timeline.token_ns)}))
 
 
 _SAME_IN_TIMELINE = tuple(
-    name for name in RequestRecord.__struct_fields__ if name not in {"serial", "prefix_digests", "token_ns"}
+    name for name in RequestRecord.__struct_fields__ if name not in {"prefix_digests", "token_ns"}
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from roseinfer.messages import EngineInfo
-from roseinfer.records import Cause, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Cause, LifecycleState, RequestTimeline, StepRecord
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class ServerState:
 class AtStep:
     """Values taken from each step and the timelines it advanced; `label` is asked only when there are values."""
 
-    values: Callable[[StepRecord, Sequence[RequestTimeline]], Sequence[float]]
+    values: Callable[[StepRecord, Advanced], Sequence[float]]
     label: Callable[[StepRecord], str] = lambda _: ""
 
 

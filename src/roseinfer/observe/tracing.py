@@ -26,7 +26,7 @@ from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.recording import ClockPair
 from roseinfer.observe.sampling import Sampler, hex_of
 from roseinfer.observe.spans import SlowGap, Span, TraceContext, Value
-from roseinfer.records import FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
 _MAX_RECENT_STEPS = 256  # in which a slow gap is looked up that has just been found
 _NUM_STEP_STAMPS = 1 << 16  # steps back to which a token finds the id of its step
@@ -61,7 +61,7 @@ class Tracing(Observer):
         self._slow_ttft_ns = config.slow_ttft_s * NS_PER_S
         self._step_interval = config.step_interval
         self._contexts: dict[str, TraceContext] = {}
-        self._recent: deque[tuple[StepRecord, Sequence[RequestTimeline]]] = deque(maxlen=_MAX_RECENT_STEPS)
+        self._recent: deque[tuple[StepRecord, Advanced]] = deque(maxlen=_MAX_RECENT_STEPS)
         self._told_step_ids: deque[int] = deque(maxlen=_MAX_RECENT_STEPS)  # and those to be told once they are known
         self._stamps = array("q", bytes(8 * _NUM_STEP_STAMPS))  # tokens_ns of step i at i modulo the size
         self._last_step_id = 0
@@ -90,7 +90,7 @@ class Tracing(Observer):
     def on_start(self, timeline: RequestTimeline) -> None:
         self._contexts[timeline.request_id] = self._sampler.begin(timeline)
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         step_id = record.step_id
         self._stamps[step_id % _NUM_STEP_STAMPS] = record.tokens_ns
         self._last_step_id = step_id
@@ -146,7 +146,7 @@ class Tracing(Observer):
                 self._tell_step(record, advanced, is_slow=True)
                 return
 
-    def _tell_step(self, record: StepRecord, advanced: Sequence[RequestTimeline], *, is_slow: bool) -> None:
+    def _tell_step(self, record: StepRecord, advanced: Advanced, *, is_slow: bool) -> None:
         contexts = [self._contexts.get(timeline.request_id) for timeline in advanced]
         links = [(context.trace_id, context.span_id) for context in contexts if context is not None]
         trace_id = self._sampler.new_trace_id()

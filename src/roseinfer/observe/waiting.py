@@ -6,13 +6,12 @@ and preempted requests, which wait first, make places approximate.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from roseinfer.config import Config
-from roseinfer.records import BlockedBy, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, BlockedBy, StepRecord
 
 NUM_STARTS = 512
 MIN_STARTS = 8  # of which an estimate can be made
@@ -75,13 +74,12 @@ class QueueDrain:
     def __init__(self) -> None:
         self._starts_ns: deque[int] = deque(maxlen=NUM_STARTS)
 
-    def note_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def note_step(self, record: StepRecord, advanced: Advanced) -> None:
         """Without a queue, starts tell how fast requests came, not how fast they are taken: those are forgotten."""
         if not record.num_waiting:
             self._starts_ns.clear()
         elif record.num_prefill_seqs:
-            starts = [timeline.scheduled_ns for timeline in advanced if len(timeline.token_ns) == 1]
-            self._starts_ns.extend(sorted(starts))
+            self._starts_ns.extend(sorted(timeline.scheduled_ns for timeline in advanced.newcomers))
 
     def estimate(self, num_before: int, now_ns: int) -> StartEstimate | None:
         """For a request with so many before it; None as long as the queue has told too little.

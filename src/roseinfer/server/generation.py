@@ -152,8 +152,9 @@ class Generation:
         for delta in deltas:
             timeline = delta.choice.timeline
             if delta.token_ids and delta.arrival is not None:
+                index = len(timeline.write_ns)
                 timeline.write_ns.append(written_ns)
-                delivery = Delivery(delta.arrival, resumed_ns, encoded_ns, written_ns, was_paused)
+                delivery = Delivery(delta.arrival, resumed_ns, encoded_ns, written_ns, was_paused, index)
                 self._observer.on_write(timeline, delivery)
 
     def usage(self) -> Usage:

@@ -194,7 +194,7 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
         present["messages"] = [_without_nulls(message) for message in messages]
     if isinstance(options := present.get("stream_options"), dict):
         present["stream_options"] = _without_nulls(options)
-    if unknown := present.keys() - {field.encode_name for field in msgspec.structs.fields(body_type)}:
+    if unknown := present.keys() - set(body_type.__struct_encode_fields__):
         name = next(name for name in present if name in unknown)
         raise InvalidRequest(f"Unknown field `{name}`.", param=name)
     try:

@@ -17,7 +17,7 @@ from roseinfer.config import CacheConfig, SchedulerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StepOutput
 from roseinfer.observe.attribution import Attribution
-from roseinfer.records import Cause, FinishReason
+from roseinfer.records import Advanced, Cause, FinishReason
 
 MS = 1_000_000
 COSTS = CostModel(2 * MS, 0.1 * MS, 0.05 * MS, 0.0, 0.5 * MS)
@@ -162,7 +162,7 @@ def test_a_world_without_a_cause_has_none_of_it(cause: Cause, setup: Setup) -> N
             advanced = [simulated.timelines[index] for index in by_stamp[step.tokens_ns]]
             for timeline in advanced:
                 timeline.token_ns.append(step.tokens_ns)
-            attribution.on_step(step, advanced)
+            attribution.on_step(step, Advanced.newest(advanced))
         return attribution.total_ns[cause]
 
     assert total_ns(setup) > 0

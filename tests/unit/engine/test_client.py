@@ -3,14 +3,14 @@
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.errors import EngineDead, NotReady
 from roseinfer.messages import Abort, Command, Event, Request, StepOutput, TokenOutput
-from roseinfer.records import EngineTimes, FinishReason, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, EngineTimes, FinishReason, Observer, RequestTimeline, StepRecord
 from tests.unit.engine.harness import make_engine, make_request
 
 
@@ -58,7 +58,7 @@ class Told(Observer):
     def on_start(self, timeline: RequestTimeline) -> None:
         self.events.append(("start", timeline.request_id))
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         assert all(timeline.token_ns[-1] == record.tokens_ns for timeline in advanced)
         self.events.append(("step", [timeline.request_id for timeline in advanced]))
 

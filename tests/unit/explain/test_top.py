@@ -15,7 +15,7 @@ from roseinfer.explain.live import LiveRequest, Sample
 from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.scrape import Page
-from roseinfer.records import Cause, LifecycleState
+from roseinfer.records import Advanced, Cause, LifecycleState
 from tests.unit.explain.operations_port import OperationsPort, open_port
 from tests.unit.observe.facts import MS, make_metrics, make_step, make_timeline
 
@@ -48,8 +48,9 @@ def advance(metrics: Metrics, attribution: Attribution) -> None:
     metrics.on_start(timeline)
     for number in (1, 2):
         timeline.token_ns.append(timeline.token_ns[-1] + 64 * MS)
-        step = make_step(step_id=number, num_running=3, num_waiting=1, num_used_blocks=43, num_generated_tokens=500)
-        metrics.on_step(step, [timeline])
+        state = {"num_running": 3, "num_waiting": 1, "num_used_blocks": 43, "num_generated_tokens": 500}
+        step = make_step(step_id=number, tokens_ns=timeline.token_ns[-1], **state)
+        metrics.on_step(step, Advanced.newest([timeline]))
     metrics.on_finish(make_timeline())
     attribution.num_slow_gaps[Cause.PREFILL_OF_OTHERS] += 4
     attribution.num_slow_gaps[Cause.GC] += 1

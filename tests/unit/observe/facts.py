@@ -8,7 +8,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.metrics import Metrics
-from roseinfer.records import BlockedBy, FinishReason, Observer, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.observe.writes import Writes
+from roseinfer.records import (
+    Advanced,
+    BlockedBy,
+    Delivery,
+    FinishReason,
+    Observer,
+    PhaseTimes,
+    RequestTimeline,
+    StepRecord,
+)
 
 MODEL = "tiny"
 MS = 1_000_000
@@ -106,12 +116,14 @@ class Traffic:
 
     def reject(self, code: str = "overloaded") -> None:
         timeline = RequestTimeline(request_id=f"r-{len(self.received)}", recv_ns=self._tick(), error_code=code)
+        timeline.serial = len(self.received)
         self.received.append(timeline)
         self.observer.on_start(timeline)
         self._end(timeline, FinishReason.REJECTED)
 
     def arrive(self, num_prompt_tokens: int) -> None:
         timeline = RequestTimeline(request_id=f"r-{len(self.received)}", recv_ns=self._tick())
+        timeline.serial = len(self.received)
         self.received.append(timeline)
         self.observer.on_start(timeline)
         timeline.parsed_ns, timeline.tokenized_ns, timeline.inbox_ns = self._tick(), self._tick(), self._tick()
@@ -142,7 +154,7 @@ class Traffic:
             num_used_blocks=len(self.running),
             num_cached_blocks=min(self.step_id, 10),
         )
-        self.observer.on_step(record, list(self.running))
+        self.observer.on_step(record, Advanced.newest(self.running))
 
     def write(self) -> None:
         """Whoever has tokens that are not written yet gets one write for all of them."""
@@ -167,3 +179,10 @@ class Traffic:
         timeline.end_ns, timeline.finish_reason = self._tick(), reason
         self.ended.append(timeline)
         self.observer.on_finish(timeline)
+
+
+def writes_of(*told: tuple[RequestTimeline, Delivery]) -> Writes:
+    writes = Writes()
+    for timeline, delivery in told:
+        writes.add(timeline, delivery)
+    return writes

@@ -4,8 +4,8 @@ import msgspec
 
 from roseinfer.config import Config
 from roseinfer.observe.flight import Flight
-from roseinfer.records import Arrival, BlockedBy, Delivery, FinishReason, PhaseTimes, RequestTimeline
-from tests.unit.observe.facts import ENGINE, MS, make_step
+from roseinfer.records import Advanced, Arrival, BlockedBy, Delivery, FinishReason, PhaseTimes, RequestTimeline
+from tests.unit.observe.facts import ENGINE, MS, make_step, writes_of
 
 STEP_NS = 2 * MS
 PREFILL_NS = 40 * MS
@@ -21,10 +21,12 @@ class Story:
         self.now_ns = flight.recorder.clock_pair.monotonic_ns - 10_000 * MS
         flight._origin_ns = self.now_ns
         self.step_id = 0
+        self.num_arrived = 0
         self.running: list[RequestTimeline] = []
 
     def arrive(self, request_id: str, num_prompt_tokens: int = 8) -> RequestTimeline:
         timeline = RequestTimeline(request_id=request_id, recv_ns=self.now_ns, is_streamed=True, max_tokens=500)
+        timeline.serial, self.num_arrived = self.num_arrived, self.num_arrived + 1
         self.flight.on_start(timeline)
         timeline.parsed_ns, timeline.tokenized_ns = self.now_ns + 100 * US, self.now_ns + 200 * US
         timeline.inbox_ns, timeline.num_prompt_tokens = self.now_ns + 300 * US, num_prompt_tokens
@@ -58,12 +60,14 @@ class Story:
             num_generated_tokens=len(self.running),
             num_context_tokens=50 * len(self.running),
         )
-        self.flight.on_step(record, self.running)
+        self.flight.on_step(record, Advanced.newest(self.running))
         for timeline in self.running:
             assert timeline.arrival is not None
             stamps = (tokens_ns + 60 * US, tokens_ns + 80 * US, tokens_ns + 100 * US)
+            index = len(timeline.write_ns)
             timeline.write_ns.append(stamps[-1])
-            self.flight.on_write(timeline, Delivery(timeline.arrival, *stamps, was_paused=False))
+            delivery = Delivery(timeline.arrival, *stamps, was_paused=False, index=index)
+            self.flight.on_writes(writes_of((timeline, delivery)))
         self.now_ns = tokens_ns + 20 * US
 
     def end(self, timeline: RequestTimeline) -> None:
@@ -82,7 +86,7 @@ def add_waiting(flight: Flight) -> None:
     timeline.tokenized_ns, timeline.num_prompt_tokens = now_ns + 1, 5
     stamps = {"start_ns": now_ns + 2, "tokens_ns": now_ns + MS, "end_ns": now_ns + MS}
     step = msgspec.structs.replace(last, step_id=last.step_id + 1, num_waiting=1, blocked_by=BlockedBy.SLOTS, **stamps)
-    flight.on_step(step, [])
+    flight.on_step(step, Advanced())
 
 
 def make_flight(num_streams: int = 6, num_steps: int = 120, stream_id: str = "stream-{}") -> Flight:

@@ -17,9 +17,9 @@ from roseinfer.observe import capture_files
 from roseinfer.observe.capture import BreachCapture
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import STEP_DTYPE, Recording, step_row
-from roseinfer.records import Arrival, Cause, Delivery, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Arrival, Cause, Delivery, RequestTimeline, StepRecord
 from tests.unit.bench.recordings import make_recording
-from tests.unit.observe.facts import make_step, make_timeline
+from tests.unit.observe.facts import make_step, make_timeline, writes_of
 
 MS, S = 1_000_000, 1_000_000_000
 
@@ -85,8 +85,8 @@ class World:
         timeline = make_timeline(
             request_id=request_id, write_ns=[self.now_ns - int(duration_ms * MS), self.now_ns], **changes
         )
-        delivery = Delivery(Arrival(0, 0, 0), 0, 0, self.now_ns, False)
-        self.capture.on_write(timeline, delivery)
+        delivery = Delivery(Arrival(0, 0, 0), 0, 0, self.now_ns, False, len(timeline.write_ns) - 1)
+        self.capture.on_writes(writes_of((timeline, delivery)))
 
     async def settle(self) -> list[Path]:
         """Let the capture under way end; all captures that there are."""
@@ -209,6 +209,10 @@ async def test_the_newest_capture_is_never_deleted(tmp_path: Path) -> None:
         assert manifest(directory)["rule"]
 
 
+def written_first(timeline: RequestTimeline) -> Delivery:
+    return Delivery(Arrival(0, 0, 0), 0, 0, timeline.write_ns[0], False, 0)
+
+
 def finish_late(world: World) -> RequestTimeline:
     return make_timeline(recv_ns=world.now_ns, token_ns=[world.now_ns + 3 * S], write_ns=[world.now_ns + 3 * S])
 
@@ -216,8 +220,8 @@ def finish_late(world: World) -> RequestTimeline:
 @pytest.mark.parametrize(
     "breach",
     [
-        lambda world: world.capture.on_write(finish_late(world), Delivery(Arrival(0, 0, 0), 0, 0, 0, False)),
-        lambda world: world.capture.on_step(make_step(), [_unstreamed([0, 3 * S])]),
+        lambda world: world.capture.on_writes(writes_of((late := finish_late(world), written_first(late)))),
+        lambda world: world.capture.on_step(make_step(tokens_ns=4 * S), Advanced.newest([_unstreamed([S, 4 * S])])),
         lambda world: world.capture.on_slow_gap(Gap(0, 1, 0, 5, 1, {Cause.GC: 5}, Cause.GC, True), make_timeline()),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.causes import Gap, gaps_of
+from roseinfer.observe.hub import Hub
 from roseinfer.observe.recording import (
     CAUSES,
     INTERRUPTION_DTYPE,
@@ -21,7 +22,7 @@ from roseinfer.observe.recording import (
     RequestRecord,
     step_row,
 )
-from roseinfer.records import Arrival, Cause, Delivery, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Arrival, Cause, Delivery, PhaseTimes, RequestTimeline, StepRecord
 from tests.unit.observe.facts import ENGINE, MS, make_step
 
 US = 1000
@@ -44,15 +45,16 @@ class Bench:
     interruptions: list[tuple[int, int, Cause]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.hub = Hub([self.attribution])
         self.attribution.on_slow_gap.append(lambda gap, timeline: self.slow.append((gap, timeline)))
         for i in range(self.num_streams):
             self.arrive(f"r{i}")
 
     def arrive(self, name: str) -> RequestTimeline:
-        timeline = RequestTimeline(request_id=name, recv_ns=self.now_ns, is_streamed=self.is_streamed)
+        serial = len(self.timelines)
+        timeline = RequestTimeline(request_id=name, serial=serial, recv_ns=self.now_ns, is_streamed=self.is_streamed)
         timeline.parsed_ns = timeline.tokenized_ns = timeline.inbox_ns = timeline.scheduled_ns = self.now_ns + 1
         self.timelines.append(timeline)
-        self.attribution.on_start(timeline)
         return timeline
 
     def step(
@@ -93,19 +95,20 @@ class Bench:
         self.steps.append(record)
         for timeline in rows:
             timeline.token_ns.append(tokens_ns)
-        self.attribution.on_step(record, rows)
+        self.hub.on_step(record, Advanced.newest(rows))
         outbox_ns, loop_ns, text_ns, write_ns = on_its_way_ns
         sent_ns = tokens_ns + outbox_ns
         read_ns = sent_ns + 3 * loop_ns // 4
         arrival = Arrival(tokens_ns, sent_ns, read_ns, record.late_gc_ns, was_held=record.outbox_depth > 0)
         resumed_ns = sent_ns + loop_ns
-        delivery = Delivery(arrival, resumed_ns, resumed_ns + text_ns, resumed_ns + text_ns + write_ns, was_paused)
+        stamps = (resumed_ns, resumed_ns + text_ns, resumed_ns + text_ns + write_ns)
         for timeline in rows:
+            delivery = Delivery(arrival, *stamps, was_paused, len(timeline.write_ns))
             timeline.arrivals.append(arrival)
             timeline.write_ns.append(delivery.written_ns)
-            self.attribution.on_write(timeline, delivery)
-            self.writes.append((self.timelines.index(timeline), delivery))
-        self.attribution.take_writes()
+            self.hub.on_write(timeline, delivery)
+            self.writes.append((timeline.serial, delivery))
+        self.hub.catch_up()
 
     def interrupt(self, start_ns: int, end_ns: int, cause: Cause) -> None:
         self.interruptions.append((start_ns, end_ns, cause))
@@ -120,7 +123,7 @@ class Bench:
         interruptions = [(start, end, CAUSES.index(cause)) for start, end, cause in self.interruptions]
         return Recording(
             meta=RecordingMeta(version="0", model_name="m", clock=ClockPair(0, 0), engine=engine),
-            requests=[RequestRecord.of(i, timeline) for i, timeline in enumerate(self.timelines)],
+            requests=[RequestRecord.of(timeline) for timeline in self.timelines],
             steps=np.array([step_row(step) for step in self.steps], STEP_DTYPE),
             writes=np.array([_write_row(serial, delivery) for serial, delivery in self.writes], WRITE_DTYPE),
             interruptions=np.array(interruptions, INTERRUPTION_DTYPE),

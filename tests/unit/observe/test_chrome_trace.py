@@ -10,7 +10,7 @@ from roseinfer.config import Config
 from roseinfer.observe.chrome_trace import ENGINE, assign_lanes, chrome_trace
 from roseinfer.observe.recorder import FlightRecorder
 from roseinfer.observe.recording import RequestRecord
-from roseinfer.records import BlockedBy, PhaseTimes
+from roseinfer.records import Advanced, BlockedBy, PhaseTimes
 from tests.unit.observe.facts import MS, make_step, make_timeline
 
 
@@ -35,7 +35,7 @@ def test_pipelined_steps_do_not_overlap_on_their_tracks() -> None:
         phases = PhaseTimes(schedule=MS, launch=2 * MS, wait=4 * MS, commit=MS, stage=MS, forward=MS // 2)
         stamps = {"start_ns": start_ns, "tokens_ns": start_ns + 15 * MS, "end_ns": start_ns + 17 * MS}
         step = make_step(step_id=number, num_decode_seqs=1, phases=phases, pipeline_depth=1, **stamps)
-        recorder.on_step(msgspec.structs.replace(step, blocked_by=BlockedBy.SLOTS), [])
+        recorder.on_step(msgspec.structs.replace(step, blocked_by=BlockedBy.SLOTS), Advanced())
     steps = [event for event in trace_of(recorder) if event["name"].startswith("step ")]
     assert {event["tid"] for event in steps} == {0, 1}
     for track in (0, 1):
@@ -47,7 +47,7 @@ def test_pipelined_steps_do_not_overlap_on_their_tracks() -> None:
 def test_phases_lie_within_their_step() -> None:
     recorder = FlightRecorder(Config(), "1.2.3")
     phases = PhaseTimes(schedule=MS, launch=4 * MS, wait=MS, commit=MS // 2, stage=MS, h2d=MS // 2, forward=2 * MS)
-    recorder.on_step(make_step(step_id=1, phases=phases, start_ns=MS, tokens_ns=8 * MS, end_ns=9 * MS), [])
+    recorder.on_step(make_step(step_id=1, phases=phases, start_ns=MS, tokens_ns=8 * MS, end_ns=9 * MS), Advanced())
     engine = {event["name"]: event for event in trace_of(recorder) if event["pid"] == ENGINE and event["ph"] == "X"}
     step = engine.pop("step 1 idle")
     assert set(engine) == {"schedule", "launch", "stage", "h2d", "forward", "wait", "commit"}

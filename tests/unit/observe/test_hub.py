@@ -1,12 +1,13 @@
 """One failing observer costs itself, once and audibly, and nobody else."""
 
+import asyncio
 import logging
-from collections.abc import Sequence
 
 import pytest
 
-from roseinfer.observe.hub import Hub
-from roseinfer.records import Arrival, Delivery, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.observe.hub import MAX_STEPS, Hub
+from roseinfer.observe.writes import WriteObserver, Writes
+from roseinfer.records import Advanced, Arrival, Delivery, LifecycleState, Observer, RequestTimeline, StepRecord
 from tests.unit.observe.facts import make_step, make_timeline
 
 
@@ -28,7 +29,7 @@ class Diary(Observer):
     def on_start(self, timeline: RequestTimeline) -> None:
         self._note(f"start {timeline.request_id}")
 
-    def on_step(self, record: StepRecord, advanced: Sequence[RequestTimeline]) -> None:
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self._note(f"step {record.step_id} advanced {len(advanced)}")
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
@@ -42,8 +43,8 @@ def tell_all(hub: Hub) -> None:
     timeline = make_timeline()
     hub.on_lifecycle(LifecycleState.READY)
     hub.on_start(timeline)
-    hub.on_step(make_step(step_id=3), [timeline])
-    hub.on_write(timeline, Delivery(Arrival(1, 2, 3), 4, 5, 6, was_paused=False))
+    hub.on_step(make_step(step_id=3), Advanced.newest([timeline]))
+    hub.on_write(timeline, Delivery(Arrival(1, 2, 3), 4, 5, 6, was_paused=False, index=0))
     hub.on_finish(timeline)
 
 
@@ -78,3 +79,61 @@ def test_a_request_to_stop_is_not_swallowed() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Hub([Impatient()]).on_start(make_timeline())
+
+
+class Tally(Diary, WriteObserver):
+    """Hears writes together."""
+
+    def on_writes(self, writes: Writes) -> None:
+        self._note(f"writes {[delivery.index for delivery in writes.deliveries]}")
+
+
+def step_and_write(hub: Hub, timeline: RequestTimeline, number: int) -> None:
+    hub.on_step(make_step(step_id=number), Advanced.newest([timeline]))
+    hub.on_write(timeline, Delivery(Arrival(1, 2, 3), 4, 5, 6, was_paused=False, index=number % 2))
+
+
+async def test_steps_and_writes_wait_until_there_are_enough() -> None:
+    tally, timeline = Tally(), make_timeline()
+    hub = Hub([tally], max_delay_s=60)
+    for number in range(MAX_STEPS - 1):
+        step_and_write(hub, timeline, number)
+    assert tally.told == []
+    step_and_write(hub, timeline, MAX_STEPS - 1)
+    steps = [told for told in tally.told if told.startswith("step")]
+    assert steps == [f"step {number} advanced 1" for number in range(MAX_STEPS)]
+    assert tally.told[:4] == ["step 0 advanced 1", "write r-1 at 6", "writes [0]", "step 1 advanced 1"]
+    hub.catch_up()
+    assert tally.told[-1] == f"writes [{(MAX_STEPS - 1) % 2}]"
+
+
+async def test_they_do_not_wait_for_long() -> None:
+    was_told = asyncio.Event()
+
+    class Bell(Diary):
+        def on_step(self, record: StepRecord, advanced: Advanced) -> None:
+            was_told.set()
+
+    hub = Hub([Bell()], max_delay_s=0.001)
+    step_and_write(hub, make_timeline(), 1)
+    assert not was_told.is_set()
+    await asyncio.wait_for(was_told.wait(), 10)
+
+
+@pytest.mark.parametrize("fact", ["finish r-1", "ready"])
+async def test_what_ends_something_has_the_others_told_first(fact: str) -> None:
+    tally, timeline = Tally(), make_timeline()
+    hub = Hub([tally], max_delay_s=60)
+    step_and_write(hub, timeline, 1)
+    if fact == "ready":
+        hub.on_lifecycle(LifecycleState.READY)
+    else:
+        hub.on_finish(timeline)
+    assert tally.told == ["step 1 advanced 1", "write r-1 at 6", "writes [1]", fact]
+
+
+def test_nothing_is_gathered_for_nobody() -> None:
+    hub = Hub([])
+    step_and_write(hub, make_timeline(), 1)
+    assert not hub._facts
+    assert not len(hub._writes)

@@ -27,7 +27,6 @@ def test_whole_intervals() -> None:
     assert intervals.engine_time_to_first_token_ns(timeline) == 28 * MS
     assert intervals.time_per_output_token_ns(timeline) == 64 * MS
     assert intervals.stream_gaps_ns(timeline) == [62 * MS, 65 * MS]
-    assert intervals.newest_token_gaps_ns([timeline, make_timeline(token_ns=[5])]) == [64 * MS]
     assert intervals.request_duration_ns(timeline) == 191 * MS
 
 

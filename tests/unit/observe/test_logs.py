@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from roseinfer.config import ObserveConfig
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.logs import JsonFormatter, LogOutput, Logs, TextFormatter, configure, escape
-from roseinfer.records import FinishReason, LifecycleState
+from roseinfer.records import Advanced, FinishReason, LifecycleState
 from tests.unit.observe.facts import MS, make_step, make_timeline
 
 S = 1000 * MS
@@ -152,6 +152,7 @@ def run_steps(logs: Logs, start_ns: int, count: int) -> None:
         end_ns = start_ns + (index + 1) * 100 * MS
         step = make_step(
             start_ns=end_ns - 100 * MS,
+            tokens_ns=end_ns,
             end_ns=end_ns,
             num_running=2,
             num_waiting=1,
@@ -160,7 +161,7 @@ def run_steps(logs: Logs, start_ns: int, count: int) -> None:
         )
         slow = make_timeline(token_ns=[end_ns - 100 * MS, end_ns])
         fast = make_timeline(token_ns=[end_ns - 10 * MS, end_ns])
-        logs.on_step(step, [slow, fast])
+        logs.on_step(step, Advanced.newest([slow, fast]))
 
 
 def summaries(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:

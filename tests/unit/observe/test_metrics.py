@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from roseinfer.observe.catalogue import CATALOGUE
-from roseinfer.records import FinishReason, LifecycleState
+from roseinfer.records import Advanced, FinishReason, LifecycleState
 from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline
 
 # Made by hand from the stamps of make_timeline, in milliseconds.
@@ -63,7 +63,8 @@ def test_inter_token_latency_is_observed_token_by_token_while_the_request_runs()
     timeline = make_timeline(token_ns=[])
     for tokens, expected_sum in enumerate([0.0, 0.005, 0.007], start=1):
         timeline.token_ns.append([10 * MS, 15 * MS, 17 * MS][tokens - 1])
-        metrics.on_step(make_step(num_decode_seqs=1), [timeline])
+        step = make_step(num_decode_seqs=1, tokens_ns=timeline.token_ns[-1])
+        metrics.on_step(step, Advanced.newest([timeline]))
         page = Page(metrics)
         assert page.value("roseinfer_inter_token_latency_seconds_count") == tokens - 1
         assert page.value("roseinfer_inter_token_latency_seconds_sum") == pytest.approx(expected_sum)
@@ -176,8 +177,8 @@ def test_disconnects_and_requests_in_flight() -> None:
 @pytest.mark.parametrize(("decode", "prefill", "phase"), [(3, 0, "decode"), (0, 2, "prefill"), (3, 2, "mixed")])
 def test_a_step_is_told_under_what_its_rows_were(decode: int, prefill: int, phase: str) -> None:
     metrics = make_metrics()
-    metrics.on_step(make_step(num_decode_seqs=decode, num_prefill_seqs=prefill), [])
-    metrics.on_step(make_step(), [])  # without rows: state only
+    metrics.on_step(make_step(num_decode_seqs=decode, num_prefill_seqs=prefill), Advanced())
+    metrics.on_step(make_step(), Advanced())  # without rows: state only
     page = Page(metrics)
     assert page.value("roseinfer_step_seconds_sum", phase=phase) == pytest.approx(0.002)
     assert page.value("roseinfer_batch_size_sum", phase=phase) == decode + prefill
@@ -186,9 +187,9 @@ def test_a_step_is_told_under_what_its_rows_were(decode: int, prefill: int, phas
 
 def test_counts_of_steps_add_up_and_gauges_are_those_of_the_last_one() -> None:
     metrics = make_metrics()
-    metrics.on_step(make_step(num_preemptions=1, num_prefix_queried_tokens=10, num_prefix_hit_tokens=4), [])
+    metrics.on_step(make_step(num_preemptions=1, num_prefix_queried_tokens=10, num_prefix_hit_tokens=4), Advanced())
     last = {"num_running": 5, "num_waiting": 6, "num_used_blocks": 25, "num_cached_blocks": 40}
-    metrics.on_step(make_step(num_preemptions=2, num_prefix_queried_tokens=20, **last), [])
+    metrics.on_step(make_step(num_preemptions=2, num_prefix_queried_tokens=20, **last), Advanced())
     page = Page(metrics)
     assert page.value("roseinfer_preemptions_total") == 3
     assert page.value("roseinfer_prefix_cache_queries_total") == 30
@@ -202,7 +203,7 @@ def test_counts_of_steps_add_up_and_gauges_are_those_of_the_last_one() -> None:
 
 def test_the_last_step_is_told_as_a_time_of_the_calendar() -> None:
     metrics = make_metrics()
-    metrics.on_step(make_step(end_ns=time.monotonic_ns() - 2_000_000_000), [])
+    metrics.on_step(make_step(end_ns=time.monotonic_ns() - 2_000_000_000), Advanced())
     age_s = time.time() - Page(metrics).value("roseinfer_engine_last_step_timestamp_seconds")
     assert 2.0 <= age_s < 60.0
 
@@ -222,7 +223,7 @@ def test_a_failed_engine_runs_nothing() -> None:
     metrics = make_metrics()
     metrics.set_engine_info(ENGINE)
     last_ns = time.monotonic_ns()
-    metrics.on_step(make_step(end_ns=last_ns, num_running=5, num_waiting=6, num_used_blocks=25), [])
+    metrics.on_step(make_step(end_ns=last_ns, num_running=5, num_waiting=6, num_used_blocks=25), Advanced())
     metrics.on_lifecycle(LifecycleState.FAILED)
     page = Page(metrics)
     assert page.value("roseinfer_engine_last_step_timestamp_seconds") > 0
@@ -278,8 +279,8 @@ def test_a_page_that_cannot_be_made_is_over_all_the_same(monkeypatch: pytest.Mon
 def test_collections_are_counted_when_a_step_or_a_scrape_asks_for_them() -> None:
     pauses = [[2 * MS], [], [MS // 2, 3 * MS], []]
     metrics = make_metrics(take_gc_pauses_ns=lambda: pauses.pop(0))
-    metrics.on_step(make_step(), [])
-    metrics.on_step(make_step(), [])
+    metrics.on_step(make_step(), Advanced())
+    metrics.on_step(make_step(), Advanced())
     page = Page(metrics)
     assert page.value("roseinfer_gc_pause_seconds_count") == 3
     assert page.value("roseinfer_gc_pause_seconds_sum") == pytest.approx(0.0055)

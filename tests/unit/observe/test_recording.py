@@ -33,7 +33,7 @@ def make_recording(**meta: object) -> Recording:
         meta=RecordingMeta(
             **({"version": "1.2.3", "model_name": "m", "clock": ClockPair(1, 2), "engine": ENGINE} | meta)  # type: ignore[arg-type]
         ),
-        requests=[RequestRecord.of(0, make_timeline(prefix_digests=np.array([5, -6]).tobytes()))],
+        requests=[RequestRecord.of(make_timeline(prefix_digests=np.array([5, -6]).tobytes()))],
         steps=np.array([step_row(step)], STEP_DTYPE),
         writes=np.array([(0, 1, 2, 3, 4, 5, 6, True)], WRITE_DTYPE),
         interruptions=np.array([(1, 2, 11)], INTERRUPTION_DTYPE),

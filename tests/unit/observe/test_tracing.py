@@ -18,7 +18,7 @@ from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.spans import Span
 from roseinfer.observe.tracing import Tracing, make_tracing
-from roseinfer.records import Cause, FinishReason, LifecycleState, RequestTimeline
+from roseinfer.records import Advanced, Cause, FinishReason, LifecycleState, RequestTimeline
 from tests.collector import attributes, receiving
 from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline
 
@@ -57,7 +57,7 @@ class Scene:
         self.tracing.on_start(timeline)
         for step_id, tokens_ns in enumerate(stamps, 1):
             timeline.token_ns.append(tokens_ns)
-            self.tracing.on_step(make_step(step_id=step_id, tokens_ns=tokens_ns), [timeline])
+            self.tracing.on_step(make_step(step_id=step_id, tokens_ns=tokens_ns), Advanced.newest([timeline]))
         self.tracing.on_finish(timeline)
 
     def exemplars(self) -> set[tuple[str, float, str, int | None]]:
@@ -132,8 +132,8 @@ def test_a_slow_gap_keeps_its_request_and_tells_the_step_that_ended_it() -> None
     scene = Scene()
     timeline = make_timeline(token_ns=[1031 * MS, 1095 * MS])
     scene.tracing.on_start(timeline)
-    scene.tracing.on_step(make_step(step_id=1, tokens_ns=1031 * MS), [timeline])
-    scene.tracing.on_step(make_step(step_id=2, tokens_ns=1095 * MS), [timeline])
+    scene.tracing.on_step(make_step(step_id=1, tokens_ns=1031 * MS), Advanced.newest([timeline]))
+    scene.tracing.on_step(make_step(step_id=2, tokens_ns=1095 * MS), Advanced.newest([timeline]))
     scene.tracing.note_slow_gap(make_gap(), timeline)
     scene.tracing.note_slow_gap(make_gap(), timeline)  # of another request, for instance
     (step,) = scene.sink.named("roseinfer.step")
@@ -151,11 +151,11 @@ def test_a_step_that_is_not_known_yet_is_told_when_it_is() -> None:
     scene = Scene()
     timeline = make_timeline(token_ns=[1031 * MS, 1095 * MS])
     scene.tracing.on_start(timeline)
-    scene.tracing.on_step(make_step(step_id=1, tokens_ns=1031 * MS), [timeline])
+    scene.tracing.on_step(make_step(step_id=1, tokens_ns=1031 * MS), Advanced.newest([timeline]))
     scene.tracing.note_slow_gap(make_gap(), timeline)
     assert scene.sink.spans == []
     assert scene.exemplars() == {(INTER_TOKEN_LATENCY, 0.064, timeline.trace_id, 2)}
-    scene.tracing.on_step(make_step(step_id=2, tokens_ns=1095 * MS), [timeline])
+    scene.tracing.on_step(make_step(step_id=2, tokens_ns=1095 * MS), Advanced.newest([timeline]))
     assert len(scene.sink.named("roseinfer.step")) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_gap_between_writes_is_put_down_to_the_step_of_its_token() -> None:
     timeline = make_timeline(token_ns=[1031 * MS, 1095 * MS])
     scene.tracing.on_start(timeline)
     for step_id, tokens_ns in ((1, 1031 * MS), (2, 1095 * MS), (3, 1111 * MS), (4, 1112 * MS)):
-        scene.tracing.on_step(make_step(step_id=step_id, tokens_ns=tokens_ns), [timeline])
+        scene.tracing.on_step(make_step(step_id=step_id, tokens_ns=tokens_ns), Advanced.newest([timeline]))
     scene.tracing.note_slow_gap(make_gap(start_ns=1063 * MS, end_ns=1125 * MS, step_id=4), timeline)
     (step,) = scene.sink.named("roseinfer.step")
     assert step.attributes["roseinfer.step_id"] == 2
@@ -192,7 +192,7 @@ def test_a_gap_of_a_request_that_has_ended_is_nobodys() -> None:
 def test_one_step_in_so_many_is_told_slow_or_not() -> None:
     scene = Scene(step_interval=10)
     for step_id in range(1, 41):
-        scene.tracing.on_step(make_step(step_id=step_id), [])
+        scene.tracing.on_step(make_step(step_id=step_id), Advanced())
     told = [span.attributes["roseinfer.step_id"] for span in scene.sink.named("roseinfer.step")]
     assert told == [10, 20, 30, 40]
 
@@ -210,7 +210,7 @@ def test_what_found_no_room_is_named_by_no_exemplar() -> None:
 def test_a_step_is_found_by_its_stamp_however_long_ago_within_the_ring() -> None:
     scene = Scene()
     for step_id in range(1, 70_001):
-        scene.tracing.on_step(make_step(step_id=step_id, tokens_ns=step_id * MS), [])
+        scene.tracing.on_step(make_step(step_id=step_id, tokens_ns=step_id * MS), Advanced())
     found = [scene.tracing._step_id_of(step_id * MS) for step_id in (70_000, 69_999, 4_465, 4_464, 1)]
     assert found == [70_000, 69_999, 4_465, None, None]
     assert scene.tracing._step_id_of(5_000 * MS + 1) is None

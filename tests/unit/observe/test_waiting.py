@@ -4,7 +4,7 @@ import pytest
 
 from roseinfer.config import CacheConfig, Config, SchedulerConfig
 from roseinfer.observe.waiting import MIN_STARTS, QueueDrain, limit_of
-from roseinfer.records import BlockedBy, StepRecord
+from roseinfer.records import Advanced, BlockedBy, StepRecord
 from tests.unit.observe.facts import MS, make_step, make_timeline
 
 CONFIG = Config(
@@ -51,7 +51,7 @@ def drained(*starts_ms: int, num_waiting: int = 3) -> QueueDrain:
     drain = QueueDrain()
     for start_ms in starts_ms:
         timeline = make_timeline(scheduled_ns=start_ms * MS, token_ns=[start_ms * MS + 1])
-        drain.note_step(make_step(num_waiting=num_waiting, num_prefill_seqs=1), [timeline])
+        drain.note_step(make_step(num_waiting=num_waiting, num_prefill_seqs=1), Advanced.newest([timeline]))
     return drain
 
 
@@ -90,12 +90,12 @@ def test_too_few_starts_tell_nothing() -> None:
 
 def test_starts_without_a_queue_tell_nothing() -> None:
     drain = drained(*range(0, 200, 10))
-    drain.note_step(make_step(num_waiting=0), [])
+    drain.note_step(make_step(num_waiting=0), Advanced())
     assert drain.estimate(0, 200 * MS) is None
 
 
 def test_only_first_tokens_are_starts() -> None:
     drain = QueueDrain()
     for _ in range(20):
-        drain.note_step(make_step(num_waiting=1, num_prefill_seqs=1), [make_timeline()])
+        drain.note_step(make_step(num_waiting=1, num_prefill_seqs=1), Advanced.newest([make_timeline()]))
     assert drain.estimate(0, 1) is None

@@ -1,0 +1,66 @@
+"""A server's configuration in, its observers out, put together: who tells whom. Knows no HTTP."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from roseinfer.config import Config
+from roseinfer.gc_pauses import GcPauses
+from roseinfer.messages import EngineInfo
+from roseinfer.observe.attribution import Attribution
+from roseinfer.observe.capture import BreachCapture
+from roseinfer.observe.flight import Flight
+from roseinfer.observe.hub import MAX_DELAY_S, Hub
+from roseinfer.observe.logs import Logs
+from roseinfer.observe.metrics import Metrics
+from roseinfer.observe.rendering import Render
+from roseinfer.observe.tracing import make_tracing
+from roseinfer.records import RequestTimeline
+
+
+class Observation:
+    """All observers of a server. `hub` is told the facts; the others answer for what they made of them."""
+
+    def __init__(
+        self,
+        config: Config,
+        version: str,
+        render: Render,
+        gc_pauses: GcPauses,
+        num_dropped_log_lines: Callable[[], int],
+    ) -> None:
+        """Raises ConfigError for a rule that makes no sense."""
+        observe = config.observe
+        self.flight = Flight(config, version, render)
+        self.capture = BreachCapture(config, version, self.flight.recorder)
+        self.metrics = Metrics(
+            config.served_model_name, version, CollectorRegistry(), num_dropped_log_lines, gc_pauses.take
+        )
+        self.attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
+        self.attribution.on_slow_gap.append(self.capture.on_slow_gap)
+        self.flight.listen(gc_pauses, self.metrics, self.attribution.interruptions)
+        self._tracing = make_tracing(config, version, self.metrics, self.attribution)
+        summaries = Logs(observe.log_summary_interval_s)
+        # The recorder is first: a gap that the others find to be too slow is then in what they freeze.
+        observers = [self.flight, self.attribution, self.metrics, *self.capture.observers, summaries, *self._tracing]
+        self.hub = Hub(observers, MAX_DELAY_S)
+        self.flight.catch_up = self.hub.catch_up
+        self.metrics.watch(self.attribution, lambda: self.hub.spent_ns)
+
+    def set_engine_info(self, info: EngineInfo) -> None:
+        """The engine is ready: what it turned out to be."""
+        self.metrics.set_engine_info(info)
+        self.flight.set_engine_info(info)
+        self.attribution.set_graphs(has_graphs=bool(info.graph_sizes))
+        for observer in self._tracing:
+            observer.set_engine_info(info)
+
+    def ledger(self, timeline: RequestTimeline, until_ns: int) -> dict[str, object]:
+        """See Attribution.ledger."""
+        self.hub.catch_up()
+        return self.attribution.ledger(timeline, until_ns)
+
+    def close(self) -> None:
+        """Deliver what was told, as far as the flush timeout of tracing allows."""
+        for observer in self._tracing:
+            observer.close()
