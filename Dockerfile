@@ -11,35 +11,39 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 # Replaced by the folder that the build context `wheels` names; empty without one.
 FROM scratch AS wheels
 
-FROM ${BASE_IMAGE} AS dependencies
-# A package index to ask besides the usual one. PyTorch's own index of processor-only wheels saves some gigabytes.
-ARG TORCH_INDEX=""
+FROM ${BASE_IMAGE} AS build
 ARG DEVICE=cpu
-ENV PIP_EXTRA_INDEX_URL=${TORCH_INDEX} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN case "${DEVICE}" in cpu | cuda) ;; *) echo "DEVICE is cpu or cuda, and not ${DEVICE}" >&2; exit 1 ;; esac
 # The compiler is for the kernels; another version of it is no other behaviour, so none is pinned.
 # hadolint ignore=DL3008
 RUN command -v g++ > /dev/null || { \
         apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; }
 # Two environments: pip stays in the one that is left behind.
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/roseinfer
+# A package index to ask besides the usual one. PyTorch's own index of processor-only wheels saves some gigabytes.
+ARG TORCH_INDEX=""
+ENV PIP_EXTRA_INDEX_URL=${TORCH_INDEX} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
 COPY pyproject.toml constraints.txt ./
-# Its own layer, which changes with these two files only: a new version of roseinfer moves megabytes, not gigabytes.
+# Dependencies by themselves: they change with these two files only, so a new version of roseinfer moves megabytes and
+# not gigabytes. What torch brings for its own tests, and for compiling against it, stays behind.
 RUN --mount=type=bind,from=wheels,target=/wheels \
     if [ -n "$(ls /wheels)" ]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
     && /build/bin/python -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
         print(*project['dependencies'], *project['optional-dependencies'].get(sys.argv[1], []), sep='\n')" "${DEVICE}" \
         > requirements.txt \
-    && /build/bin/pip --python /opt/roseinfer/bin/python install -c constraints.txt -r requirements.txt
-
-FROM dependencies AS program
+    && /build/bin/pip --python /opt/roseinfer/bin/python install -c constraints.txt -r requirements.txt \
+    && rm -rf /opt/roseinfer/lib/python3*/site-packages/torch/test /opt/roseinfer/lib/python3*/site-packages/torch/include
 COPY README.md LICENSE ./
 COPY src src
 RUN --mount=type=bind,from=wheels,target=/wheels \
     if [ -n "$(ls /wheels)" ]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
     && /build/bin/pip --python /opt/roseinfer/bin/python install --no-deps --prefix /program .
-# All levels, since nobody knows on which processor the image will run; it takes the highest that is there.
-RUN PYTHONPATH=src /opt/roseinfer/bin/python -m roseinfer kernels build --level all --runner.kernels-dir /program/kernels
+# All levels, since nobody knows on which processor the image will run; it takes the highest that is there. They are
+# of x86-64: elsewhere the server runs in plain torch.
+RUN mkdir /program/kernels && if [ "$(uname -m)" = x86_64 ]; then \
+        PYTHONPATH=src /opt/roseinfer/bin/python -m roseinfer kernels build --level all \
+            --runner.kernels-dir /program/kernels; fi
 
 FROM ${BASE_IMAGE}
 ARG DEVICE=cpu
@@ -50,8 +54,8 @@ RUN if [ "${DEVICE}" = cuda ] && ! command -v gcc > /dev/null; then \
     && groupadd --gid 10001 roseinfer \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin roseinfer \
     && install -d -o 10001 -g 10001 /models
-COPY --from=dependencies /opt/roseinfer /opt/roseinfer
-COPY --from=program /program /opt/roseinfer
+COPY --from=build /opt/roseinfer /opt/roseinfer
+COPY --from=build /program /opt/roseinfer
 
 # The loopback of a container is nobody else's; which port whom reaches is decided outside of it.
 ENV PATH=/opt/roseinfer/bin:$PATH \
@@ -68,7 +72,8 @@ EXPOSE 8000 8001
 # Ready, not only alive: what waits for a healthy server wants to send to it. A GPU's graphs and a large model take a
 # while, so the first ten minutes do not count.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=600s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ.get(\"ROSEINFER_SERVER__PORT\", 8000)}/readyz', timeout=2)"]
+    CMD ["python", "-c", "import os, urllib.request as web; port = os.environ.get('ROSEINFER_SERVER__PORT', 8000); \
+web.urlopen(f'http://127.0.0.1:{port}/readyz', timeout=2)"]
 ENTRYPOINT ["roseinfer"]
 CMD ["serve"]
 
