@@ -1,4 +1,4 @@
-"""Two replicas behind nginx are restarted one after the other while clients stream: nobody loses a stream or a token."""
+"""Two replicas behind nginx are restarted in turn while clients stream: nobody loses a stream or a token."""
 
 import asyncio
 import contextlib
@@ -88,9 +88,18 @@ async def load(url: str) -> AsyncIterator[list[Answer]]:
         is_over.set()
 
 
-async def wait_until_streaming(replica: Server) -> None:
-    while not (await asyncio.to_thread(replica.metrics))["roseinfer_http_inflight_streams"]:
-        await asyncio.sleep(0.01)
+def wait_until_streaming(replica: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not replica.metrics()["roseinfer_http_inflight_streams"]:
+        assert time.monotonic() < deadline, replica.log()
+        time.sleep(0.01)
+
+
+def restart(replica: Server, again: contextlib.AbstractContextManager[Server], stack: contextlib.ExitStack) -> Server:
+    """Stop it while it streams, and return when it is ready again, as a cluster does before it goes on to the next."""
+    wait_until_streaming(replica)
+    assert replica.stop() == 0, replica.log()
+    return stack.enter_context(again)
 
 
 def test_a_rolling_restart_loses_no_stream_and_no_token(tmp_path: Path) -> None:
@@ -99,10 +108,9 @@ def test_a_rolling_restart_loses_no_stream_and_no_token(tmp_path: Path) -> None:
     async def scenario(url: str, replicas: list[Server], stack: contextlib.ExitStack) -> list[Answer]:
         async with load(url) as answers:
             for replica in replicas:
-                await wait_until_streaming(replica)
-                assert await asyncio.to_thread(replica.stop) == 0, replica.log()
                 again = running(replica.log_path, *arguments, port=replica.port)
-                await wait_until_streaming(await asyncio.to_thread(stack.enter_context, again))
+                last = await asyncio.to_thread(restart, replica, again, stack)
+            await asyncio.to_thread(wait_until_streaming, last)
         return answers
 
     with contextlib.ExitStack() as stack:
