@@ -5,8 +5,14 @@ ARGS ?=
 PEERS_DIR ?= $(HOME)/.cache/roseinfer/benchmarks/peers
 BIN := .venv/bin
 
+IMAGE_BUILDER ?= docker
+DEVICE ?= cpu
+TORCH_INDEX ?=
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
+
 .NOTPARALLEL:
-.PHONY: help setup serve test test-gpu lint type fmt bench bench-peers bench-gpu bench-streaming docs constraints
+.PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu bench-streaming docs constraints
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +30,10 @@ setup: .venv/.installed .venv/.kernels ## install the tested versions into .venv
 .venv/.kernels: .venv/.installed $(wildcard src/roseinfer/model/kernels/*.cpp src/roseinfer/model/kernels/*.h)
 	@$(BIN)/roseinfer kernels build || true
 	@touch $@
+
+image: ## build the container image; DEVICE=cuda for GPUs, IMAGE_BUILDER=buildah, more options in ARGS
+	$(IMAGE_BUILDER) build --build-arg DEVICE=$(DEVICE) --build-arg TORCH_INDEX=$(TORCH_INDEX) \
+		--build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) --tag $(IMAGE) $(ARGS) .
 
 serve: setup ## serve on port 8000; options in ARGS="--port 9000"
 	@exec $(BIN)/roseinfer serve $(ARGS)

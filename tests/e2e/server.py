@@ -29,14 +29,14 @@ def free_port() -> int:
 class Server:
     """One server process and what can be asked of it."""
 
-    def __init__(self, log_path: Path, *arguments: str) -> None:
-        self.port = free_port()
+    def __init__(self, log_path: Path, *arguments: str, port: int | None = None) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         # One thread: on a busy machine two wait for each other at every barrier, and these tests measure nothing.
         fixed = ["--port", str(self.port), "--ops-port", "0", "--runner.num-threads", "1"]
         command = [sys.executable, "-m", "roseinfer", "serve", *fixed, *arguments]
-        with log_path.open("wb") as log:
+        with log_path.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def wait_ready(self) -> None:
@@ -109,9 +109,9 @@ class Server:
 
 
 @contextmanager
-def running(log_path: Path, *arguments: str) -> Iterator[Server]:
+def running(log_path: Path, *arguments: str, port: int | None = None) -> Iterator[Server]:
     """A ready server; killed at the end if it still runs then."""
-    server = Server(log_path, *arguments)
+    server = Server(log_path, *arguments, port=port)
     try:
         server.wait_ready()
         yield server

@@ -193,5 +193,6 @@ def test_nothing_names_a_machine_or_an_index() -> None:
         text = path.read_text()
         found += [f"{path.relative_to(ROOT)}: {place}" for place in MACHINE_PATH.findall(text)]
         found += [f"{path.relative_to(ROOT)}: {option}" for option in PACKAGE_INDEX.findall(text)]
-        found += [f"{path.relative_to(ROOT)}: {host}" for host in URL_HOST.findall(text) if host not in ALLOWED_HOSTS]
+        hosts = {host for host in URL_HOST.findall(text) if "." in host}  # others are services of one network
+        found += [f"{path.relative_to(ROOT)}: {host}" for host in sorted(hosts - ALLOWED_HOSTS)]
     assert found == []
