@@ -54,7 +54,7 @@ What another value decides cannot be given in `config` too, unless it is the sam
 {{- define "roseinfer.option" -}}
 {{- $section := get (include "roseinfer.config" .context | fromYaml) .section | default dict }}
 {{- $value := get $section .name }}
-{{- kindIs "invalid" $value | ternary .default $value }}
+{{- or (kindIs "invalid" $value) (not (hasKey $section .name)) | ternary .default $value }}
 {{- end }}
 
 {{/*
