@@ -33,8 +33,8 @@ Object = dict[str, Any]
 # Kind -> plural; the only thing about a kind that a client asks of the API before it sends one.
 CORE_KINDS = {
     "v1": {
-        **{kind: f"{kind.lower()}s" for kind in ("Pod", "Service", "ConfigMap", "Secret", "ServiceAccount")},
-        **{"PersistentVolumeClaim": "persistentvolumeclaims", "Namespace": "namespaces"},
+        kind: f"{kind.lower()}s"
+        for kind in ("Pod", "Service", "ConfigMap", "Secret", "ServiceAccount", "PersistentVolumeClaim", "Namespace")
     },
     "apps/v1": {"Deployment": "deployments"},
     "batch/v1": {"Job": "jobs"},
@@ -44,7 +44,7 @@ CORE_KINDS = {
 }
 CUSTOM_KINDS = {
     "monitoring.coreos.com/v1": {
-        **{"ServiceMonitor": "servicemonitors", "PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}
+        kind: f"{kind.lower()}s" for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule")
     },
     "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
     "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
@@ -85,8 +85,9 @@ class Cluster:
 
 
 def _group(group_version: str) -> Object:
-    version = {"groupVersion": group_version, "version": group_version.split("/")[1]}
-    return {"name": group_version.split("/")[0], "versions": [version], "preferredVersion": version}
+    group, _, number = group_version.partition("/")
+    version = {"groupVersion": group_version, "version": number}
+    return {"name": group, "versions": [version], "preferredVersion": version}
 
 
 class StubHandler(BaseHTTPRequestHandler):
@@ -111,7 +112,8 @@ class StubHandler(BaseHTTPRequestHandler):
             self.cluster.stored.append(body)
         self._send(201, json.loads(body) if is_json else {"kind": "Secret", "apiVersion": "v1", "metadata": {}})
 
-    do_PUT = do_PATCH = do_POST
+    def do_PUT(self) -> None:
+        self.do_POST()
 
     def do_DELETE(self) -> None:
         self._send(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
@@ -137,8 +139,12 @@ class Helm:
         cluster = {"name": "stub", "cluster": {"server": f"http://{host!s}:{port}"}}
         context = {"name": "stub", "context": {"cluster": "stub", "user": "stub", "namespace": namespace}}
         text = {
-            **{"apiVersion": "v1", "kind": "Config", "current-context": "stub", "clusters": [cluster]},
-            **{"contexts": [context], "users": [{"name": "stub", "user": {}}]},
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "stub",
+            "clusters": [cluster],
+            "contexts": [context],
+            "users": [{"name": "stub", "user": {}}],
         }
         return helm_sdkpy.Configuration(namespace=namespace, kubeconfig=yaml.safe_dump(text))
 

@@ -1,7 +1,7 @@
-"""What must hold of a release as a whole, beyond each object's schema: each check turns it into a list of complaints.
+"""Turns a release into complaints about what must hold of it as a whole, beyond each object's schema.
 
-A check knows Kubernetes' rules and no template. `tests/chart/test_semantics.py` holds every example against every check,
-and every check against a doctored release that it has to refuse.
+A check knows Kubernetes' rules and no template. Every example is held against every check, and every check against a
+doctored release that it has to refuse.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from tests.chart.helm_process import Object, Rendered
 Check = Callable[[Rendered], list[str]]
 
 FAREWELL_S = 5.0  # what the server needs after the drain, besides the delivery of spans
+OURS = {"server", "prefetch", "stream", "wait-for-model"}  # containers; others come from the values
 PROBES = {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
 
 
@@ -82,13 +83,11 @@ def selectors_match(release: Rendered) -> list[str]:
     """The Deployment, both Services, the PDB, the policy, the pool and a PodMonitor mean the serving pods alone."""
     labels = release.pod["metadata"]["labels"]
     others = [pod["metadata"].get("labels", {}) for name, pod in pods(release) if not name.startswith("Deployment/")]
-    selectors = {
-        f"Service/{found['metadata']['name']}": found["spec"]["selector"] for found in release.of("Service")
-    } | {
-        f"{kind}/{found['metadata']['name']}": (found["spec"].get("selector") or found["spec"]["podSelector"])["matchLabels"]
-        for kind in ("Deployment", "PodDisruptionBudget", "NetworkPolicy", "InferencePool", "PodMonitor")
-        for found in release.of(kind)
-    }
+    selectors = {f"Service/{each['metadata']['name']}": each["spec"]["selector"] for each in release.of("Service")}
+    for kind in ("Deployment", "PodDisruptionBudget", "NetworkPolicy", "InferencePool", "PodMonitor"):
+        for each in release.of(kind):
+            selector = each["spec"].get("selector") or each["spec"]["podSelector"]
+            selectors[f"{kind}/{each['metadata']['name']}"] = selector["matchLabels"]
     spread = release.pod["spec"].get("topologySpreadConstraints", [])
     selectors |= {f"spread {index}": each["labelSelector"]["matchLabels"] for index, each in enumerate(spread)}
     wrong = [name for name, selector in selectors.items() if not selects(selector, labels)]
@@ -195,8 +194,9 @@ def pods_are_restricted(release: Rendered) -> list[str]:
             complaints.append(f"{name}: has a token of the cluster")
         if pod["spec"].get("enableServiceLinks", True):
             complaints.append(f"{name}: a Service of the namespace becomes variables, ROSEINFER_PORT for one")
-    ours = [each for each in containers(release) if each[1]["name"] in {"server", "prefetch", "stream", "wait-for-model"}]
-    for name, container, _ in ours:
+    for name, container, _ in containers(release):
+        if container["name"] not in OURS:
+            continue
         context = container.get("securityContext", {})
         is_tight = context.get("readOnlyRootFilesystem") and context.get("allowPrivilegeEscalation") is False
         if not is_tight or context.get("capabilities", {}).get("drop") != ["ALL"]:

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import yaml
 
-from tests.chart.helm_process import NEWEST, PYTHON, CHART, HelmProcess, Rendered
+from tests.chart.helm_process import CHART, NEWEST, PYTHON, HelmProcess, Rendered
 from tests.conftest import requires_all
 
 ExampleOf = Callable[..., Rendered]

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +24,7 @@ class Refused(Exception):
 class Rendered:
     """What a release consists of."""
 
-    objects: Sequence[Object]
+    objects: list[Object]
     notes: str
 
     def of(self, kind: str) -> list[Object]:

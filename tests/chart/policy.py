@@ -1,4 +1,4 @@
-"""Turns NetworkPolicies into an answer: may this source reach that port? Knows ingress by labels and addresses alone."""
+"""Turns NetworkPolicies into an answer: may this source reach that port? Knows ingress alone."""
 
 import ipaddress
 from dataclasses import dataclass, field

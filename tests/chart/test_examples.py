@@ -1,4 +1,4 @@
-"""Every example of the chart: valid for the oldest and newest Kubernetes, sound as a whole, and what it is there to show."""
+"""Every example is valid for the oldest and newest Kubernetes, sound as a whole, and shows what it is there for."""
 
 import json
 import re
@@ -122,7 +122,9 @@ def test_the_picker_is_told_series_that_exist(example: ExampleOf) -> None:
     (extractor,) = [plugin for plugin in picker["plugins"] if plugin["type"] == "core-metrics-extractor"]
     (engine,) = extractor["parameters"]["engineConfigs"]
     named = {value for name, value in engine.items() if name.endswith("Spec")}
-    assert named <= {f"roseinfer_{row.name}" if not row.name.startswith("roseinfer_") else row.name for row in CATALOGUE}
+    assert named <= {
+        f"roseinfer_{row.name}" if not row.name.startswith("roseinfer_") else row.name for row in CATALOGUE
+    }
     label = extractor["parameters"]["engineLabelKey"]
     assert release.pod["metadata"]["labels"][label] == engine["name"]
     defined = {plugin.get("name", plugin["type"]) for plugin in picker["plugins"]}

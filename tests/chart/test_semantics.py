@@ -58,7 +58,11 @@ DOCTORED: list[tuple[Check, str, Doctor]] = [
     (checks.selectors_match, "default", lambda r: service(r)["selector"].update({"app.kubernetes.io/name": "other"})),
     (checks.selectors_match, "default", lambda r: service(r).update(selector={})),
     (checks.selectors_match, "default", lambda r: selector(r, "Deployment").update(extra="label")),
-    (checks.selectors_match, "default", lambda r: selector(r, "PodDisruptionBudget").pop("app.kubernetes.io/component")),
+    (
+        checks.selectors_match,
+        "default",
+        lambda r: selector(r, "PodDisruptionBudget").pop("app.kubernetes.io/component"),
+    ),
     (checks.selectors_match, "model-cache", lambda r: selector(r, "Deployment").pop("app.kubernetes.io/component")),
     (checks.selectors_match, "inference-pool", lambda r: selector(r, "InferencePool").update(extra="label")),
     (checks.selectors_match, "pod-monitor", lambda r: selector(r, "PodMonitor").update(extra="label")),

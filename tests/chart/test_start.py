@@ -35,9 +35,10 @@ class Pod:
     def status(self, port: int, path: str, key: str = "") -> int:
         """0: nobody listens."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
         try:
-            with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)) as it:
-                status: int = it.status
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                status: int = answer.status
                 return status
         except urllib.error.HTTPError as error:
             return error.code
@@ -58,10 +59,12 @@ def pod(helm: HelmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     release = helm.render(values)
     config = directory / "config.yaml"
     config.write_text(release.config_text.replace("/etc/roseinfer/keys", str(keys.parent)))
-    program, *arguments = [str(config) if word == "/etc/roseinfer/config.yaml" else word for word in release.server["command"]]
+    files = {"/etc/roseinfer/config.yaml": str(config)}
+    program, *arguments = [files.get(word, word) for word in release.server["command"]]
     assert program == "roseinfer"
     # What Kubernetes would add for a Service of that name where links are on, and what the image has of its own.
-    traps = {"ROSEINFER_PORT": "tcp://10.0.0.1:80", "ROSEINFER_SERVICE_HOST": "10.0.0.1", "ROSEINFER_SERVER__HOST": "::1"}
+    links = {"ROSEINFER_PORT": "tcp://10.0.0.1:80", "ROSEINFER_SERVICE_HOST": "10.0.0.1"}
+    traps = links | {"ROSEINFER_SERVER__HOST": "192.0.2.1", "ROSEINFER_SERVER__OPS_HOST": "192.0.2.1"}
     log_path = directory / "server.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
