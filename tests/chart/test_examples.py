@@ -114,6 +114,7 @@ def test_the_trigger_counts_this_releases_requests(example: ExampleOf) -> None:
 def test_the_hpa_asks_for_the_same_demand(example: ExampleOf) -> None:
     external = example("hpa").one("HorizontalPodAutoscaler")["spec"]["metrics"][0]["external"]
     assert external["target"] == {"type": "AverageValue", "averageValue": "32"}
+    assert external["metric"]["selector"]["matchLabels"] == {"job": "demo-roseinfer"}
 
 
 def test_the_picker_is_told_series_that_exist(example: ExampleOf) -> None:
