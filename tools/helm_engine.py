@@ -10,6 +10,7 @@ Without arguments it answers questions, one JSON object a line on stdin and on s
 
 import asyncio
 import base64
+import functools
 import gzip
 import json
 import re
@@ -185,6 +186,10 @@ def _release(record: bytes) -> Object:
     assert found, "Helm stored no release"
     release: Object = json.loads(gzip.decompress(base64.b64decode(found.group())))
     return release
+
+
+# A schema of Kubernetes has 25000 lines, and the library reads them for each object.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 def validate(question: Object) -> Object:

@@ -60,6 +60,9 @@ CONTRADICTIONS = [
     ("{resources: {limits: {nvidia.com/gpu: 1}}}", "resources.limits has nvidia.com/gpu"),
     ("{modelCache: {prefetchJob: {enabled: true}}}", "modelCache.prefetchJob.enabled needs modelCache.enabled"),
     ("{modelCache: {readOnly: true}}", "modelCache.readOnly needs modelCache.enabled"),
+    ("{modelCache: {enabled: true, readOnly: true}}", "modelCache.readOnly without modelCache.existingClaim"),
+    ("{gpu: {count: 1}, config: {runner: {device: cpu}}}", "gpu.count is 1 and config.runner.device is cpu"),
+    ("{config: {runner: {device: cuda}}}", "config.runner.device is cuda and gpu.count is 0"),
     ("{replicaCount: 2, modelCache: {enabled: true}}", "modelCache.accessModes is ReadWriteOnce"),
     ("{profiling: {enabled: true}}", "profiling.enabled needs apiKeys.existingSecret"),
     ("{profiling: {nsys: {enabled: true}}}", "profiling.nsys.enabled needs profiling.enabled"),
@@ -88,6 +91,10 @@ CONTRADICTIONS = [
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, apiKeys: {existingSecret: s}}",
         "inferencePool.enabled with apiKeys.existingSecret",
+    ),
+    (
+        "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, tls: {existingSecret: s}}",
+        "inferencePool.enabled with tls.existingSecret",
     ),
     ("{inferencePool: {enabled: true}}", "inferencePool.enabled needs inferencePool.endpointPickerRef.name"),
     ("{httpRoute: {enabled: true}}", "httpRoute.enabled needs httpRoute.parentRefs"),

@@ -87,6 +87,18 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- if and .Values.modelCache.readOnly (not .Values.modelCache.enabled) }}
 {{- fail "modelCache.readOnly needs modelCache.enabled: nothing would ever fill a cache of the pod's own" }}
 {{- end }}
+{{- with .Values.modelCache }}
+{{- if and .readOnly .enabled (not .existingClaim) (not .prefetchJob.enabled) }}
+{{- fail "modelCache.readOnly without modelCache.existingClaim or modelCache.prefetchJob.enabled: nothing would ever fill the claim" }}
+{{- end }}
+{{- end }}
+{{- $device := include "roseinfer.option" (dict "context" . "section" "runner" "name" "device" "default" "auto") }}
+{{- if and .Values.gpu.count (eq $device "cpu") }}
+{{- fail (printf "gpu.count is %v and config.runner.device is cpu: the GPU would be paid for and not be used" .Values.gpu.count) }}
+{{- end }}
+{{- if and (not .Values.gpu.count) (eq $device "cuda") }}
+{{- fail "config.runner.device is cuda and gpu.count is 0: the pod would get no GPU" }}
+{{- end }}
 {{- if and .Values.modelCache.enabled (not .Values.modelCache.existingClaim) (eq (.Values.modelCache.accessModes | join ",") "ReadWriteOnce") (or (gt (.Values.replicaCount | int) 1) (ne .Values.autoscaling.type "none")) }}
 {{- fail "modelCache.accessModes is ReadWriteOnce, which is one node's, and there may be several replicas: take ReadWriteMany" }}
 {{- end }}
@@ -156,6 +168,9 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- define "roseinfer.checkRoutes" -}}
 {{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret }}
 {{- fail "inferencePool.enabled with apiKeys.existingSecret: the picker reads /metrics of the API port without a key; check keys at the gateway" }}
+{{- end }}
+{{- if and .Values.inferencePool.enabled .Values.tls.existingSecret }}
+{{- fail "inferencePool.enabled with tls.existingSecret: the picker and the gateway speak plain HTTP to the pool; end TLS at the gateway" }}
 {{- end }}
 {{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPickerRef.name) }}
 {{- fail "inferencePool.enabled needs inferencePool.endpointPickerRef.name" }}
