@@ -73,6 +73,12 @@ def test_a_gpu(example: ExampleOf) -> None:
     assert release.pod["spec"]["terminationGracePeriodSeconds"] == 15 + 300 + 2 + 5 + 5
 
 
+def test_the_image_is_the_one_for_the_device(example: ExampleOf) -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert example("default").server["image"] == f"roseinfer:{version}-cpu"
+    assert example("gpu").server["image"] == f"roseinfer:{version}-cuda"
+
+
 def test_without_a_gpu_threads_are_as_many_as_cores(example: ExampleOf) -> None:
     assert configured(example("default")).runner.num_threads == 2
     assert configured(example("extras")).runner.num_threads == 3

@@ -44,7 +44,8 @@ app.kubernetes.io/component: server
 {{- if $image.digest }}
 {{- printf "%s@%s" $name $image.digest }}
 {{- else }}
-{{- printf "%s:%s" $name (default .Chart.AppVersion $image.tag) }}
+{{- $tag := printf "%s-%s" .Chart.AppVersion (empty .Values.gpu.count | ternary "cpu" "cuda") }}
+{{- printf "%s:%s" $name (default $tag $image.tag) }}
 {{- end }}
 {{- end }}
 
