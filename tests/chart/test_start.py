@@ -1,6 +1,8 @@
 """The rendered command starts with the rendered file, and the scripts of the chart do on it what they are for."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,6 +33,7 @@ class Pod:
     ops_port: int
     key_file: Path
     log_path: Path
+    notes: str
 
     def status(self, port: int, path: str, key: str = "") -> int:
         """0: nobody listens."""
@@ -71,7 +74,7 @@ def pod(helm: HelmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             [sys.executable, "-m", program, *arguments], stdout=log, stderr=log, env=os.environ | traps
         )
     ports = {port["name"]: port["containerPort"] for port in release.server["ports"]}
-    started = Pod(process, ports["http"], ports["ops"], keys, log_path)
+    started = Pod(process, ports["http"], ports["ops"], keys, log_path, release.notes)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while started.status(started.ops_port, release.server["readinessProbe"]["httpGet"]["path"]) != 200:
@@ -97,6 +100,17 @@ def test_the_helm_test_streams_a_completion(pod: Pod) -> None:
     result = run(STREAM_ONE, f"http://127.0.0.1:{pod.api_port}", pod.key_file)
     assert result.returncode == 0, result.stderr
     assert "finish reason length" in result.stdout
+
+
+def test_the_notes_command_is_exact(pod: Pod) -> None:
+    """Address, headers and body of the `curl` that is shown; the key is what `kubectl` would print."""
+    (line,) = [line for line in pod.notes.splitlines() if line.strip().startswith("curl -N ")]
+    words = shlex.split(re.sub(r"\$\(kubectl .*?\)\"", f'{KEY}"', line))
+    url = next(word for word in words if word.startswith("http")).replace(":8000", f":{pod.api_port}")
+    headers = dict(words[at + 1].split(": ") for at, word in enumerate(words) if word == "-H")
+    request = urllib.request.Request(url, words[words.index("-d") + 1].encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
 def test_the_helm_test_fails_when_the_server_refuses(pod: Pod) -> None:
