@@ -79,7 +79,7 @@ def _values(tree: Schema, defaults: Any, prefix: str = "") -> Iterator[tuple[str
     """(path, description, default) of everything that has a description, depth first; the program's tree is one row."""
     for name, value in tree["properties"].items():
         path = f"{prefix}{name}"
-        default = (defaults or {}).get(name)
+        default = (defaults or {}).get(name, "")
         if "description" in value:
             yield path, value["description"], default
         if "properties" in value and path != "config":
@@ -87,7 +87,7 @@ def _values(tree: Schema, defaults: Any, prefix: str = "") -> Iterator[tuple[str
 
 
 def _shown(default: Any) -> str:
-    if default is None or default == "":
+    if default == "":
         return ""
     text = json.dumps(default, ensure_ascii=False)
     return f"`{text}`" if len(text) <= 40 else "see `values.yaml`"

@@ -98,6 +98,13 @@ def test_pods_wait_for_what_the_job_fetches(example: ExampleOf) -> None:
     assert {"name": "HF_HUB_OFFLINE", "value": "1"} not in job["env"]
 
 
+def test_scripts_arrive_as_they_are(example: ExampleOf) -> None:
+    data = example("default").one("ConfigMap", "-scripts")["data"]
+    assert {name: text.rstrip() for name, text in data.items()} == {
+        path.name: path.read_text().rstrip() for path in (CHART / "files").glob("*.py")
+    }
+
+
 def test_another_model_is_another_job(helm: HelmProcess, example: ExampleOf) -> None:
     values = yaml.safe_load((CHART / "ci" / "model-cache-values.yaml").read_text())
     values["config"]["model"]["revision"] = "other"
