@@ -12,7 +12,8 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
 
 .NOTPARALLEL:
-.PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu bench-streaming docs constraints
+.PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu
+.PHONY: bench-streaming docs constraints chart
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,3 +75,13 @@ docs: setup ## write the generated pages again
 constraints: setup ## move to the newest versions that pyproject.toml allows, and pin them
 	$(BIN)/python -m pip install --upgrade --upgrade-strategy eager -e '.[test,dev,loadtest]'
 	$(BIN)/python tools/pin_constraints.py
+
+chart: setup build/helm-venv/.installed ## lint, render, check and package the Helm chart into build/chart; needs Python 3.12
+	$(BIN)/python tools/generate_docs.py --check
+	$(BIN)/pytest tests/chart $(ARGS)
+	build/helm-venv/bin/python tools/helm_engine.py lint deploy/helm/roseinfer
+	build/helm-venv/bin/python tools/helm_engine.py package deploy/helm/roseinfer build/chart
+
+build/helm-venv/.installed: tests/chart/requirements.txt
+	tests/chart/setup.sh build/helm-venv
+	@touch $@

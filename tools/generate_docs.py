@@ -1,4 +1,4 @@
-"""Turns the source into the pages of docs/ that are generated. Knows which function writes which page.
+"""Turns the source into the files that are generated from it. Knows which function writes which file.
 
 `python tools/generate_docs.py` writes them; with `--check` it writes nothing and names the stale ones.
 """
@@ -7,28 +7,31 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import chart_docs
 import http_api_docs
 import metrics_docs
 from roseinfer import config_docs
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
 
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": config_docs.markdown,
-    "http-api.md": http_api_docs.page,
-    "metrics.md": metrics_docs.page,
+    "docs/configuration.md": config_docs.markdown,
+    "docs/http-api.md": http_api_docs.page,
+    "docs/metrics.md": metrics_docs.page,
+    "deploy/helm/roseinfer/values.schema.json": chart_docs.schema,
+    "deploy/helm/roseinfer/README.md": chart_docs.page,
 }
 
 
 def main() -> int:
     stale = []
     for name, render in PAGES.items():
-        path, text = DOCS / name, render()
+        path, text = ROOT / name, render()
         if not path.exists() or path.read_text() != text:
             stale.append(name)
             if "--check" not in sys.argv[1:]:
                 path.write_text(text)
-                print(f"wrote docs/{name}")
+                print(f"wrote {name}")
     if stale and "--check" in sys.argv[1:]:
         print(f"stale: {', '.join(stale)}; run `make docs`", file=sys.stderr)
         return 1

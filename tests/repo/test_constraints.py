@@ -13,8 +13,8 @@ from packaging.utils import canonicalize_name
 from tests.repo.tree import ROOT, SOURCE, python_files, tree_of
 
 
-def pins() -> list[Requirement]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def pins(file: str = "constraints.txt") -> list[Requirement]:
+    lines = (ROOT / file).read_text().splitlines()
     return [Requirement(line) for line in lines if not line.startswith("#")]
 
 
@@ -49,6 +49,7 @@ def test_every_import_is_declared() -> None:
     needed = {canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer", "plot")}
     for_tests = {canonicalize_name(wanted.name) for wanted in declared("test", "dev")}
     assert imported_packages(SOURCE, needed) - needed == set()
+    for_tests |= {canonicalize_name(pin.name) for pin in pins("tests/chart/requirements.txt")}  # Helm's own environment
     tooling = imported_packages(ROOT / "tools", for_tests) | imported_packages(ROOT / "tests", for_tests)
     assert tooling <= for_tests
 

@@ -24,6 +24,7 @@ TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 ALLOWED_HOSTS = {
     *("localhost", "127.0.0.1", "example.com", "example.org"),
+    *("prometheus.monitoring.svc", "registry.example.com"),  # in examples, of somebody's cluster
     *("www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "www.w3.org"),
 }
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|tmp/\w+|opt/(?:pypi|wheels))\b")

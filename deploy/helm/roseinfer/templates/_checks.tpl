@@ -1,0 +1,184 @@
+{{/*
+What may not be: each contradiction between values ends the rendering with the values' names.
+
+After the sleep before SIGTERM come the drain, the farewell to what is left (less than five seconds) and the delivery
+of spans. The grace period has to outlast their sum, or the kubelet cuts streams that were promised to end.
+*/}}
+{{- define "roseinfer.drainSeconds" -}}
+{{- include "roseinfer.option" (dict "context" . "section" "server" "name" "drain_timeout_s" "default" 25) | float64 | ceil | int }}
+{{- end }}
+
+{{- define "roseinfer.stopSeconds" -}}
+{{- $flush := include "roseinfer.option" (dict "context" . "section" "tracing" "name" "flush_timeout_s" "default" 2) | float64 | ceil | int }}
+{{- add .Values.lifecycle.preStopSeconds (include "roseinfer.drainSeconds" .) $flush 5 }}
+{{- end }}
+
+{{- define "roseinfer.graceSeconds" -}}
+{{- $needed := include "roseinfer.stopSeconds" . | int }}
+{{- $grace := .Values.lifecycle.terminationGracePeriodSeconds }}
+{{- if kindIs "invalid" $grace }}
+{{- add $needed 5 }}
+{{- else if le ($grace | int) $needed }}
+{{- fail (printf "lifecycle.terminationGracePeriodSeconds is %d and must be above %d: lifecycle.preStopSeconds, the drain, config.tracing.flush_timeout_s and 5 s for the farewell" ($grace | int) $needed) }}
+{{- else }}
+{{- $grace | int }}
+{{- end }}
+{{- end }}
+
+{{/* The longest start that the startup probe allows. */}}
+{{- define "roseinfer.startupSeconds" -}}
+{{- mul .Values.probes.startup.periodSeconds .Values.probes.startup.failureThreshold }}
+{{- end }}
+
+{{- define "roseinfer.checks" -}}
+{{- include "roseinfer.checkPorts" . }}
+{{- include "roseinfer.checkProbes" . }}
+{{- include "roseinfer.checkPod" . }}
+{{- include "roseinfer.checkScaling" . }}
+{{- include "roseinfer.checkMonitoring" . }}
+{{- include "roseinfer.checkRoutes" . }}
+{{- end }}
+
+{{- define "roseinfer.checkPorts" -}}
+{{- if not (include "roseinfer.opsPort" . | int) }}
+{{- fail "config.server.ops_port is 0, which turns it off: the probes and the scrape need it" }}
+{{- end }}
+{{- if eq (include "roseinfer.opsPort" .) (include "roseinfer.apiPort" .) }}
+{{- fail "config.server.port and config.server.ops_port are the same" }}
+{{- end }}
+{{- if not (include "roseinfer.apiPort" . | int) }}
+{{- fail "config.server.port is 0, which takes any: the Service has to know it" }}
+{{- end }}
+{{- range $name := list "host" "ops_host" }}
+{{- $host := include "roseinfer.option" (dict "context" $ "section" "server" "name" $name "default" "0.0.0.0") }}
+{{- if or (hasPrefix "127." $host) (has $host (list "localhost" "::1")) }}
+{{- fail (printf "config.server.%s is %s, which the kubelet and the Service cannot reach" $name $host) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.checkProbes" -}}
+{{- range $name := list "startup" "readiness" "liveness" }}
+{{- $probe := get $.Values.probes $name }}
+{{- if gt ($probe.timeoutSeconds | int) (mul $probe.periodSeconds $probe.failureThreshold | int) }}
+{{- fail (printf "probes.%s.timeoutSeconds is longer than its period times its failureThreshold: it can never fail in time" $name) }}
+{{- end }}
+{{- end }}
+{{- $step := include "roseinfer.option" (dict "context" . "section" "engine" "name" "step_timeout_s" "default" 30) | float64 }}
+{{- if ge $step (include "roseinfer.startupSeconds" . | float64) }}
+{{- fail "config.engine.step_timeout_s is longer than the start that probes.startup allows (periodSeconds times failureThreshold)" }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.checkPod" -}}
+{{- range $index, $variable := .Values.env }}
+{{- if and (hasPrefix "ROSEINFER_" $variable.name) (ne $variable.name "ROSEINFER_API_KEYS") }}
+{{- fail (printf "env[%d]: %s would win over the ConfigMap, out of sight of the chart; give it in config" $index $variable.name) }}
+{{- end }}
+{{- end }}
+{{- range $kind := list "requests" "limits" }}
+{{- if hasKey (get $.Values.resources $kind | default dict) $.Values.gpu.resourceName }}
+{{- fail (printf "resources.%s has %s; give gpu.count, which sets requests and limits alike" $kind $.Values.gpu.resourceName) }}
+{{- end }}
+{{- end }}
+{{- if and .Values.modelCache.prefetchJob.enabled (not .Values.modelCache.enabled) }}
+{{- fail "modelCache.prefetchJob.enabled needs modelCache.enabled: pods cannot see what a job fetched elsewhere" }}
+{{- end }}
+{{- if and .Values.modelCache.readOnly (not .Values.modelCache.enabled) }}
+{{- fail "modelCache.readOnly needs modelCache.enabled: nothing would ever fill a cache of the pod's own" }}
+{{- end }}
+{{- with .Values.modelCache }}
+{{- if and .readOnly .enabled (not .existingClaim) (not .prefetchJob.enabled) }}
+{{- fail "modelCache.readOnly without modelCache.existingClaim or modelCache.prefetchJob.enabled: nothing would ever fill the claim" }}
+{{- end }}
+{{- end }}
+{{- $device := include "roseinfer.option" (dict "context" . "section" "runner" "name" "device" "default" "auto") }}
+{{- if and .Values.gpu.count (eq $device "cpu") }}
+{{- fail (printf "gpu.count is %v and config.runner.device is cpu: the GPU would be paid for and not be used" .Values.gpu.count) }}
+{{- end }}
+{{- if and (not .Values.gpu.count) (eq $device "cuda") }}
+{{- fail "config.runner.device is cuda and gpu.count is 0: the pod would get no GPU" }}
+{{- end }}
+{{- if and .Values.modelCache.enabled (not .Values.modelCache.existingClaim) (eq (.Values.modelCache.accessModes | join ",") "ReadWriteOnce") (or (gt (.Values.replicaCount | int) 1) (ne .Values.autoscaling.type "none")) }}
+{{- fail "modelCache.accessModes is ReadWriteOnce, which is one node's, and there may be several replicas: take ReadWriteMany" }}
+{{- end }}
+{{- if and .Values.profiling.enabled (not .Values.apiKeys.existingSecret) }}
+{{- fail "profiling.enabled needs apiKeys.existingSecret: off the loopback /debug/* is answered to those with a key only" }}
+{{- end }}
+{{- if and .Values.profiling.nsys.enabled (not .Values.profiling.enabled) }}
+{{- fail "profiling.nsys.enabled needs profiling.enabled" }}
+{{- end }}
+{{- if and .Values.tracing.enabled (not .Values.tracing.endpoint) }}
+{{- fail "tracing.enabled needs tracing.endpoint" }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.checkScaling" -}}
+{{- $scaling := .Values.autoscaling }}
+{{- if gt ($scaling.minReplicas | int) ($scaling.maxReplicas | int) }}
+{{- fail "autoscaling.minReplicas is above autoscaling.maxReplicas" }}
+{{- end }}
+{{- if and (ne $scaling.type "none") (gt (.Values.replicaCount | int) 1) }}
+{{- fail (printf "replicaCount is %d and autoscaling.type is %s: the autoscaler decides; give autoscaling.minReplicas" (.Values.replicaCount | int) $scaling.type) }}
+{{- end }}
+{{- if eq $scaling.type "keda" }}
+{{- if not $scaling.keda.serverAddress }}
+{{- fail "autoscaling.type is keda and autoscaling.keda.serverAddress is empty: which Prometheus is asked?" }}
+{{- end }}
+{{- if le ($scaling.keda.cooldownPeriod | int) (include "roseinfer.drainSeconds" . | int) }}
+{{- fail "autoscaling.keda.cooldownPeriod must be above the drain (lifecycle.drainTimeoutSeconds)" }}
+{{- end }}
+{{- if or (lt ($scaling.keda.fallback.replicas | int) ($scaling.minReplicas | int)) (gt ($scaling.keda.fallback.replicas | int) ($scaling.maxReplicas | int)) }}
+{{- fail "autoscaling.keda.fallback.replicas is outside autoscaling.minReplicas to autoscaling.maxReplicas" }}
+{{- end }}
+{{- end }}
+{{- $smallest := eq $scaling.type "none" | ternary .Values.replicaCount $scaling.minReplicas | int }}
+{{- with .Values.pdb }}
+{{- if .enabled }}
+{{- if eq (kindIs "invalid" .minAvailable) (kindIs "invalid" .maxUnavailable) }}
+{{- fail "pdb needs one of minAvailable and maxUnavailable, and the other null" }}
+{{- end }}
+{{- if and (not (kindIs "invalid" .minAvailable)) (not (kindIs "string" .minAvailable)) (ge (.minAvailable | int) $smallest) }}
+{{- fail (printf "pdb.minAvailable is %d of %d replicas: no node could ever be drained" (.minAvailable | int) $smallest) }}
+{{- end }}
+{{- if and (not (kindIs "invalid" .maxUnavailable)) (not (kindIs "string" .maxUnavailable)) (eq (.maxUnavailable | int) 0) }}
+{{- fail "pdb.maxUnavailable is 0: no node could ever be drained" }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.checkMonitoring" -}}
+{{- $service := .Values.metrics.serviceMonitor.enabled }}
+{{- $pod := .Values.metrics.podMonitor.enabled }}
+{{- if and $service $pod }}
+{{- fail "metrics.serviceMonitor.enabled and metrics.podMonitor.enabled: every sample would be scraped twice" }}
+{{- end }}
+{{- if and (or $service $pod) .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
+{{- fail "networkPolicy.metricsFrom is empty, so that no monitor reaches the operations port: name Prometheus there" }}
+{{- end }}
+{{- if and (eq .Values.metrics.compat "vllm") (not .Values.prometheusRule.enabled) }}
+{{- fail "metrics.compat is vllm, which is made by recording rules: it needs prometheusRule.enabled" }}
+{{- end }}
+{{- if and .Values.networkPolicy.enabled .Values.networkPolicy.restrictEgress .Values.tracing.enabled (not .Values.networkPolicy.otlpEgress) }}
+{{- fail "networkPolicy.otlpEgress is empty, so that no span reaches tracing.endpoint: name the collector there" }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.checkRoutes" -}}
+{{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret }}
+{{- fail "inferencePool.enabled with apiKeys.existingSecret: the picker reads /metrics of the API port without a key; check keys at the gateway" }}
+{{- end }}
+{{- if and .Values.inferencePool.enabled .Values.tls.existingSecret }}
+{{- fail "inferencePool.enabled with tls.existingSecret: the picker and the gateway speak plain HTTP to the pool; end TLS at the gateway" }}
+{{- end }}
+{{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPickerRef.name) }}
+{{- fail "inferencePool.enabled needs inferencePool.endpointPickerRef.name" }}
+{{- end }}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
+{{- fail "httpRoute.enabled needs httpRoute.parentRefs: which Gateway?" }}
+{{- end }}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
+{{- fail "ingress.enabled needs ingress.hosts" }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,81 @@
+{{/*
+The program's configuration as YAML: the values' `config`, over what a pod needs, under what other values decide.
+
+What another value decides cannot be given in `config` too, unless it is the same: the template fails and names both.
+*/}}
+{{- define "roseinfer.config" -}}
+{{- $server := dict "host" "0.0.0.0" "port" 8000 "ops_host" "0.0.0.0" "ops_port" 8001 }}
+{{- $runner := dict }}
+{{- if .Values.gpu.count }}
+{{- $_ := set $runner "device" "cuda" }}
+{{- else if include "roseinfer.cores" . }}
+{{- $_ := set $runner "num_threads" (include "roseinfer.cores" . | int) }}
+{{- end }}
+{{- $tree := mergeOverwrite (dict "server" $server "runner" $runner) (deepCopy .Values.config) }}
+{{- range $decided := include "roseinfer.decided" . | fromYamlArray }}
+{{- $section := get $tree $decided.section | default dict }}
+{{- $given := get (get $.Values.config $decided.section | default dict) $decided.name }}
+{{- if and (not (kindIs "invalid" $given)) (ne (toString $given) "") (ne (toString $given) (toString $decided.value)) }}
+{{- fail (printf "config.%s.%s is %v, and %s says %v: give one of them" $decided.section $decided.name $given $decided.by $decided.value) }}
+{{- end }}
+{{- $_ := set $section $decided.name $decided.value }}
+{{- $_ := set $tree $decided.section $section }}
+{{- end }}
+{{- toYaml $tree }}
+{{- end }}
+
+{{/* A list of {section, name, value, by}: options of the program that other values than `config` decide. */}}
+{{- define "roseinfer.decided" -}}
+{{- $decided := list }}
+{{- if not (kindIs "invalid" .Values.lifecycle.drainTimeoutSeconds) }}
+{{- $decided = append $decided (dict "section" "server" "name" "drain_timeout_s" "value" .Values.lifecycle.drainTimeoutSeconds "by" "lifecycle.drainTimeoutSeconds") }}
+{{- end }}
+{{- if .Values.apiKeys.existingSecret }}
+{{- $decided = append $decided (dict "section" "server" "name" "api_key_file" "value" "/etc/roseinfer/keys/api-keys" "by" "apiKeys.existingSecret") }}
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+{{- $decided = append $decided (dict "section" "server" "name" "tls_cert_file" "value" "/etc/roseinfer/tls/tls.crt" "by" "tls.existingSecret") }}
+{{- $decided = append $decided (dict "section" "server" "name" "tls_key_file" "value" "/etc/roseinfer/tls/tls.key" "by" "tls.existingSecret") }}
+{{- end }}
+{{- if .Values.tracing.enabled }}
+{{- $decided = append $decided (dict "section" "tracing" "name" "endpoint" "value" .Values.tracing.endpoint "by" "tracing.endpoint") }}
+{{- $decided = append $decided (dict "section" "tracing" "name" "ratio" "value" .Values.tracing.samplerRatio "by" "tracing.samplerRatio") }}
+{{- end }}
+{{- if .Values.profiling.enabled }}
+{{- $decided = append $decided (dict "section" "observe" "name" "capture_dir" "value" "/captures" "by" "profiling.enabled") }}
+{{- end }}
+{{- if .Values.profiling.nvtx }}
+{{- $decided = append $decided (dict "section" "observe" "name" "nvtx" "value" true "by" "profiling.nvtx") }}
+{{- end }}
+{{- toYaml $decided }}
+{{- end }}
+
+{{/* One option of the configuration that a pod gets, or the default that is given: section, name, default. */}}
+{{- define "roseinfer.option" -}}
+{{- $section := get (include "roseinfer.config" .context | fromYaml) .section | default dict }}
+{{- $value := get $section .name }}
+{{- or (kindIs "invalid" $value) (not (hasKey $section .name)) | ternary .default $value }}
+{{- end }}
+
+{{/*
+Whole cores of the CPU limit, or of the request where there is no limit; empty when neither is given.
+
+A process sees all cores of its node, and a quota only as being stopped: more threads than cores wait for each other.
+*/}}
+{{- define "roseinfer.cores" -}}
+{{- $resources := .Values.resources | default dict }}
+{{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" $resources) $resources | toString }}
+{{- if hasSuffix "m" $cpu }}
+{{- max 1 (div ($cpu | trimSuffix "m" | int) 1000) }}
+{{- else if $cpu }}
+{{- max 1 ($cpu | float64 | floor | int) }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.apiPort" -}}
+{{- include "roseinfer.option" (dict "context" . "section" "server" "name" "port" "default" 8000) | int }}
+{{- end }}
+
+{{- define "roseinfer.opsPort" -}}
+{{- include "roseinfer.option" (dict "context" . "section" "server" "name" "ops_port" "default" 8001) | int }}
+{{- end }}

@@ -1,0 +1,74 @@
+{{/* Series of this release's pods, as Prometheus' operator labels them. */}}
+{{- define "roseinfer.selector" -}}
+namespace="{{ .Release.Namespace }}",pod=~"{{ include "roseinfer.fullname" . }}-[a-z0-9]+-[a-z0-9]+"
+{{- end }}
+
+{{/* A query of files/, with this release's series in the place of $selector. */}}
+{{- define "roseinfer.query" -}}
+{{- $text := .context.Files.Get (printf "files/%s.promql" .query) | trim }}
+{{- $text | replace "$selector" (include "roseinfer.selector" .context) }}
+{{- end }}
+
+{{/* A group of recording rules that shows this release's series under vLLM's names. */}}
+{{- define "roseinfer.compatRules" -}}
+{{- $names := .Files.Get "files/compat-vllm.yaml" | fromYaml }}
+{{- $selector := include "roseinfer.selector" . }}
+- name: roseinfer.compat
+  rules:
+    {{- range $theirs, $ours := $names.gauges }}
+    - record: {{ $theirs }}
+      expr: {{ printf "%s{%s}" $ours $selector | quote }}
+    {{- end }}
+    {{- range $theirs, $ours := $names.histograms }}
+    {{- range $part := list "bucket" "sum" "count" }}
+    - record: {{ $theirs }}_{{ $part }}
+      expr: {{ printf "%s_%s{%s}" $ours $part $selector | quote }}
+    {{- end }}
+    {{- end }}
+{{- end }}
+
+{{/* Targets of this release, by the job that the monitor gives them; without one, by their pods. */}}
+{{- define "roseinfer.targets" -}}
+{{- if or .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled -}}
+namespace="{{ .Release.Namespace }}",job="{{ include "roseinfer.fullname" . }}"
+{{- else -}}
+{{ include "roseinfer.selector" . }}
+{{- end }}
+{{- end }}
+
+{{/* What the rules record has no pod: it is told apart by namespace, job and model. */}}
+{{- define "roseinfer.recordedSelector" -}}
+{{- if or .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled -}}
+{{ include "roseinfer.targets" . }}
+{{- else -}}
+namespace="{{ .Release.Namespace }}"
+{{- end }}
+{{- end }}
+
+{{/* A number as `le` has it: with a point. */}}
+{{- define "roseinfer.bound" -}}
+{{- $text := toString . }}
+{{- contains "." $text | ternary $text (printf "%s.0" $text) }}
+{{- end }}
+
+{{/*
+The rules for this release. Only placeholders are replaced: what stands in double braces is Prometheus's. A GPU's series
+say whose it is in exported_namespace, or in namespace where labels are honoured and the other label is absent.
+*/}}
+{{- define "roseinfer.rules" -}}
+{{- $slo := .Values.prometheusRule.slo }}
+{{- .Files.Get "files/rules.yaml"
+  | replace "@SELECTOR@" (include "roseinfer.selector" .)
+  | replace "@RECORDED_SELECTOR@" (include "roseinfer.recordedSelector" .)
+  | replace "@TARGETS@" (include "roseinfer.targets" .)
+  | replace "@GPU_SELECTOR@" (printf "exported_namespace=~\"%s|\"" .Release.Namespace)
+  | replace "@RUNBOOK@" .Values.prometheusRule.runbook
+  | replace "@GRAFANA@" (.Values.prometheusRule.grafana | trimSuffix "/")
+  | replace "@START_SECONDS@" (include "roseinfer.startupSeconds" .)
+  | replace "@DRAIN_SECONDS@" (include "roseinfer.graceSeconds" .)
+  | replace "@TTFT_SECONDS@" (include "roseinfer.bound" $slo.ttft.thresholdSeconds)
+  | replace "@ITL_SECONDS@" (include "roseinfer.bound" $slo.itl.thresholdSeconds)
+  | replace "@TTFT_OBJECTIVE@" (toString $slo.ttft.objective)
+  | replace "@ITL_OBJECTIVE@" (toString $slo.itl.objective)
+  | replace "@AVAIL_OBJECTIVE@" (toString $slo.availability.objective) }}
+{{- end }}

@@ -1,0 +1,69 @@
+{{/* Names and labels. */}}
+
+{{- define "roseinfer.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
+{{- end }}
+
+{{/* At most 50 characters, so that every suffix of ours fits into a name of 63. */}}
+{{- define "roseinfer.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
+{{- else if contains (include "roseinfer.name" .) .Release.Name }}
+{{- .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "roseinfer.name" .) | trunc 50 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/name: {{ include "roseinfer.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* The pods that serve, and no others of the release. */}}
+{{- define "roseinfer.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "roseinfer.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: server
+{{- end }}
+
+{{- define "roseinfer.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "roseinfer.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.image" -}}
+{{- $image := .Values.image }}
+{{- $name := empty $image.registry | ternary $image.repository (printf "%s/%s" $image.registry $image.repository) }}
+{{- if $image.digest }}
+{{- printf "%s@%s" $name $image.digest }}
+{{- else }}
+{{- $tag := printf "%s-%s" .Chart.AppVersion (empty .Values.gpu.count | ternary "cpu" "cuda") }}
+{{- printf "%s:%s" $name (default $tag $image.tag) }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.claimName" -}}
+{{- default (printf "%s-models" (include "roseinfer.fullname" .)) .Values.modelCache.existingClaim }}
+{{- end }}
+
+{{/* What the prefetch job leaves in the cache and pods wait for: one mark for each model and revision. */}}
+{{- define "roseinfer.prefetchId" -}}
+{{- $model := get (include "roseinfer.config" . | fromYaml) "model" | default dict }}
+{{- printf "%s@%s" (get $model "path" | default "roseinfer/demo") (get $model "revision" | default "main") | sha256sum | trunc 12 }}
+{{- end }}
+
+{{- define "roseinfer.prefetchMark" -}}
+{{ .Values.modelCache.mountPath }}/.roseinfer/{{ include "roseinfer.prefetchId" . }}
+{{- end }}
+
+{{/* `https` where the API port has a certificate, which the operations port never has. */}}
+{{- define "roseinfer.scheme" -}}
+{{- empty .Values.tls.existingSecret | ternary "http" "https" }}
+{{- end }}

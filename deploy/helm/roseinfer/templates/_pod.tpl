@@ -1,0 +1,183 @@
+{{/* Parts of the serving pod. */}}
+
+{{- define "roseinfer.probe" -}}
+httpGet:
+  path: {{ .path }}
+  port: ops
+{{ toYaml .times }}
+{{- end }}
+
+{{/* Kubernetes sleeps by itself since 1.30; before that the image's `sleep` does. */}}
+{{- define "roseinfer.preStop" -}}
+{{- if semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version }}
+sleep:
+  seconds: {{ .Values.lifecycle.preStopSeconds }}
+{{- else }}
+exec:
+  command: [sleep, {{ .Values.lifecycle.preStopSeconds | quote }}]
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.command" -}}
+{{- if .Values.profiling.nsys.enabled }}
+- {{ .Values.profiling.nsys.path }}
+- profile
+- --trace=cuda,nvtx,osrt
+- --capture-range=cudaProfilerApi
+- --capture-range-end=repeat
+- --output=/captures/%h-%p
+{{- end }}
+- roseinfer
+- serve
+- --config
+- /etc/roseinfer/config.yaml
+{{- /* The image has these two in its environment, which would win over the file. */}}
+- --host
+- {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "host" "default" "0.0.0.0") | quote }}
+- --server.ops-host
+- {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "ops_host" "default" "0.0.0.0") | quote }}
+{{- end }}
+
+{{- define "roseinfer.env" -}}
+- name: HF_HOME
+  value: {{ .Values.modelCache.mountPath }}
+{{- if .Values.modelCache.readOnly }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- include "roseinfer.hubToken" . }}
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.hubToken" -}}
+{{- with .Values.hfToken }}
+{{- if .existingSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ .key }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Requests and limits, the GPU in both. */}}
+{{- define "roseinfer.resources" -}}
+{{- $resources := deepCopy .Values.resources }}
+{{- if .Values.gpu.count }}
+{{- range $kind := list "requests" "limits" }}
+{{- $part := get $resources $kind | default dict }}
+{{- $_ := set $part $.Values.gpu.resourceName ($.Values.gpu.count | int) }}
+{{- $_ := set $resources $kind $part }}
+{{- end }}
+{{- end }}
+{{- toYaml $resources }}
+{{- end }}
+
+{{- define "roseinfer.volumes" -}}
+- name: config
+  configMap:
+    name: {{ include "roseinfer.fullname" . }}
+- name: tmp
+  emptyDir: {}
+- name: models
+{{- if .Values.modelCache.enabled }}
+  persistentVolumeClaim:
+    claimName: {{ include "roseinfer.claimName" . }}
+{{- else }}
+  emptyDir: {}
+{{- end }}
+{{- if .Values.shm.enabled }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .Values.shm.sizeLimit }}
+{{- end }}
+{{- with .Values.apiKeys }}
+{{- if .existingSecret }}
+- name: keys
+  secret:
+    secretName: {{ .existingSecret }}
+    items:
+      - key: {{ .key }}
+        path: api-keys
+{{- end }}
+{{- end }}
+{{- with .Values.tls.existingSecret }}
+- name: tls
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- if .Values.profiling.enabled }}
+- name: captures
+  emptyDir:
+    sizeLimit: {{ .Values.profiling.captureSizeLimit }}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ tpl (toYaml .) $ }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.volumeMounts" -}}
+- name: config
+  mountPath: /etc/roseinfer/config.yaml
+  subPath: config.yaml
+  readOnly: true
+- name: tmp
+  mountPath: /tmp
+- name: models
+  mountPath: {{ .Values.modelCache.mountPath }}
+  readOnly: {{ .Values.modelCache.readOnly }}
+{{- if .Values.shm.enabled }}
+- name: shm
+  mountPath: /dev/shm
+{{- end }}
+{{- if .Values.apiKeys.existingSecret }}
+- name: keys
+  mountPath: /etc/roseinfer/keys
+  readOnly: true
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+- name: tls
+  mountPath: /etc/roseinfer/tls
+  readOnly: true
+{{- end }}
+{{- if .Values.profiling.enabled }}
+- name: captures
+  mountPath: /captures
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "roseinfer.initContainers" -}}
+{{- if .Values.modelCache.prefetchJob.enabled }}
+- name: wait-for-model
+  image: {{ include "roseinfer.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [sh, -c, "until [ -f {{ include "roseinfer.prefetchMark" . }} ]; do sleep 2; done"]
+  securityContext:
+    {{- toYaml .Values.securityContext | nindent 4 }}
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  volumeMounts:
+    - name: models
+      mountPath: {{ .Values.modelCache.mountPath }}
+      readOnly: true
+{{- end }}
+{{- with .Values.initContainers }}
+{{ tpl (toYaml .) $ }}
+{{- end }}
+{{- end }}
+
+{{/* One GPU less for a moment costs less than one GPU more that is not there; the same of a claim for one node. */}}
+{{- define "roseinfer.strategy" -}}
+{{- $oneNode := and .Values.modelCache.enabled (eq (.Values.modelCache.accessModes | join ",") "ReadWriteOnce") }}
+{{- $spare := not (or .Values.gpu.count $oneNode) }}
+{{- $rolling := dict "maxSurge" (ternary 1 0 $spare) "maxUnavailable" (ternary 0 1 $spare) }}
+{{- toYaml (default (dict "type" "RollingUpdate" "rollingUpdate" $rolling) .Values.strategy) }}
+{{- end }}

@@ -1,0 +1,192 @@
+"""Every example is valid for the oldest and newest Kubernetes, sound as a whole, and shows what it is there for."""
+
+import json
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roseinfer.observe.catalogue import CATALOGUE
+from tests.chart.checks import CHECKS, Check, configured
+from tests.chart.conftest import ExampleOf
+from tests.chart.helm_process import CHART, NEWEST, OLDEST, HelmProcess, examples
+
+NAMES = [path.name.removesuffix("-values.yaml") for path in examples()]
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_object_is_valid(helm: HelmProcess, example: ExampleOf, name: str, version: str) -> None:
+    assert helm.invalid(example(name, version), version) == []
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: str(check.__name__))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_release_is_sound(example: ExampleOf, name: str, check: Check) -> None:
+    assert check(example(name)) == []
+
+
+def test_the_oldest_version_is_the_charts(helm: HelmProcess) -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["kubeVersion"] == f">={OLDEST}.0-0"
+
+
+def test_the_versions_are_the_programs() -> None:
+    from roseinfer import __version__
+
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+def test_nothing_to_complain_of(helm: HelmProcess) -> None:
+    assert helm.lint() == []
+
+
+def test_the_package_is_whole(helm: HelmProcess, tmp_path: Path) -> None:
+    with tarfile.open(helm.package(tmp_path)) as archive:
+        names = set(archive.getnames())
+    wanted = {"values.schema.json", "templates/deployment.yaml", "files/picker.yaml", "files/rules.yaml", "README.md"}
+    assert {f"roseinfer/{name}" for name in wanted} <= names
+    assert not [name for name in names if "/ci/" in name]
+
+
+def test_before_kubernetes_sleeps_the_image_does(example: ExampleOf) -> None:
+    assert example("default", OLDEST).server["lifecycle"]["preStop"] == {"exec": {"command": ["sleep", "15"]}}
+    assert example("default", NEWEST).server["lifecycle"]["preStop"] == {"sleep": {"seconds": 15}}
+
+
+def test_another_configuration_is_another_pod(example: ExampleOf) -> None:
+    sums = [example(name).pod["metadata"]["annotations"]["checksum/config"] for name in ("default", "gpu", "mig")]
+    assert len(set(sums)) == 3
+
+
+def test_a_gpu(example: ExampleOf) -> None:
+    release = example("gpu")
+    config = configured(release)
+    assert release.server["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert config.runner.device == "cuda"
+    assert config.server.max_body_bytes == 16 * 2**20  # a number that Go likes to write as 1.6777216e+07
+    assert release.one("Deployment")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert release.pod["spec"]["runtimeClassName"] == "nvidia"
+    assert release.pod["spec"]["terminationGracePeriodSeconds"] == 15 + 300 + 2 + 5 + 5
+
+
+def test_the_image_is_the_one_for_the_device(example: ExampleOf) -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert example("default").server["image"] == f"roseinfer:{version}-cpu"
+    assert example("gpu").server["image"] == f"roseinfer:{version}-cuda"
+
+
+def test_without_a_gpu_threads_are_as_many_as_cores(example: ExampleOf) -> None:
+    assert configured(example("default")).runner.num_threads == 2
+    assert configured(example("extras")).runner.num_threads == 3
+    assert configured(example("gpu")).runner.num_threads is None
+
+
+def test_pods_wait_for_what_the_job_fetches(example: ExampleOf) -> None:
+    release = example("model-cache")
+    job = release.one("Job")["spec"]["template"]["spec"]["containers"][0]
+    (waiting,) = release.pod["spec"]["initContainers"]
+    mark = job["command"][-1]
+    assert mark.startswith("/models/.roseinfer/")
+    assert mark in waiting["command"][-1]
+    token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hugging-face", "key": "hf"}}}
+    assert token in job["env"]
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in release.server["env"]
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} not in job["env"]
+
+
+def test_scripts_arrive_as_they_are(example: ExampleOf) -> None:
+    data = example("default").one("ConfigMap", "-scripts")["data"]
+    assert {name: text.rstrip() for name, text in data.items()} == {
+        path.name: path.read_text().rstrip() for path in (CHART / "files").glob("*.py")
+    }
+
+
+def test_another_model_is_another_job(helm: HelmProcess, example: ExampleOf) -> None:
+    values = yaml.safe_load((CHART / "ci" / "model-cache-values.yaml").read_text())
+    values["config"]["model"]["revision"] = "other"
+    other = helm.render(values).one("Job")
+    assert other["metadata"]["name"] != example("model-cache").one("Job")["metadata"]["name"]
+
+
+def test_the_trigger_counts_this_releases_requests(example: ExampleOf) -> None:
+    demand, wait = example("keda").one("ScaledObject")["spec"]["triggers"]
+    selector = 'namespace="serving",pod=~"demo-roseinfer-[a-z0-9]+-[a-z0-9]+"'
+    assert selector in demand["metadata"]["query"]
+    assert "$" not in demand["metadata"]["query"] + wait["metadata"]["query"]
+    assert demand["metadata"]["threshold"] == "32"  # 0.7 of 46
+    pattern = re.search(r'pod=~"([^"]+)"', demand["metadata"]["query"])
+    assert pattern
+    assert re.fullmatch(pattern.group(1), "demo-roseinfer-5d8f9c7b6-x2x4z")
+    assert not re.fullmatch(pattern.group(1), "demo-roseinfer-canary-5d8f9c7b6-x2x4z")
+
+
+def test_the_hpa_asks_for_the_same_demand(example: ExampleOf) -> None:
+    external = example("hpa").one("HorizontalPodAutoscaler")["spec"]["metrics"][0]["external"]
+    assert external["target"] == {"type": "AverageValue", "averageValue": "32"}
+    assert external["metric"]["selector"]["matchLabels"] == {"job": "demo-roseinfer"}
+
+
+def test_the_picker_is_told_series_that_exist(example: ExampleOf) -> None:
+    release = example("inference-pool")
+    picker = yaml.safe_load(release.one("ConfigMap", "-picker")["data"]["picker.yaml"])
+    (extractor,) = [plugin for plugin in picker["plugins"] if plugin["type"] == "core-metrics-extractor"]
+    (engine,) = extractor["parameters"]["engineConfigs"]
+    named = {value for name, value in engine.items() if name.endswith("Spec")}
+    assert named <= {
+        f"roseinfer_{row.name}" if not row.name.startswith("roseinfer_") else row.name for row in CATALOGUE
+    }
+    label = extractor["parameters"]["engineLabelKey"]
+    assert release.pod["metadata"]["labels"][label] == engine["name"]
+    defined = {plugin.get("name", plugin["type"]) for plugin in picker["plugins"]}
+    assert {each["pluginRef"] for each in picker["schedulingProfiles"][0]["plugins"]} <= defined
+    (backend,) = release.one("HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    assert backend["kind"] == "InferencePool"
+    assert backend["name"] == release.one("InferencePool")["metadata"]["name"]
+
+
+def test_dashboards_are_the_files(example: ExampleOf) -> None:
+    maps = [found for found in example("dashboards").of("ConfigMap") if "-dashboard-" in found["metadata"]["name"]]
+    files = {path.name: json.loads(path.read_text()) for path in (CHART / "files" / "dashboards").glob("*.json")}
+    shown = {name: json.loads(text) for found in maps for name, text in found["data"].items()}
+    assert shown == files
+    assert shown
+    assert all(found["metadata"]["labels"]["grafana_dashboard"] == "1" for found in maps)
+
+
+def test_under_nsight_the_server_is_what_it_runs(example: ExampleOf) -> None:
+    release = example("profiling")
+    command = release.server["command"]
+    assert command[0] == "/nsight/bin/nsys"
+    assert "--capture-range=cudaProfilerApi" in command
+    assert command[command.index("roseinfer") :][:2] == ["roseinfer", "serve"]
+    config = configured(release)
+    assert config.observe.nvtx
+    assert config.observe.capture_dir == "/captures"
+    assert config.server.api_key_file == "/etc/roseinfer/keys/api-keys"
+
+
+def test_templates_in_values_are_filled_in(example: ExampleOf) -> None:
+    release = example("extras")
+    assert release.pod["metadata"]["annotations"]["example.com/release"] == "demo"
+    assert release.one("ConfigMap", "demo-proxies")["data"] == {"NO_PROXY": "localhost"}
+    assert release.one("Secret")["metadata"]["name"] == "demo-empty"
+    assert release.pod["spec"]["serviceAccountName"] == "serving"
+    assert release.of("ServiceAccount") == []
+    assert release.server["image"].startswith("registry.example.com/serving/roseinfer@sha256:")
+
+
+def test_a_long_name_is_cut(helm: HelmProcess) -> None:
+    release = helm.render({"modelCache": {"enabled": True, "prefetchJob": {"enabled": True}}}, release="a" * 53)
+    assert all(len(found["metadata"]["name"]) <= 63 for found in release.objects)
+
+
+def test_notes_have_the_command(example: ExampleOf) -> None:
+    assert "curl -N http://127.0.0.1:8000/v1/completions" in example("default").notes
+    assert '"model":"qwen3-8b"' in example("gpu").notes
+    assert "get secret roseinfer-keys -o jsonpath='{.data.keys\\.txt}'" in example("api-keys").notes
+    assert "port-forward service/demo-roseinfer 8000:8080" in example("load-balancer").notes
+    assert "names no monitor" not in example("service-monitor").notes

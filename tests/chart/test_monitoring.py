@@ -1,0 +1,94 @@
+"""The rules of a release as Prometheus reads them: its own series, its own objectives, and promtool's verdict."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.chart.conftest import ExampleOf
+from tests.chart.helm_process import HelmProcess, Object
+from tests.conftest import require_tool
+
+SELECTOR = 'namespace="serving",pod=~"demo-roseinfer-[a-z0-9]+-[a-z0-9]+"'
+
+
+def rules_of(spec: Object) -> dict[str, Object]:
+    """Name of the series or alert -> rule; the last of those that share one."""
+    return {rule.get("record") or rule["alert"]: rule for group in spec["groups"] for rule in group["rules"]}
+
+
+@pytest.fixture(scope="module")
+def spec(example: ExampleOf) -> Object:
+    found: Object = example("prometheus-rule").one("PrometheusRule")["spec"]
+    return found
+
+
+def promtool_accepts(spec: Object, file: Path) -> bool:
+    file.write_text(yaml.safe_dump(spec))
+    command = [require_tool("promtool"), "check", "rules", str(file)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_promtool_accepts_the_rules(spec: Object, tmp_path: Path) -> None:
+    assert promtool_accepts(spec, tmp_path / "rules.yaml")
+    broken = yaml.safe_load(yaml.safe_dump(spec).replace("rate(", "rat("))
+    assert not promtool_accepts(broken, tmp_path / "rules.yaml"), "it would accept anything"
+
+
+def test_no_placeholder_is_left(spec: Object) -> None:
+    assert "@" not in yaml.safe_dump(spec)
+
+
+def test_objectives_are_those_of_the_values(spec: Object) -> None:
+    rules = rules_of(spec)
+    assert f'le="1.0",{SELECTOR}' in rules["roseinfer:ttft_good:rate5m"]["expr"]
+    assert f'le="0.1",{SELECTOR}' in rules["roseinfer:itl_good:rate5m"]["expr"]
+    burns = {key: rules[f"Roseinfer{key}BudgetBurnFast"]["expr"] for key in ("TTFT", "ITL", "Availability")}
+    assert "(1 - 0.95)" in burns["TTFT"]
+    assert "(1 - 0.999)" in burns["ITL"]
+    assert "(1 - 0.9995)" in burns["Availability"]
+
+
+def test_a_start_and_a_drain_may_take_as_long_as_the_pod_lets_them(helm: HelmProcess) -> None:
+    values = {"prometheusRule": {"enabled": True}, "probes": {"startup": {"periodSeconds": 2}}}
+    release = helm.render(values)
+    rules = rules_of(release.one("PrometheusRule")["spec"])
+    assert rules["RoseinferStuckStarting"]["for"] == "1200s"
+    assert rules["RoseinferStuckDraining"]["for"] == f"{release.pod['spec']['terminationGracePeriodSeconds']}s"
+
+
+def test_every_rule_is_about_this_release(spec: Object) -> None:
+    """Series of the servers are selected by pod; what is recorded of them by namespace."""
+    for rule in rules_of(spec).values():
+        if rule.get("record") != "ours:generated:rate5m":  # the example's own
+            assert "serving" in rule["expr"], rule
+
+
+@pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
+def test_missing_targets_are_missed_by_their_job(helm: HelmProcess, monitor: str) -> None:
+    values = {
+        "metrics": {monitor: {"enabled": True}},
+        "networkPolicy": {"enabled": False},
+        "prometheusRule": {"enabled": True},
+    }
+    release = helm.render(values)
+    rules = rules_of(release.one("PrometheusRule")["spec"])
+    (found,) = [*release.of("ServiceMonitor"), *release.of("PodMonitor")]
+    (endpoint,) = found["spec"].get("endpoints") or found["spec"]["podMetricsEndpoints"]
+    (job,) = [each["replacement"] for each in endpoint["relabelings"] if each["targetLabel"] == "job"]
+    assert f'up{{namespace="serving",job="{job}"}}' in rules["RoseinferTargetMissing"]["expr"]
+    assert f'job="{job}"' in rules["roseinfer:objective:ratio"]["expr"]
+
+
+def test_vllms_names_are_recorded_from_ours(spec: Object) -> None:
+    rules = rules_of(spec)
+    assert rules["vllm:num_requests_waiting"]["expr"] == f"roseinfer_num_requests_waiting{{{SELECTOR}}}"
+    parts = {name.rpartition("_")[2] for name in rules if name.startswith("vllm:time_to_first_token_seconds")}
+    assert parts == {"bucket", "sum", "count"}
+
+
+def test_links_lead_to_grafana_and_the_runbook(spec: Object) -> None:
+    annotations = rules_of(spec)["RoseinferTTFTBudgetBurnFast"]["annotations"]
+    assert annotations["dashboard_url"] == "https://example.com/grafana/d/roseinfer-service"
+    assert annotations["runbook_url"].endswith("operations.md#roseinferttftbudgetburnfast")

@@ -1,0 +1,138 @@
+"""Values that cannot be meant are refused, with the path of what is wrong."""
+
+import pytest
+import yaml
+
+from tests.chart.helm_process import HelmProcess, Object, Refused
+
+MISTAKES = [  # values, what the message has to contain
+    ("{replicaCuont: 2}", "additional properties 'replicaCuont' not allowed"),
+    ("{replicaCount: '2'}", "at '/replicaCount': got string, want integer"),
+    ("{replicaCount: -1}", "at '/replicaCount'"),
+    ("{image: {tga: x}}", "at '/image': additional properties 'tga'"),
+    ("{image: {pullPolicy: Sometimes}}", "at '/image/pullPolicy'"),
+    ("{image: {digest: latest}}", "at '/image/digest'"),
+    ("{config: {sever: {}}}", "at '/config': additional properties 'sever'"),
+    ("{config: {server: {prot: 1}}}", "at '/config/server': additional properties 'prot'"),
+    ("{config: {server: {port: 70000}}}", "at '/config/server/port'"),
+    ("{config: {cache: {block_size: 7}}}", "at '/config/cache/block_size'"),
+    ("{config: {model: {dtype: int4}}}", "at '/config/model/dtype'"),
+    ("{config: {scheduler: {max_num_seqs: many}}}", "at '/config/scheduler/max_num_seqs'"),
+    ("{config: {tracing: {flush_timeout_s: 9}}}", "at '/config/tracing/flush_timeout_s'"),
+    ("{gpu: {count: 2}}", "at '/gpu/count'"),
+    ("{gpu: {resourceName: gpu}}", "at '/gpu/resourceName'"),
+    ("{resources: {limits: {memory: lots}}}", "at '/resources/limits/memory'"),
+    ("{service: {type: Loadbalancer}}", "at '/service/type'"),
+    ("{modelCache: {accessModes: [RWX]}}", "at '/modelCache/accessModes/0'"),
+    ("{modelCache: {size: 50}}", "at '/modelCache/size'"),
+    ("{autoscaling: {type: vpa}}", "at '/autoscaling/type'"),
+    ("{autoscaling: {targetShare: 70}}", "at '/autoscaling/targetShare'"),
+    ("{autoscaling: {minReplicas: 0}}", "at '/autoscaling/minReplicas'"),
+    ("{metrics: {interval: 15}}", "at '/metrics/interval'"),
+    ("{metrics: {compat: tgi}}", "at '/metrics/compat'"),
+    ("{prometheusRule: {slo: {ttft: {thresholdSeconds: 0.3}}}}", "at '/prometheusRule/slo/ttft/thresholdSeconds'"),
+    ("{prometheusRule: {slo: {itl: {objective: 99}}}}", "at '/prometheusRule/slo/itl/objective'"),
+    ("{tracing: {protocol: grpc}}", "at '/tracing/protocol'"),
+    ("{networkPolicy: {metricsFrom: [{}]}}", "at '/networkPolicy/metricsFrom/0'"),
+    ("{networkPolicy: {metricsFrom: [{podSelectr: {}}]}}", "at '/networkPolicy/metricsFrom/0'"),
+    ("{inferencePool: {failureMode: Open}}", "at '/inferencePool/failureMode'"),
+    ("{lifecycle: {preStopSeconds: -1}}", "at '/lifecycle/preStopSeconds'"),
+    ("{probes: {startup: {initialDelaySeconds: 60}}}", "at '/probes/startup'"),
+    ("{env: [{name: A, vaule: b}]}", "at '/env/0'"),
+]
+
+CONTRADICTIONS = [
+    ("{lifecycle: {terminationGracePeriodSeconds: 142}}", "lifecycle.terminationGracePeriodSeconds is 142 and must be"),
+    ("{lifecycle: {preStopSeconds: 100, terminationGracePeriodSeconds: 150}}", "must be above 227"),
+    ("{lifecycle: {drainTimeoutSeconds: 600, terminationGracePeriodSeconds: 600}}", "lifecycle.preStopSeconds"),
+    ("{config: {server: {drain_timeout_s: 5}}}", "config.server.drain_timeout_s is 5, and lifecycle.drainTimeoutSec"),
+    ("{config: {server: {ops_port: 0}}}", "config.server.ops_port is 0"),
+    ("{config: {server: {port: 0}}}", "config.server.port is 0"),
+    ("{config: {server: {port: 8001}}}", "config.server.port and config.server.ops_port are the same"),
+    ("{config: {server: {ops_host: 127.0.0.1}}}", "config.server.ops_host is 127.0.0.1, which the kubelet"),
+    ("{config: {server: {host: localhost}}}", "config.server.host is localhost"),
+    ("{config: {server: {api_key_file: /a}}, apiKeys: {existingSecret: s}}", "config.server.api_key_file is /a, and"),
+    ("{config: {tracing: {ratio: 1}}, tracing: {enabled: true, endpoint: a}}", "tracing.samplerRatio says 0.01"),
+    ("{config: {observe: {nvtx: false}}, profiling: {nvtx: true}}", "config.observe.nvtx is false, and profiling.nvtx"),
+    ("{config: {engine: {step_timeout_s: 700}}}", "config.engine.step_timeout_s"),
+    ("{probes: {readiness: {timeoutSeconds: 60}}}", "probes.readiness.timeoutSeconds"),
+    ("{env: [{name: ROSEINFER_SERVER__PORT, value: '1'}]}", "env[0]: ROSEINFER_SERVER__PORT"),
+    ("{resources: {limits: {nvidia.com/gpu: 1}}}", "resources.limits has nvidia.com/gpu"),
+    ("{modelCache: {prefetchJob: {enabled: true}}}", "modelCache.prefetchJob.enabled needs modelCache.enabled"),
+    ("{modelCache: {readOnly: true}}", "modelCache.readOnly needs modelCache.enabled"),
+    ("{modelCache: {enabled: true, readOnly: true}}", "modelCache.readOnly without modelCache.existingClaim"),
+    ("{gpu: {count: 1}, config: {runner: {device: cpu}}}", "gpu.count is 1 and config.runner.device is cpu"),
+    ("{config: {runner: {device: cuda}}}", "config.runner.device is cuda and gpu.count is 0"),
+    ("{replicaCount: 2, modelCache: {enabled: true}}", "modelCache.accessModes is ReadWriteOnce"),
+    ("{profiling: {enabled: true}}", "profiling.enabled needs apiKeys.existingSecret"),
+    ("{profiling: {nsys: {enabled: true}}}", "profiling.nsys.enabled needs profiling.enabled"),
+    ("{tracing: {enabled: true}}", "tracing.enabled needs tracing.endpoint"),
+    (
+        "{tracing: {enabled: true, endpoint: a}, networkPolicy: {restrictEgress: true}}",
+        "networkPolicy.otlpEgress is empty",
+    ),
+    ("{autoscaling: {type: keda}}", "autoscaling.keda.serverAddress is empty"),
+    ("{autoscaling: {type: hpa, minReplicas: 5, maxReplicas: 4}}", "autoscaling.minReplicas is above"),
+    ("{replicaCount: 3, autoscaling: {type: hpa}}", "replicaCount is 3 and autoscaling.type is hpa"),
+    (
+        "{autoscaling: {type: keda, keda: {serverAddress: a, cooldownPeriod: 60}}}",
+        "autoscaling.keda.cooldownPeriod must be above the drain",
+    ),
+    (
+        "{autoscaling: {type: keda, keda: {serverAddress: a, fallback: {replicas: 9}}}}",
+        "autoscaling.keda.fallback.replicas is outside",
+    ),
+    ("{pdb: {minAvailable: 1, maxUnavailable: null}}", "pdb.minAvailable is 1 of 1 replicas"),
+    ("{pdb: {maxUnavailable: 0}}", "pdb.maxUnavailable is 0"),
+    ("{pdb: {minAvailable: 1}}", "pdb needs one of minAvailable and maxUnavailable"),
+    ("{metrics: {serviceMonitor: {enabled: true}}}", "networkPolicy.metricsFrom is empty"),
+    ("{metrics: {serviceMonitor: {enabled: true}, podMonitor: {enabled: true}}}", "scraped twice"),
+    ("{metrics: {compat: vllm}}", "it needs prometheusRule.enabled"),
+    (
+        "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, apiKeys: {existingSecret: s}}",
+        "inferencePool.enabled with apiKeys.existingSecret",
+    ),
+    (
+        "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, tls: {existingSecret: s}}",
+        "inferencePool.enabled with tls.existingSecret",
+    ),
+    ("{inferencePool: {enabled: true}}", "inferencePool.enabled needs inferencePool.endpointPickerRef.name"),
+    ("{httpRoute: {enabled: true}}", "httpRoute.enabled needs httpRoute.parentRefs"),
+    ("{ingress: {enabled: true}}", "ingress.enabled needs ingress.hosts"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), MISTAKES + CONTRADICTIONS)
+def test_values_are_refused_with_their_path(helm: HelmProcess, values: str, words: str) -> None:
+    with pytest.raises(Refused) as refused:
+        helm.render(yaml.safe_load(values))
+    assert words in str(refused.value)
+
+
+def test_the_longest_values_that_hold_are_accepted(helm: HelmProcess) -> None:
+    """One second more than the sum is enough: the bound itself is what was refused above."""
+    release = helm.render({"lifecycle": {"terminationGracePeriodSeconds": 143}})
+    assert release.pod["spec"]["terminationGracePeriodSeconds"] == 143
+
+
+def test_the_drain_may_come_from_the_programs_options(helm: HelmProcess) -> None:
+    values: Object = {"lifecycle": {"drainTimeoutSeconds": None}, "config": {"server": {"drain_timeout_s": 40}}}
+    assert helm.render(values).pod["spec"]["terminationGracePeriodSeconds"] == 15 + 40 + 2 + 5 + 5
+    values["config"] = {}
+    assert helm.render(values).pod["spec"]["terminationGracePeriodSeconds"] == 15 + 25 + 2 + 5 + 5
+
+
+def test_a_cluster_without_the_operator_says_so(helm: HelmProcess) -> None:
+    """An autoscaler that was asked for and is left out would look like one that has nothing to do."""
+    values = {"autoscaling": {"type": "keda", "keda": {"serverAddress": "http://localhost:9090"}}}
+    with pytest.raises(Refused, match=r'no matches for kind "ScaledObject" in version "keda.sh/v1alpha1"'):
+        helm.render(values, apis=[])
+
+
+def test_an_older_cluster_is_refused(helm: HelmProcess) -> None:
+    with pytest.raises(Refused, match="kubeVersion"):
+        helm.render({}, version="1.27")
+
+
+def test_a_parent_chart_may_pass_its_own_values(helm: HelmProcess) -> None:
+    assert helm.render({"global": {"region": "a"}, "enabled": True}).of("Deployment")

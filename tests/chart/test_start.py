@@ -1,0 +1,146 @@
+"""The rendered command starts with the rendered file, and the scripts of the chart do on it what they are for."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from roseinfer.config import DEMO_MODEL
+from tests.chart.helm_process import CHART, HelmProcess
+from tests.e2e.server import START_TIMEOUT_S, free_port
+
+STREAM_ONE = CHART / "files" / "stream_one.py"
+PREFETCH = CHART / "files" / "prefetch.py"
+KEY = "a-key-of-the-test"
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A server that runs as the chart says, on the ports and files of this test."""
+
+    process: "subprocess.Popen[bytes]"
+    api_port: int
+    ops_port: int
+    key_file: Path
+    log_path: Path
+    notes: str
+
+    def status(self, port: int, path: str, key: str = "") -> int:
+        """0: nobody listens."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                status: int = answer.status
+                return status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except (urllib.error.URLError, ConnectionError):
+            return 0
+
+
+@pytest.fixture(scope="module")
+def pod(helm: HelmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+    directory = tmp_path_factory.mktemp("pod")
+    keys = directory / "keys" / "api-keys"
+    keys.parent.mkdir()
+    keys.write_text(f"{KEY}\n")
+    values = {
+        "config": {"server": {"port": free_port(), "ops_port": free_port()}, "runner": {"num_threads": 1}},
+        "apiKeys": {"existingSecret": "keys"},
+    }
+    release = helm.render(values)
+    config = directory / "config.yaml"
+    config.write_text(release.config_text.replace("/etc/roseinfer/keys", str(keys.parent)))
+    files = {"/etc/roseinfer/config.yaml": str(config)}
+    program, *arguments = [files.get(word, word) for word in release.server["command"]]
+    assert program == "roseinfer"
+    # What Kubernetes would add for a Service of that name where links are on, and what the image has of its own.
+    links = {"ROSEINFER_PORT": "tcp://10.0.0.1:80", "ROSEINFER_SERVICE_HOST": "10.0.0.1"}
+    traps = links | {"ROSEINFER_SERVER__HOST": "192.0.2.1", "ROSEINFER_SERVER__OPS_HOST": "192.0.2.1"}
+    log_path = directory / "server.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", program, *arguments], stdout=log, stderr=log, env=os.environ | traps
+        )
+    ports = {port["name"]: port["containerPort"] for port in release.server["ports"]}
+    started = Pod(process, ports["http"], ports["ops"], keys, log_path, release.notes)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while started.status(started.ops_port, release.server["readinessProbe"]["httpGet"]["path"]) != 200:
+            assert process.poll() is None, log_path.read_text()
+            assert time.monotonic() < deadline, log_path.read_text()
+            time.sleep(0.05)
+        yield started
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def run(*command: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_every_probe_is_answered_on_the_operations_port(pod: Pod) -> None:
+    assert [pod.status(pod.ops_port, path) for path in ("/startupz", "/readyz", "/livez")] == [200] * 3
+
+
+def test_the_helm_test_streams_a_completion(pod: Pod) -> None:
+    result = run(STREAM_ONE, f"http://127.0.0.1:{pod.api_port}", pod.key_file)
+    assert result.returncode == 0, result.stderr
+    assert "finish reason length" in result.stdout
+
+
+def test_the_notes_command_is_exact(pod: Pod) -> None:
+    """Address, headers and body of the `curl` that is shown; the key is what `kubectl` would print."""
+    (line,) = [line for line in pod.notes.splitlines() if line.strip().startswith("curl -N ")]
+    words = shlex.split(re.sub(r"\$\(kubectl .*?\)\"", f'{KEY}"', line))
+    url = next(word for word in words if word.startswith("http")).replace(":8000", f":{pod.api_port}")
+    headers = dict(words[at + 1].split(": ") for at, word in enumerate(words) if word == "-H")
+    request = urllib.request.Request(url, words[words.index("-d") + 1].encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_the_helm_test_fails_when_the_server_refuses(pod: Pod) -> None:
+    assert run(STREAM_ONE, f"http://127.0.0.1:{pod.api_port}").returncode != 0
+
+
+def test_what_may_be_debugged_needs_a_key(pod: Pod) -> None:
+    assert pod.status(pod.ops_port, "/debug/steps") == 401
+    assert pod.status(pod.ops_port, "/debug/steps", KEY) == 200
+    assert pod.status(pod.ops_port, "/metrics") == 200
+
+
+def test_the_model_is_fetched_and_marked(helm: HelmProcess, tmp_path: Path) -> None:
+    release = helm.render({})
+    (tmp_path / "config.yaml").write_text(release.config_text)
+    mark = tmp_path / ".roseinfer" / "mark"
+    result = run(PREFETCH, tmp_path / "config.yaml", mark)
+    assert result.returncode == 0, result.stderr
+    assert DEMO_MODEL in result.stdout
+    assert (Path(mark.read_text().strip()) / "config.json").exists()
+
+
+def test_nothing_is_marked_when_nothing_was_fetched(helm: HelmProcess, tmp_path: Path) -> None:
+    release = helm.render({"config": {"model": {"path": "/no/such/directory"}}})
+    (tmp_path / "config.yaml").write_text(release.config_text)
+    assert run(PREFETCH, tmp_path / "config.yaml", tmp_path / "mark").returncode != 0
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_drained_server_exits_with_0(pod: Pod) -> None:
+    """The last test of the file: SIGTERM is what the kubelet sends after the sleep."""
+    pod.process.send_signal(signal.SIGTERM)
+    assert pod.process.wait(timeout=30) == 0, pod.log_path.read_text()

@@ -1,0 +1,93 @@
+"""Turns the program's own tables into the parts of the Helm chart that follow from them, and its schema into a page.
+
+Of values.schema.json, `config` is the program's schema and the thresholds are bounds of buckets; the rest of that file
+is written by hand, and it says what each value means. Knows no template.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roseinfer import config_docs
+from roseinfer.observe.buckets import TOKEN_S, WAIT_S
+
+CHART = Path(__file__).resolve().parents[1] / "deploy" / "helm" / "roseinfer"
+SCHEMA = CHART / "values.schema.json"
+
+README_HEAD = """\
+# The Helm chart
+
+Generated from `values.schema.json` and `values.yaml` by `make docs`; edit those, not this page.
+[Deployment](../../../docs/deployment.md) leads through an installation; `ci/` has an example for each feature, and the
+tests render and check all of them.
+
+A value that is misspelt or out of its bounds is refused with its path, and so are values that contradict each other.
+
+| value | default | meaning |
+|---|---|---|
+"""
+
+Schema = dict[str, Any]
+
+
+def schema() -> str:
+    """values.schema.json with its generated parts made anew."""
+    tree: Schema = json.loads(SCHEMA.read_text())
+    properties = tree["properties"]
+    config = _without_references(config_docs.json_schema())
+    properties["config"] = config | {
+        "description": "The program's own options, which [configuration](../../../docs/configuration.md) lists. What "
+        "other values decide is refused here, unless it is the same."
+    }
+    slo = properties["prometheusRule"]["properties"]["slo"]["properties"]
+    slo["ttft"]["properties"]["thresholdSeconds"]["enum"] = list(WAIT_S)
+    slo["itl"]["properties"]["thresholdSeconds"]["enum"] = list(TOKEN_S)
+    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+
+
+def _without_references(tree: Schema) -> Schema:
+    """The same schema with every definition in the place of what refers to it."""
+    definitions = tree.get("$defs", {})
+
+    def expand(node: Any) -> Any:
+        if isinstance(node, list):
+            return [expand(child) for child in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return expand(definitions[node["$ref"].rpartition("/")[2]])
+        return {name: expand(child) for name, child in node.items() if name not in {"$defs", "title"}}
+
+    expanded: Schema = expand(tree)
+    return expanded
+
+
+def page() -> str:
+    """The chart's README: a row for each value."""
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    rows = [
+        f"| `{path}` | {_shown(default)} | {description} |"
+        for path, description, default in _values(json.loads(schema()), defaults)
+    ]
+    return README_HEAD + "\n".join(rows) + "\n"
+
+
+def _values(tree: Schema, defaults: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(path, description, default) of everything that has a description, depth first; the program's tree is one row."""
+    for name, value in tree["properties"].items():
+        path = f"{prefix}{name}"
+        default = (defaults or {}).get(name, "")
+        if "description" in value:
+            yield path, value["description"], default
+        if "properties" in value and path != "config":
+            yield from _values(value, default, f"{path}.")
+
+
+def _shown(default: Any) -> str:
+    if default == "":
+        return ""
+    text = json.dumps(default, ensure_ascii=False)
+    return f"`{text}`" if len(text) <= 40 else "see `values.yaml`"

@@ -1,0 +1,251 @@
+"""Turns a chart and values into what the real Helm makes of them: objects, notes, errors. Knows no chart by name.
+
+It runs in an environment of its own, since helm-sdkpy needs Python 3.12 (`make chart` sets it up in build/helm-venv).
+That library is the Go engine of Helm without its `template` command, so a release is installed into a stub of
+Kubernetes' API on the loopback, which knows no cluster and remembers the release record that Helm stores there.
+
+Without arguments it answers questions, one JSON object a line on stdin and on stdout: see `ANSWERS`.
+`check CHART…` and `package CHART DIRECTORY` are for people; 1 is the exit code when something is wrong.
+"""
+
+import asyncio
+import base64
+import functools
+import gzip
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import helm_sdkpy
+import jsonschema
+import kubernetes_validate
+import yaml
+
+LINT_ERROR = 3  # Helm's severities: 1 tells, 2 warns, 3 refuses
+
+Object = dict[str, Any]
+
+# Kind -> plural; the only thing about a kind that a client asks of the API before it sends one.
+CORE_KINDS = {
+    "v1": {
+        kind: f"{kind.lower()}s"
+        for kind in ("Pod", "Service", "ConfigMap", "Secret", "ServiceAccount", "PersistentVolumeClaim", "Namespace")
+    },
+    "apps/v1": {"Deployment": "deployments"},
+    "batch/v1": {"Job": "jobs"},
+    "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
+    "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
+    "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies", "Ingress": "ingresses"},
+}
+CUSTOM_KINDS = {
+    "monitoring.coreos.com/v1": {
+        kind: f"{kind.lower()}s" for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+    },
+    "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
+    "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
+    "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
+}
+
+
+@dataclass
+class Cluster:
+    """What the stub says about itself, and the release records that were stored in it."""
+
+    version: str = "1.37"
+    kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    stored: list[bytes] = field(default_factory=list)
+
+    def group_versions(self) -> list[str]:
+        return [name for name in self.kinds if "/" in name]
+
+    def answer(self, path: str) -> Object | None:
+        """The discovery documents; None for an object, of which there are none."""
+        if path == "/version":
+            major, minor = self.version.split(".")
+            return {"major": major, "minor": minor, "gitVersion": f"v{self.version}.0"}
+        if path == "/api":
+            return {"kind": "APIVersions", "versions": ["v1"]}
+        if path == "/apis":
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": list(map(_group, self.group_versions()))}
+        name = path.removeprefix("/apis/").removeprefix("/api/")
+        if name in self.kinds:
+            resources = [
+                {"name": plural, "kind": kind, "namespaced": kind != "Namespace", "verbs": ["create", "get", "list"]}
+                for kind, plural in self.kinds[name].items()
+            ]
+            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": name, "resources": resources}
+        if path.endswith("/secrets"):
+            return {"kind": "SecretList", "apiVersion": "v1", "items": []}
+        return None
+
+
+def _group(group_version: str) -> Object:
+    group, _, number = group_version.partition("/")
+    version = {"groupVersion": group_version, "version": number}
+    return {"name": group, "versions": [version], "preferredVersion": version}
+
+
+class StubHandler(BaseHTTPRequestHandler):
+    """Answers discovery, has no object, and accepts every one that is sent."""
+
+    cluster: ClassVar[Cluster] = Cluster()
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms for the client's acknowledgement of its head
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 -- the name is http.server's
+        pass
+
+    def do_GET(self) -> None:
+        found = self.cluster.answer(self.path.partition("?")[0])
+        absent = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        self._send(404 if found is None else 200, absent if found is None else found)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        is_json = body.startswith(b"{")
+        if not is_json:  # Helm's own record, in protobuf
+            self.cluster.stored.append(body)
+        self._send(201, json.loads(body) if is_json else {"kind": "Secret", "apiVersion": "v1", "metadata": {}})
+
+    def do_PUT(self) -> None:
+        self.do_POST()
+
+    def do_DELETE(self) -> None:
+        self._send(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
+
+    def _send(self, status: int, answer: Object) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Helm:
+    """Helm with the stub as its cluster; both live as long as the process."""
+
+    def __init__(self) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), StubHandler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def _configuration(self, namespace: str) -> Any:
+        host, port = self._server.server_address[:2]
+        cluster = {"name": "stub", "cluster": {"server": f"http://{host!s}:{port}"}}
+        context = {"name": "stub", "context": {"cluster": "stub", "user": "stub", "namespace": namespace}}
+        text = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "stub",
+            "clusters": [cluster],
+            "contexts": [context],
+            "users": [{"name": "stub", "user": {}}],
+        }
+        return helm_sdkpy.Configuration(namespace=namespace, kubeconfig=yaml.safe_dump(text))
+
+    def render(self, question: Object) -> Object:
+        """`{chart, values, version?, apis?, release?, namespace?}` -> `{objects, notes}`, or `{error}`.
+
+        `apis` are the custom group versions that the cluster has, all known ones when it is left out.
+        """
+        apis = question.get("apis", list(CUSTOM_KINDS))
+        kinds = CORE_KINDS | {name: kinds for name, kinds in CUSTOM_KINDS.items() if name in apis}
+        StubHandler.cluster = cluster = Cluster(question.get("version", "1.37"), kinds)
+        install = helm_sdkpy.Install(self._configuration(question.get("namespace", "serving")))
+        release = question.get("release", "demo")
+        try:
+            asyncio.run(install.run(release, question["chart"], values=question["values"], wait=False))
+        except helm_sdkpy.HelmError as error:
+            return {"error": str(error)}
+        record = _release(cluster.stored[0])
+        hooks = [hook["manifest"] for hook in record.get("hooks", [])]
+        texts = [record["manifest"], *hooks]
+        objects = [found for text in texts for found in yaml.safe_load_all(text) if found is not None]
+        return {"objects": objects, "notes": record["info"].get("notes", "")}
+
+    def lint(self, chart: str) -> list[Object]:
+        """Messages of the severity of an error; Helm's library tells their severity and path, and no text."""
+        result = asyncio.run(helm_sdkpy.Lint(self._configuration("serving")).run(chart))
+        return [message for message in result.get("Messages") or [] if message["Severity"] >= LINT_ERROR]
+
+    def package(self, chart: str, directory: str) -> str:
+        """The path of the archive."""
+        path: str = asyncio.run(helm_sdkpy.Package(self._configuration("serving")).run(chart, directory))
+        return path
+
+
+def _release(record: bytes) -> Object:
+    """The release inside the Secret that Helm stores: base64 of gzip of JSON, somewhere in a protobuf message."""
+    found = re.search(rb"H4sI[A-Za-z0-9+/]+=*", record)
+    assert found, "Helm stored no release"
+    release: Object = json.loads(gzip.decompress(base64.b64decode(found.group())))
+    return release
+
+
+# A schema of Kubernetes has 25000 lines, and the library reads them for each object.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+
+
+def validate(question: Object) -> Object:
+    """`{objects, version, schemas}` -> `{errors}`: `Kind/name: path: what`, strictly, without a cluster.
+
+    Core objects are held against Kubernetes' own schemas of that version; others against the file `Kind.json` in the
+    directory `schemas`, and one that has no such file is an error.
+    """
+    errors = []
+    for found in question["objects"]:
+        name = f"{found['kind']}/{found['metadata']['name']}"
+        schema_file = Path(question["schemas"]) / f"{found['kind']}.json"
+        try:
+            if found["apiVersion"] in CORE_KINDS:
+                kubernetes_validate.validate(found, question["version"], strict=True)
+            elif schema_file.exists():
+                jsonschema.validate(found, json.loads(schema_file.read_text()))
+            else:
+                errors.append(f"{name}: there is no {schema_file.name}")
+        except jsonschema.ValidationError as error:
+            errors.append(f"{name}: {'.'.join(map(str, error.path))}: {error.message}")
+        except kubernetes_validate.SchemaNotFoundError as error:
+            errors.append(f"{name}: {error.message}")
+    return {"errors": errors}
+
+
+def answers(helm: Helm) -> dict[str, Callable[[Object], Object]]:
+    """What can be asked, by the name in `ask`."""
+    return {
+        "render": helm.render,
+        "validate": validate,
+        "lint": lambda question: {"errors": helm.lint(question["chart"])},
+        "package": lambda question: {"path": helm.package(question["chart"], question["directory"])},
+    }
+
+
+def main(arguments: list[str]) -> int:
+    helm = Helm()
+    match arguments:
+        case []:
+            known = answers(helm)
+            for line in sys.stdin:
+                question = json.loads(line)
+                print(json.dumps(known[question["ask"]](question)), flush=True)
+        case ["lint", chart]:
+            errors = helm.lint(chart)
+            print(f"{chart}: {errors or 'nothing to complain of'}")
+            return 1 if errors else 0
+        case ["package", chart, directory]:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            print(helm.package(chart, directory))
+        case _:
+            print("usage: helm_engine.py [lint CHART | package CHART DIRECTORY]", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
