@@ -6,7 +6,7 @@ PEERS_DIR ?= $(HOME)/.cache/roseinfer/benchmarks/peers
 BIN := .venv/bin
 
 .NOTPARALLEL:
-.PHONY: help setup serve test test-gpu lint type fmt bench bench-peers bench-gpu bench-streaming docs constraints
+.PHONY: help setup serve test test-gpu lint type fmt bench bench-peers bench-gpu bench-streaming docs constraints dashboards dashboard-preview
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,12 @@ bench-streaming: setup ## 64 streams, 20 ms apart, 128 tokens each, through the 
 
 docs: setup ## write the generated pages again
 	$(BIN)/python tools/generate_docs.py
+
+dashboards: setup ## write dashboards, rules and the autoscaler's query again, into dashboards/ and the chart
+	$(BIN)/python tools/generate_dashboards.py
+
+dashboard-preview: setup ## draw each dashboard from a minute of load, into docs/images; needs prometheus
+	$(BIN)/python tools/preview_dashboards.py
 
 constraints: setup ## move to the newest versions that pyproject.toml allows, and pin them
 	$(BIN)/python -m pip install --upgrade --upgrade-strategy eager -e '.[test,dev,loadtest]'

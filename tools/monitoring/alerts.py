@@ -172,7 +172,8 @@ def _latency(parameters: Parameters) -> list[Rule]:
         _alert(
             parameters,
             "EventLoopLag",
-            f"{_share(over, 'event_loop|detokenize|engine_outbox')} > 0.2",
+            f"{_share(over, 'event_loop|detokenize|engine_outbox')} > 0.2\n"
+            f"and {parameters.recorded('stream_gap:p99_rate5m')} > {bound(0.025)}",
             wait="10m",
             severity=TICKET,
             dashboard="jitter",

@@ -17,6 +17,7 @@ LONG_WINDOWS = ("1d", "3d")
 QUANTILES = (
     (0.5, "inter_token_latency_seconds", "itl:p50"),
     (0.99, "inter_token_latency_seconds", "itl:p99"),
+    (0.99, "stream_gap_seconds", "stream_gap:p99"),
     (0.95, "time_to_first_token_seconds", "ttft:p95"),
     (0.95, "queue_wait_seconds", "queue_wait:p95"),
 )

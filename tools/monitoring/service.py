@@ -22,7 +22,7 @@ def board() -> Board:
         "Service",
         "What clients get: objectives and budgets, traffic, and the latency of requests. Why gaps between tokens are "
         "long is told by roseinfer / Jitter, why requests wait by roseinfer / Engine.",
-        [_objectives(), _traffic(), _first_token(), _tokens(), _sizes()],
+        [_objectives(), _traffic(), _first_token(), _tokens(), _ends(), _sizes()],
         VARIABLES,
     )
 
@@ -35,7 +35,7 @@ def _good(objective: Objective, expression: str, advice: str) -> Placed:
 
 def _within(name: str, variable: str) -> str:
     good = SHOWN.total(f"{name}_bucket", le=variable)
-    return f"{good} / {SHOWN.total(f'{name}_count')}"
+    return f"{good} / {SHOWN.total(f'{name}_count')} >= 0"  # without traffic: nothing, rather than no number
 
 
 def _objectives() -> Section:
@@ -59,7 +59,7 @@ def _objectives() -> Section:
             ),
             _good(
                 OBJECTIVES[2],
-                f"1 - ({failed} + {refused}) / {ended}",
+                f"1 - ({failed} + {refused}) / {ended} >= 0",
                 "Share of requests that neither failed nor were refused for a reason of the server's. When it falls, "
                 "look at *Refused* and *Requests by end* for which.",
             ),
@@ -137,13 +137,7 @@ def _traffic() -> Section:
                 Query(SHOWN.sum("http_inflight_streams"), "in flight"),
                 Query(SHOWN.sum("num_requests_running"), "running"),
                 Query(SHOWN.sum("num_requests_waiting"), "waiting"),
-            ),
-            lines(
-                "Clients that went away",
-                "reqps",
-                "Requests whose client left before the end. A rise together with time to first token is impatience: "
-                "make the first token faster. A rise alone is often a proxy's time-out.",
-                Query(SHOWN.total("client_disconnects_total"), "disconnects"),
+                width=12,
             ),
             lines(
                 "Request duration",
@@ -153,6 +147,7 @@ def _traffic() -> Section:
                 Query(SHOWN.quantile(0.5, "request_duration_seconds"), "p50"),
                 Query(SHOWN.quantile(0.95, "request_duration_seconds"), "p95"),
                 Query(SHOWN.quantile(0.99, "request_duration_seconds"), "p99", exemplar=True),
+                width=12,
             ),
         ],
     )
@@ -222,6 +217,30 @@ def _tokens() -> Section:
                 "Jitter.",
                 Query(SHOWN.quantile(0.5, gap), "p50"),
                 Query(SHOWN.quantile(0.99, gap), "p99"),
+            ),
+        ],
+    )
+
+
+def _ends() -> Section:
+    return Section(
+        "Requests that did not end well",
+        [
+            lines(
+                "Clients that went away",
+                "reqps",
+                "Requests whose client left before the end. A rise together with time to first token is impatience: "
+                "make the first token faster. A rise alone is often a proxy's time-out.",
+                Query(SHOWN.total("client_disconnects_total"), "disconnects"),
+                width=12,
+            ),
+            lines(
+                "Faults",
+                "reqps",
+                "Requests that a fault of the server ended, by code. `engine_failed`: a step raised, and the process "
+                "ends; its log has the reason. `timeout`: the deadline is shorter than the answer is long.",
+                Query(f"{SHOWN.total('request_errors_total', 'error_type')} > 0 or vector(0)", "{{error_type}}"),
+                width=12,
             ),
         ],
     )
