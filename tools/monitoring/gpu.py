@@ -102,7 +102,7 @@ def _yield() -> Section:
                 "joule",
                 "Power of all devices over generated tokens a second. It falls with larger batches: the cheapest "
                 "token is made by a busy server.",
-                Query(f"sum({power}) / {nonzero(tokens)} and on () {tokens} > 0 or vector(0)", "joules a token"),
+                Query(f"sum({power}) / {nonzero(tokens)} and on () {tokens} > 0 or on () vector(0)", "joules a token"),
             ),
             lines(
                 "Tokens of a GPU",

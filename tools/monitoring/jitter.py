@@ -102,7 +102,7 @@ def _causes() -> Section:
                 "ops",
                 "Gaps a second that were several times the usual length, by the cause that was the furthest above "
                 "what it usually is. The colour that grows with p99 is the answer; what changes it stands below.",
-                Query(f"{SHOWN.total('slow_gaps_total', 'cause')} > 0 or vector(0)", "{{cause}}"),
+                Query(f"{SHOWN.total('slow_gaps_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
                 width=12,
                 is_stacked=True,
                 are_bars=True,
@@ -113,7 +113,7 @@ def _causes() -> Section:
                 "short",
                 "Seconds of all gaps for each second: how many streams wait for a cause at any moment. decode is the "
                 "work itself. Any other colour of the same size is time that could be saved.",
-                Query(f"{SHOWN.total('gap_seconds_total', 'cause')} > 0 or vector(0)", "{{cause}}"),
+                Query(f"{SHOWN.total('gap_seconds_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
                 width=12,
                 is_stacked=True,
                 links=LINKS,
@@ -122,7 +122,7 @@ def _causes() -> Section:
                 "Slow gaps in this range",
                 "short",
                 "How many in the whole range that is shown, the most frequent cause first. Begin with the first line.",
-                Query(f"sort_desc(round(sum by (cause) (increase({slow}[$__range])), 1) > 0 or vector(0))"),
+                Query(f"sort_desc(round(sum by (cause) (increase({slow}[$__range])), 1) > 0 or on () vector(0))"),
                 width=8,
             ),
             prose("What changes it", f"| cause | what changes it |\n|---|---|\n{table}\n", width=16),

@@ -77,6 +77,7 @@ def number(
     query: Query,
     *steps: tuple[float | None, str],
     width: int = 4,
+    height: int = 5,
     decimals: int | None = None,
 ) -> Placed:
     """The newest value, in the colour of the last of `steps`, (from, colour), that it reaches."""
@@ -86,7 +87,7 @@ def number(
     panel.thresholds(_thresholds(*(steps or ((None, BLUE),))))
     if decimals is not None:
         panel.decimals(decimals)
-    return Placed(panel, width, 5)
+    return Placed(panel, width, height)
 
 
 def heat(

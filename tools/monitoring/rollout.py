@@ -96,8 +96,8 @@ def _replicas() -> Section:
                 "short",
                 "Reasons that Kubernetes gives. ImagePullBackOff: name or credentials of the image. CrashLoopBackOff: "
                 "the log of the last run. Error or OOMKilled: see *Restarts*.",
-                Query(f"sum by (reason) ({waiting} > 0) or vector(0)", "waiting: {{reason}}"),
-                Query(f"sum by (reason) ({ended} > 0) or vector(0)", "ended: {{reason}}"),
+                Query(f"sum by (reason) ({waiting} > 0) or on () vector(0)", "waiting: {{reason}}"),
+                Query(f"sum by (reason) ({ended} > 0) or on () vector(0)", "ended: {{reason}}"),
             ),
         ],
     )
@@ -121,7 +121,7 @@ def _changes() -> Section:
                 "longer lifecycle.drainTimeoutSeconds.",
                 Query(
                     f"sum({SHOWN.series('http_inflight_streams')} and ignoring(state) "
-                    f"{SHOWN.series('lifecycle_state', state='draining')} == 1) or vector(0)",
+                    f"{SHOWN.series('lifecycle_state', state='draining')} == 1) or on () vector(0)",
                     "in flight",
                 ),
             ),
@@ -158,6 +158,7 @@ def _starts() -> Section:
                 "must scale that much earlier.",
                 Query(f"max(sum by (pod, instance) ({SHOWN.series('startup_seconds')}))"),
                 width=6,
+                height=8,
                 decimals=1,
             ),
             number(
@@ -169,6 +170,7 @@ def _starts() -> Section:
                 (None, RED),
                 (1, GREEN),
                 width=6,
+                height=8,
             ),
         ],
     )

@@ -30,7 +30,7 @@ def board() -> Board:
 def _good(objective: Objective, expression: str, advice: str) -> Placed:
     wanted = float(objective.wanted)
     steps = ((None, RED), (1 - 14.4 * (1 - wanted), AMBER), (wanted, GREEN))
-    return number(f"{objective.title}: good", "percentunit", advice, Query(expression), *steps, decimals=2)
+    return number(f"{objective.title}: good", "percentunit", advice, Query(expression), *steps, height=8, decimals=2)
 
 
 def _within(name: str, variable: str) -> str:
@@ -119,7 +119,7 @@ def _traffic() -> Section:
                 "Refused requests by code. `overloaded`: add replicas, or raise server.max_inflight. `not_ready` "
                 "during a rollout: the grace or the drain is too short. `engine_dead`: a pod restarts. The others are "
                 "clients' mistakes: talk to them.",
-                Query(f"{SHOWN.total('requests_rejected_total', 'code')} > 0 or vector(0)", "{{code}}"),
+                Query(f"{SHOWN.total('requests_rejected_total', 'code')} > 0 or on () vector(0)", "{{code}}"),
             ),
             lines(
                 "Tokens",
@@ -239,7 +239,7 @@ def _ends() -> Section:
                 "reqps",
                 "Requests that a fault of the server ended, by code. `engine_failed`: a step raised, and the process "
                 "ends; its log has the reason. `timeout`: the deadline is shorter than the answer is long.",
-                Query(f"{SHOWN.total('request_errors_total', 'error_type')} > 0 or vector(0)", "{{error_type}}"),
+                Query(f"{SHOWN.total('request_errors_total', 'error_type')} > 0 or on () vector(0)", "{{error_type}}"),
                 width=12,
             ),
         ],

@@ -1,6 +1,7 @@
-"""kube-state-metrics, cAdvisor and DCGM in small: their names and labels with invented values, for tests and previews.
+"""kube-state-metrics, cAdvisor and DCGM in small, and a collector that forgets: for tests and previews.
 
-None of the three can run without a cluster or a GPU. What this exporter serves is no measurement of anything.
+None of the three can run without a cluster or a GPU. The exporter here has their names and labels, and its values are
+invented: they measure nothing.
 """
 
 import math
@@ -82,28 +83,41 @@ def page(elapsed_s: float) -> str:
     return "\n".join(lines) + "\n"
 
 
+class _Server(ThreadingHTTPServer):
+    """Says nothing when a client goes away, as Prometheus does at its end."""
+
+    def handle_error(self, *_: object) -> None:
+        """Nobody is left to be told."""
+
+
+class _Forgetful(BaseHTTPRequestHandler):
+    """Takes whatever is posted, as a collector would, and answers with an empty message."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(b"", "application/x-protobuf")
+
+    def _answer(self, body: bytes, content_type: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Prometheus asks every second."""
+
+
 @contextmanager
 def exporting() -> Iterator[int]:
-    """The port of an exporter on the loopback."""
+    """The port, on the loopback, of an exporter and of a collector: the one is asked, the other is told."""
     begin = time.monotonic()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Exporter(_Forgetful):
         def do_GET(self) -> None:
-            body = page(time.monotonic() - begin).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self._answer(page(time.monotonic() - begin).encode(), "text/plain; version=0.0.4")
 
-        def log_message(self, *_: object) -> None:
-            """Prometheus asks every second."""
-
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, *_: object) -> None:
-            """Prometheus ends, and with it a connection."""
-
-    server = Server(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Exporter)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server.server_address[1]
