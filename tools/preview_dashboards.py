@@ -56,7 +56,7 @@ def load(port: int, seconds: float) -> None:
     """Eight streams a second, and in the middle four long prompts a second for a sixth of the time."""
     num_long = round(seconds / 6 * 4)
     at = ",".join(f"{seconds / 2 + i / 4:g}" for i in range(num_long))
-    options = ["--rate", "8", "--duration", f"{seconds:g}", "--max-tokens", "40-80", "--max-lag-share", "1"]
+    options = ["--rate", "8", "--duration", f"{seconds:g}", "--max-tokens", "160-240", "--max-lag-share", "1"]
     options += ["--prompt-tokens", "64", "--shared-prefix-share", "0.5"]
     options += ["--long-prompt-tokens", "480", "--num-long", str(num_long), "--long-at", at, "--long-max-tokens", "4"]
     command = [sys.executable, "-m", "roseinfer", "bench", "serve", "--url", f"http://127.0.0.1:{port}"]
