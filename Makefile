@@ -13,7 +13,7 @@ IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
 
 .NOTPARALLEL:
 .PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu
-.PHONY: bench-streaming docs constraints chart
+.PHONY: bench-streaming docs constraints chart dashboards dashboard-preview
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,12 @@ bench-streaming: setup ## 64 streams, 20 ms apart, 128 tokens each, through the 
 
 docs: setup ## write the generated pages again
 	$(BIN)/python tools/generate_docs.py
+
+dashboards: setup ## write dashboards, rules and the autoscaler's query again, into dashboards/ and the chart
+	$(BIN)/python tools/generate_dashboards.py
+
+dashboard-preview: setup ## draw each dashboard from a minute of load, into docs/images; needs prometheus
+	$(BIN)/python tools/preview_dashboards.py
 
 constraints: setup ## move to the newest versions that pyproject.toml allows, and pin them
 	$(BIN)/python -m pip install --upgrade --upgrade-strategy eager -e '.[test,dev,loadtest]'

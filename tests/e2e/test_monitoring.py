@@ -1,0 +1,177 @@
+"""Dashboards, rules and the demand query on a real Prometheus that scrapes a real server under load: all have data.
+
+kube-state-metrics, cAdvisor and DCGM cannot run here. Their panels are fed by a small exporter that has their names and
+labels and invented values, so what is proven of those panels is their PromQL.
+"""
+
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from monitoring import queries
+from monitoring.live import Prometheus, scraping
+from monitoring.outputs import FOLDER, ROOT
+from monitoring.stand_ins import NAMESPACE, exporting
+from tests.collector import receiving
+from tests.conftest import require_tool
+from tests.e2e.server import Server, running
+from tests.monitoring.expressions import measured, selectors
+
+pytestmark = pytest.mark.e2e
+
+WINDOW, SPAN = "90s", "90s"  # all of the run
+TRACED = ("--tracing.ratio", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A server, and the Prometheus that has seen all of its load; `start` and `end` in Unix seconds."""
+
+    server: Server
+    prometheus: Prometheus
+    start: float
+    end: float
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    require_tool("prometheus")
+    directory = tmp_path_factory.mktemp("monitoring")
+    start = time.time()
+    with (
+        receiving() as collector,
+        exporting() as exporter_port,
+        running(directory / "log", "--tracing.endpoint", collector.url, *TRACED) as server,
+        scraping(directory, server.port, exporter_port) as prometheus,
+    ):
+        prometheus.wait_for('count_over_time(up{job="roseinfer"}[30s]) >= 2')  # zeros that rates can rise from
+        load(server)
+        samples = server.wait_metrics(roseinfer_num_requests_running=0, roseinfer_http_inflight_streams=0)
+        requests = samples["roseinfer_requests_received_total"]
+        prometheus.wait_for(f"sum(roseinfer_requests_received_total) == {requests}")
+        prometheus.wait_for("roseinfer:avail_all:rate5m > 0 and roseinfer:ttft_good:ratio_rate3d >= 0")
+        yield Watched(server, prometheus, start, time.time())
+
+
+def load(server: Server) -> None:
+    """Streams, two long prompts among them, and a refused request."""
+    command = [
+        sys.executable,
+        "-m",
+        "roseinfer",
+        "bench",
+        "serve",
+        "--url",
+        server.url,
+        "--rate",
+        "6",
+        "--duration",
+        "6",
+    ]
+    options = ["--max-tokens", "24", "--long-prompt-tokens", "300", "--num-long", "2", "--long-at", "2"]
+    subprocess.run([*command, *options, "--max-lag-share", "1"], check=True, capture_output=True)
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": -1})[0] == 400
+
+
+def has_a_number(prometheus: Prometheus, expression: str) -> bool:
+    return any(math.isfinite(value) for _, value in prometheus.value_of(expression))
+
+
+def test_every_query_of_every_panel_has_data(watched: Watched) -> None:
+    empty = [
+        f"{name}: {target.panel}: {target.legend}: {target.expression}"
+        for name, board in queries.dashboards().items()
+        for panel in queries.panels(board)
+        for target in queries.targets(panel, WINDOW, SPAN)
+        if not has_a_number(watched.prometheus, target.expression)
+    ]
+    assert empty == []
+
+
+def test_every_annotation_is_accepted(watched: Watched) -> None:
+    for board in queries.dashboards().values():
+        for annotation in board["annotations"]["list"]:
+            watched.prometheus.value_of(queries.filled(annotation["expr"], WINDOW, SPAN))
+
+
+def test_every_variable_has_choices(watched: Watched) -> None:
+    chosen = {}
+    for board in queries.dashboards().values():
+        for variable in board["templating"]["list"]:
+            if variable["type"] == "query":
+                inside = queries.filled(variable["query"]["query"], WINDOW, SPAN)
+                selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", inside).groups()  # type: ignore[union-attr]
+                chosen[variable["name"]] = {labels[label] for labels, _ in watched.prometheus.value_of(selector)}
+    assert chosen["namespace"] == {NAMESPACE}
+    assert chosen["model_name"] == {"roseinfer-demo"}
+    assert len(chosen["pod"]) == len(chosen["deployment"]) == 1
+
+
+def test_every_rule_is_evaluated_and_what_it_looks_at_has_data(watched: Watched) -> None:
+    rules = watched.prometheus.rules()
+    assert {rule["health"] for rule in rules} == {"ok"}, [rule for rule in rules if rule["health"] != "ok"]
+    recorded = {rule["name"] for rule in rules if rule["type"] == "recording"}
+    alerts = [rule for rule in rules if rule["type"] == "alerting"]
+    assert (len(recorded) > 30, len(alerts)) == (True, 20)
+    empty = [name for name in recorded if not has_a_number(watched.prometheus, name)]
+    empty += [
+        f"{alert['name']}: {expression}"
+        for alert in alerts
+        for expression in measured(alert["query"])
+        if not has_a_number(watched.prometheus, expression)
+    ]
+    assert empty == []
+
+
+def test_exemplars_of_every_panel_that_asks_for_them_name_traces(watched: Watched) -> None:
+    expressions = {
+        target.expression
+        for board in queries.dashboards().values()
+        for panel in queries.panels(board)
+        for target in queries.targets(panel, WINDOW, SPAN)
+        if target.exemplar
+    }
+    assert len(expressions) >= 4
+    for expression in expressions:
+        found = watched.prometheus.exemplars(expression, watched.start, watched.end)
+        assert found, expression
+        assert all(re.fullmatch("[0-9a-f]{32}", each["labels"]["trace_id"]) for each in found)
+
+
+def test_a_panel_says_what_the_server_says(watched: Watched) -> None:
+    """The sum over causes is the same through recorded scrapes as on the page itself."""
+    page = watched.server.metrics()
+    told = {
+        labels["cause"]: value
+        for labels, value in watched.prometheus.value_of("sum by (cause) (roseinfer_slow_gaps_total)")
+    }
+    assert told == {cause: page[f'roseinfer_slow_gaps_total{{cause="{cause}"}}'] for cause in told}
+    ((_, demanded),) = watched.prometheus.value_of(demand())
+    assert demanded == page["roseinfer_num_requests_waiting"] + page["roseinfer_num_requests_running"] == 0
+
+
+def demand() -> str:
+    return (ROOT / FOLDER / "autoscaling.promql").read_text()
+
+
+def test_the_demand_rose_with_the_load(watched: Watched) -> None:
+    samples = watched.prometheus.over_time(demand(), watched.start, watched.end, 1.0)
+    assert len(samples) == 1
+    assert max(value for _, value in samples[0][1]) >= 1
+    assert {selector.name for selector in selectors(demand().splitlines()[-1])} <= set(
+        watched.prometheus.get("label/__name__/values")
+    )
+
+
+@pytest.mark.parametrize("name", ["autoscaling.promql", "queue_wait.promql"])
+def test_without_any_series_there_is_one_element_too(name: str, tmp_path: Path) -> None:
+    require_tool("prometheus")
+    with scraping(tmp_path, server_port=None) as prometheus:
+        assert prometheus.value_of((ROOT / FOLDER / name).read_text()) == [({}, 0.0)]

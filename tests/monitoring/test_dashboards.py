@@ -1,0 +1,227 @@
+"""The committed dashboards and rules are those that the catalogue gives, and they name nothing that nobody exposes."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+
+from monitoring import queries
+from monitoring.board import SHOWN
+from monitoring.foreign import FOREIGN
+from monitoring.jitter import what_changes_it
+from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_rules, files
+from monitoring.promql import own_labels, row_of
+from roseinfer.observe.exemplars import WITH_EXEMPLARS
+from roseinfer.records import Cause
+from tests.monitoring.expressions import comparisons, grouping_labels, selectors
+
+BOARDS = queries.dashboards()
+RULE_FILES = {
+    name: yaml.safe_load((ROOT / FOLDER / "rules" / f"{name}.yaml").read_text()) for name in ("recording", "alerts")
+}
+RULES = [rule for content in RULE_FILES.values() for group in content["groups"] for rule in group["rules"]]
+RECORDED = {rule["record"] for rule in RULES if "record" in rule}
+ALERTS = [rule for rule in RULES if "alert" in rule]
+SCALING = [(ROOT / FOLDER / name).read_text() for name in ("autoscaling.promql", "queue_wait.promql")]
+
+OF_TARGET = {"namespace", "pod", "instance", "job"}  # labels that whoever scrapes adds
+OF_RECORDED = {"namespace", "job", "model_name", "objective"}
+BUILT_IN = {"__rate_interval", "__range"}
+
+
+def data_panels() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, board in BOARDS.items():
+        for panel in queries.panels(board):
+            if panel["type"] != "text":
+                yield name, panel
+
+
+def expressions() -> dict[str, str]:
+    """Every expression that is shipped, by where it stands."""
+    shown = {
+        f"{name}: {panel['title']} {index}": target.expression
+        for name, panel in data_panels()
+        for index, target in enumerate(queries.targets(panel, "1m", "1h"))
+    }
+    annotations = {
+        f"{name}: {each['name']}": queries.filled(each["expr"], "1m", "1h")
+        for name, board in BOARDS.items()
+        for each in board["annotations"]["list"]
+    }
+    ruled = {f"rule {index}": rule["expr"] for index, rule in enumerate(RULES)}
+    scaling = {f"scaling {index}": text.splitlines()[-1] for index, text in enumerate(SCALING)}
+    return shown | annotations | ruled | scaling
+
+
+def labels_of(name: str) -> set[str]:
+    """The labels that a series can have; a KeyError for a name that nobody exposes."""
+    if name in RECORDED:
+        return OF_RECORDED
+    return set(FOREIGN[name]) if name in FOREIGN else set(own_labels(name)) | OF_TARGET
+
+
+def test_what_is_committed_is_what_is_generated() -> None:
+    stale = [str(path) for path, text in files().items() if (ROOT / path).read_text() != text]
+    assert stale == [], "run `make dashboards`"
+    committed = {path.relative_to(ROOT) for path in (ROOT / FOLDER).rglob("*") if path.is_file()}
+    assert committed == {path for path in files() if not path.is_relative_to(CHART_FILES)}
+
+
+def test_there_is_a_dashboard_for_each_audience_with_an_address_of_its_own() -> None:
+    assert set(BOARDS) == {"service", "engine", "jitter", "rollout", "gpu"}
+    assert {name: board["uid"] for name, board in BOARDS.items()} == {name: f"roseinfer-{name}" for name in BOARDS}
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_ids_are_unique_and_panels_do_not_overlap(name: str) -> None:
+    panels = BOARDS[name]["panels"]
+    ids = [panel["id"] for panel in panels]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = set(
+            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
+        )
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_every_panel_has_a_unit_and_says_what_to_do() -> None:
+    for name, panel in data_panels():
+        where = f"{name}: {panel['title']}"
+        assert panel["fieldConfig"]["defaults"]["unit"], where
+        assert len(panel["description"].split()) >= 10, where
+        assert panel["datasource"]["uid"] == "${datasource}", where
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"]), where
+
+
+def test_rates_are_over_the_interval_that_grafana_computes() -> None:
+    for name, panel in data_panels():
+        for target in panel["targets"]:
+            ranges = set(re.findall(r"\[([^\]]+)\]", target["expr"]))
+            assert ranges <= {"$__rate_interval", "$__range", "30d"}, f"{name}: {panel['title']}"
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_variables_that_are_used_are_defined(name: str) -> None:
+    defined = {variable["name"] for variable in BOARDS[name]["templating"]["list"]}
+    assert {"datasource", "namespace", "pod", "model_name"} <= defined
+    texts = [target["expr"] for panel in queries.panels(BOARDS[name]) for target in panel.get("targets", ())]
+    texts += [
+        variable["query"]["query"] for variable in BOARDS[name]["templating"]["list"] if variable["type"] == "query"
+    ]
+    texts += [
+        link["url"]
+        for panel in queries.panels(BOARDS[name])
+        for link in panel["fieldConfig"]["defaults"].get("links", ())
+    ]
+    used = {variable for text in texts for variable in re.findall(r"\$\{?(\w+)", text)}
+    assert used <= defined | BUILT_IN
+
+
+@pytest.mark.parametrize(("where", "expression"), expressions().items())
+def test_names_and_labels_are_those_of_a_registry(where: str, expression: str) -> None:
+    found = selectors(expression)
+    assert found or expression == "vector(1)"
+    available: set[str] = set()
+    for selector in found:
+        available |= labels_of(selector.name)
+        for label, _, value in selector.matchers:
+            assert label in labels_of(selector.name), f"{where}: {selector.name} has no label {label}"
+            if (
+                selector.name.startswith("roseinfer_")
+                and (closed := row_of(selector.name).label)
+                and closed.name == label
+            ):
+                assert not closed.values or set(value.split("|")) <= set(closed.values), f"{where}: {label}={value}"
+    assert grouping_labels(expression) <= available, where
+
+
+def test_a_threshold_in_seconds_is_the_bound_of_a_bucket() -> None:
+    """So that what an alert says is exact and not interpolated."""
+    quantiles = {rule["record"]: rule["expr"] for rule in RULES if "histogram_quantile" in rule["expr"]}
+    num_checked = 0
+    for rule in RULES:
+        for selector in selectors(rule["expr"]):
+            for label, _, value in selector.matchers:
+                if label == "le":
+                    assert float(value) in row_of(selector.name).buckets, rule["expr"]
+                    num_checked += 1
+        for comparison in comparisons(rule["expr"]):
+            if comparison.left in quantiles:
+                (histogram,) = {each.name for each in selectors(quantiles[comparison.left])}
+                assert comparison.number in row_of(histogram).buckets, rule["expr"]
+                num_checked += 1
+    assert num_checked >= 10
+
+
+def test_exemplars_are_asked_of_what_has_them_and_of_all_of_that() -> None:
+    shown = set()
+    for name, panel in data_panels():
+        for target in queries.targets(panel, "1m", "1h"):
+            if target.exemplar:
+                families = {each.name.removesuffix("_bucket") for each in selectors(target.expression)}
+                assert families <= WITH_EXEMPLARS, f"{name}: {panel['title']}"
+                shown |= families
+    assert shown == WITH_EXEMPLARS
+
+
+def test_the_jitter_dashboard_leads_from_a_jump_to_a_cause_a_trace_and_the_timeline() -> None:
+    panels = {panel["title"]: panel for panel in queries.panels(BOARDS["jitter"])}
+    first, *_ = panels.values()
+    assert first["title"] == "Inter-token latency"
+    assert any(target["exemplar"] for target in first["targets"])
+    assert "${operations}/debug/timeline" in {link["url"] for link in first["fieldConfig"]["defaults"]["links"]}
+    assert "sum by (cause)" in panels["Slow gaps by cause"]["targets"][0]["expr"]
+    advice = panels["What changes it"]["options"]["content"]
+    assert all(f"| `{cause}` | {what_changes_it()[cause]} |" in advice for cause in Cause)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_an_alert_leads_to_its_runbook_and_to_a_dashboard(alert: dict[str, Any]) -> None:
+    notes = alert["annotations"]
+    assert alert["labels"]["severity"] in {"page", "ticket", "info"}
+    assert notes["summary"]
+    assert "{{ $value" in notes["description"] or "$labels" in notes["description"]
+    file, _, anchor = notes["runbook_url"].partition("#")
+    headings = re.findall(r"^### (\w+)$", (ROOT / file).read_text(), re.MULTILINE)
+    assert alert["alert"] in headings
+    assert anchor == alert["alert"].lower()
+    assert notes["dashboard_url"].removeprefix("/d/roseinfer-") in BOARDS
+
+
+def test_the_runbook_has_no_section_of_an_alert_that_is_none() -> None:
+    headings = re.findall(r"^### (Roseinfer\w+)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(alert["alert"] for alert in ALERTS)
+
+
+def test_the_rules_of_the_chart_are_the_same_with_placeholders() -> None:
+    text = chart_rules()
+    groups = text[text.index("groups:") :]
+    assert all(placeholder in groups for placeholder in PLACEHOLDERS)
+    for placeholder, default in PLACEHOLDERS.items():
+        groups = groups.replace(placeholder, default)
+    assert "@" not in groups
+    filled = yaml.safe_load(groups)["groups"]
+    plain = [group for content in RULE_FILES.values() for group in content["groups"]]
+    for group in (*filled, *plain):
+        for rule in group["rules"]:
+            rule["expr"] = str(promql.parse(rule["expr"].replace("{}", "").replace(",}", "}")))
+    assert filled == plain
+
+
+def test_what_no_server_exposes_is_refused() -> None:
+    with pytest.raises(KeyError, match="roseinfer_step_secs_bucket is no series"):
+        SHOWN.quantile(0.5, "step_secs")
+    with pytest.raises(KeyError, match="roseinfer_step_seconds is no series"):
+        SHOWN.series("step_seconds")
+    with pytest.raises(AssertionError, match="has no label colour"):
+        SHOWN.series("requests_total", colour="red")
+    with pytest.raises(AssertionError, match=r"has no finish_reason .*bored"):
+        SHOWN.series("requests_total", finish_reason="stop|bored")

@@ -1,0 +1,123 @@
+"""The rules under promtool: every alert fires on one history and not on one near it, and ratios are what they say."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from monitoring.outputs import FOLDER, ROOT
+from tests.conftest import require_tool
+from tests.monitoring.alert_cases import CASES, POD, SERVICE, AlertCase, History, series
+
+RULES = ROOT / FOLDER / "rules"
+ALERTS = {
+    rule["alert"]: rule
+    for group in yaml.safe_load((RULES / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
+}
+
+PromTest = dict[str, Any]
+
+
+def run(directory: Path, rule_files: list[str], tests: list[PromTest]) -> None:
+    path = directory / "tests.json"
+    content = {"rule_files": [str(RULES / name) for name in rule_files], "evaluation_interval": "1m", "tests": tests}
+    path.write_text(json.dumps(content))  # JSON is YAML
+    done = subprocess.run(
+        [require_tool("promtool"), "test", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def inputs(history: History) -> list[dict[str, str]]:
+    return [{"series": name, "values": values} for name, values in history.items()]
+
+
+def alert_test(case: AlertCase, history: History, *, fires: bool) -> PromTest:
+    rule = ALERTS[case.alert]
+    fired = {
+        "exp_labels": {**case.labels, **rule["labels"]},
+        "exp_annotations": {**rule["annotations"], "description": case.told},
+    }
+    expected = {"eval_time": f"{case.at}m", "alertname": case.alert, "exp_alerts": [fired] if fires else []}
+    return {
+        "name": f"{case.alert} {'fires' if fires else 'is silent'}",
+        "interval": "1m",
+        "input_series": inputs(history),
+        "alert_rule_test": [expected],
+    }
+
+
+def test_every_alert_has_its_histories() -> None:
+    assert sorted(case.alert for case in CASES) == sorted(ALERTS)
+
+
+def test_every_alert_fires_and_says_what_is_wrong(tmp_path: Path) -> None:
+    run(tmp_path, ["alerts.yaml"], [alert_test(case, case.fires, fires=True) for case in CASES])
+
+
+def test_every_alert_is_silent_when_it_is_nearly_wrong(tmp_path: Path) -> None:
+    run(tmp_path, ["alerts.yaml"], [alert_test(case, case.silent, fires=False) for case in CASES])
+
+
+def test_a_target_that_nobody_knows_is_missing_too(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.alert == "RoseinferTargetMissing")
+    rule = ALERTS[case.alert]
+    told = "Target   does not answer, or there is no target of that job."
+    fired = {"exp_labels": rule["labels"], "exp_annotations": {**rule["annotations"], "description": told}}
+    expected = {"eval_time": "12m", "alertname": case.alert, "exp_alerts": [fired]}
+    other = inputs({series("up", {"job": "node"}): "1x60"})
+    run(tmp_path, ["alerts.yaml"], [{"interval": "1m", "input_series": other, "alert_rule_test": [expected]}])
+
+
+def ratio(name: str, value: float) -> PromTest:
+    labels = ",".join(f'{label}="{text}"' for label, text in SERVICE.items())
+    return {
+        "expr": f"round(roseinfer:{name}, 0.001)",
+        "eval_time": "110m",
+        "exp_samples": [{"labels": f"{{{labels}}}", "value": value}],
+    }
+
+
+def test_good_shares_are_recorded_for_every_window(tmp_path: Path) -> None:
+    """Nine of ten first tokens are in time; of 40 requests 30 are served, and 5 of the others are clients' mistakes."""
+    history = {
+        series("roseinfer_time_to_first_token_seconds_bucket", POD, le="0.5"): "0+9x120",
+        series("roseinfer_time_to_first_token_seconds_count", POD): "0+10x120",
+        series("roseinfer_requests_total", POD, finish_reason="stop"): "0+20x120",
+        series("roseinfer_requests_total", POD, finish_reason="abort"): "0+10x120",
+        series("roseinfer_requests_total", POD, finish_reason="error"): "0+1x120",
+        series("roseinfer_requests_total", POD, finish_reason="rejected"): "0+9x120",
+        series("roseinfer_requests_rejected_total", POD, code="overloaded"): "0+4x120",
+        series("roseinfer_requests_rejected_total", POD, code="invalid_value"): "0+5x120",
+    }
+    windows = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
+    expected = [ratio(f"ttft_good:ratio_rate{window}", 0.9) for window in windows]
+    expected += [ratio(f"avail_good:ratio_rate{window}", 0.857) for window in windows]  # 30 of 35
+    run(
+        tmp_path,
+        ["recording.yaml"],
+        [{"interval": "1m", "input_series": inputs(history), "promql_expr_test": expected}],
+    )
+
+
+def test_a_long_window_is_weighted_by_traffic(tmp_path: Path) -> None:
+    """An hour with 600 gaps a minute, all good, then one with 60 a minute, half of them good."""
+    history = {
+        series("roseinfer_inter_token_latency_seconds_bucket", POD, le="0.05"): "0+600x60 36030+30x60",
+        series("roseinfer_inter_token_latency_seconds_count", POD): "0+600x60 36060+60x60",
+    }
+    day = {
+        "expr": "roseinfer:itl_good:ratio_rate1d > 0.94 < 0.97",  # 0.95; the mean of the ratios would be 0.75
+        "eval_time": "120m",
+        "exp_samples": [],
+    }
+    tests = [{"interval": "1m", "input_series": inputs(history), "promql_expr_test": [counted(day)]}]
+    run(tmp_path, ["recording.yaml"], tests)
+
+
+def counted(test: PromTest) -> PromTest:
+    """How many elements an expression has instead of their values."""
+    return {**test, "expr": f"count({test['expr']})", "exp_samples": [{"labels": "{}", "value": 1}]}

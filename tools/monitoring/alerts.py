@@ -1,0 +1,237 @@
+"""Conditions that a person should know of, turned into Prometheus's alerts; each leads to a runbook and a dashboard."""
+
+from monitoring.objectives import BY, Objective
+from monitoring.promql import Queries, bound, foreign
+from monitoring.rules import Group, Parameters, Rule
+
+PAGE, TICKET, INFO = "page", "ticket", "info"
+
+# Two windows must burn at once: the long one says that it matters, the short one that it has not stopped.
+BURNS = (
+    ("Fast", "1h", "5m", "14.4", "2m", PAGE, "A budget of 30 days lasts two days at this rate."),
+    ("Slow", "6h", "30m", "6", "15m", PAGE, "A budget of 30 days lasts five days at this rate."),
+    ("Ticket", "3d", "6h", "1", "1h", TICKET, "The budget of 30 days will be gone before they are over."),
+)
+TRAFFIC_WINDOWS = {"Fast": "", "Slow": "[30m]", "Ticket": "[6h]"}
+
+# The cause of most slow gaps, looked up when the alert is told: its name is the first thing to know.
+TOP_CAUSE = (
+    "{{{{ with printf \"topk(1, sum by (cause) (increase(roseinfer_slow_gaps_total{{model_name='%s'}}[10m])))\" "
+    '$labels.model_name | query }}}}{before}{{{{ . | first | label "cause" }}}}{after}{{{{ end }}}}'
+)
+
+
+def alert_groups(parameters: Parameters) -> list[Group]:
+    burning = [rule for objective in parameters.objectives for rule in _burn(objective, parameters)]
+    return [
+        {"name": "roseinfer-objectives", "rules": burning},
+        {"name": "roseinfer-engine", "rules": _engine(parameters)},
+        {"name": "roseinfer-latency", "rules": _latency(parameters)},
+        {"name": "roseinfer-lifecycle", "rules": _lifecycle(parameters)},
+        {"name": "roseinfer-gpu", "rules": [_xid(parameters)]},
+    ]
+
+
+def _alert(
+    parameters: Parameters,
+    name: str,
+    expression: str,
+    *,
+    wait: str,
+    severity: str,
+    dashboard: str,
+    summary: str,
+    told: str,
+) -> Rule:
+    full = f"Roseinfer{name}"
+    return {
+        "alert": full,
+        "expr": expression,
+        "for": wait,
+        "labels": {"severity": severity},
+        "annotations": {
+            "summary": summary,
+            "description": told,
+            "runbook_url": f"{parameters.runbook}#{full.lower()}",
+            "dashboard_url": f"{parameters.grafana}/d/roseinfer-{dashboard}",
+        },
+    }
+
+
+def _burn(objective: Objective, parameters: Parameters) -> list[Rule]:
+    rules = []
+    late = f" {objective.threshold} s" if objective.threshold else ""
+    for name, long, short, factor, wait, severity, meaning in BURNS:
+        allowed = f"{factor} * (1 - {objective.wanted})"
+        ratios = (parameters.recorded(f"{objective.key}_good:ratio_rate{window}") for window in (long, short))
+        bad = [f"1 - {ratio} > {allowed}" for ratio in ratios]
+        traffic = parameters.recorded(f"{objective.key}_all:rate5m")
+        if TRAFFIC_WINDOWS[name]:
+            traffic = f"avg_over_time({traffic}{TRAFFIC_WINDOWS[name]})"
+        rules.append(
+            _alert(
+                parameters,
+                f"{objective.name}BudgetBurn{name}",
+                "\nand ".join([*bad, f"{traffic} > {objective.min_per_second}"]),
+                wait=wait,
+                severity=severity,
+                dashboard="service",
+                summary=f"{objective.title}: the error budget burns at {factor} times the allowed pace",
+                told=f"{{{{ $value | humanizePercentage }}}} of the last {long}'s {objective.bad}{late} "
+                f"(model {{{{ $labels.model_name }}}}; wanted are {objective.wanted} good). {meaning}"
+                + (TOP_CAUSE.format(before=" Most slow gaps: ", after=".") if objective.key == "itl" else ""),
+            )
+        )
+    return rules
+
+
+def _engine(parameters: Parameters) -> list[Rule]:
+    over = parameters.over("10m")
+    last, running = over.series("engine_last_step_timestamp_seconds"), over.series("num_requests_running")
+    growing = f"sum by ({BY}) (deriv({over.series('num_requests_waiting')}[10m])) > 0"
+    full = f"max_over_time({over.series('kv_cache_usage_ratio')}[10m]) > 0.95"
+    return [
+        _alert(
+            parameters,
+            "EngineStalled",
+            f"time() - {last} > 30\nand {running} > 0",
+            wait="1m",
+            severity=PAGE,
+            dashboard="engine",
+            summary="An engine with running requests makes no steps",
+            told="The last step of {{ $labels.instance }} {{ $labels.pod }} was {{ $value | humanizeDuration }} ago, "
+            "and requests are running.",
+        ),
+        _alert(
+            parameters,
+            "QueueGrowing",
+            f"{growing}\nand {parameters.recorded('queue_wait:p95_rate5m')} > {bound(5.0)}",
+            wait="10m",
+            severity=TICKET,
+            dashboard="engine",
+            summary="More requests come than are served",
+            told="The queue of model {{ $labels.model_name }} grows by {{ $value | humanize }} requests a second, and "
+            "one in twenty waits for more than 5 s.",
+        ),
+        _alert(
+            parameters,
+            "KVCacheSaturated",
+            f"{full}\nand {over.rate('preemptions_total')} > 0",
+            wait="10m",
+            severity=TICKET,
+            dashboard="engine",
+            summary="The KV cache is full, and requests are preempted",
+            told="{{ $value | humanizePercentage }} of the KV blocks of {{ $labels.instance }} {{ $labels.pod }} were "
+            "in use, and sequences lost theirs.",
+        ),
+        _alert(
+            parameters,
+            "TelemetryDropped",
+            f"sum by (namespace, job, signal) (increase({over.series('telemetry_dropped_total')}[15m])) > 0",
+            wait="15m",
+            severity=INFO,
+            dashboard="engine",
+            summary="Spans, log lines or intervals are lost",
+            told="{{ $value | humanize }} facts of kind {{ $labels.signal }} were lost in 15 minutes.",
+        ),
+    ]
+
+
+def _share(over: Queries, causes: str) -> str:
+    part = over.total("gap_seconds_total", BY, cause=causes)
+    return f"{part} / {over.total('gap_seconds_total', BY)}"
+
+
+def _latency(parameters: Parameters) -> list[Rule]:
+    over = parameters.over("10m")
+    p50, p99 = (parameters.recorded(f"itl:{name}_rate5m") for name in ("p50", "p99"))
+    model = "model {{ $labels.model_name }}"
+    return [
+        _alert(
+            parameters,
+            "Jitter",
+            f"{p99} / {p50} > 5\nand {p99} > {bound(0.025)}",
+            wait="10m",
+            severity=TICKET,
+            dashboard="jitter",
+            summary="The slowest gaps between tokens are far above the usual ones",
+            told=f"p99 of the inter-token latency is {{{{ $value | humanize }}}} times p50 ({model})."
+            + TOP_CAUSE.format(before=" Most slow gaps: ", after="."),
+        ),
+        _alert(
+            parameters,
+            "H2DSlow",
+            f"{_share(over, 'h2d_copy')} > 0.1",
+            wait="10m",
+            severity=TICKET,
+            dashboard="jitter",
+            summary="Streams wait for copies to the GPU",
+            told=f"{{{{ $value | humanizePercentage }}}} of the time between tokens goes to copies to the device "
+            f"({model}).",
+        ),
+        _alert(
+            parameters,
+            "EventLoopLag",
+            f"{_share(over, 'event_loop|detokenize|engine_outbox')} > 0.2\n"
+            f"and {parameters.recorded('stream_gap:p99_rate5m')} > {bound(0.025)}",
+            wait="10m",
+            severity=TICKET,
+            dashboard="jitter",
+            summary="Streams wait for the front end",
+            told=f"{{{{ $value | humanizePercentage }}}} of the time between tokens goes to the front end ({model}).",
+        ),
+    ]
+
+
+def _lifecycle(parameters: Parameters) -> list[Rule]:
+    over = parameters.over("5m")
+    starting = over.series("lifecycle_state", state="starting|loading|warmup")
+    draining = over.series("lifecycle_state", state="draining")
+    targets = f"{foreign('up')}{{{parameters.targets}}}"
+    pod = "{{ $labels.instance }} {{ $labels.pod }}"
+    return [
+        _alert(
+            parameters,
+            "StuckStarting",
+            f"sum without (state) ({starting}) == 1",
+            wait=f"{parameters.start_s}s",
+            severity=TICKET,
+            dashboard="rollout",
+            summary="A server does not become ready",
+            told=f"{pod} has been starting for more than {parameters.start_s} s.",
+        ),
+        _alert(
+            parameters,
+            "StuckDraining",
+            f"{draining} == 1",
+            wait=f"{parameters.drain_s}s",
+            severity=TICKET,
+            dashboard="rollout",
+            summary="A server does not finish draining",
+            told=f"{pod} has been draining for more than {parameters.drain_s} s.",
+        ),
+        _alert(
+            parameters,
+            "TargetMissing",
+            f"{targets} == 0\nor absent({targets})",
+            wait="5m",
+            severity=PAGE,
+            dashboard="rollout",
+            summary="Prometheus does not reach a server, or knows none",
+            told="Target {{ $labels.job }} {{ $labels.instance }} does not answer, or there is no target of that job.",
+        ),
+    ]
+
+
+def _xid(parameters: Parameters) -> Rule:
+    code = foreign("DCGM_FI_DEV_XID_ERRORS") + (f"{{{parameters.gpu_selector}}}" if parameters.gpu_selector else "")
+    return _alert(
+        parameters,
+        "GPUXid",
+        f"{code} != 0\nunless {code} == ({code} offset 15m)",
+        wait="0m",
+        severity=TICKET,
+        dashboard="gpu",
+        summary="A GPU reported an error",
+        told="GPU {{ $labels.gpu }} of {{ $labels.Hostname }} reported XID {{ $value }}.",
+    )

@@ -1,0 +1,208 @@
+"""The dashboard that leads from a jump of the 99th percentile to its cause, its step and its trace."""
+
+import re
+from pathlib import Path
+
+from monitoring.board import SHOWN, Board, Section, text_box
+from monitoring.panels import Query, heat, lines, prose, rows
+from roseinfer.records import Cause
+
+CAUSES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "causes.md"
+TIMELINE = ("Timeline of the server", "${operations}/debug/timeline")
+LINKS = (TIMELINE, ("Requests in flight", "${operations}/debug/requests"))
+
+ITL, GAP = "inter_token_latency_seconds", "stream_gap_seconds"
+
+VARIABLES = (
+    text_box(
+        "operations",
+        "Operations port",
+        "http://127.0.0.1:8001",
+        "Where links to the timeline lead: the operations port of one server, as your browser reaches it, for "
+        "instance after `kubectl port-forward pod/… 8001`",
+    ),
+)
+
+WAY = """\
+1. **Is it the engine or the way out?** The first panel is the engine's clock, the second the client's.
+2. **What did the slow gaps go to?** The tallest colour in *Slow gaps by cause* at the time of the jump. What changes it
+   is in the table below.
+3. **Which step, which request?** A diamond is an exemplar: its `trace_id` opens the trace, its `step_id` is the step's
+   number in the trace, on the timeline and in a profile.
+4. **See it:** [timeline of the server](${operations}/debug/timeline), key `w` for the widest gap. In words:
+   `roseinfer explain ${operations}`. To keep the next one: `observe.capture_rules`.
+"""
+
+
+def board() -> Board:
+    return Board(
+        "jitter",
+        "Jitter",
+        "From a jump of p99 to its cause, its step and its trace. Read it from top to bottom.",
+        [_jump(), _causes(), _which(), _suspects()],
+        VARIABLES,
+    )
+
+
+def what_changes_it() -> dict[str, str]:
+    """Cause -> what changes it, from the table of docs/causes.md."""
+    table = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", CAUSES_PAGE.read_text(), re.MULTILINE)
+    found = {cause: advice.strip() for cause, advice in table}
+    assert set(found) == set(Cause), set(found) ^ set(Cause)
+    return {cause: re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", advice) for cause, advice in found.items()}
+
+
+def _jump() -> Section:
+    p50, p99 = SHOWN.quantile(0.5, ITL), SHOWN.quantile(0.99, ITL)
+    return Section(
+        "1. Is there a jump?",
+        [
+            lines(
+                "Inter-token latency",
+                "s",
+                "Gaps between tokens in the engine. p99 leaves p50: go on to 2. Both rise: load or a slower device, "
+                "see roseinfer / Engine. Diamonds are kept traces; the menu of a point opens the timeline.",
+                Query(p50, "p50"),
+                Query(p99, "p99", exemplar=True),
+                Query(SHOWN.quantile(0.999, ITL), "p99.9"),
+                width=12,
+                links=LINKS,
+            ),
+            lines(
+                "What clients see beyond it",
+                "s",
+                "p99 of gaps between socket writes, less p99 in the engine. Above 0, the way out jitters: event_loop, "
+                "detokenize or client_backpressure. Below 0, tokens that were due together share a write.",
+                Query(f"{SHOWN.quantile(0.99, GAP)} - {p99}", "p99 of writes - p99 of tokens"),
+                width=6,
+                links=LINKS,
+            ),
+            lines(
+                "p99 / p50",
+                "short",
+                "How many times the usual gap the slowest hundredth is. The alert starts at 5. Compare servers and "
+                "days with it: it does not depend on the model's speed.",
+                Query(f"{p99} / {p50}", "inter-token latency"),
+                width=6,
+                limit=5,
+                links=LINKS,
+            ),
+        ],
+    )
+
+
+def _causes() -> Section:
+    table = "\n".join(f"| `{cause}` | {advice} |" for cause, advice in what_changes_it().items())
+    slow = SHOWN.series("slow_gaps_total")
+    return Section(
+        "2. What did the time go to?",
+        [
+            lines(
+                "Slow gaps by cause",
+                "ops",
+                "Gaps a second that were several times the usual length, by the cause that was the furthest above "
+                "what it usually is. The colour that grows with p99 is the answer; what changes it stands below.",
+                Query(f"{SHOWN.total('slow_gaps_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
+                width=12,
+                is_stacked=True,
+                are_bars=True,
+                links=LINKS,
+            ),
+            lines(
+                "Streams waiting, by cause",
+                "short",
+                "Seconds of all gaps for each second: how many streams wait for a cause at any moment. decode is the "
+                "work itself. Any other colour of the same size is time that could be saved.",
+                Query(f"{SHOWN.total('gap_seconds_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
+                width=12,
+                is_stacked=True,
+                links=LINKS,
+            ),
+            rows(
+                "Slow gaps in this range",
+                "short",
+                "How many in the whole range that is shown, the most frequent cause first. Begin with the first line.",
+                Query(f"sort_desc(round(sum by (cause) (increase({slow}[$__range])), 1) > 0 or on () vector(0))"),
+                width=8,
+            ),
+            prose("What changes it", f"| cause | what changes it |\n|---|---|\n{table}\n", width=16),
+        ],
+    )
+
+
+def _which() -> Section:
+    return Section(
+        "3. Which step, which request?",
+        [
+            heat(
+                "Every gap",
+                "s",
+                "How many gaps of which length. A second band is a kind of step that is slower: its distance from the "
+                "first is what its cause costs. Diamonds are kept traces.",
+                Query(SHOWN.increase_by_bucket(ITL), exemplar=True),
+                links=LINKS,
+            ),
+            prose("From a jump to its cause", WAY),
+        ],
+    )
+
+
+def _suspects() -> Section:
+    def share(cause: str) -> str:
+        return f"{SHOWN.total('gap_seconds_total', cause=cause)} / {SHOWN.total('gap_seconds_total')}"
+
+    return Section(
+        "4. Suspects, on the same axis of time",
+        [
+            lines(
+                "Prompts of others",
+                "percentunit",
+                "Share of all gaps that went to prompts of newcomers and to growing batches. It follows prompt "
+                "tokens: a lower scheduler.max_prefill_tokens spreads them.",
+                Query(share("prefill_of_others"), "prefill_of_others"),
+                Query(share("batch_growth"), "batch_growth"),
+            ),
+            lines(
+                "Memory",
+                "percentunit",
+                "Share of all gaps that went to preemption or to waiting for a turn. Above 0: more KV blocks, or "
+                "fewer scheduler.max_active_seqs.",
+                *(Query(share(cause), cause) for cause in ("kv_wait", "preempted", "not_selected")),
+            ),
+            lines(
+                "Host and copies",
+                "percentunit",
+                "Share of all gaps that went to the engine's host: bookkeeping, copies, graphs, sampling. What "
+                "changes each stands in the table above.",
+                *(
+                    Query(share(cause), cause)
+                    for cause in ("schedule", "h2d_copy", "graph_capture", "graph_miss", "sample_sync", "gc")
+                ),
+            ),
+            lines(
+                "The way out",
+                "percentunit",
+                "Share of all gaps that went to the front end or to clients. client_backpressure alone: the client, "
+                "or a proxy that buffers.",
+                *(
+                    Query(share(cause), cause)
+                    for cause in ("engine_outbox", "detokenize", "event_loop", "client_backpressure", "scrape")
+                ),
+            ),
+            lines(
+                "Unexplained",
+                "percentunit",
+                "Share of all gaps that nothing recorded explains: most often another process had the processor. Look "
+                "at CPU throttling on roseinfer / Rollout, at pinning and at neighbours.",
+                Query(share("unknown"), "unknown"),
+                Query(share("profiler"), "profiler"),
+            ),
+            lines(
+                "Newcomers",
+                "none",
+                "Prompt tokens a second and new requests a second, for comparison with the first two panels.",
+                Query(SHOWN.total("prompt_tokens_total"), "prompt tokens"),
+                Query(SHOWN.total("requests_received_total"), "requests"),
+            ),
+        ],
+    )

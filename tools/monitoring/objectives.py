@@ -1,0 +1,89 @@
+"""The service levels that are promised, as what is good and what is counted; knows no alert and no panel.
+
+An objective of latency has a bound of its histogram's buckets as its threshold, so the share of good events is exact.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from monitoring.promql import Queries, bound
+from roseinfer.errors import RoseinferError
+from roseinfer.records import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """One promise: the share `wanted` of events is good, in a window of 30 days."""
+
+    key: str  # in the names of recorded series: roseinfer:<key>_good:ratio_rate5m
+    name: str  # in the names of alerts
+    title: str
+    bad: str  # what a bad event is, in the plural, for sentences
+    wanted: str
+    threshold: str = ""  # `le`, where being late is being bad
+    min_per_second: str = "0.1"  # below so many events a second no alert is worth a page
+    good: Callable[[str, Queries], str]  # of the threshold
+    all: Callable[[Queries], str]
+
+    def good_rate(self, over: Queries) -> str:
+        return self.good(self.threshold, over)
+
+
+def _codes(root: type[RoseinferError]) -> Iterator[tuple[str, int]]:
+    if root.code is not None:
+        yield root.code, root.status
+    for leaf in root.__subclasses__():
+        yield from _codes(leaf)
+
+
+# A refusal with 429 or 5xx is the server's; `other` is an unforeseen 500. The other codes are mistakes of clients.
+REFUSED_BY_US = "|".join(
+    [*sorted({code for code, status in _codes(RoseinferError) if status == 429 or status >= 500}), "other"]
+)
+FAILED = f"{FinishReason.ERROR}|{FinishReason.TIMEOUT}"
+SERVED = "|".join(reason for reason in FinishReason if reason not in (*FAILED.split("|"), FinishReason.REJECTED))
+
+BY = "namespace, job, model_name"
+
+
+def _served(_: str, over: Queries) -> str:
+    return over.total("requests_total", BY, finish_reason=SERVED)
+
+
+def _asked(over: Queries) -> str:
+    """All requests but those that were refused for a mistake of the client's."""
+    ended = over.total("requests_total", BY, finish_reason=f"{SERVED}|{FAILED}")
+    return f"{ended} + {over.total('requests_rejected_total', BY, code=REFUSED_BY_US)}"
+
+
+TTFT = Objective(
+    key="ttft",
+    name="TTFT",
+    title="Time to first token",
+    bad="first tokens came later than",
+    wanted="0.99",
+    threshold=bound(0.5),
+    good=lambda threshold, over: over.total("time_to_first_token_seconds_bucket", BY, le=threshold),
+    all=lambda over: over.total("time_to_first_token_seconds_count", BY),
+)
+ITL = Objective(
+    key="itl",
+    name="ITL",
+    title="Inter-token latency",
+    bad="gaps between tokens were longer than",
+    wanted="0.99",
+    threshold=bound(0.05),
+    min_per_second="1",
+    good=lambda threshold, over: over.total("inter_token_latency_seconds_bucket", BY, le=threshold),
+    all=lambda over: over.total("inter_token_latency_seconds_count", BY),
+)
+AVAILABILITY = Objective(
+    key="avail",
+    name="Availability",
+    title="Availability",
+    bad="requests failed or were refused",
+    wanted="0.999",
+    good=_served,
+    all=_asked,
+)
+OBJECTIVES = (TTFT, ITL, AVAILABILITY)

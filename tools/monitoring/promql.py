@@ -1,0 +1,110 @@
+"""Names of the catalogue turned into PromQL; refuses what no server exposes. Knows no dashboard and no alert.
+
+A name is written without its prefix, `step_seconds_bucket` for `roseinfer_step_seconds_bucket`. A matcher is a keyword:
+`phase="decode"`, and with alternatives `code="overloaded|not_ready"`, each of which must be a value of that label.
+"""
+
+from dataclasses import dataclass
+
+from monitoring.foreign import FOREIGN
+from roseinfer.observe.buckets import TOKEN_S, WAIT_S
+from roseinfer.observe.catalogue import CATALOGUE
+from roseinfer.observe.series import InfoAtScrape, Row
+
+ROWS = {row.name: row for row in CATALOGUE}
+OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
+
+
+def row_of(name: str) -> Row:
+    """The row whose series is called `name`; a KeyError if there is none."""
+    if name in ROWS and ROWS[name].kind != "histogram":
+        return ROWS[name]
+    family = next((name.removesuffix(suffix) for suffix in OF_HISTOGRAMS if name.endswith(suffix)), name)
+    if family in ROWS and ROWS[family].kind == "histogram" and family != name:
+        return ROWS[family]
+    raise KeyError(f"{name} is no series of the catalogue")
+
+
+def own_labels(name: str) -> frozenset[str]:
+    """The labels that our server gives to a series; those of the target come from whoever scrapes it."""
+    row = row_of(name)
+    labels = {row.label.name} if row.label else set()
+    labels |= {"model_name"} if row.is_per_model else set()
+    labels |= {"le"} if name.endswith("_bucket") else set()
+    labels |= set(row.source.names) if isinstance(row.source, InfoAtScrape) else set()
+    return frozenset(labels)
+
+
+def bound(seconds: float) -> str:
+    """A bucket's bound as `le` has it; a ValueError if no ladder of latencies has that bound."""
+    if seconds not in {*WAIT_S, *TOKEN_S}:
+        raise ValueError(f"{seconds} s is no bound of a bucket")
+    return repr(float(seconds))
+
+
+def matcher(label: str, value: str) -> str:
+    return f'{label}=~"{value}"' if any(sign in value for sign in "|*+") else f'{label}="{value}"'
+
+
+def foreign(name: str, *matchers: str) -> str:
+    """A selector of somebody else's series, with matchers as PromQL has them; a KeyError if the name is not listed."""
+    labels = FOREIGN[name]
+    for each in matchers:
+        assert each.partition("=")[0].rstrip("!") in labels, f"{name} has no such label: {each}"
+    return f"{name}{{{','.join(matchers)}}}" if matchers else name
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Expressions over the servers that `pods` and `models` select, with rates over `window`."""
+
+    window: str
+    pods: str = ""
+    models: str = ""
+
+    def series(self, name: str, **matchers: str) -> str:
+        full = f"roseinfer_{name}"
+        row, labels = row_of(full), own_labels(full)
+        for label, value in matchers.items():
+            assert label in labels, f"{full} has no label {label}"
+            if row.label and row.label.name == label and row.label.values and "$" not in value:
+                unknown = set(value.split("|")) - set(row.label.values)
+                assert not unknown, f"{full} has no {label} {unknown}"
+        own = [matcher(label, value) for label, value in matchers.items()]
+        parts = [*own, self.models if row.is_per_model else "", self.pods]
+        inside = ",".join(part for part in parts if part)
+        return f"{full}{{{inside}}}" if inside else full
+
+    def rate(self, name: str, **matchers: str) -> str:
+        return f"rate({self.series(name, **matchers)}[{self.window}])"
+
+    def total(self, name: str, by: str = "", **matchers: str) -> str:
+        """Rate of a counter, summed."""
+        return f"{_sum(by)}({self.rate(name, **matchers)})"
+
+    def sum(self, name: str, by: str = "", **matchers: str) -> str:
+        """Values of a gauge, summed."""
+        return f"{_sum(by)}({self.series(name, **matchers)})"
+
+    def quantile(self, quantile: float, name: str, by: str = "", **matchers: str) -> str:
+        labels = f"le, {by}" if by else "le"
+        return f"histogram_quantile({quantile:g}, {self.total(f'{name}_bucket', labels, **matchers)})"
+
+    def mean(self, name: str, by: str = "", **matchers: str) -> str:
+        return f"{self.total(f'{name}_sum', by, **matchers)} / {self.total(f'{name}_count', by, **matchers)}"
+
+    def increase_by_bucket(self, name: str, **matchers: str) -> str:
+        return f"sum by (le) (increase({self.series(f'{name}_bucket', **matchers)}[{self.window}]))"
+
+
+def _sum(by: str) -> str:
+    return f"sum by ({by}) " if by else "sum"
+
+
+def ratio(part: str, whole: str) -> str:
+    return f"{part} / {whole}"
+
+
+def nonzero(expression: str) -> str:
+    """For a denominator: no traffic is then a share of 0 and not a division by it."""
+    return f"clamp_min({expression}, 1e-9)"

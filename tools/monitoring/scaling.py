@@ -1,0 +1,26 @@
+"""The demand that an autoscaler follows: its query, its threshold and how fast it may act; knows no cluster.
+
+`demand` is what dashboards/autoscaling.promql holds. Of all servers together, waiting and running requests, so that a
+KEDA trigger or an HPA's external metric of type AverageValue divides it among the replicas.
+"""
+
+from monitoring.promql import Queries
+
+# 0.7 times the concurrency at the knee of a load test. 32 is a start for small models on one GPU, not a measurement:
+# docs/operations.md says how to find yours.
+DEMAND_THRESHOLD = 32.0
+
+# How fast replicas may come and go, as in the `behavior` of a HorizontalPodAutoscaler. Up at once, since a queue grows
+# at once; down late and one by one, since a stream that is cut is worse than a replica too many.
+SCALE_UP_WINDOW_S, SCALE_UP_PERCENT, SCALE_UP_PERIOD_S = 0, 100, 60
+SCALE_DOWN_WINDOW_S, SCALE_DOWN_PODS, SCALE_DOWN_PERIOD_S = 600, 1, 300
+
+
+def demand(over: Queries) -> str:
+    """Exactly one element, also when there is no series at all: an autoscaler must not mistake nothing for an error."""
+    return f"{over.sum('num_requests_waiting')} + {over.sum('num_requests_running')} or vector(0)"
+
+
+def queue_wait(over: Queries) -> str:
+    """The guard beside it: seconds that all but one in twenty wait at most; 0 when nobody came, and without series."""
+    return f"{over.quantile(0.95, 'queue_wait_seconds')} > 0 or vector(0)"

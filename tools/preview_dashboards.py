@@ -1,0 +1,76 @@
+"""A minute of load on a real server turned into docs/images/dashboard-*.png; needs prometheus, knows no panel.
+
+`python tools/preview_dashboards.py [SECONDS]` starts a server with the embedded model, a Prometheus and a load of short
+streams; half-way, long prompts come for some seconds, so that there is a jump to explain. What kube-state-metrics,
+cAdvisor and DCGM would say is invented.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from monitoring.live import Prometheus, free_port, scraping
+from monitoring.outputs import ROOT
+from monitoring.preview import picture, write
+from monitoring.queries import dashboards
+from monitoring.stand_ins import exporting
+
+IMAGES = ROOT / "docs" / "images"
+NOTE = "embedded model on a CPU, {seconds:.0f} s of load; values of Kubernetes and of GPUs are invented"
+SERVER = ("--scheduler.max-prefill-tokens", "512", "--runner.num-threads", "1", "--tracing.ratio", "0.05")
+
+
+def main() -> int:
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
+    with (
+        tempfile.TemporaryDirectory() as name,
+        exporting() as exporter_port,
+        scraping(Path(name), port := free_port(), exporter_port) as prometheus,
+    ):
+        began = time.time()
+        with serving(port, exporter_port):
+            prometheus.wait_for("roseinfer_engine_up == 1", 60)
+            loaded = time.time()
+            load(port, seconds)
+        draw_all(prometheus, {"rollout": began}, loaded, seconds)
+    return 0
+
+
+@contextmanager
+def serving(port: int, collector_port: int) -> Iterator[None]:
+    options = ["--port", str(port), "--ops-port", "0", "--tracing.endpoint", f"http://127.0.0.1:{collector_port}"]
+    command = [sys.executable, "-m", "roseinfer", "serve", "--log-level", "error", *options, *SERVER]
+    server = subprocess.Popen(command)  # noqa: S603
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def load(port: int, seconds: float) -> None:
+    """Eight streams a second, and in the middle four long prompts a second for a sixth of the time."""
+    num_long = round(seconds / 6 * 4)
+    at = ",".join(f"{seconds / 2 + i / 4:g}" for i in range(num_long))
+    options = ["--rate", "8", "--duration", f"{seconds:g}", "--max-tokens", "160-240", "--max-lag-share", "1"]
+    options += ["--prompt-tokens", "64", "--shared-prefix-share", "0.5"]
+    options += ["--long-prompt-tokens", "480", "--num-long", str(num_long), "--long-at", at, "--long-max-tokens", "4"]
+    command = [sys.executable, "-m", "roseinfer", "bench", "serve", "--url", f"http://127.0.0.1:{port}"]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+
+
+def draw_all(prometheus: Prometheus, starts: dict[str, float], loaded: float, seconds: float) -> None:
+    """From the load on; a dashboard in `starts` from an earlier moment of Unix time."""
+    end = time.time() - 1
+    for name, board in dashboards().items():
+        path = IMAGES / f"dashboard-{name}.png"
+        write(path, picture(board, prometheus, starts.get(name, loaded), end, NOTE.format(seconds=seconds)))
+        print(f"wrote {path.relative_to(ROOT)}, {path.stat().st_size // 1000} kB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
