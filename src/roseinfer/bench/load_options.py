@@ -135,6 +135,9 @@ def _add_load(parser: Parser) -> None:
         metavar="FILE",
         help="a recording, or lines of JSON: offset_s, prompt_tokens and max_tokens of each request",
     )
+    arrivals.add_argument(
+        "--scenario", type=Path, metavar="FILE", help="users and phases as Locust has them; see loadtest/README.md"
+    )
     count = parser_of(Positive)
     group.add_argument(
         "--num-requests",
