@@ -49,14 +49,14 @@ class Delay(NamedTuple):
 def add_serve(parser: Parser) -> None:
     """Flags of `bench serve`."""
     _add_server(parser)
-    _add_load(parser)
-    _add_sampling(parser)
+    add_load(parser)
+    add_sampling(parser)
     _add_report(parser)
 
 
 def add_simulate(parser: Parser) -> None:
     """Flags of `bench simulate`."""
-    _add_load(parser)
+    add_load(parser)
     _add_simulator(parser)
     _add_objective(parser.add_argument_group("report"))
     parser.add_argument("--recording", type=Path, metavar="FILE", help="keep what happened as a recording, an .npz")
@@ -123,7 +123,8 @@ def _add_server(parser: Parser) -> None:
     )
 
 
-def _add_load(parser: Parser) -> None:
+def add_load(parser: Parser) -> None:
+    """When requests are sent, and how long they are."""
     group = parser.add_argument_group("load", "without --rate and --interval-ms all requests are sent at once")
     arrivals = group.add_mutually_exclusive_group()
     arrivals.add_argument("--rate", type=parser_of(_Rate), metavar="R", help="R requests a second, a Poisson process")
@@ -172,7 +173,8 @@ def _add_load(parser: Parser) -> None:
     group.add_argument("--seed", type=parser_of(Seed), default=0, metavar="S", help="of the whole load; default: 0")
 
 
-def _add_sampling(parser: Parser) -> None:
+def add_sampling(parser: Parser) -> None:
+    """What requests have in common."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--chat", action="store_true", help="chat completions; prompts are as many words, to which the template adds"
@@ -191,10 +193,26 @@ def _add_sampling(parser: Parser) -> None:
     )
 
 
-def _add_objective(group: argparse._ArgumentGroup) -> None:
+def add_limits(group: argparse._ArgumentGroup) -> None:
+    """What a good request keeps."""
     milliseconds: dict[str, Any] = {"type": parser_of(_Milliseconds), "metavar": "MS"}
     group.add_argument("--slo-ttft-ms", help="goodput: the time to the first token of a good request", **milliseconds)
     group.add_argument("--slo-tpot-ms", help="goodput: the time per output token of a good request", **milliseconds)
+
+
+def add_max_lag_share(group: argparse._ArgumentGroup) -> None:
+    """When the generator may no longer be believed."""
+    group.add_argument(
+        "--max-lag-share",
+        type=parser_of(_Share),
+        default=0.1,
+        metavar="SHARE",
+        help="the report is invalid when the generator's own lag, p99, is a larger share of the interval; default: 0.1",
+    )
+
+
+def _add_objective(group: argparse._ArgumentGroup) -> None:
+    add_limits(group)
     group.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the report and every request, for roseinfer explain"
     )
@@ -203,13 +221,7 @@ def _add_objective(group: argparse._ArgumentGroup) -> None:
 def _add_report(parser: Parser) -> None:
     group = parser.add_argument_group("report")
     _add_objective(group)
-    group.add_argument(
-        "--max-lag-share",
-        type=parser_of(_Share),
-        default=0.1,
-        metavar="SHARE",
-        help="the report is invalid when the generator's own lag, p99, is a larger share of the interval; default: 0.1",
-    )
+    add_max_lag_share(group)
     group.add_argument(
         "--recording", type=Path, metavar="FILE", help="at the end fetch the server's recording, an .npz, into FILE"
     )

@@ -48,14 +48,25 @@ def measure(
     """Send the plan to the server, print the report and keep the files that were asked for."""
     key_file: Path | None = arguments.api_key_file
     endpoint = find_endpoint(arguments.url, "" if key_file is None else read_keys(key_file, "--api-key-file")[0])
-    prepared = prepare(planned, endpoint, arguments)
-    with Progress("requests", total=len(prepared)) as progress:
-        seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
-    verdict = Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share)
-    measured = ServeRun(seen, verdict, objective_of(arguments))
+    measured = send(arguments, planned, interval_ns, endpoint, "requests", pacer)
     say(*serve_report.lines_of(measured, {"URL": endpoint.url, "Model": endpoint.model, **header}, title))
     _keep(arguments, measured, endpoint)
     return measured
+
+
+def send(
+    arguments: argparse.Namespace,
+    planned: Sequence[PlannedRequest],
+    interval_ns: float,
+    endpoint: Endpoint,
+    label: str,
+    pacer: Pacer | None = None,
+) -> ServeRun:
+    """Send the plan and wait for the last answer; `label` is what a person who waits reads."""
+    prepared = prepare(planned, endpoint, arguments)
+    with Progress(label, total=len(prepared)) as progress:
+        seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
+    return ServeRun(seen, Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share), objective_of(arguments))
 
 
 def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint) -> None:
