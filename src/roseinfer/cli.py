@@ -199,9 +199,9 @@ def _scheduler(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _load(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.bench import serve
+    from roseinfer.bench import serve, sweep
 
-    return serve.run(arguments, loaded)
+    return serve.run(arguments, loaded) if arguments.sweep is None else sweep.run(arguments)
 
 
 def _simulate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -31,12 +31,11 @@ from roseinfer.bench.launched import serving
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_client import find_endpoint
 from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, plan_of, take_scenario
-from roseinfer.bench.serve import send
+from roseinfer.bench.serve import key_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError
-from roseinfer.server.api_keys import read_keys
 
 EXIT_FAILED = 1
 NUM_WARM_UP = 8  # requests at once that are not counted: what comes first in a process is slower
@@ -158,10 +157,8 @@ def _run_once(
 ) -> Measured:
     """A run of one side; again when the generator was late, since that says nothing of the server."""
     interval_ns = interval_ns_of(turn, planned)
-    key_file: Path | None = turn.api_key_file
-    key = "" if key_file is None else read_keys(key_file, "--api-key-file")[0]
     with side.open() as url:
-        endpoint = find_endpoint(url, key)
+        endpoint = find_endpoint(url, key_of(turn))
         models[side.name] = endpoint.model
         for _ in range(MAX_ATTEMPTS):
             _warm_up(turn, planned, endpoint)

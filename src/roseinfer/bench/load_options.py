@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -49,7 +50,12 @@ class Delay(NamedTuple):
 def add_serve(parser: Parser) -> None:
     """Flags of `bench serve`."""
     _add_server(parser)
-    add_load(parser)
+    add_load(parser).add_argument(
+        "--sweep",
+        type=rates_of,
+        metavar="R,R",
+        help="one rate after the other, rising, for --duration each; the knee is the last at which the limits hold",
+    )
     add_sampling(parser)
     _add_report(parser)
 
@@ -123,8 +129,8 @@ def _add_server(parser: Parser) -> None:
     )
 
 
-def add_load(parser: Parser) -> None:
-    """When requests are sent, and how long they are."""
+def add_load(parser: Parser) -> argparse._MutuallyExclusiveGroup:
+    """When requests are sent, and how long they are. Returns the flags of arrivals, of which one may be given."""
     group = parser.add_argument_group("load", "without --rate and --interval-ms all requests are sent at once")
     arrivals = group.add_mutually_exclusive_group()
     arrivals.add_argument("--rate", type=parser_of(_Rate), metavar="R", help="R requests a second, a Poisson process")
@@ -171,6 +177,7 @@ def add_load(parser: Parser) -> None:
         "--long-max-tokens", type=parser_of(TokenCount), metavar="N", help="default: what --max-tokens says"
     )
     group.add_argument("--seed", type=parser_of(Seed), default=0, metavar="S", help="of the whole load; default: 0")
+    return arrivals
 
 
 def add_sampling(parser: Parser) -> None:
@@ -240,6 +247,14 @@ def lengths_of(text: str) -> Lengths:
 def seconds_of(text: str) -> Sequence[float]:
     """`2.0,4.5`: a comma list of seconds."""
     return [parser_of(_Seconds)(part.strip()) for part in text.split(",")]
+
+
+def rates_of(text: str) -> Sequence[float]:
+    """`5,10,20`: rising rates in requests a second."""
+    rates: list[float] = [parser_of(_Rate)(part.strip()) for part in text.split(",")]
+    if any(later <= earlier for earlier, later in pairwise(rates)):
+        raise argparse.ArgumentTypeError(f"expected rates that rise, got {text!r}")
+    return rates
 
 
 def delay_of(text: str) -> Delay:

@@ -46,12 +46,17 @@ def measure(
     pacer: Pacer | None = None,
 ) -> ServeRun:
     """Send the plan to the server, print the report and keep the files that were asked for."""
-    key_file: Path | None = arguments.api_key_file
-    endpoint = find_endpoint(arguments.url, "" if key_file is None else read_keys(key_file, "--api-key-file")[0])
+    endpoint = find_endpoint(arguments.url, key_of(arguments))
     measured = send(arguments, planned, interval_ns, endpoint, "requests", pacer)
     say(*serve_report.lines_of(measured, {"URL": endpoint.url, "Model": endpoint.model, **header}, title))
     _keep(arguments, measured, endpoint)
     return measured
+
+
+def key_of(arguments: argparse.Namespace) -> str:
+    """The API key to send, empty without a file of them. Raises ConfigError."""
+    key_file: Path | None = arguments.api_key_file
+    return "" if key_file is None else read_keys(key_file, "--api-key-file")[0]
 
 
 def send(
