@@ -13,7 +13,7 @@ IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
 
 .NOTPARALLEL:
 .PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu
-.PHONY: bench-streaming docs constraints chart dashboards dashboard-preview
+.PHONY: bench-streaming docs constraints chart dashboards dashboard-preview loadtest
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ bench-gpu: ## the GPU's benchmarks, offline, with the Python that is given: PYTH
 
 bench-streaming: setup ## 64 streams, 20 ms apart, 128 tokens each, through the engine
 	$(BIN)/roseinfer bench streaming --prompt Hello --pretok --num-requests 64 --submit-interval-ms 20 --submit-schedule absolute --max-batch-size 64 --prefill-max-batch-size 64 --max-new-tokens 128 --no-stop-on-eos --no-prefix-cache --stream-interval 8 $(ARGS)
+
+loadtest: setup ## twenty seconds of Locust against `make serve`, report in build/loadtest; ARGS="--scenario burst"
+	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --html build/loadtest/report.html --json-file build/loadtest/report --result build/loadtest/result.json $(ARGS)
 
 docs: setup ## write the generated pages again
 	$(BIN)/python tools/generate_docs.py

@@ -161,7 +161,7 @@ def _add_sampling_flags(parser: Parser, *, temperature: float) -> None:
 
 
 def _add_bench(parser: Parser) -> None:
-    from roseinfer.bench import load_options, options
+    from roseinfer.bench import compare_options, load_options, options
 
     kinds = parser.add_subparsers(required=True, metavar="BENCHMARK", dest="BENCHMARK")
     for name, help_text, add_flags, run in (
@@ -175,8 +175,10 @@ def _add_bench(parser: Parser) -> None:
         ("serve", "A load through HTTP: what its clients see, and where the time went.", load_options.add_serve, _load),
         ("simulate", "A load through the real scheduler on a virtual clock.", load_options.add_simulate, _simulate),
         ("replay", "Ask a recording again, of a server or of the simulator.", load_options.add_replay, _replay),
+        ("compare", "Two servers or results: better, worse or noise.", compare_options.add_compare, _compare),
     ):
-        usage = "%(prog)s [options] RECORDING" if name == "replay" else "%(prog)s [options]"
+        operands = {"replay": " RECORDING", "compare": " [A B]"}.get(name, "")
+        usage = f"%(prog)s [options]{operands}"
         sub = kinds.add_parser(name, help=help_text, description=help_text, usage=usage)
         assert isinstance(sub, Parser)
         add_flags(sub)
@@ -197,9 +199,9 @@ def _scheduler(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _load(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.bench import serve
+    from roseinfer.bench import serve, sweep
 
-    return serve.run(arguments, loaded)
+    return serve.run(arguments, loaded) if arguments.sweep is None else sweep.run(arguments)
 
 
 def _simulate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -212,6 +214,12 @@ def _replay(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.bench import replay
 
     return replay.run(arguments, loaded)
+
+
+def _compare(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.bench import compare
+
+    return compare.run(arguments, loaded)
 
 
 def _add_explain(parser: Parser) -> None:

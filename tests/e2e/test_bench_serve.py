@@ -157,6 +157,21 @@ def test_chat_and_a_trace_with_a_key(
         assert lengths[0] > 3 if chat else lengths == [3, 5], "a chat template adds its own tokens"
 
 
+def test_a_sweep_has_a_row_for_each_rate_and_a_knee(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = (
+        f"--sweep 20,40 --num-requests 5 --max-tokens 3 --slo-ttft-ms 60000 --max-lag-share 1 --json {tmp_path / 'a'}"
+    )
+    _, lines = bench(server, flags, capsys)
+    content = json.loads((tmp_path / "a").read_text())
+    rows = [line.split() for line in lines if line.strip().startswith(("20 ", "40 "))]
+    assert [row[:2] for row in rows] == [[f"{point['rate']:g}", "5"] for point in content["points"]]
+    assert lines[-1].startswith("Knee: ")
+    for found in content["points"]:
+        assert found["is_valid"] is False or found["good_share"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -10,34 +10,21 @@ import gc
 import os
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 
+from roseinfer.bench.endpoint import Endpoint, authorization, read_models
+from roseinfer.bench.event_stream import DATA, read_events, read_refusal
 from roseinfer.bench.observed import Observed
 from roseinfer.errors import ConfigError
 
 ANSWER_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 HEAD_START_NS = 50_000_000  # before the first request is due
-_DATA = b"data: {"
-_DONE = b"data: [DONE]"
-
-
-class Endpoint(NamedTuple):
-    """Where a server listens, and what it serves."""
-
-    url: str
-    api_key: str
-    model: str
-    max_model_len: int
-    vocab_size: int
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,25 +37,6 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int | None = None  # tokens between two chunks, where the body asks for that
     abort_after_tokens: int | None = None
     abort_after_ns: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: dict[str, Any] | None = None
-    roseinfer_ledger: list[dict[str, Any]] = []  # of each choice
-
-
-_decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class Pacer:
@@ -148,11 +116,11 @@ class LoadClient:
         trace.on_request_headers_sent.append(note_sent)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=ANSWER_TIMEOUT_S)
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, trace_configs=[trace], headers=self._headers()
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=timeout,
+            trace_configs=[trace],
+            headers=self._endpoint.headers,
         )
-
-    def _headers(self) -> dict[str, str]:
-        return {"Content-Type": "application/json", "x-roseinfer-ledger": "1", **authorization(self._endpoint.api_key)}
 
     async def _send(
         self, session: aiohttp.ClientSession, request: PreparedRequest, seen: Observed, intended_s: float
@@ -192,79 +160,11 @@ class LoadClient:
             async for data in response.content.iter_any():
                 reads.append((self._clock(), data))
                 if request.abort_after_tokens is not None:
-                    num_chunks += data.count(_DATA)
+                    num_chunks += data.count(DATA)
                     if num_chunks >= request.abort_after_tokens:
                         seen.was_aborted = True
                         response.close()
                         return
-
-
-def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: int | None) -> None:
-    """Fill in what the bytes of an event stream say. An event's stamp is that of the read that completed it."""
-    ends = list(accumulate(len(data) for _, data in reads))
-    stream = b"".join(data for _, data in reads)
-    stamps: list[int] = []
-    num_tokens: int | None = None
-    position, is_done = 0, False
-    while (end := stream.find(b"\n\n", position)) >= 0:
-        line, position = stream[position:end].strip(), end + 2
-        if not line.startswith(_DATA):
-            is_done = is_done or line == _DONE
-            continue
-        try:
-            event = _decode_event(line[len(_DATA) - 1 :])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            seen.error = f"an event is not as agreed: {error}"
-            return
-        if event.error is not None:
-            seen.error = str(event.error.get("message", event.error))[:300]
-        if event.choices:
-            stamps.append(reads[bisect_left(ends, position)][0])
-            seen.finish_reason = event.choices[0].finish_reason or seen.finish_reason
-        if event.usage is not None:
-            num_tokens, seen.num_prompt_tokens = event.usage.completion_tokens, event.usage.prompt_tokens
-        if event.roseinfer_ledger:
-            seen.ledger = event.roseinfer_ledger[0]
-    seen.token_counts = count_tokens(len(stamps) if num_tokens is None else num_tokens, len(stamps), interval)
-    seen.token_ns = stamps[: len(seen.token_counts)]
-    if not seen.error and not seen.was_aborted and not seen.token_ns:
-        seen.error = "the stream ended without a token"
-    if not seen.error and not seen.was_aborted and not is_done:
-        seen.error = "the stream broke off"
-
-
-def read_refusal(seen: Observed, status: int, body: bytes) -> None:
-    """Fill in what an answer with another status than 200 says."""
-    try:
-        event = _decode_event(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        event = _Event()
-    told = body.decode(errors="replace") if event.error is None else str(event.error.get("message", event.error))
-    seen.error = f"{status}: {told[:300]}"
-    if event.roseinfer_ledger:
-        seen.ledger = event.roseinfer_ledger[0]
-
-
-def count_tokens(num_tokens: int, num_chunks: int, interval: int | None) -> list[int]:
-    """How many tokens each chunk carries, of `num_tokens` by the server's count.
-
-    The first chunk is sent with the first token, each later one with `interval` tokens, and the last with the rest.
-    Where that does not add up (tokens were due together, or half a character was held back) the tokens after the first
-    are spread evenly. A chunk beyond the number of tokens carries none and is left out.
-    """
-    num_chunks = min(num_chunks, num_tokens)
-    if num_chunks <= 1:
-        return [num_tokens] * num_chunks
-    interval = interval or 1
-    last = num_tokens - 1 - interval * (num_chunks - 2)
-    if 1 <= last <= interval:
-        return [1, *[interval] * (num_chunks - 2), last]
-    each, more = divmod(num_tokens - 1, num_chunks - 1)
-    return [1, *[each + (index < more) for index in range(num_chunks - 1)]]
-
-
-def authorization(api_key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 async def get(url: str, api_key: str, param: str) -> bytes:
@@ -286,28 +186,8 @@ async def get(url: str, api_key: str, param: str) -> bytes:
         raise ConfigError(f"nothing answers at {url}: {type(error).__name__} {error}", param=param) from None
 
 
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int = 0
-    vocab_size: int = 0
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-UNKNOWN_VOCAB_SIZE = 256  # of a server that does not say: ids below it are in every vocabulary
-
-
 def find_endpoint(url: str, api_key: str) -> Endpoint:
     """What serves at `url`. Raises ConfigError when nothing does."""
     url = url.rstrip("/")
     body = asyncio.run(get(f"{url}/v1/models", api_key, "--url"))
-    try:
-        models = msgspec.json.decode(body, type=_Models).data
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        models = []
-    if not models:
-        raise ConfigError(f"{url}/v1/models names no model", param="--url")
-    model = models[0]
-    return Endpoint(url, api_key, model.id, model.max_model_len, model.vocab_size or UNKNOWN_VOCAB_SIZE)
+    return read_models(url, api_key, body)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -49,14 +50,19 @@ class Delay(NamedTuple):
 def add_serve(parser: Parser) -> None:
     """Flags of `bench serve`."""
     _add_server(parser)
-    _add_load(parser)
-    _add_sampling(parser)
+    add_load(parser).add_argument(
+        "--sweep",
+        type=rates_of,
+        metavar="R,R",
+        help="one rate after the other, rising, for --duration each; the knee is the last at which the limits hold",
+    )
+    add_sampling(parser)
     _add_report(parser)
 
 
 def add_simulate(parser: Parser) -> None:
     """Flags of `bench simulate`."""
-    _add_load(parser)
+    add_load(parser)
     _add_simulator(parser)
     _add_objective(parser.add_argument_group("report"))
     parser.add_argument("--recording", type=Path, metavar="FILE", help="keep what happened as a recording, an .npz")
@@ -123,7 +129,8 @@ def _add_server(parser: Parser) -> None:
     )
 
 
-def _add_load(parser: Parser) -> None:
+def add_load(parser: Parser) -> argparse._MutuallyExclusiveGroup:
+    """When requests are sent, and how long they are. Returns the flags of arrivals, of which one may be given."""
     group = parser.add_argument_group("load", "without --rate and --interval-ms all requests are sent at once")
     arrivals = group.add_mutually_exclusive_group()
     arrivals.add_argument("--rate", type=parser_of(_Rate), metavar="R", help="R requests a second, a Poisson process")
@@ -134,6 +141,9 @@ def _add_load(parser: Parser) -> None:
         type=Path,
         metavar="FILE",
         help="a recording, or lines of JSON: offset_s, prompt_tokens and max_tokens of each request",
+    )
+    arrivals.add_argument(
+        "--scenario", type=Path, metavar="FILE", help="users and phases as Locust has them; see loadtest/README.md"
     )
     count = parser_of(Positive)
     group.add_argument(
@@ -167,9 +177,11 @@ def _add_load(parser: Parser) -> None:
         "--long-max-tokens", type=parser_of(TokenCount), metavar="N", help="default: what --max-tokens says"
     )
     group.add_argument("--seed", type=parser_of(Seed), default=0, metavar="S", help="of the whole load; default: 0")
+    return arrivals
 
 
-def _add_sampling(parser: Parser) -> None:
+def add_sampling(parser: Parser) -> None:
+    """What requests have in common."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--chat", action="store_true", help="chat completions; prompts are as many words, to which the template adds"
@@ -188,10 +200,26 @@ def _add_sampling(parser: Parser) -> None:
     )
 
 
-def _add_objective(group: argparse._ArgumentGroup) -> None:
+def add_limits(group: argparse._ArgumentGroup) -> None:
+    """What a good request keeps."""
     milliseconds: dict[str, Any] = {"type": parser_of(_Milliseconds), "metavar": "MS"}
     group.add_argument("--slo-ttft-ms", help="goodput: the time to the first token of a good request", **milliseconds)
     group.add_argument("--slo-tpot-ms", help="goodput: the time per output token of a good request", **milliseconds)
+
+
+def add_max_lag_share(group: argparse._ArgumentGroup) -> None:
+    """When the generator may no longer be believed."""
+    group.add_argument(
+        "--max-lag-share",
+        type=parser_of(_Share),
+        default=0.1,
+        metavar="SHARE",
+        help="the report is invalid when the generator's own lag, p99, is a larger share of the interval; default: 0.1",
+    )
+
+
+def _add_objective(group: argparse._ArgumentGroup) -> None:
+    add_limits(group)
     group.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the report and every request, for roseinfer explain"
     )
@@ -200,13 +228,7 @@ def _add_objective(group: argparse._ArgumentGroup) -> None:
 def _add_report(parser: Parser) -> None:
     group = parser.add_argument_group("report")
     _add_objective(group)
-    group.add_argument(
-        "--max-lag-share",
-        type=parser_of(_Share),
-        default=0.1,
-        metavar="SHARE",
-        help="the report is invalid when the generator's own lag, p99, is a larger share of the interval; default: 0.1",
-    )
+    add_max_lag_share(group)
     group.add_argument(
         "--recording", type=Path, metavar="FILE", help="at the end fetch the server's recording, an .npz, into FILE"
     )
@@ -225,6 +247,14 @@ def lengths_of(text: str) -> Lengths:
 def seconds_of(text: str) -> Sequence[float]:
     """`2.0,4.5`: a comma list of seconds."""
     return [parser_of(_Seconds)(part.strip()) for part in text.split(",")]
+
+
+def rates_of(text: str) -> Sequence[float]:
+    """`5,10,20`: rising rates in requests a second."""
+    rates: list[float] = [parser_of(_Rate)(part.strip()) for part in text.split(",")]
+    if any(later <= earlier for earlier, later in pairwise(rates)):
+        raise argparse.ArgumentTypeError(f"expected rates that rise, got {text!r}")
+    return rates
 
 
 def delay_of(text: str) -> Delay:

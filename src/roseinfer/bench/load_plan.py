@@ -2,17 +2,67 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from roseinfer.bench.load import NS_PER_S, Arrivals, LongPrompts, PlannedRequest, Workload, plan_of_trace
 from roseinfer.bench.load_options import DEFAULT_NUM_REQUESTS, Lengths
 from roseinfer.bench.observed import Objective, mean_interval_ns
+from roseinfer.bench.scenario import Scenario, load_scenario
 from roseinfer.errors import ConfigError
 
 _LONG_AT = (1.0,)  # seconds
+_SAID_BY_SCENARIO = (
+    *("num_requests", "duration", "prompt_tokens", "max_tokens", "shared_prefix_share", "long_prompt_tokens"),
+    *("num_long", "long_at", "long_max_tokens", "chat", "ignore_eos", "stream_interval"),
+)
+
+
+def take_scenario(arguments: argparse.Namespace) -> None:
+    """Read the file of `--scenario`, if there is one, into its place; what it says of requests holds then.
+
+    Limits of the objective are the file's where no flag gives them. Raises ConfigError for a flag that says the same.
+    """
+    if arguments.scenario is None:
+        return
+    for name in _SAID_BY_SCENARIO:
+        if name in arguments and getattr(arguments, name) != arguments.parser.get_default(name):
+            raise ConfigError("has no meaning beside --scenario: the file says it", param="--" + name.replace("_", "-"))
+    scenario = load_scenario(arguments.scenario)
+    arguments.scenario_file, arguments.scenario = arguments.scenario, scenario
+    arguments.prompt_tokens, arguments.max_tokens = scenario.prompt_tokens, scenario.max_tokens
+    arguments.shared_prefix_share = scenario.shared_prefix_share
+    arguments.chat, arguments.ignore_eos = scenario.endpoint == "chat", scenario.ignore_eos
+    arguments.stream_interval = scenario.stream_interval
+    if arguments.slo_ttft_ms is None:
+        arguments.slo_ttft_ms = scenario.objective.ttft_ms
+    if arguments.slo_tpot_ms is None:
+        arguments.slo_tpot_ms = scenario.objective.tpot_ms
+
+
+def echo_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags as plain data, the scenario with all that its file says."""
+    echoed: dict[str, Any] = {}
+    for name, value in vars(arguments).items():
+        match value:
+            case Lengths():
+                echoed[name] = _range(value)
+            case Path():
+                echoed[name] = str(value)
+            case Scenario():
+                echoed[name] = value.echo()
+            case bool() | str() | int() | float() | list():
+                echoed[name] = value
+            case _:  # not given, or no value of a flag
+                pass
+    return echoed
 
 
 def plan_of(arguments: argparse.Namespace) -> list[PlannedRequest]:
-    """The requests that the flags ask for. Raises ConfigError."""
+    """The requests that the flags ask for; a scenario has been read. Raises ConfigError."""
+    if arguments.scenario is not None:
+        planned: list[PlannedRequest] = arguments.scenario.plan(arguments.seed)
+        return planned
     if arguments.trace is not None:
         for name in ("num_requests", "duration", "long_prompt_tokens"):
             if getattr(arguments, name) is not None:
@@ -41,7 +91,7 @@ def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedReque
     """What the generator's lag is held against: the mean interval of the schedule, 0 for a burst."""
     if arguments.rate is not None:
         return NS_PER_S / float(arguments.rate)
-    if arguments.trace is not None:
+    if arguments.trace is not None or arguments.scenario is not None:
         return mean_interval_ns([request.offset_ns for request in planned])
     return float(arguments.interval_ms or 0.0) * 1e6
 
@@ -68,6 +118,8 @@ def describe(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -
     """The load in words, so that two reports can be compared."""
     if arguments.trace is not None:
         return f"{len(planned)} requests of {arguments.trace}"
+    if arguments.scenario is not None:
+        return f"{len(planned)} requests of {arguments.scenario_file}, seed {arguments.seed}"
     num_long = 0 if arguments.long_prompt_tokens is None else arguments.num_long or 1
     when = "at once"
     if arguments.rate is not None:

@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 
 from roseinfer.bench import serve_report
+from roseinfer.bench.endpoint import Endpoint
 from roseinfer.bench.load import PlannedRequest, Tokens
-from roseinfer.bench.load_client import Endpoint, LoadClient, Pacer, PreparedRequest, find_endpoint, get
-from roseinfer.bench.load_plan import describe, interval_ns_of, objective_of, plan_of
+from roseinfer.bench.load_client import LoadClient, Pacer, PreparedRequest, find_endpoint, get
+from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, plan_of, take_scenario
 from roseinfer.bench.observed import Verdict, lag_p99_ns
+from roseinfer.bench.request_body import RequestForm
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
@@ -25,32 +27,10 @@ from roseinfer.server.api_keys import read_keys
 
 EXIT_INVALID = 1
 
-# Common words, each one token with the space before it in most vocabularies: what chat messages are made of.
-_WORDS = (
-    *("the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "at", "be"),
-    *(
-        "this",
-        "have",
-        "from",
-        "or",
-        "one",
-        "had",
-        "by",
-        "but",
-        "not",
-        "what",
-        "all",
-        "were",
-        "we",
-        "when",
-        "your",
-        "can",
-    ),
-)
-
 
 def run(arguments: argparse.Namespace, _: LoadedConfig, pacer: Pacer | None = None) -> int:
     """Print the report. Returns the exit code: 1 when the generator did not keep its schedule, or nothing completed."""
+    take_scenario(arguments)
     planned = plan_of(arguments)
     header = {"Load": describe(arguments, planned)}
     measured = measure(arguments, planned, interval_ns_of(arguments, planned), header, pacer=pacer)
@@ -66,16 +46,32 @@ def measure(
     pacer: Pacer | None = None,
 ) -> ServeRun:
     """Send the plan to the server, print the report and keep the files that were asked for."""
-    key_file: Path | None = arguments.api_key_file
-    endpoint = find_endpoint(arguments.url, "" if key_file is None else read_keys(key_file, "--api-key-file")[0])
-    prepared = prepare(planned, endpoint, arguments)
-    with Progress("requests", total=len(prepared)) as progress:
-        seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
-    verdict = Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share)
-    measured = ServeRun(seen, verdict, objective_of(arguments))
+    endpoint = find_endpoint(arguments.url, key_of(arguments))
+    measured = send(arguments, planned, interval_ns, endpoint, "requests", pacer)
     say(*serve_report.lines_of(measured, {"URL": endpoint.url, "Model": endpoint.model, **header}, title))
     _keep(arguments, measured, endpoint)
     return measured
+
+
+def key_of(arguments: argparse.Namespace) -> str:
+    """The API key to send, empty without a file of them. Raises ConfigError."""
+    key_file: Path | None = arguments.api_key_file
+    return "" if key_file is None else read_keys(key_file, "--api-key-file")[0]
+
+
+def send(
+    arguments: argparse.Namespace,
+    planned: Sequence[PlannedRequest],
+    interval_ns: float,
+    endpoint: Endpoint,
+    label: str,
+    pacer: Pacer | None = None,
+) -> ServeRun:
+    """Send the plan and wait for the last answer; `label` is what a person who waits reads."""
+    prepared = prepare(planned, endpoint, arguments)
+    with Progress(label, total=len(prepared)) as progress:
+        seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
+    return ServeRun(seen, Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share), objective_of(arguments))
 
 
 def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint) -> None:
@@ -89,10 +85,7 @@ def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint)
         raise
     finally:
         if arguments.json is not None:
-            options = {
-                name: value for name, value in vars(arguments).items() if isinstance(value, str | int | float | list)
-            }
-            settings = {"url": endpoint.url, "model": endpoint.model, "arguments": options}
+            settings = {"url": endpoint.url, "model": endpoint.model, "arguments": echo_of(arguments)}
             serve_report.write_result(arguments.json, measured, settings, recording)
 
 
@@ -124,14 +117,13 @@ def prepare(
             )
         # Whoever goes away after a token has to see each one.
         interval = arguments.stream_interval if request.abort_after_tokens is None else 1
-        body = _body(tokens.of(request.segments), request, endpoint, arguments)
-        if interval is not None:
-            body["stream_interval"] = interval
+        form = RequestForm(arguments.chat, arguments.ignore_eos, interval)
+        body = form.body(endpoint.model, tokens.of(request.segments), request.max_tokens)
         prepared.append(
             PreparedRequest(
                 request_id=f"{run_id}-{index}",
                 offset_ns=request.offset_ns,
-                path="/v1/chat/completions" if arguments.chat else "/v1/completions",
+                path=form.path,
                 body=msgspec.json.encode(body),
                 stream_interval=interval,
                 abort_after_tokens=request.abort_after_tokens,
@@ -139,24 +131,3 @@ def prepare(
             )
         )
     return prepared
-
-
-def _body(
-    token_ids: list[int], request: PlannedRequest, endpoint: Endpoint, arguments: argparse.Namespace
-) -> dict[str, object]:
-    """Token ids for completions, so that lengths are exact; as many words for chat, to which the template adds."""
-    body: dict[str, object] = {
-        "model": endpoint.model,
-        "temperature": 0,
-        "ignore_eos": arguments.ignore_eos,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if not arguments.chat:
-        return {**body, "prompt": token_ids, "max_tokens": request.max_tokens}
-    content = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)
-    return {
-        **body,
-        "messages": [{"role": "user", "content": content}],
-        "max_completion_tokens": request.max_tokens,
-    }

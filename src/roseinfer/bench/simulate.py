@@ -14,7 +14,7 @@ from roseinfer.bench import cost_model, serve_report
 from roseinfer.bench.cost_model import CostModel
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_options import DEFAULT_COSTS
-from roseinfer.bench.load_plan import describe, objective_of, plan_of
+from roseinfer.bench.load_plan import describe, objective_of, plan_of, take_scenario
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.bench.simulation import Decision, Setup, Simulated, Simulation
@@ -30,6 +30,7 @@ _RECORDED_SECTIONS = ("scheduler", "cache", "runner")  # what a recording says o
 
 def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report. Returns the exit code."""
+    take_scenario(arguments)
     planned = plan_of(arguments)
     recording = recording_of(arguments.cost_model)
     if recording is None and arguments.cost_model is None and arguments.trace is not None:

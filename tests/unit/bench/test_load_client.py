@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from roseinfer.bench.load_client import Pacer, count_tokens, read_events, read_refusal
+from roseinfer.bench.event_stream import count_tokens, read_events, read_refusal
+from roseinfer.bench.load_client import Pacer
 from roseinfer.bench.observed import Observed
 
 

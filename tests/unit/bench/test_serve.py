@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from roseinfer.bench.endpoint import Endpoint
 from roseinfer.bench.load import PlannedRequest, Segment
-from roseinfer.bench.load_client import Endpoint, PreparedRequest
+from roseinfer.bench.load_client import PreparedRequest
 from roseinfer.bench.serve import fetch_recording, prepare
 from roseinfer.errors import ConfigError, InvalidRequest
 from tests.unit.explain.operations_port import open_port

@@ -1,0 +1,262 @@
+"""Locust against a real server: every request is counted on both sides, and both see the same latencies.
+
+Locust patches the standard library when it is imported, so it only ever runs in a process of its own.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roseinfer import cli
+from roseinfer.bench import serve
+from roseinfer.observe.buckets import TOKEN_S, WAIT_S
+from tests.e2e.server import Server, free_port
+
+ROOT = Path(__file__).parents[2]
+LOCUST = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py")]
+PATH = "/v1/completions"
+MAX_TOKENS = 12
+MAX_ROUNDS = 5
+SCENARIO = f"""
+description: All three shapes in four seconds.
+phases:
+  - {{kind: ramp, users: 5, duration_s: 2}}
+  - {{kind: burst, users: 9, duration_s: 1}}
+  - {{kind: steady, users: 4, duration_s: 1}}
+rate_per_user: 3
+prompt_tokens: 8-16
+max_tokens: {MAX_TOKENS}
+objective: {{ttft_ms: 60000, tpot_ms: 60000}}
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    file = tmp_path / "three.yaml"
+    file.write_text(SCENARIO)
+    return file
+
+
+def headless(url: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [*LOCUST, "--headless", "--only-summary", "--host", url, *options]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+def growth(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float:
+    return after[name] - before.get(name, 0.0)
+
+
+def histogram_growth(before: Mapping[str, float], after: Mapping[str, float], name: str) -> list[float]:
+    """Cumulative counts of the buckets, in the order of their bounds."""
+    counts = {}
+    for key in after:
+        if found := re.fullmatch(rf'{name}_bucket{{le="([^"]+)"}}', key):
+            counts[float(found[1])] = growth(before, after, key)
+    return [counts[bound] for bound in sorted(counts)]
+
+
+def median_of(cumulative: Sequence[float], bounds: Sequence[float]) -> tuple[float, float]:
+    """The median as `histogram_quantile` estimates it, and the width of its bucket, in seconds."""
+    rank = cumulative[-1] / 2
+    index = bisect_left(cumulative, rank)
+    below, count_below = (bounds[index - 1], cumulative[index - 1]) if index else (0.0, 0.0)
+    width = bounds[index] - below
+    return below + width * (rank - count_below) / (cumulative[index] - count_below), width
+
+
+def cumulated(values: Sequence[float], bounds: Sequence[float]) -> list[float]:
+    return [float(sum(value <= bound for value in values)) for bound in (*bounds, float("inf"))]
+
+
+def gaps_s(row: Mapping[str, Any]) -> list[float]:
+    """One for each token after the first piece; see docs/load.md."""
+    gaps = [later - earlier for earlier, later in pairwise(row["token_times_s"])]
+    return [gap / count for gap, count in zip(gaps, row["token_counts"][1:], strict=True) for _ in range(count)]
+
+
+def medians_apart(before: Mapping[str, float], after: Mapping[str, float], seen: Sequence[dict[str, Any]]) -> list[str]:
+    """Latencies whose medians on both sides are further apart than a bucket and 2 ms."""
+    pieces = [row for row in seen if len(row["token_counts"]) > 1]
+    tpots = [(row["token_times_s"][-1] - row["first_token_s"]) / (row["num_tokens"] - 1) for row in pieces]
+    clients = {
+        "time_to_first_token": (WAIT_S, [row["first_token_s"] - row["sent_s"] for row in seen]),
+        "time_per_output_token": (TOKEN_S, tpots),
+        "inter_token_latency": (TOKEN_S, [gap for row in seen for gap in gaps_s(row)]),
+    }
+    apart = []
+    for name, (bounds, values) in clients.items():
+        client_s, _ = median_of(cumulated(values, bounds), bounds)
+        server_s, bucket_s = median_of(histogram_growth(before, after, f"roseinfer_{name}_seconds"), bounds)
+        if abs(client_s - server_s) > bucket_s + 0.002:
+            apart.append(f"{name}: client {client_s:.6f} s, server {server_s:.6f} s")
+    return apart
+
+
+def check_counts(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    rows: Mapping[str, dict[str, Any]],
+    seen: Sequence[dict[str, Any]],
+) -> None:
+    """Each request, token and gap that Locust has counted was counted by the server."""
+    num_requests, num_tokens = rows["POST"]["num_requests"], rows["POST"]["total_content_length"]
+    assert num_requests == len(seen) > 10
+    assert num_tokens == num_requests * MAX_TOKENS
+    # Where all tokens were due before the first was written they came in one piece, which has no gap to be seen.
+    whole = [row["num_tokens"] for row in seen if len(row["token_counts"]) == 1]
+    counted = {
+        'roseinfer_requests_total{finish_reason="length"}': num_requests,
+        "roseinfer_requests_received_total": num_requests,
+        "roseinfer_generation_tokens_total": num_tokens,
+        "roseinfer_client_submit_lag_seconds_count": rows["submit lag"]["num_requests"],
+        "roseinfer_time_to_first_token_seconds_count": rows["TTFT"]["num_requests"],
+        "roseinfer_time_per_output_token_seconds_count": rows["TPOT"]["num_requests"] + len(whole),
+        "roseinfer_inter_token_latency_seconds_count": rows["ITL"]["num_requests"] + sum(whole) - len(whole),
+    }
+    assert {name: growth(before, after, name) for name in counted} == counted
+
+
+def test_client_and_server_agree(server: Server, scenario: Path, tmp_path: Path) -> None:
+    """Counts in every round. Latencies in one of a few: a client without a processor has seen more than the server."""
+    files = ("--html", "report.html", "--json-file", "report", "--result", "out/result.json", "--max-lag-share", "100")
+    apart = []
+    for _ in range(MAX_ROUNDS):
+        before = server.wait_metrics(roseinfer_num_requests_running=0, roseinfer_http_inflight_streams=0)
+        ran = headless(server.url, "--scenario", str(scenario), *files, folder=tmp_path)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        after = server.wait_metrics(roseinfer_num_requests_running=0, roseinfer_http_inflight_streams=0)
+        rows = {row["method"]: row for row in json.loads((tmp_path / "report.json").read_text())}
+        assert {row["name"] for row in rows.values()} == {PATH}
+        seen = json.loads((tmp_path / "out" / "result.json").read_text())["requests"]
+        check_counts(before, after, rows, seen)
+        apart.append(medians_apart(before, after, seen))
+        if not apart[-1]:
+            break
+    assert [] in apart, apart
+    assert f"Requests: {len(seen)} ({len(seen)} complete, 0 aborted as planned, 0 failed)" in ran.stdout
+    assert f"{len(seen)} of {len(seen)} (100.0%)" in ran.stdout, "goodput, by the scenario's objective"
+    page = (tmp_path / "report.html").read_text()
+    assert [kind for kind in ("TTFT", "TPOT", "ITL", "submit lag") if f'"{kind}"' not in page] == []
+
+
+def test_bench_serve_reads_the_same_file(server: Server, scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--scenario", str(scenario), "--max-lag-share", "1"]
+    code = cli.main(["bench", "serve", "--url", server.url, *flags])
+    told = capsys.readouterr().out
+    assert re.search(rf"^Load: (\d+) requests of {scenario}, seed 0$", told, re.MULTILINE)
+    assert re.search(r"^Requests: (\d+) \(\1 complete, 0 aborted as planned, 0 failed\)$", told, re.MULTILINE)
+    is_valid = "Goodput (TTFT <= 60000 ms, TPOT <= 60000 ms): " in told
+    assert code == (0 if is_valid else serve.EXIT_INVALID), "a generator that got no processor says so"
+    assert cli.main(["bench", "simulate", "--scenario", str(scenario)]) == 0
+    assert f"requests of {scenario}, seed 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--scenario", "steady"), "loadtest: --host: nothing answers at http://127.0.0.1:9/v1/models: "),
+        (("--scenario", "wave"), "loadtest: --scenario: wave is no file and none of burst, ramp, steady"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    ran = headless("http://127.0.0.1:9", *options, folder=tmp_path)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert [line for line in ran.stderr.splitlines() if line.startswith(words)], ran.stderr
+
+
+def test_a_refused_request_fails_and_is_counted(server: Server, scenario: Path, tmp_path: Path) -> None:
+    """The prompt does not fit, which the server says."""
+    scenario.write_text(SCENARIO.replace(f"max_tokens: {MAX_TOKENS}", "max_tokens: 100000"))
+    ran = headless(server.url, "--scenario", str(scenario), "--json-file", "report", folder=tmp_path)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    rows = {row["method"]: row for row in json.loads((tmp_path / "report.json").read_text())}
+    assert rows["POST"]["num_failures"] == rows["POST"]["num_requests"] > 0
+    assert "TTFT" not in rows
+
+
+class Page:
+    """Locust's web page."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+
+    def get(self, path: str) -> str:
+        return self._open(path, None)
+
+    def post(self, path: str, **form: str | int) -> str:
+        return self._open(path, urllib.parse.urlencode(form).encode())
+
+    def _open(self, path: str, data: bytes | None) -> str:
+        with urllib.request.urlopen(self.url + path, data, timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def rows(self) -> Counter[str]:
+        """Method -> number of requests."""
+        stats: dict[str, Any] = json.loads(self.get("/stats/requests"))
+        return Counter({row["method"]: row["num_requests"] for row in stats["stats"]})
+
+    def wait(self, path: str = "/") -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.get(path)
+            except OSError:
+                assert self.process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            else:
+                return
+
+
+@contextmanager
+def locust_page(url: str, folder: Path) -> Iterator[Page]:
+    port = free_port()
+    command = [*LOCUST, "--web-host", "127.0.0.1", "--web-port", str(port), "--host", url]
+    with (folder / "locust.log").open("wb") as log:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, env=environment
+        )
+    page = Page(process, f"http://127.0.0.1:{port}")
+    try:
+        page.wait()
+        yield page
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_users_by_hand_on_the_page(server: Server, scenario: Path, tmp_path: Path) -> None:
+    with locust_page(server.url, tmp_path) as page:
+        assert "scenario" in page.get("/"), "the options can be changed there"
+        begun = page.post(
+            "/swarm", user_count=3, spawn_rate=3, host=server.url, scenario=str(scenario), free="true", seed=1
+        )
+        assert json.loads(begun)["success"], begun
+        deadline = time.monotonic() + 60
+        while page.rows()["TTFT"] < 3:
+            assert time.monotonic() < deadline, (tmp_path / "locust.log").read_text()
+            time.sleep(0.2)
+        page.post("/stop")
+        rows = page.rows()
+        assert rows["POST"] == rows["TTFT"] == rows["submit lag"]
+        assert rows["ITL"] == rows["TPOT"] * (MAX_TOKENS - 1)
+        assert rows[""] == rows["POST"], "the row of all counts requests only"
