@@ -30,12 +30,17 @@ TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
 StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=64)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How the next token is chosen and when to stop. `check_request` validates it at the edge; the engine trusts it.
 
-    The order is the field's usual one: temperature, then top-k, then top-p, then min-p; what is left is renormalised.
+    The order is the field's usual one: biases, penalties, temperature, top-k, top-p, min-p; what is left is
+    renormalised.
     """
 
     temperature: Temperature = 1.0  # below GREEDY_BELOW: the likeliest token
@@ -48,10 +53,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     seed: Seed = 0  # with the position it determines the random number of each token
     num_logprobs: NumLogprobs | None = None  # None: none; k: the sampled token's and the k likeliest tokens'
+    presence_penalty: Penalty = 0.0  # taken from the logit of every token that was generated
+    frequency_penalty: Penalty = 0.0  # and this as often as it was
+    repetition_penalty: RepetitionPenalty = 1.0  # of tokens of prompt and completion: see model/sampling_penalties.py
+    logit_bias: LogitBias = {}  # added to the logits of these tokens
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Which token comes next depends on which came before, beyond what the model makes of them."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """A token is not drawn from what the model computed, but from something made of it."""
+        return self.has_penalties or bool(self.logit_bias)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -61,6 +80,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     top_k: TopK = 0
     top_p: TopP = 1.0
     min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
@@ -194,6 +214,11 @@ def check_request(
     known = list[Annotated[int, Meta(ge=0, lt=info.vocab_size)]]
     for where, token_ids in ((name, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
         _check(token_ids, known, where, f"; the vocabulary has {info.vocab_size} tokens")
+    if params.logit_bias and max(params.logit_bias) >= info.vocab_size:
+        raise InvalidRequest(
+            f"`logit_bias`: {max(params.logit_bias)} is no token id; the vocabulary has {info.vocab_size} tokens.",
+            param="logit_bias",
+        )
     if len(prompt_token_ids) + params.max_tokens > info.max_model_len:
         raise PromptTooLong(
             f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of `{name}` and the "

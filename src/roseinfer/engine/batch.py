@@ -32,6 +32,7 @@ class SlotBinding:
     params: SamplingParams
     num_prompt_tokens: int
     eos_token_ids: tuple[int, ...]  # empty when the request ignores them; barred while min_tokens is not reached
+    token_ids: Int32Array | None = None  # all known ones, prompt and generated, if `params.has_penalties`
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):

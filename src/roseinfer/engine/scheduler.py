@@ -267,7 +267,8 @@ class Scheduler:
                 self.counts.num_prefix_hit_tokens += sequence.num_cached_tokens
         params = sequence.request.params
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
-        self._bindings.append(SlotBinding(sequence.slot, params, sequence.num_prompt_tokens, eos_token_ids))
+        known = sequence.token_ids if params.has_penalties else None
+        self._bindings.append(SlotBinding(sequence.slot, params, sequence.num_prompt_tokens, eos_token_ids, known))
 
     def _advance(self, step_id: int, decodes: DecodeRows, chunks: list[Chunk]) -> ScheduledBatch:
         """The batch. From here on its tokens count as computed, and those it samples as known."""
