@@ -57,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: Penalty = 0.0  # and this as often as it was
     repetition_penalty: RepetitionPenalty = 1.0  # of tokens of prompt and completion: see model/sampling_penalties.py
     logit_bias: LogitBias = {}  # added to the logits of these tokens
+    num_prompt_logprobs: NumLogprobs | None = None  # as `num_logprobs`, of the tokens of the prompt but the first
 
     @property
     def is_greedy(self) -> bool:
@@ -121,6 +122,26 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of all tokens of a prompt but the first, in columns with an entry for each of them.
+
+    Columns because there may be as many as the context is long: bytes in the order of this host.
+    """
+
+    num_likeliest: int
+    logprobs: bytes  # float64 [tokens]
+    top_token_ids: bytes  # int32 [tokens, num_likeliest], likeliest first
+    top_logprobs: bytes  # float64 [tokens, num_likeliest]
+
+    def entries(self) -> Iterator[tuple[float, list[int], list[float]]]:
+        """Of each token its log-probability, and ids and log-probabilities of the likeliest in its place."""
+        count = self.num_likeliest
+        top_ids, top_logprobs = memoryview(self.top_token_ids).cast("i"), memoryview(self.top_logprobs).cast("d")
+        for index, logprob in enumerate(memoryview(self.logprobs).cast("d")):
+            here = slice(index * count, (index + 1) * count)
+            yield logprob, top_ids[here].tolist(), top_logprobs[here].tolist()
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What became due for one request. `finish_reason` is set exactly once, on the last output of a request."""
 
@@ -131,6 +152,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_token_id: int | None = None  # the eos or stop token that ended it; it is the last of token_ids
     times: EngineTimes | None = None  # on the first output after a prefill, and on the last
     slot: int | None = None  # on the first output after a prefill: where `StepOutput.tokens` tells the next ones
+    prompt_logprobs: PromptLogprobs | None = None  # on the first output of all, when asked for
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -65,6 +65,10 @@ class Sampler:
         rows = np.flatnonzero(counts >= 0)
         return tokens, self._backend.logprobs(logits, tokens, rows, counts[rows]) if len(rows) else None
 
+    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Int32Array) -> LogprobRows:
+        """Log-softmax of logits [rows, vocab_size] at ids [rows] int64 on the device, and of the likeliest `counts`."""
+        return self._backend.logprobs(logits, token_ids, np.arange(len(counts)), counts)
+
     def _tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
         """The next token of each row; rows whose logits are to be changed first are drawn from a copy."""
         edited = self._edits.rows(slots)

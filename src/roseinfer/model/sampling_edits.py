@@ -26,7 +26,7 @@ class LogitsEdit(Protocol):
     def apply(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
         """Change logits [rows, vocab_size] float32 in place; each row is of a slot that wants it, and all differ.
 
-        `positions` say where the token to be drawn will stand, so so many are known, the last perhaps to the device alone.
+        `positions` say where the token to be drawn will stand: so many are known, the last perhaps to the device alone.
         """
 
     def note(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:

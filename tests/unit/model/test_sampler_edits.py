@@ -1,4 +1,4 @@
-"""Changed logits: those of transformers' processors, with counts that know the token in flight, and other rows apart."""
+"""Changed logits: those of transformers' processors, with counts that know the token in flight; other rows apart."""
 
 import msgspec
 import numpy as np
@@ -52,7 +52,7 @@ def edited(logits: torch.Tensor, params: SamplingParams, generated: list[int]) -
 
 
 def textbook(logits: torch.Tensor, params: SamplingParams, generated: list[int]) -> torch.Tensor:
-    """transformers' processors where it has them, OpenAI's formula for the other two."""
+    """The processors of transformers where it has them, OpenAI's formula for the other two."""
     known = torch.tensor([PROMPT + generated])
     processors = LogitsProcessorList()
     if params.logit_bias:
@@ -104,7 +104,7 @@ def test_min_p_keeps_what_the_reference_keeps(kernels: Kernels | None, min_p: fl
 def generate(
     kernels: Kernels | None, params: list[SamplingParams], num_tokens: int, restart: int = 0
 ) -> list[list[int]]:
-    """Tokens of slots that sample together from logits of their positions; after `restart` each gets a new slot."""
+    """Tokens of slots that sample together from logits of their positions; at `restart` each gets a new slot."""
     num_slots, known = 2 * len(params), [list(PROMPT) for _ in params]
     sampler = Sampler(num_slots, VOCAB, CPU, kernels)
     slots: Int32Array = np.arange(len(params), dtype=np.int32)
