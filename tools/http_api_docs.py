@@ -145,6 +145,9 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
         return ", or ".join(_values(choice, definitions) for choice in choices)
     kind, unit = schema["type"], ""
+    if kind == "object" and "additionalProperties" in schema:
+        most = f", ≤ {schema['maxProperties']} entries" if "maxProperties" in schema else ""
+        return f"object of ({_values(schema['additionalProperties'], definitions)}){most}"
     if kind == "array":
         kind, unit = f"list of ({_values(schema['items'], definitions)})", " items"
     elif kind == "string":

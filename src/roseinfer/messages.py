@@ -33,7 +33,8 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300)]
+_TOKEN_ID_KEYS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}  # JSON has no other keys than strings
+LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300, extra_json_schema=_TOKEN_ID_KEYS)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -139,7 +140,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         top_ids, top_logprobs = memoryview(self.top_token_ids).cast("i"), memoryview(self.top_logprobs).cast("d")
         for index, logprob in enumerate(memoryview(self.logprobs).cast("d")):
             here = slice(index * count, (index + 1) * count)
-            yield logprob, top_ids[here].tolist(), top_logprobs[here].tolist()
+            yield logprob, list(top_ids[here]), list(top_logprobs[here])
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -262,10 +263,12 @@ def _check(value: object, expected: Any, name: str = "", note: str = "") -> None
         raise InvalidRequest(f"`{name}{path}`: {phrase}{note}.", param=name + path) from None
 
 
-_AT_PATH = re.compile(r"(?P<phrase>.*) - at `(?:key in )?\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_AT_PATH = re.compile(r"(?P<phrase>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 
 
 def locate(error: msgspec.ValidationError) -> tuple[str, str]:
     """What msgspec says of a value, and where: `stop[1]` for its `$.stop[1]`, nothing for the whole."""
     found = _AT_PATH.fullmatch(str(error))
-    return (found["phrase"], found["path"]) if found else (str(error), "")
+    if found is None:
+        return str(error), ""
+    return found["phrase"] + (" as a key" if found["key"] else ""), found["path"]

@@ -59,7 +59,7 @@ def textbook(logits: torch.Tensor, params: SamplingParams, generated: list[int])
         processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
     if params.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    scores = processors(known, logits.unsqueeze(0).clone())[0]
+    scores: torch.Tensor = processors(known, logits.unsqueeze(0).clone())[0]
     for token in range(VOCAB):
         count = generated.count(token)
         scores[token] -= count * params.frequency_penalty + (count > 0) * params.presence_penalty
