@@ -137,6 +137,24 @@ async def test_a_prompt_that_ends_the_text_at_once_is_still_cut_by_length() -> N
         assert (await both(server, prompt="a", echo=True, max_tokens=1))["finish_reason"] == "stop"
 
 
+async def test_the_token_that_ends_the_text_has_an_entry_though_it_is_no_text() -> None:
+    """A harness that asks for one token drops the last entry: it must never be one of the prompt's."""
+
+    def reply(request: Request) -> Iterable[TokenOutput]:
+        scores = None if request.params.num_prompt_logprobs is None else scores_of(request.prompt_token_ids, 1)
+        scored = [logprobs_of(EOS, 1)]
+        yield TokenOutput(request.request_id, [EOS], scored, FinishReason.STOP, EOS, times(), prompt_logprobs=scores)
+
+    async with serving(ScriptedEngine(reply)) as server:
+        choice = await both(server, prompt="ab", echo=True, logprobs=1, max_tokens=1)
+        chat = await server.chat(logprobs=True, top_logprobs=1)
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "<|eos|>"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+    assert chat.json["choices"][0]["logprobs"]["content"] == [], "a conversation lists its text alone"
+
+
 async def test_a_stop_string_is_looked_for_in_what_is_generated() -> None:
     async with serving(ScriptedEngine(answers("xENDy"))) as server:
         assert (await both(server, prompt="END", echo=True, stop="END"))["text"] == "ENDx"

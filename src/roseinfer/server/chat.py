@@ -72,6 +72,7 @@ class ChatDialect:
                 "top_logprobs": [_scored(token, logprob) for token, logprob in scored.top or ()],
             }
             for scored in delta.scored
+            if not scored.is_end
         ]
         return {"content": content, "refusal": None}
 

@@ -16,12 +16,13 @@ MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of the text with its log-probability and the likeliest tokens in its place, likeliest first."""
+    """A token with its log-probability and the likeliest tokens in its place, likeliest first."""
 
     token: bytes
     offset: int  # characters of the text before it
     logprob: float | None  # None of a prompt's first token, which nothing stands before
     top: list[tuple[bytes, float]] | None
+    is_end: bool = False  # it ended the text and is no part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,11 @@ class Choice:
         for position, token_id in enumerate(output.token_ids[:num_text_tokens]):
             if self._take_token(token_id, output.logprobs[position] if output.logprobs else None):
                 return
-        self._token_ids += output.token_ids[num_text_tokens:]
+        for position, token_id in enumerate(output.token_ids[num_text_tokens:], num_text_tokens):
+            self._token_ids.append(token_id)
+            if self.wants_logprobs and output.logprobs:
+                offset = self._num_echoed_chars + self._detokenizer.num_chars
+                self._scored.append(self._score(token_id, offset, output.logprobs[position], is_end=True))
         if output.finish_reason is not None:
             self._end(output.finish_reason)
 
@@ -128,9 +133,9 @@ class Choice:
             self._finish(FinishReason.STOP)
         return self._detokenizer.stopped
 
-    def _score(self, token_id: int, offset: int, logprobs: TokenLogprobs) -> ScoredToken:
+    def _score(self, token_id: int, offset: int, logprobs: TokenLogprobs, *, is_end: bool = False) -> ScoredToken:
         top = self._likeliest(logprobs.top_token_ids, logprobs.top_logprobs)
-        return ScoredToken(self._tokenizer.spell(token_id), offset, max(MIN_LOGPROB, logprobs.logprob), top)
+        return ScoredToken(self._tokenizer.spell(token_id), offset, max(MIN_LOGPROB, logprobs.logprob), top, is_end)
 
     def _likeliest(self, token_ids: list[int], logprobs: list[float]) -> list[tuple[bytes, float]]:
         spell = self._tokenizer.spell

@@ -86,7 +86,10 @@ def _check_texts(names: list[str], texts: list[str]) -> None:
 
 
 class CompletionDialect:
-    """Text under `text`, log-probabilities as parallel lists."""
+    """Text under `text`, log-probabilities as parallel lists, also of the token that ended the text.
+
+    Who scores texts with one token to generate leaves the last entry out, whatever it is (lm-evaluation-harness).
+    """
 
     id_prefix = "cmpl"
     reply_object = "text_completion"
