@@ -13,6 +13,7 @@ from tests.unit.server.harness import (
     EOS,
     ScriptedEngine,
     Server,
+    engine_info,
     ids,
     logprobs_of,
     serving,
@@ -204,3 +205,13 @@ async def test_the_best_are_told_best_first() -> None:
     assert scored.json["choices"][0]["logprobs"]["token_logprobs"] == told[1]
     assert [choice["text"] for choice in all_of_them.json["choices"]] == ["0", "111", "2", "33"]
     assert [request.params.num_logprobs for request in server.engine.requests] == [0] * 12 + [None] * 4
+
+
+async def test_more_scores_than_an_answer_holds_are_refused_before_the_engine_hears_of_them() -> None:
+    async with serving(ScriptedEngine(answers("x"), engine_info(max_model_len=20_000))) as server:
+        body: dict[str, Any] = {"prompt": [[1] * 6500, [2] * 6500], "echo": True, "max_tokens": 1}
+        refused = await server.complete(logprobs=20, **body)
+        assert (await server.complete(logprobs=19, **body)).status == 200
+        assert (await server.complete(**body)).status == 200
+    assert (refused.status, refused.error["param"]) == (400, "logprobs")
+    assert len(server.engine.requests) == 4

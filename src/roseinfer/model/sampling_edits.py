@@ -13,6 +13,7 @@ import torch
 
 from roseinfer.engine.batch import Int32Array, SlotBinding
 from roseinfer.model.sampling_slots import Int64Array
+from roseinfer.model.scratch import Scratch
 
 GROUP = 32  # rows that are changed at a time: what bounds the memory of copies
 
@@ -39,6 +40,7 @@ class LogitsEdits:
     def __init__(self, edits: Sequence[LogitsEdit], num_slots: int, device: torch.device) -> None:
         self._edits = edits
         self._device = device
+        self._scratch = Scratch(device)
         self._wanted: npt.NDArray[np.bool_] = np.zeros((num_slots, len(edits)), np.bool_)
         self._num_wanting = 0  # slots
 
@@ -58,9 +60,13 @@ class LogitsEdits:
     def edited(self, logits: torch.Tensor, rows: Int64Array, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
         """A changed copy of some rows of logits [all rows, vocab_size] -> float32 [len(rows), vocab_size].
 
-        Slots and positions are those of the rows.
+        Slots and positions are those of the rows. The copy is valid until the next one.
         """
-        changed = logits[self._tensor(rows)].float()
+        changed = self._scratch.take("rows", (len(rows), logits.shape[1]))
+        if logits.dtype == changed.dtype:
+            torch.index_select(logits, 0, self._tensor(rows), out=changed)
+        else:
+            changed.copy_(logits[self._tensor(rows)])
         for edit, mine in zip(self._edits, self._wanted[slots].T, strict=True):
             if mine.all():
                 edit.apply(changed, slots, positions)

@@ -12,7 +12,6 @@ import torch
 
 from roseinfer.engine.batch import Int32Array, SlotBinding
 from roseinfer.messages import SamplingParams
-from roseinfer.model.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Penalties:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._scratch = Scratch(device)
+        self._counts = torch.zeros(0, device=device)  # of tokens in rows; zeros but while they are used
         self._owners: dict[int, _Owner] = {}
 
     def bind(self, binding: SlotBinding) -> bool:
@@ -76,9 +75,11 @@ class Penalties:
         is_generated = np.concatenate(
             [np.arange(length) >= owner.num_prompt_tokens for owner, length in zip(owners, lengths, strict=True)]
         )
-        counts = self._scratch.take("counts", (logits.numel(),)).zero_()
-        counts.index_add_(0, entries, torch.from_numpy(is_generated).to(self._device, torch.float32))
-        count = counts[entries]
+        if len(self._counts) < logits.numel():
+            self._counts = torch.zeros(logits.numel(), device=self._device)
+        self._counts.index_add_(0, entries, torch.from_numpy(is_generated).to(self._device, torch.float32))
+        count = self._counts[entries]
+        self._counts[entries] = 0.0
         asked = [owner.params for owner in owners]
         repetition = self._spread([params.repetition_penalty for params in asked], lengths, np.float32)
         flat = logits.view(-1)

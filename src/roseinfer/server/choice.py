@@ -8,7 +8,7 @@ import msgspec
 from roseinfer.errors import EngineError, EngineFailed, RequestTimeout
 from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
 from roseinfer.records import Arrival, FinishReason, RequestTimeline
-from roseinfer.server.detokenizer import Detokenizer
+from roseinfer.server.detokenizer import Detokenizer, text_offsets
 from roseinfer.server.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
@@ -145,14 +145,9 @@ class Choice:
         """One for each token of the prompt. Its tokens may not spell its text: a space, say, may stand before them."""
         echo = self._telling.echo
         assert echo is not None, "who scores a prompt tells it"
-        spell, detokenizer = self._tokenizer.spell, Detokenizer(self._tokenizer.text_bytes)
-        offsets = []
-        for token_id in echo.token_ids:
-            offsets.append(detokenizer.num_chars)
-            detokenizer.push((token_id,))
-        detokenizer.flush()
-        surplus = detokenizer.num_chars - len(echo.text)
-        offsets = [max(0, offset - surplus) for offset in offsets]
+        spell = self._tokenizer.spell
+        *offsets, num_chars = text_offsets(self._tokenizer.text_bytes, echo.token_ids)
+        offsets = [max(0, offset - num_chars + len(echo.text)) for offset in offsets]
         scored = [ScoredToken(spell(echo.token_ids[0]), offsets[0], None, None)]
         for token_id, offset, (logprob, ids, values) in zip(
             echo.token_ids[1:], offsets[1:], logprobs.entries(), strict=True

@@ -15,7 +15,7 @@ from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
 from roseinfer.server.service import SERVICE
 from roseinfer.server.tokenizer import Tokenizer
-from roseinfer.server.wire import MAX_PROMPTS, CompletionBody
+from roseinfer.server.wire import MAX_PROMPT_SCORES, MAX_PROMPTS, CompletionBody
 
 
 @generates_tokens("text_completion")
@@ -25,6 +25,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionBody)
     _check(body)
     names, prompts = await _encode_prompts(body, text_model.tokenizer)
+    _check_scores(body, sum(map(len, prompts)))
     job = Job(
         body=body,
         prompts=prompts,
@@ -45,6 +46,18 @@ def _check(body: CompletionBody) -> None:
         raise InvalidRequest("`best_of` above `n` cannot be streamed: the best is known at the end.", param="best_of")
     if not body.max_tokens and not body.echo:
         raise InvalidRequest("`max_tokens` 0 needs `echo`: there would be nothing to tell.", param="max_tokens")
+
+
+def _check_scores(body: CompletionBody, num_prompt_tokens: int) -> None:
+    """That what the prompts are scored fits into an answer. Raises InvalidRequest."""
+    if body.echo and body.logprobs is not None:
+        num_scores = num_prompt_tokens * (body.best_of or body.n) * (body.logprobs + 1)
+        if num_scores > MAX_PROMPT_SCORES:
+            raise InvalidRequest(
+                f"`logprobs`: the prompts would have {num_scores} log-probabilities, and {MAX_PROMPT_SCORES} fit into "
+                "an answer; send fewer prompts at once.",
+                param="logprobs",
+            )
 
 
 def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Echo]:

@@ -60,3 +60,13 @@ class Detokenizer:
             if any(s.startswith(tail) for s in self._stop):
                 return start
         return len(text)
+
+
+def text_offsets(token_bytes: Callable[[int], bytes], token_ids: Iterable[int]) -> list[int]:
+    """How many characters of a text stand before each of its tokens, and last how many there are."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, num_chars = [], 0
+    for token_id in token_ids:
+        offsets.append(num_chars)
+        num_chars += len(decoder.decode(token_bytes(token_id)))
+    return [*offsets, num_chars + len(decoder.decode(b"", final=True))]

@@ -31,6 +31,7 @@ from roseinfer.messages import (
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
+MAX_PROMPT_SCORES = 1 << 18  # in one answer: a fraction of a second of the front end, some tens of megabytes
 MAX_ERROR_CHARS = 400
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -143,7 +144,8 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         bool,
         Meta(
             description="The text begins with the prompt. With `logprobs` the tokens of the prompt are scored too, the "
-            "first with `null`; such a prompt is not looked up in the cache."
+            "first with `null`; such a prompt is not looked up in the cache. All their tokens times `logprobs` + 1 are "
+            f"at most {MAX_PROMPT_SCORES}."
         ),
     ] = False
     best_of: Annotated[
