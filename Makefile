@@ -25,6 +25,8 @@ setup: .venv/.installed .venv/.kernels ## install the tested versions into .venv
 	@$(PYTHON) -c 'import ensurepip' || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@# Alone, for its class that asks servers like ours: what the rest of it needs is half a gigabyte.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps lm-eval==0.4.13
 	@touch $@
 
 # Without a compiler the command says so, and the server runs in plain torch: no reason to stop here.

@@ -93,6 +93,17 @@ ones have text alone.
 
 The status line of a stream leaves with its first token, so whatever goes wrong before is an ordinary error with a
 status.
+
+## Log-probabilities
+
+They are the model's own, in natural logarithms: before biases, penalties, temperature and limits. The likeliest are
+listed first in a chat; in a completion they are an object by spelling, with the token itself whether or not it is
+among them. A token that is part of a character is spelled `bytes:\\xe2\\x82` in a completion. The token that ends a
+text without being part of it has an entry in a completion and none in a chat. What is impossible has -9999.
+
+To score a text, ask for a completion with it as `prompt`, `echo`, `logprobs`, and `max_tokens` 0; with 1, as evaluation
+harnesses do, the last entry is always the generated token's. There is one entry for each token of the prompt, and the
+first is `null`. What a prompt is scored depends neither on the company it is read in nor on how it is cut.
 """
 
 
@@ -145,6 +156,9 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
         return ", or ".join(_values(choice, definitions) for choice in choices)
     kind, unit = schema["type"], ""
+    if kind == "object" and "additionalProperties" in schema:
+        most = f", ≤ {schema['maxProperties']} entries" if "maxProperties" in schema else ""
+        return f"object of ({_values(schema['additionalProperties'], definitions)}){most}"
     if kind == "array":
         kind, unit = f"list of ({_values(schema['items'], definitions)})", " items"
     elif kind == "string":

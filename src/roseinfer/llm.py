@@ -26,7 +26,7 @@ from roseinfer.config import Config
 from roseinfer.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestError, RoseinferError
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StartupProgress, TokenOutput, check_request
 from roseinfer.records import FinishReason, Observer, RequestTimeline
-from roseinfer.server.choice import Choice, Delta
+from roseinfer.server.choice import Choice, Delta, Telling
 from roseinfer.server.tokenizer import Tokenizer
 
 NUM_KEPT_TIMELINES = 4096
@@ -225,7 +225,7 @@ class LLM:
             raise InvalidRequest("`stop` holds an empty text.", param="stop")
         now_ns = time.monotonic_ns()
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
-        choice = Choice(0, self.tokenizer, stops, False, timeline)
+        choice = Choice(0, self.tokenizer, timeline, Telling(stop=stops))
         params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
         return _Stream(prompt, params, cache_salt, choice)
 

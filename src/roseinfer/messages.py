@@ -30,12 +30,18 @@ TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
 StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=64)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+_TOKEN_ID_KEYS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}  # JSON has no other keys than strings
+LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300, extra_json_schema=_TOKEN_ID_KEYS)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How the next token is chosen and when to stop. `check_request` validates it at the edge; the engine trusts it.
 
-    The order is the field's usual one: temperature, then top-k, then top-p, then min-p; what is left is renormalised.
+    The order is the field's usual one: biases, penalties, temperature, top-k, top-p, min-p; what is left is
+    renormalised.
     """
 
     temperature: Temperature = 1.0  # below GREEDY_BELOW: the likeliest token
@@ -48,10 +54,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     seed: Seed = 0  # with the position it determines the random number of each token
     num_logprobs: NumLogprobs | None = None  # None: none; k: the sampled token's and the k likeliest tokens'
+    presence_penalty: Penalty = 0.0  # taken from the logit of every token that was generated
+    frequency_penalty: Penalty = 0.0  # and this as often as it was
+    repetition_penalty: RepetitionPenalty = 1.0  # of tokens of prompt and completion: see model/sampling_penalties.py
+    logit_bias: LogitBias = {}  # added to the logits of these tokens
+    num_prompt_logprobs: NumLogprobs | None = None  # as `num_logprobs`, of the tokens of the prompt but the first
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Which token comes next depends on which came before, beyond what the model makes of them."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """A token is not drawn from what the model computed, but from something made of it."""
+        return self.has_penalties or bool(self.logit_bias)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -61,6 +82,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     top_k: TopK = 0
     top_p: TopP = 1.0
     min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
@@ -101,6 +123,26 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of all tokens of a prompt but the first, in columns with an entry for each of them.
+
+    Columns because there may be as many as the context is long: bytes in the order of this host.
+    """
+
+    num_likeliest: int
+    logprobs: bytes  # float64 [tokens]
+    top_token_ids: bytes  # int32 [tokens, num_likeliest], likeliest first
+    top_logprobs: bytes  # float64 [tokens, num_likeliest]
+
+    def entries(self) -> Iterator[tuple[float, list[int], list[float]]]:
+        """Of each token its log-probability, and ids and log-probabilities of the likeliest in its place."""
+        count = self.num_likeliest
+        top_ids, top_logprobs = memoryview(self.top_token_ids).cast("i"), memoryview(self.top_logprobs).cast("d")
+        for index, logprob in enumerate(memoryview(self.logprobs).cast("d")):
+            here = slice(index * count, (index + 1) * count)
+            yield logprob, list(top_ids[here]), list(top_logprobs[here])
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What became due for one request. `finish_reason` is set exactly once, on the last output of a request."""
 
@@ -111,6 +153,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_token_id: int | None = None  # the eos or stop token that ended it; it is the last of token_ids
     times: EngineTimes | None = None  # on the first output after a prefill, and on the last
     slot: int | None = None  # on the first output after a prefill: where `StepOutput.tokens` tells the next ones
+    prompt_logprobs: PromptLogprobs | None = None  # on the first output of all, when asked for
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -194,6 +237,11 @@ def check_request(
     known = list[Annotated[int, Meta(ge=0, lt=info.vocab_size)]]
     for where, token_ids in ((name, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
         _check(token_ids, known, where, f"; the vocabulary has {info.vocab_size} tokens")
+    if params.logit_bias and max(params.logit_bias) >= info.vocab_size:
+        raise InvalidRequest(
+            f"`logit_bias`: {max(params.logit_bias)} is no token id; the vocabulary has {info.vocab_size} tokens.",
+            param="logit_bias",
+        )
     if len(prompt_token_ids) + params.max_tokens > info.max_model_len:
         raise PromptTooLong(
             f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of `{name}` and the "
@@ -215,10 +263,12 @@ def _check(value: object, expected: Any, name: str = "", note: str = "") -> None
         raise InvalidRequest(f"`{name}{path}`: {phrase}{note}.", param=name + path) from None
 
 
-_AT_PATH = re.compile(r"(?P<phrase>.*) - at `(?:key in )?\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_AT_PATH = re.compile(r"(?P<phrase>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 
 
 def locate(error: msgspec.ValidationError) -> tuple[str, str]:
     """What msgspec says of a value, and where: `stop[1]` for its `$.stop[1]`, nothing for the whole."""
     found = _AT_PATH.fullmatch(str(error))
-    return (found["phrase"], found["path"]) if found else (str(error), "")
+    if found is None:
+        return str(error), ""
+    return found["phrase"] + (" as a key" if found["key"] else ""), found["path"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -97,6 +98,34 @@ def test_logprobs_in_both_shapes(client: OpenAI) -> None:
     assert scored is not None
     assert scored.content is not None
     assert all(len(entry.top_logprobs) == 2 for entry in scored.content)
+
+
+def test_biases_and_penalties_move_what_greedy_says(client: OpenAI) -> None:
+    def ask(**fields: Any) -> CompletionChoice:
+        reply = client.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=12,
+            temperature=0,
+            logprobs=0,
+            extra_body={"ignore_eos": True},
+            **fields,
+        )
+        return reply.choices[0]
+
+    def tokens(choice: CompletionChoice) -> list[str]:
+        assert choice.logprobs is not None
+        return choice.logprobs.tokens or []
+
+    forced = tokens(ask(logit_bias={"500": 100}))
+    assert len(set(forced)) == 1
+    assert forced != tokens(ask())
+    held_back = tokens(ask(logit_bias={"500": 90, "501": 89}, frequency_penalty=2.0))
+    assert len(set(held_back)) == 2, "the second has its turns as the first is said more often"
+    echoed = ask(echo=True)
+    assert echoed.text == PROMPT + ask().text
+    best = ask(best_of=3, n=1)
+    assert best.text == ask().text, "greedy, they are all the same"
 
 
 def test_a_stop_string_ends_the_text_before_it(client: OpenAI) -> None:

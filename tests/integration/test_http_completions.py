@@ -98,11 +98,15 @@ async def test_the_finish_reason_is_the_engines(reason: FinishReason) -> None:
 async def test_every_parameter_reaches_the_engine() -> None:
     """Defects D9 and D10: parameters were read in one mode and not in the other, or nowhere."""
     shared: dict[str, Any] = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 11}
-    shared |= {"max_tokens": 9, "min_tokens": 2}
-    expected = SamplingParams(**shared, stop_token_ids=(7, 8), ignore_eos=True, num_logprobs=3)
+    shared |= {"max_tokens": 9, "min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": -1}
+    shared |= {"repetition_penalty": 1.1}
+    expected = SamplingParams(
+        **shared, stop_token_ids=(7, 8), ignore_eos=True, num_logprobs=3, logit_bias={7: 1.5, 299: -100}
+    )
     async with serving(ScriptedEngine(says("a"))) as server:
         for stream in (False, True):
             body = shared | {"stop_token_ids": [7, 8], "ignore_eos": True, "logprobs": 3, "stream": stream}
+            body["logit_bias"] = {"7": 1.5, "299": -100}
             assert (await server.complete(**body)).status == 200
     assert [request.params for request in server.engine.requests] == [expected, expected]
 
@@ -144,13 +148,16 @@ async def test_fields_that_ask_for_nothing_are_accepted(nothing: dict[str, Any])
 
 
 async def test_what_a_request_leaves_out_is_the_models_and_what_it_says_wins() -> None:
-    defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05)
+    defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.05)
     async with serving(ScriptedEngine(says("x"), engine_info(sampling_defaults=defaults))) as server:
         await server.complete()
         await server.chat(temperature=0, top_k=0)
-        await server.complete(temperature=1.5, top_k=3, top_p=1, min_p=0)
-    chosen = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (r.params for r in server.engine.requests)]
-    assert chosen == [(0.6, 20, 0.95, 0.05), (0, 0, 0.95, 0.05), (1.5, 3, 1, 0)]
+        await server.complete(temperature=1.5, top_k=3, top_p=1, min_p=0, repetition_penalty=1)
+    chosen = [
+        (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty)
+        for p in (r.params for r in server.engine.requests)
+    ]
+    assert chosen == [(0.6, 20, 0.95, 0.05, 1.05), (0, 0, 0.95, 0.05, 1.05), (1.5, 3, 1, 0, 1)]
 
 
 async def test_a_tiny_temperature_is_greedy_and_a_large_top_k_keeps_all() -> None:

@@ -1,6 +1,7 @@
 """The same seeds give the same tokens: whatever the depth, the chunks, the cache, the pool and the company.
 
-The embedded model on this machine's processor, with whatever kernels it has, under the real scheduler.
+And prompts the same scores. The embedded model on this machine's processor, with whatever kernels it has, under the
+real scheduler.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.messages import Request, SamplingParams
+from roseinfer.messages import PromptLogprobs, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason, Phases
 from tests.unit.engine.harness import Transcript, run_to_end
@@ -33,6 +34,7 @@ class Loaded:
     runner: ModelRunner
     requests: list[Request]
     alone: dict[str, list[int]]
+    scores: dict[str, PromptLogprobs]
 
 
 def make_engine(
@@ -49,7 +51,10 @@ def make_engine(
 
 
 def make_requests(vocab_size: int) -> list[Request]:
-    """Three prompts, two of which begin alike, each asked for three times: greedy, and sampled with two seeds."""
+    """Three prompts, two of which begin alike, each asked for several times.
+
+    Greedy, sampled with two seeds, with penalties on what was said before, and with the prompt scored.
+    """
     random = np.random.default_rng(5)
     shared = random.integers(1, vocab_size, 37).tolist()
     prompts = [
@@ -57,7 +62,12 @@ def make_requests(vocab_size: int) -> list[Request]:
         random.integers(1, vocab_size, 3).tolist(),
         [*shared, *random.integers(1, vocab_size, 2).tolist()],
     ]
-    kinds = [SamplingParams(temperature=0.0), *(SamplingParams(temperature=0.9, top_p=0.95, seed=i) for i in (1, 2))]
+    kinds = [
+        SamplingParams(temperature=0.0),
+        *(SamplingParams(temperature=0.9, top_p=0.95, seed=i) for i in (1, 2)),
+        SamplingParams(temperature=0.0, frequency_penalty=0.4, presence_penalty=0.3, num_prompt_logprobs=3),
+        SamplingParams(seed=3, repetition_penalty=1.2, logit_bias={11: 2.0, 12: -100.0}, num_prompt_logprobs=0),
+    ]
     return [
         Request(
             request_id=f"r{i}-{j}",
@@ -79,12 +89,16 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
     )
     runner = load_runner(config, NUM_SLOTS, lambda *_: None)
     requests = make_requests(runner.vocab_size)
-    alone = {}
+    alone: dict[str, list[int]] = {}
+    scores: dict[str, PromptLogprobs] = {}
     for each in requests:
         engine = make_engine(runner)
         engine.add(each)
-        alone[each.request_id] = run_to_end(engine).tokens[each.request_id]
-    yield Loaded(runner, with_a_stop(requests, alone), alone)
+        transcript = run_to_end(engine)
+        alone[each.request_id] = transcript.tokens[each.request_id]
+        scores |= transcript.scores
+    assert len(scores) == sum(each.params.num_prompt_logprobs is not None for each in requests)
+    yield Loaded(runner, with_a_stop(requests, alone), alone, scores)
     torch.set_num_threads(num_threads)
 
 
@@ -123,6 +137,7 @@ def test_the_same_seeds_give_the_same_tokens(
     run_to_end(engine, transcript)
     assert transcript.reasons.pop("gone") is FinishReason.ABORT
     assert {name: tokens for name, tokens in transcript.tokens.items() if name != "gone"} == loaded.alone
+    assert transcript.scores == loaded.scores, "bit for bit, in however many chunks a prompt was read"
     assert set(transcript.reasons.values()) >= {FinishReason.LENGTH, FinishReason.STOP}
     records = [step.record for step in transcript.steps]
     assert (sum(record.num_preemptions for record in records) > 0) == (pool == "tight")

@@ -18,6 +18,7 @@ from roseinfer.records import Watch
 Int32Array = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.intp]  # what numpy indexes with at once; int32 it converts first, at four times the cost
 BoolArray = npt.NDArray[np.bool_]
+Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,23 @@ class SlotBinding:
     params: SamplingParams
     num_prompt_tokens: int
     eos_token_ids: tuple[int, ...]  # empty when the request ignores them; barred while min_tokens is not reached
+    token_ids: Int32Array | None = None  # all known ones, prompt and generated, if `params.has_penalties`
+
+
+class ScoredRow(msgspec.Struct, frozen=True, gc=False):
+    """A row of a prompt whose tokens are scored: each by its log-probability after the one before it."""
+
+    row: int  # of the batch; it is no device row
+    next_token_ids: Int32Array  # what follows the row's first tokens: the prompt ends, or goes on in the next step
+    num_likeliest: int
+
+
+class Scores(msgspec.Struct, frozen=True, gc=False):
+    """What came of a `ScoredRow`: an entry for each of its `next_token_ids`."""
+
+    logprobs: Float64Array  # [tokens] of the model's own distribution
+    top_token_ids: Int32Array  # [tokens, num_likeliest] the likeliest in its place, likeliest first
+    top_logprobs: Float64Array  # [tokens, num_likeliest]
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
@@ -49,6 +67,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
     token_ids: Int32Array  # [sum(num_new_tokens[num_device_rows:])] of the other rows, row after row
     block_table: Int32Array  # [slots, max_blocks] block ids of every slot, valid up to the row's last new token
     bindings: tuple[SlotBinding, ...]  # to be applied, in order, before the rows
+    scored: tuple[ScoredRow, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -60,10 +79,11 @@ class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class SampledTokens(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of one batch: one entry for each row with `samples`, in row order."""
+    """The outcome of one batch: one entry for each row with `samples`, in row order, and one for each `scored` row."""
 
     token_ids: Int32Array
     logprobs: list[TokenLogprobs | None] | None  # None when no row asked
+    scores: tuple[Scores, ...] = ()
 
 
 class Launched(Protocol):

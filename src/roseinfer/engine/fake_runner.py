@@ -16,7 +16,7 @@ from collections import deque
 import numpy as np
 from msgspec.structs import replace
 
-from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch, ScoredRow, Scores, SlotBinding
 from roseinfer.messages import TokenLogprobs
 from roseinfer.records import UNWATCHED, Watch
 
@@ -56,6 +56,7 @@ class FakeRunner:
         self._memory: Int32Array = np.full(num_blocks * block_size, -1, np.int32)
         self._last_token: Int32Array = np.full(num_slots, -1, np.int32)
         self._bindings: dict[int, SlotBinding] = {}
+        self._said: dict[int, list[int]] = {}  # by binding
         self._launched: deque[_FakeLaunched] = deque()  # those not computed yet
         self._ready_at = 0.0  # of the batch launched last
         self.latency_s = latency_s
@@ -85,27 +86,50 @@ class FakeRunner:
         token_ids = np.concatenate([self._last_token[batch.slots[: batch.num_device_rows]], batch.token_ids])
         sampled: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
+        scores: list[Scores] = []
+        scored = {row.row: row for row in batch.scored}
         offset = 0
-        for slot, start, count, samples in zip(
-            batch.slots.tolist(), batch.starts.tolist(), batch.num_new_tokens.tolist(), batch.samples, strict=True
+        for row, (slot, start, count, samples) in enumerate(
+            zip(batch.slots.tolist(), batch.starts.tolist(), batch.num_new_tokens.tolist(), batch.samples, strict=True)
         ):
             places = self._places(batch.block_table[slot], start + count)
             self._memory[places[start:]] = token_ids[offset : offset + count]
             offset += count
+            if row in scored:
+                scores.append(self._score(self._memory[places], start, scored[row]))
             if samples:
                 token_id = self._next_token(self._memory[places], self._bindings[slot])
+                self._note(self._bindings[slot], self._memory[places], token_id)
                 self._last_token[slot] = token_id
                 sampled.append(token_id)
                 is_asked = self._bindings[slot].params.num_logprobs is not None
                 logprobs.append(TokenLogprobs(-1.0, 1, [token_id], [-1.0]) if is_asked else None)
         has_logprobs = any(entry is not None for entry in logprobs)
-        return SampledTokens(np.array(sampled, np.int32), logprobs if has_logprobs else None)
+        return SampledTokens(np.array(sampled, np.int32), logprobs if has_logprobs else None, tuple(scores))
 
     def _places(self, block_ids: Int32Array, num_tokens: int) -> Int32Array:
         """Where the first `num_tokens` tokens of a sequence lie in memory."""
         positions = np.arange(num_tokens, dtype=np.int32)
         places: Int32Array = block_ids[positions // self._block_size] * self._block_size + positions % self._block_size
         return places
+
+    def _score(self, history: Int32Array, start: int, row: ScoredRow) -> Scores:
+        """Numbers that follow from all that was read before a token, and from the token."""
+        assert (history >= 0).all(), "a KV entry was read before it was written"
+        digests = [
+            hashlib.blake2b(history[:end].tobytes() + token_id.to_bytes(4, "little"), digest_size=2).digest()
+            for end, token_id in enumerate(row.next_token_ids.tolist(), start + 1)
+        ]
+        logprobs = -np.array([int.from_bytes(digest, "little") / 1000 for digest in digests])
+        top = np.arange(row.num_likeliest) + np.zeros((len(digests), 1))
+        return Scores(logprobs, top.astype(np.int32), logprobs[:, None] - top)
+
+    def _note(self, binding: SlotBinding, history: Int32Array, token_id: int) -> None:
+        """A sampler counts what was said: from what it was told of a slot's owner, and what it drew since."""
+        if binding.token_ids is not None:
+            said = self._said.setdefault(id(binding), binding.token_ids.tolist())
+            assert said == history.tolist(), "the counts of a penalty are not those of the text"
+            said.append(token_id)
 
     def _next_token(self, history: Int32Array, binding: SlotBinding) -> int:
         assert (history >= 0).all(), "a KV entry was read before it was written"

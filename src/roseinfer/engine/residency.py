@@ -30,12 +30,15 @@ class Residency:
         return int(self.table.num_tokens[sequence.slot] - self.table.num_computed[sequence.slot])
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks to start from. The last known token is always computed, since its logits are needed."""
+        """Cached blocks to start from. The last known token is always computed, since its logits are needed.
+
+        So are all tokens of a prompt that is scored.
+        """
         self.prefix_cache.extend(sequence.chain, sequence.token_ids)
         return self.prefix_cache.match(sequence.chain, self._max_matched(sequence))
 
     def _max_matched(self, sequence: Sequence) -> int:
-        return (len(sequence.token_ids) - 1) // self.block_size
+        return 0 if sequence.scores is not None else (len(sequence.token_ids) - 1) // self.block_size
 
     def is_prefix_pending(self, sequence: Sequence, num_matched: int) -> bool:
         """A resident is computing the very block that this sequence needs next."""
@@ -57,6 +60,8 @@ class Residency:
         self.pool.share(matched)
         block_ids = matched + self.pool.allocate(self._num_new_blocks(sequence, matched))
         self.table.bind(sequence, block_ids, len(matched) * self.block_size)
+        if sequence.scores is not None:
+            sequence.scores = []  # what was read before a preemption is read again
         if sequence.age < 0:
             sequence.age = self._num_entered
             self._num_entered += 1

@@ -76,14 +76,14 @@ class Scheduler:
 
     def add(self, request: Request, inbox_ns: int) -> None:
         """Queue a validated request: its prompt is not empty, and prompt and completion fit the context."""
-        num_prompt_tokens = len(request.prompt_token_ids)
-        assert 0 < num_prompt_tokens < num_prompt_tokens + request.params.max_tokens <= self.max_model_len
+        assert 0 < len(request.prompt_token_ids) <= self.max_model_len - request.params.max_tokens
         assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
         sequence = Sequence(
             request=request,
             inbox_ns=inbox_ns,
             token_ids=np.asarray(request.prompt_token_ids, np.int32),
             chain=self.residency.new_chain(request.cache_salt),
+            scores=None if request.params.num_prompt_logprobs is None else [],
         )
         self._sequences[request.request_id] = sequence
         self.waiting.append(sequence)
@@ -262,12 +262,10 @@ class Scheduler:
         if not sequence.scheduled_ns:
             sequence.scheduled_ns = self._now_ns
             sequence.num_cached_tokens = len(matched) * self.residency.block_size
-            if self.residency.prefix_cache.is_enabled:
+            if self.residency.prefix_cache.is_enabled and sequence.scores is None:
                 self.counts.num_prefix_queried_tokens += sequence.num_prompt_tokens
                 self.counts.num_prefix_hit_tokens += sequence.num_cached_tokens
-        params = sequence.request.params
-        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
-        self._bindings.append(SlotBinding(sequence.slot, params, sequence.num_prompt_tokens, eos_token_ids))
+        self._bindings.append(sequence.binding(self.eos_token_ids))
 
     def _advance(self, step_id: int, decodes: DecodeRows, chunks: list[Chunk]) -> ScheduledBatch:
         """The batch. From here on its tokens count as computed, and those it samples as known."""
@@ -295,6 +293,7 @@ class Scheduler:
             token_ids=prompt_tokens(table, chunks),
             block_table=table.blocks.ids,
             bindings=bindings,
+            scored=table.scored_rows(chunks, num_device_rows),
         )
         table.num_computed[index] = ends
         num_tokens += samples
@@ -325,6 +324,7 @@ class Scheduler:
         self.counts = step.counts
         for row in range(batch.num_device_rows, batch.num_rows):
             self.residency.publish(self._table.owner(step.index[row]), int(step.ends[row]))
+        step.keep_scores(sampled, self._table)
         rows = step.sampled_rows(sampled, {sequence.slot for sequence in self._leaving})
         self._table.token_ids[rows.index, rows.ends] = sampled.token_ids
         last = find_last(rows, self._table, self.eos_token_ids)

@@ -4,12 +4,13 @@ A sequence that holds KV blocks owns a slot. Lengths, token ids and block ids li
 for the whole batch at once, and are read by the runner without a copy.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from roseinfer.engine.batch import Int32Array
+from roseinfer.engine.batch import Int32Array, ScoredRow, Scores, SlotBinding
 from roseinfer.engine.prefix_cache import BlockChain
 from roseinfer.messages import Request
 from roseinfer.records import EngineTimes
@@ -46,10 +47,22 @@ class Sequence:
     num_prefix_wait_steps: int = 0
     num_published_blocks: int = 0  # blocks of the chain below this index are computed and known to the prefix cache
     num_announced_blocks: int = 0  # and those from there up to this one are announced
+    scores: list[Scores] | None = None  # of the prompt's tokens as far as it was read; None: not asked for, or told
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    def binding(self, eos_token_ids: tuple[int, ...]) -> SlotBinding:
+        """What the runner must know of the owner of its slot. All ids of its tokens are known."""
+        params = self.request.params
+        return SlotBinding(
+            slot=self.slot,
+            params=params,
+            num_prompt_tokens=self.num_prompt_tokens,
+            eos_token_ids=() if params.ignore_eos else eos_token_ids,
+            token_ids=self.token_ids if params.has_penalties else None,
+        )
 
     @property
     def times(self) -> EngineTimes:
@@ -146,6 +159,18 @@ class SlotTable:
         """A view of the slot's token ids."""
         tokens: Int32Array = self.token_ids[slot, : self.num_tokens[slot]]
         return tokens
+
+    def scored_rows(self, chunks: Iterable[tuple[Sequence, int]], first_row: int) -> tuple[ScoredRow, ...]:
+        """Those of a step's chunks, which lie in rows from the first on, whose prompts are scored."""
+        scored = []
+        for row, (sequence, length) in enumerate(chunks, first_row):
+            num_likeliest = sequence.request.params.num_prompt_logprobs
+            if sequence.scores is not None and num_likeliest is not None:
+                start = int(self.num_computed[sequence.slot]) + 1
+                end = min(start + length, sequence.num_prompt_tokens)
+                if end > start:
+                    scored.append(ScoredRow(row, self.token_ids[sequence.slot, start:end].copy(), num_likeliest))
+        return tuple(scored)
 
     def owner(self, slot: int) -> Sequence:
         sequence = self.owners[slot]

@@ -9,7 +9,7 @@ import numpy as np
 
 from roseinfer.engine.batch import IndexArray, Int32Array, SampledTokens, ScheduledBatch
 from roseinfer.engine.sequence import Sequence, SlotTable
-from roseinfer.messages import TokenOutput
+from roseinfer.messages import PromptLogprobs, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
 
 Chunk = tuple[Sequence, int]
@@ -64,6 +64,13 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
             index, ends = index[self.batch.samples], ends[self.batch.samples]
         surplus = {row for row, slot in enumerate(index.tolist()) if slot in ended} if ended else set()
         return SampledRows(index, ends, sampled, range(self.batch.num_device_rows, len(index)), self.has_last, surplus)
+
+    def keep_scores(self, sampled: SampledTokens, table: SlotTable) -> None:
+        """What its prompts' tokens were scored goes to their sequences."""
+        for row, scores in zip(self.batch.scored, sampled.scores, strict=True):
+            sequence = table.owner(self.index[row.row])
+            assert sequence.scores is not None, "scores are told with the first token"
+            sequence.scores.append(scores)
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
@@ -136,4 +143,17 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
         stop_token_id=token_id if finish_reason is FinishReason.STOP else None,
         times=sequence.times if is_first or finish_reason is not None else None,
         slot=slot if is_first else None,
+        prompt_logprobs=None if sequence.scores is None else _take_scores(sequence),
+    )
+
+
+def _take_scores(sequence: Sequence) -> PromptLogprobs:
+    """In one piece, all that was kept; it is told once."""
+    assert sequence.scores is not None
+    parts, sequence.scores = sequence.scores, None
+    return PromptLogprobs(
+        num_likeliest=sequence.request.params.num_prompt_logprobs or 0,
+        logprobs=b"".join(part.logprobs.tobytes() for part in parts),
+        top_token_ids=b"".join(part.top_token_ids.tobytes() for part in parts),
+        top_logprobs=b"".join(part.top_logprobs.tobytes() for part in parts),
     )

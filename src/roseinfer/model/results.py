@@ -4,13 +4,11 @@ Each step in flight has a buffer of pinned memory and an event. Who waits for a 
 nothing that was queued after it.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
 from roseinfer.engine.batch import SampledTokens
-from roseinfer.model.sampling_logprobs import LogprobRows
+from roseinfer.model.sampling_logprobs import LogprobRows, PromptScores
 from roseinfer.model.stream import Event, Stream
 
 _NUM_BUFFERS = 2  # a step is launched before the one before is read, at most
@@ -19,12 +17,20 @@ _NUM_BUFFERS = 2  # a step is launched before the one before is read, at most
 class LaunchedBatch:
     """A batch whose tokens are sampled on the device, or will be."""
 
-    def __init__(self, token_ids: torch.Tensor, event: Event, logprobs: LogprobRows | None, graph_rows: int) -> None:
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        event: Event,
+        logprobs: LogprobRows | None,
+        scores: PromptScores | None,
+        graph_rows: int,
+    ) -> None:
         self.graph_rows = graph_rows  # rows of the CUDA graph it runs in; 0 without one
         self.h2d_bytes = 0
         self._token_ids = token_ids  # of the host, when the event has passed
         self._event = event
         self._logprobs = logprobs
+        self._scores = scores
         self._sampled: SampledTokens | None = None
 
     def wait(self) -> SampledTokens:
@@ -33,7 +39,8 @@ class LaunchedBatch:
             self._event.synchronize()
             token_ids = self._token_ids.numpy().astype(np.int32)
             logprobs = None if self._logprobs is None else self._logprobs.to_host(len(token_ids))
-            self._sampled = SampledTokens(token_ids, logprobs)
+            scores = () if self._scores is None else self._scores.to_host()
+            self._sampled = SampledTokens(token_ids, logprobs, scores)
         return self._sampled
 
 
@@ -48,7 +55,13 @@ class Results:
         self._launched: list[LaunchedBatch | None] = [None] * _NUM_BUFFERS  # whose tokens are in each buffer
         self._turn = 0
 
-    def fetch(self, token_ids: torch.Tensor, logprobs: LogprobRows | None, graph_rows: int = 0) -> LaunchedBatch:
+    def fetch(
+        self,
+        token_ids: torch.Tensor,
+        logprobs: LogprobRows | None,
+        graph_rows: int = 0,
+        scores: PromptScores | None = None,
+    ) -> LaunchedBatch:
         """Queue the way back of the tokens int64 [rows], which may change on the device afterwards."""
         turn, self._turn = self._turn, (self._turn + 1) % _NUM_BUFFERS
         last = self._launched[turn]
@@ -57,20 +70,13 @@ class Results:
         buffer, event = self._buffers[turn]
         host = buffer[: len(token_ids)]
         self._stream.copy(host, token_ids)
-        launched = LaunchedBatch(host, event, None if logprobs is None else _fetch_logprobs(logprobs), graph_rows)
+        launched = LaunchedBatch(
+            host,
+            event,
+            None if logprobs is None else logprobs.fetch(),
+            None if scores is None else scores.fetch(),
+            graph_rows,
+        )
         event.record()
         self._launched[turn] = launched
         return launched
-
-
-def _fetch_logprobs(logprobs: LogprobRows) -> LogprobRows:
-    """The same on the host, when the step's event has passed; torch keeps the pinned memory it comes in."""
-    return replace(
-        logprobs,
-        logprobs=logprobs.logprobs.to("cpu", non_blocking=True),
-        ranks=logprobs.ranks.to("cpu", non_blocking=True),
-        likeliest=[
-            (rows, ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True))
-            for rows, ids, values in logprobs.likeliest
-        ],
-    )

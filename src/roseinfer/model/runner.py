@@ -5,7 +5,7 @@ Where linears ask for it, the number of tokens is rounded up by letting the last
 reads what becomes of a copy. On a GPU a step whose rows all decode is one CUDA graph, filled up to its size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -14,16 +14,18 @@ import numpy as np
 import torch
 
 from roseinfer.config import Config, RunnerConfig
-from roseinfer.engine.batch import Int32Array, ScheduledBatch, SlotBinding
+from roseinfer.engine.batch import Int32Array, ScheduledBatch, ScoredRow, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.graphs import CudaGraphs, graph_sizes
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.results import LaunchedBatch, Results
 from roseinfer.model.sampler import Sampler
+from roseinfer.model.sampling_logprobs import PromptScores
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
 from roseinfer.model.stream import Stream, open_stream
 from roseinfer.records import UNWATCHED, LifecycleState, Watch
 
+_MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
 _MAX_WARM_ROWS = 1024  # beyond, a step takes many times as long as the building of its kernels
 _WARM_PARAMS = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, num_logprobs=1))
 
@@ -106,40 +108,61 @@ class ModelRunner:
         with watch("stage"):
             step = self._staging.stage(batch, watch)
         with watch("forward"):
-            logits = self._logits(step)
+            hidden = self._hidden(step)
+            scores = self._score(hidden, step.packed.query_starts, batch.scored) if batch.scored else None
+            logits = self._logits(step, hidden)
         with watch("sample"):
             tokens, logprobs = self._sampler.sample(logits, slots, next_positions)
             self._last_token.index_copy_(0, step.sampled_slots, tokens)
-            return self._results.fetch(tokens, logprobs)
+            return self._results.fetch(tokens, logprobs, scores=scores)
 
     @torch.inference_mode()
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """The forward pass alone: fills the KV cache, returns logits [rows that sample, vocab_size]."""
         self._bind(batch.bindings)
-        return self._logits(self._staging.stage(batch))
+        step = self._staging.stage(batch)
+        return self._logits(step, self._hidden(step))
 
     def _bind(self, bindings: Iterable[SlotBinding]) -> None:
         for binding in bindings:
             self._sampler.bind(binding)
             self._staging.bind(binding.slot)
 
-    def _logits(self, step: StagedStep) -> torch.Tensor:
-        """Logits [num_samples, vocab_size] of a staged step, in the type that the model gives them."""
+    def _hidden(self, step: StagedStep) -> torch.Tensor:
+        """The last hidden row of each token of a staged step; its keys and values are in the cache afterwards."""
         attend = self._attention.prepare(step.packed)
         if step.num_gathered:
             torch.index_select(self._last_token, 0, step.slots, out=step.token_ids[: step.num_gathered])
-        hidden = self._model.forward(step.token_ids, step.positions, attend)
+        return self._model.forward(step.token_ids, step.positions, attend)
+
+    def _logits(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [num_samples, vocab_size] of the rows that sample, in the type that the model gives them."""
         if not step.num_samples:
             return hidden.new_empty(0, self.vocab_size)
         if step.sampled_tokens is not None:
             hidden = hidden.index_select(0, step.sampled_tokens)
         return self._model.logits(hidden)[: step.num_samples]
 
+    def _score(self, hidden: torch.Tensor, query_starts: Int32Array, scored: Sequence[ScoredRow]) -> PromptScores:
+        """Log-probabilities of what follows the rows' tokens, some at a time, since all logits would be large."""
+        spans = [query_starts[row.row] + np.arange(len(row.next_token_ids)) for row in scored]
+        tokens, targets = np.concatenate(spans), np.concatenate([row.next_token_ids for row in scored])
+        counts = np.repeat(np.array([row.num_likeliest for row in scored], np.int32), [len(span) for span in spans])
+        size, pieces = min(_MAX_SCORED_ROWS, self._limits.max_decode_rows), []
+        for start in range(0, len(tokens), size):
+            some = tokens[start : start + size]
+            filled = np.pad(some, (0, self._placement.padded_rows(len(some)) - len(some)), "edge").astype(np.int64)
+            rows = hidden.index_select(0, torch.from_numpy(filled).to(hidden.device))
+            ids = torch.from_numpy(targets[start : start + size].astype(np.int64)).to(hidden.device)
+            logits = self._model.logits(rows)[: len(some)]
+            pieces.append(self._sampler.score(logits, ids, counts[start : start + size]))
+        return PromptScores(scored, pieces)
+
     def _decode(self, num_rows: int) -> None:
         """A whole step of so many decoding rows, from staged integers to sampled tokens: what a graph records."""
         step = self._staging.decode_step(num_rows)
         self._staging.put_last_blocks(num_rows)
-        logits = self._logits(step)
+        logits = self._logits(step, self._hidden(step))
         tokens = self._sampler.sample_captured(logits, step.slots, self._staging.next_positions(num_rows))
         self._last_token.index_copy_(0, step.slots, tokens)
         self._graph_tokens[:num_rows].copy_(tokens)

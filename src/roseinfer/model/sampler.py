@@ -14,8 +14,10 @@ import torch
 
 from roseinfer.engine.batch import Int32Array, SlotBinding
 from roseinfer.model.kernels.library import Kernels
+from roseinfer.model.sampling_edits import GROUP, LogitsEdits
 from roseinfer.model.sampling_logprobs import LogprobRows
 from roseinfer.model.sampling_native import NativeSampling
+from roseinfer.model.sampling_penalties import Penalties
 from roseinfer.model.sampling_slots import Int64Array, SlotTable
 from roseinfer.model.sampling_torch import TorchSampling
 
@@ -43,10 +45,12 @@ class Sampler:
         self._table = SlotTable(num_slots, vocab_size, device)
         self._device = device
         self._backend = _backend_for(self._table, device, kernels)
+        self._edits = LogitsEdits([Penalties(device)], num_slots, device)
 
     def bind(self, binding: SlotBinding) -> None:
         """The slot's parameters from now on."""
         self._table.bind(binding)
+        self._edits.bind(binding)
 
     def sample(
         self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array
@@ -56,10 +60,30 @@ class Sampler:
         The logits may be float32 or bfloat16. They are written to where tokens are barred, and written back.
         """
         with self._barred(logits, slots, positions):
-            tokens = self._backend.tokens(logits, slots, positions)
+            tokens = self._tokens(logits, slots, positions)
         counts = self._table.host["num_logprobs"][slots]
         rows = np.flatnonzero(counts >= 0)
         return tokens, self._backend.logprobs(logits, tokens, rows, counts[rows]) if len(rows) else None
+
+    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Int32Array) -> LogprobRows:
+        """Log-softmax of logits [rows, vocab_size] at ids [rows] int64 on the device, and of the likeliest `counts`."""
+        return self._backend.logprobs(logits, token_ids, np.arange(len(counts)), counts)
+
+    def _tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
+        """The next token of each row; rows whose logits are to be changed first are drawn from a copy."""
+        edited = self._edits.rows(slots)
+        if not len(edited):
+            return self._backend.tokens(logits, slots, positions)
+        if len(edited) < len(slots):
+            tokens = self._backend.tokens(logits, slots, positions)
+        else:
+            tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        for rows in np.split(edited, range(GROUP, len(edited), GROUP)):
+            of_rows, where = slots[rows], positions[rows]
+            drawn = self._backend.tokens(self._edits.edited(logits, rows, of_rows, where), of_rows, where)
+            self._edits.note(drawn, of_rows, where)
+            tokens[torch.from_numpy(rows).to(self._device)] = drawn
+        return tokens
 
     @contextmanager
     def _barred(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Generator[None]:
@@ -77,10 +101,11 @@ class Sampler:
     def can_capture(self, slots: Int32Array, positions: Int32Array | None = None) -> bool:
         """Whether `sample_captured` does for rows of these slots what `sample` does.
 
-        It does for rows that are greedy or draw from all tokens, bar none and ask for no log-probabilities. Without
-        `positions`, where each row's next token will stand, a slot that must not stop yet counts as barring for ever.
+        It does for rows that are greedy or draw from all tokens, bar none, change no logits and ask for no
+        log-probabilities. Without `positions`, where each row's next token will stand, a slot that must not stop yet
+        counts as barring for ever.
         """
-        return self._table.can_capture(slots, positions)
+        return self._table.can_capture(slots, positions) and not len(self._edits.rows(slots))
 
     def sample_captured(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As `sample`, with slots and positions [rows] on the device, and fit for a CUDA graph -> ids [rows] int64.

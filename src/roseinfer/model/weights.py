@@ -26,7 +26,6 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weigh
 _HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _UNSERVED_SAMPLING = {  # what else in generation_config.json would change the answers, and the values that do not
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,

@@ -33,6 +33,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         prompt_names=["messages"],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_sequences=body.n,
     )
     return await respond(request, job, ChatDialect())
 
@@ -68,9 +69,10 @@ class ChatDialect:
         content = [
             {
                 **_scored(scored.token, scored.logprob),
-                "top_logprobs": [_scored(token, logprob) for token, logprob in scored.top],
+                "top_logprobs": [_scored(token, logprob) for token, logprob in scored.top or ()],
             }
             for scored in delta.scored
+            if not scored.is_end
         ]
         return {"content": content, "refusal": None}
 
@@ -83,5 +85,5 @@ class ChatDialect:
         }
 
 
-def _scored(token: bytes, logprob: float) -> dict[str, Any]:
+def _scored(token: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}

@@ -1,13 +1,14 @@
 """Turns the engine's outputs for one sequence into text, and text that is due into deltas. Knows no wire format."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from roseinfer.errors import EngineError, EngineFailed, RequestTimeout
-from roseinfer.messages import TokenLogprobs, TokenOutput
+from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
 from roseinfer.records import Arrival, FinishReason, RequestTimeline
-from roseinfer.server.detokenizer import Detokenizer
+from roseinfer.server.detokenizer import Detokenizer, text_offsets
 from roseinfer.server.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
@@ -15,12 +16,35 @@ MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of the text with its log-probability and the likeliest tokens in its place, likeliest first."""
+    """A token with its log-probability and the likeliest tokens in its place, likeliest first."""
 
     token: bytes
     offset: int  # characters of the text before it
-    logprob: float
-    top: list[tuple[bytes, float]]
+    logprob: float | None  # None of a prompt's first token, which nothing stands before
+    top: list[tuple[bytes, float]] | None
+    is_end: bool = False  # it ended the text and is no part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is told before what is generated."""
+
+    token_ids: Sequence[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telling:
+    """How a sequence is told."""
+
+    stop: tuple[str, ...] = ()
+    includes_stop: bool = False
+    wants_logprobs: bool = False
+    echo: Echo | None = None
+    is_prompt_only: bool = False  # what is generated is left out
+
+
+TEXT_ALONE = Telling()
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -42,16 +66,19 @@ class Choice:
     """One sequence of a reply."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...], wants_logprobs: bool, timeline: RequestTimeline
+        self, index: int, tokenizer: Tokenizer, timeline: RequestTimeline, telling: Telling = TEXT_ALONE
     ) -> None:
         self.index = index
-        self.wants_logprobs = wants_logprobs
+        self.wants_logprobs = telling.wants_logprobs
         self.timeline = timeline
+        self.sum_logprobs = 0.0  # of its tokens, as far as the engine told
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer.text_bytes, stop)
-        self._text: list[str] = []  # this and the next two: what has not been told
+        self._telling = telling
+        self._detokenizer = Detokenizer(tokenizer.text_bytes, telling.stop, includes_stop=telling.includes_stop)
+        self._num_echoed_chars = 0 if telling.echo is None else len(telling.echo.text)
+        self._text = [] if telling.echo is None else [telling.echo.text]  # this and the next two: not told yet
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
         self._num_told = 0  # tokens
@@ -63,23 +90,40 @@ class Choice:
         """Delivered, up to and including the one that ended the text."""
         return self._num_told + len(self._token_ids)
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of a token; 0 without any."""
+        return self.sum_logprobs / max(1, self.num_tokens)
+
     def take(self, output: TokenOutput) -> None:
         """Note one step's output. Raises EngineError when the engine did not bring the sequence to its end."""
         if output.times is not None:
             self.num_cached_tokens = output.times.num_cached_tokens
         if self.finish_reason is not None:
             return  # a stop string was found; what the engine did until it heard of that is not delivered
-        num_text_tokens = len(output.token_ids) - (output.stop_token_id is not None)
+        if output.prompt_logprobs is not None:
+            self._scored += self._score_prompt(output.prompt_logprobs)
+        if self._telling.is_prompt_only:
+            if output.finish_reason is not None:
+                self._end(FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason)
+            return
+        self.sum_logprobs += sum(max(MIN_LOGPROB, entry.logprob) for entry in output.logprobs or ())
+        has_silent_end = output.stop_token_id is not None and not self._telling.includes_stop
+        num_text_tokens = len(output.token_ids) - has_silent_end
         for position, token_id in enumerate(output.token_ids[:num_text_tokens]):
             if self._take_token(token_id, output.logprobs[position] if output.logprobs else None):
                 return
-        self._token_ids += output.token_ids[num_text_tokens:]
+        for position, token_id in enumerate(output.token_ids[num_text_tokens:], num_text_tokens):
+            self._token_ids.append(token_id)
+            if self.wants_logprobs and output.logprobs:
+                offset = self._num_echoed_chars + self._detokenizer.num_chars
+                self._scored.append(self._score(token_id, offset, output.logprobs[position], is_end=True))
         if output.finish_reason is not None:
             self._end(output.finish_reason)
 
     def _take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Whether the token completed a stop string."""
-        offset = self._detokenizer.num_chars
+        offset = self._num_echoed_chars + self._detokenizer.num_chars
         if text := self._detokenizer.push((token_id,)):
             self._text.append(text)
         self._token_ids.append(token_id)
@@ -89,15 +133,28 @@ class Choice:
             self._finish(FinishReason.STOP)
         return self._detokenizer.stopped
 
-    def _score(self, token_id: int, offset: int, logprobs: TokenLogprobs) -> ScoredToken:
+    def _score(self, token_id: int, offset: int, logprobs: TokenLogprobs, *, is_end: bool = False) -> ScoredToken:
+        top = self._likeliest(logprobs.top_token_ids, logprobs.top_logprobs)
+        return ScoredToken(self._tokenizer.spell(token_id), offset, max(MIN_LOGPROB, logprobs.logprob), top, is_end)
+
+    def _likeliest(self, token_ids: list[int], logprobs: list[float]) -> list[tuple[bytes, float]]:
         spell = self._tokenizer.spell
-        top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-        return ScoredToken(
-            token=spell(token_id),
-            offset=offset,
-            logprob=max(MIN_LOGPROB, logprobs.logprob),
-            top=[(spell(other), max(MIN_LOGPROB, logprob)) for other, logprob in top],
-        )
+        return [(spell(i), max(MIN_LOGPROB, logprob)) for i, logprob in zip(token_ids, logprobs, strict=True)]
+
+    def _score_prompt(self, logprobs: PromptLogprobs) -> list[ScoredToken]:
+        """One for each token of the prompt. Its tokens may not spell its text: a space, say, may stand before them."""
+        echo = self._telling.echo
+        assert echo is not None, "who scores a prompt tells it"
+        spell = self._tokenizer.spell
+        *offsets, num_chars = text_offsets(self._tokenizer.text_bytes, echo.token_ids)
+        offsets = [max(0, offset - num_chars + len(echo.text)) for offset in offsets]
+        scored = [ScoredToken(spell(echo.token_ids[0]), offsets[0], None, None)]
+        for token_id, offset, (logprob, ids, values) in zip(
+            echo.token_ids[1:], offsets[1:], logprobs.entries(), strict=True
+        ):
+            top = self._likeliest(ids, values)
+            scored.append(ScoredToken(spell(token_id), offset, max(MIN_LOGPROB, logprob), top))
+        return scored
 
     def _end(self, reason: FinishReason) -> None:
         if reason not in {FinishReason.STOP, FinishReason.LENGTH}:

@@ -10,12 +10,12 @@ from aiohttp import web
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.server.body import read_body
-from roseinfer.server.choice import Delta
+from roseinfer.server.choice import Delta, Echo, ScoredToken
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
 from roseinfer.server.service import SERVICE
 from roseinfer.server.tokenizer import Tokenizer
-from roseinfer.server.wire import MAX_PROMPTS, CompletionBody
+from roseinfer.server.wire import MAX_PROMPT_SCORES, MAX_PROMPTS, CompletionBody
 
 
 @generates_tokens("text_completion")
@@ -23,17 +23,50 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make token ids of its prompts (4), and run them (5, 6, 12–14)."""
     text_model = request.app[SERVICE].text_model
     body = await read_body(request, CompletionBody)
-    if body.best_of not in {None, body.n}:
-        raise InvalidRequest("`best_of` other than `n` is not supported.", param="best_of")
+    _check(body)
     names, prompts = await _encode_prompts(body, text_model.tokenizer)
+    _check_scores(body, sum(map(len, prompts)))
     job = Job(
         body=body,
         prompts=prompts,
         prompt_names=names,
         max_tokens=body.max_tokens,
         num_logprobs=body.logprobs,
+        num_sequences=body.best_of or body.n,
+        echoes=_echoes(body, prompts, text_model.tokenizer) if body.echo else None,
     )
     return await respond(request, job, CompletionDialect())
+
+
+def _check(body: CompletionBody) -> None:
+    """What no field alone can say. Raises InvalidRequest."""
+    if body.best_of is not None and body.best_of < body.n:
+        raise InvalidRequest(f"`best_of` is {body.best_of}, less than the {body.n} of `n`.", param="best_of")
+    if body.stream and body.best_of not in {None, body.n}:
+        raise InvalidRequest("`best_of` above `n` cannot be streamed: the best is known at the end.", param="best_of")
+    if not body.max_tokens and not body.echo:
+        raise InvalidRequest("`max_tokens` 0 needs `echo`: there would be nothing to tell.", param="max_tokens")
+
+
+def _check_scores(body: CompletionBody, num_prompt_tokens: int) -> None:
+    """That what the prompts are scored fits into an answer. Raises InvalidRequest."""
+    if body.echo and body.logprobs is not None:
+        num_scores = num_prompt_tokens * (body.best_of or body.n) * (body.logprobs + 1)
+        if num_scores > MAX_PROMPT_SCORES:
+            raise InvalidRequest(
+                f"`logprobs`: the prompts would have {num_scores} log-probabilities, and {MAX_PROMPT_SCORES} fit into "
+                "an answer; send fewer prompts at once.",
+                param="logprobs",
+            )
+
+
+def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Echo]:
+    """The prompts as they were given; those given as token ids as their text."""
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return [
+        Echo(prompt, text if isinstance(text, str) else tokenizer.text(prompt))
+        for prompt, text in zip(prompts, texts if len(texts) == len(prompts) else [None], strict=True)
+    ]
 
 
 async def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
@@ -66,7 +99,10 @@ def _check_texts(names: list[str], texts: list[str]) -> None:
 
 
 class CompletionDialect:
-    """Text under `text`, log-probabilities as parallel lists."""
+    """Text under `text`, log-probabilities as parallel lists, also of the token that ended the text.
+
+    Who scores texts with one token to generate leaves the last entry out, whatever it is (lm-evaluation-harness).
+    """
 
     id_prefix = "cmpl"
     reply_object = "text_completion"
@@ -82,7 +118,7 @@ class CompletionDialect:
         return {
             "tokens": [_spell(scored.token) for scored in delta.scored],
             "token_logprobs": [scored.logprob for scored in delta.scored],
-            "top_logprobs": [_likeliest([(scored.token, scored.logprob), *scored.top]) for scored in delta.scored],
+            "top_logprobs": [_likeliest(scored) for scored in delta.scored],
             "text_offset": [scored.offset for scored in delta.scored],
         }
 
@@ -103,6 +139,9 @@ def _spell(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def _likeliest(top: list[tuple[bytes, float]]) -> dict[str, float]:
-    """By spelling, the sampled token and the likeliest; of two spelled alike, the one that comes first."""
+def _likeliest(scored: ScoredToken) -> dict[str, float] | None:
+    """By spelling, the token itself and the likeliest; of two spelled alike, the one that comes first."""
+    if scored.logprob is None or scored.top is None:
+        return None
+    top = [(scored.token, scored.logprob), *scored.top]
     return {_spell(token): logprob for token, logprob in reversed(top)}

@@ -12,14 +12,17 @@ class Detokenizer:
     """The text of one sequence.
 
     `token_bytes` maps an id to the bytes it adds to the text. The text ends before the stop string that is complete
-    first (of two complete at once, before the longer), and characters that could begin one are held back until they
-    cannot, so the result does not depend on how the ids were grouped.
+    first (of two complete at once, before the longer), or with `includes_stop` behind it, and characters that could
+    begin one are held back until they cannot, so the result does not depend on how the ids were grouped.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = (), *, includes_stop: bool = False
+    ) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = tuple(stop)
+        self._includes_stop = includes_stop
         self._max_held = max((len(s) for s in self._stop), default=1) - 1
         self._held = ""
         self.num_chars = 0  # decoded so far, held or not: where the next token's text begins
@@ -44,7 +47,8 @@ class Detokenizer:
         text = self._held + text
         if ends := [(start + len(s), start) for s in self._stop if (start := text.find(s)) >= 0]:
             self.stopped, self._held = True, ""
-            return text[: min(ends)[1]]
+            end, start = min(ends)
+            return text[: end if self._includes_stop else start]
         start = self._first_candidate(text)
         self._held = text[start:]
         return text[:start]
@@ -56,3 +60,13 @@ class Detokenizer:
             if any(s.startswith(tail) for s in self._stop):
                 return start
         return len(text)
+
+
+def text_offsets(token_bytes: Callable[[int], bytes], token_ids: Iterable[int]) -> list[int]:
+    """How many characters of a text stand before each of its tokens, and last how many there are."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, num_chars = [], 0
+    for token_id in token_ids:
+        offsets.append(num_chars)
+        num_chars += len(decoder.decode(token_bytes(token_id)))
+    return [*offsets, num_chars + len(decoder.decode(b"", final=True))]

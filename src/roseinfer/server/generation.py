@@ -17,7 +17,7 @@ from aiohttp import web
 from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
 from roseinfer.records import Delivery
 from roseinfer.server import sse
-from roseinfer.server.choice import Choice, Delta
+from roseinfer.server.choice import Choice, Delta, Echo, Telling
 from roseinfer.server.exchange import EXCHANGE, Exchange
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.server.wire import GenerationBody, PromptTokensDetails, Reply, Usage, server_timing
@@ -50,8 +50,10 @@ class Job:
     body: GenerationBody
     prompts: list[list[int]]
     prompt_names: list[str]  # what each is called in an error
-    max_tokens: int | None  # None: as many as the context leaves
+    max_tokens: int | None  # None: as many as the context leaves; 0: the prompt alone is told
     num_logprobs: int | None
+    num_sequences: int  # of each prompt; the best `n` are told
+    echoes: list[Echo] | None = None  # of each prompt, where it is told too
 
 
 async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.StreamResponse:
@@ -67,14 +69,14 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
 
 
 def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
-    """Step 5: `n` for each prompt, all validated. Raises InvalidRequest or PromptTooLong."""
+    """Step 5: as many for each prompt as are asked for, all validated. Raises InvalidRequest or PromptTooLong."""
     body, info = job.body, service.client.info
     seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
     requests: list[Request] = []
     for name, prompt in zip(job.prompt_names, job.prompts, strict=True):
         params = _params(job, info.sampling_defaults, info.max_model_len - len(prompt))
         check_request(params, prompt, info, name)
-        for i in range(body.n):
+        for i in range(job.num_sequences):
             requests.append(
                 Request(
                     request_id=exchange.sequence_id(len(requests)),
@@ -94,11 +96,26 @@ def _params(job: Job, defaults: SamplingDefaults, num_left: int) -> SamplingPara
         top_k=defaults.top_k if body.top_k is None else body.top_k,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         min_p=defaults.min_p if body.min_p is None else body.min_p,
-        max_tokens=job.max_tokens or max(1, num_left),
+        max_tokens=max(1, num_left if job.max_tokens is None else job.max_tokens),
         min_tokens=body.min_tokens,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,
-        num_logprobs=job.num_logprobs,
+        num_logprobs=0 if job.num_logprobs is None and job.num_sequences > body.n else job.num_logprobs,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        num_prompt_logprobs=None if job.echoes is None else job.num_logprobs,
+    )
+
+
+def _telling(job: Job, prompt_index: int) -> Telling:
+    return Telling(
+        stop=job.body.stop_strings,
+        includes_stop=job.body.include_stop_str_in_output,
+        wants_logprobs=job.num_logprobs is not None,
+        echo=None if job.echoes is None else job.echoes[prompt_index],
+        is_prompt_only=job.max_tokens == 0,
     )
 
 
@@ -109,8 +126,9 @@ class Generation:
         body, tokenizer = job.body, service.text_model.tokenizer
         self.exchange = exchange
         self.include_usage = body.stream_options.include_usage
+        tellings = [_telling(job, prompt_index) for prompt_index in range(len(job.prompts))]
         self.choices = [
-            Choice(i, tokenizer, body.stop_strings, job.num_logprobs is not None, timeline)
+            Choice(i, tokenizer, timeline, tellings[i // job.num_sequences])
             for i, timeline in enumerate(exchange.timelines)
         ]
         self.outputs = service.client.generate(requests, exchange.timelines)
@@ -119,7 +137,7 @@ class Generation:
         self._by_id = {r.request_id: choice for r, choice in zip(requests, self.choices, strict=True)}
         self._num_left = len(requests)
         self._num_prompt_tokens = sum(map(len, job.prompts))
-        self._choices_per_prompt = body.n
+        self._num_told, self._num_sequences = body.n, job.num_sequences  # of each prompt
         self._client = service.client
         self._observer = service.observer
 
@@ -146,6 +164,18 @@ class Generation:
         choices = dict.fromkeys(self._by_id[output.request_id] for output in outputs)
         return [choice.pop() for choice in choices if choice.is_due(self._interval)]
 
+    def best(self) -> list[Choice]:
+        """The choices to tell when all are over: of each prompt the likeliest by the token, if there are more."""
+        if self._num_sequences == self._num_told:
+            return self.choices
+        best: list[Choice] = []
+        for first in range(0, len(self.choices), self._num_sequences):
+            of_prompt = self.choices[first : first + self._num_sequences]
+            best += sorted(of_prompt, key=lambda choice: -choice.mean_logprob)[: self._num_told]
+        for index, choice in enumerate(best):
+            choice.index = index
+        return best
+
     def note_write(self, deltas: Iterable[Delta], resumed_ns: int, encoded_ns: int, *, was_paused: bool) -> None:
         """The write of these deltas has returned."""
         written_ns = time.monotonic_ns()
@@ -159,7 +189,7 @@ class Generation:
 
     def usage(self) -> Usage:
         num_generated = sum(choice.num_tokens for choice in self.choices)
-        num_cached = sum(choice.num_cached_tokens for choice in self.choices[:: self._choices_per_prompt])
+        num_cached = sum(choice.num_cached_tokens for choice in self.choices[:: self._num_sequences])
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=num_generated,
@@ -215,7 +245,7 @@ class _Reply:
                 if generation.is_over:
                     break
         resumed_ns = time.monotonic_ns()
-        deltas = [choice.pop() for choice in generation.choices]
+        deltas = [choice.pop() for choice in generation.best()]
         reply = Reply(
             id=self._id,
             object=self._dialect.reply_object,

@@ -88,6 +88,10 @@ class Tokenizer:
         """The bytes a token adds to generated text: none for a special one."""
         return b"" if token_id in self.special_ids else self.spell(token_id)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the tokens say together, special ones nothing."""
+        return b"".join(map(self.text_bytes, token_ids)).decode(errors="replace")
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 

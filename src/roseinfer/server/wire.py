@@ -14,9 +14,12 @@ from msgspec import Meta
 from roseinfer.errors import InvalidRequest, RoseinferError
 from roseinfer.messages import (
     GREEDY_BELOW,
+    LogitBias,
     MinP,
     MinTokens,
     NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
     StopTokenIds,
     Temperature,
     TokenCount,
@@ -28,6 +31,7 @@ from roseinfer.messages import (
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
+MAX_PROMPT_SCORES = 1 << 18  # in one answer: a fraction of a second of the front end, some tens of megabytes
 MAX_ERROR_CHARS = 400
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -82,6 +86,23 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
         MinP | None,
         Meta(description="Drop tokens less likely than this times the likeliest. Default: the model's, else 0."),
     ] = None
+    presence_penalty: Annotated[
+        Penalty, Meta(description="Taken from the logit of each token that was generated before.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        Penalty, Meta(description="Taken from the logit of each token that was generated before, each time it was.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None,
+        Meta(
+            description="The logit of each token of prompt and text is divided by this, or multiplied where it is "
+            "negative. Default: the model's, else 1."
+        ),
+    ] = None
+    logit_bias: Annotated[
+        LogitBias,
+        Meta(description="By token id: what is added to its logit. -100 all but bars it, 100 all but forces it."),
+    ] = {}
     min_tokens: Annotated[
         MinTokens, Meta(description="Until then neither the end token nor a stop token is sampled.")
     ] = 0
@@ -92,6 +113,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     stop_token_ids: Annotated[
         StopTokenIds, Meta(description="Ends the text like the end token; its own text is left out.")
     ] = ()
+    include_stop_str_in_output: Annotated[
+        bool, Meta(description="The stop string, or the text of the stop token, stays in the text.")
+    ] = False
     ignore_eos: Annotated[bool, Meta(description="The end token does not end the text.")] = False
     user: Annotated[str, Meta(description="No effect.")] = ""
     metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
@@ -109,12 +133,28 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         str | list[PromptPart],
         Meta(description=f"Text, token ids, or a list of at most {MAX_PROMPTS} texts or of lists of token ids."),
     ]
-    max_tokens: Annotated[TokenCount, Meta(description="Most tokens to generate.")] = 16
+    max_tokens: Annotated[
+        MinTokens, Meta(description="Most tokens to generate; 0, with `echo`, only reads the prompt.")
+    ] = 16
     logprobs: Annotated[
         NumLogprobs | None,
         Meta(description="Log-probabilities of each token, and how many of the likeliest to list beside it."),
     ] = None
-    best_of: Annotated[int | None, Meta(description="Accepted when equal to `n`.")] = None
+    echo: Annotated[
+        bool,
+        Meta(
+            description="The text begins with the prompt. With `logprobs` the tokens of the prompt are scored too, the "
+            "first with `null`; such a prompt is not looked up in the cache. All their tokens times `logprobs` + 1 are "
+            f"at most {MAX_PROMPT_SCORES}."
+        ),
+    ] = False
+    best_of: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
+        Meta(
+            description="So many are generated of each prompt, and the `n` with the highest mean log-probability of a "
+            "token are told, best first. At least `n`; equal to it in a stream. Default: `n`."
+        ),
+    ] = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -156,13 +196,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
 # Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
 _UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "logit_bias": ({},),
     "store": (False,),
 }
 UNSERVED: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
-    CompletionBody: {**_UNSERVED, "echo": (False,), "suffix": ("",)},
+    CompletionBody: {**_UNSERVED, "suffix": ("",)},
     ChatBody: {
         **_UNSERVED,
         "audio": (),
@@ -198,7 +235,7 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
         name = next(name for name in present if name in unknown)
         raise InvalidRequest(f"Unknown field `{name}`.", param=name)
     try:
-        return msgspec.convert(present, body_type)
+        return msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except msgspec.ValidationError as error:
         raise _named(error) from None
 

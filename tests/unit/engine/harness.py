@@ -10,7 +10,7 @@ from roseinfer.engine.batch import ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.fake_runner import FakeRunner
 from roseinfer.engine.scheduler import Scheduler
-from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput
+from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput
 from roseinfer.records import FinishReason, Phases
 
 RecordBatches = Callable[[Engine], list[ScheduledBatch]]
@@ -76,6 +76,7 @@ class Transcript:
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     steps: list[StepOutput] = field(default_factory=list)
     slots: dict[int, str] = field(default_factory=dict)  # of the requests that the columns tell of
+    scores: dict[str, PromptLogprobs] = field(default_factory=dict)
 
     def take(self, step: StepOutput) -> StepOutput:
         self.steps.append(step)
@@ -84,6 +85,9 @@ class Transcript:
             self.tokens[self.slots[slot]].append(token_id)
         for output in step.outputs:
             assert output.request_id not in self.reasons, "an output after the last one"
+            if output.prompt_logprobs is not None:
+                assert not self.tokens[output.request_id], "a prompt is scored once, and told with the first token"
+                self.scores[output.request_id] = output.prompt_logprobs
             self.tokens[output.request_id] += output.token_ids
             if output.slot is not None:
                 self.slots[output.slot] = output.request_id
@@ -106,6 +110,12 @@ def run_to_end(engine: Engine, transcript: Transcript | None = None, max_steps: 
 
 def run_alone(request: Request, **config: Any) -> list[int]:
     """The request's tokens when nothing else runs and nothing is cached."""
+    return tell_alone(request, **config)[0]
+
+
+def tell_alone(request: Request, **config: Any) -> tuple[list[int], PromptLogprobs | None]:
+    """The same, and what its prompt was scored if it was asked for."""
     engine = make_engine(prefix_caching=False, **config)
     engine.add(request)
-    return run_to_end(engine).tokens[request.request_id]
+    transcript = run_to_end(engine)
+    return transcript.tokens[request.request_id], transcript.scores.get(request.request_id)

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from roseinfer.messages import Request
+from roseinfer.messages import PromptLogprobs, Request
 from roseinfer.records import FinishReason
-from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
+from tests.unit.engine.harness import Transcript, make_engine, make_request, run_to_end, tell_alone
 
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -33,7 +33,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.transcript = Transcript()
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
-        self.alone: dict[bytes, list[int]] = {}
+        self.alone: dict[bytes, tuple[list[int], PromptLogprobs | None]] = {}
 
     @rule(
         copies=st.integers(1, 3),
@@ -42,8 +42,13 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
         seed=st.integers(0, 3),
         salt=st.sampled_from(["", "", "tenant"]),
+        extra=st.sampled_from(
+            [{}, {}, {"frequency_penalty": 0.5}, {"num_prompt_logprobs": 0}, {"num_prompt_logprobs": 2}]
+        ),
     )
-    def add(self, copies: int, shared: int, own: list[int], max_tokens: int, seed: int, salt: str) -> None:
+    def add(
+        self, copies: int, shared: int, own: list[int], max_tokens: int, seed: int, salt: str, extra: dict[str, Any]
+    ) -> None:
         for _ in range(copies):
             request = make_request(
                 f"r{len(self.requests)}",
@@ -55,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
                 ignore_eos=bool(seed % 2),
                 stop_token_ids=(7, 8, 9) if seed == 2 else (),
                 min_tokens=3 if seed == 2 and max_tokens >= 3 else 0,
+                **extra,
             )
             self.requests[request.request_id] = request
             self.engine.add(request)
@@ -84,7 +90,9 @@ class EngineMachine(RuleBasedStateMachine):
         run_to_end(self.engine, self.transcript)
         assert self.transcript.reasons.keys() == self.requests.keys(), "not exactly one end for each request"
         for request_id, request in self.requests.items():
-            expected = self.run_alone(request)
+            expected, scores = self.run_alone(request)
+            if self.transcript.tokens[request_id]:
+                assert self.transcript.scores.get(request_id) == scores
             if request_id in self.aborted:
                 assert self.transcript.reasons[request_id] is FinishReason.ABORT
                 expected = expected[: len(self.transcript.tokens[request_id])]
@@ -95,11 +103,11 @@ class EngineMachine(RuleBasedStateMachine):
         generated = sum(step.record.num_generated_tokens for step in self.transcript.steps)
         assert generated == sum(map(len, self.transcript.tokens.values()))
 
-    def run_alone(self, request: Request) -> list[int]:
+    def run_alone(self, request: Request) -> tuple[list[int], PromptLogprobs | None]:
         """As the harness's, once for equal requests."""
         key = msgspec.json.encode(msgspec.structs.replace(request, request_id=""))
         if key not in self.alone:
-            self.alone[key] = run_alone(request)
+            self.alone[key] = tell_alone(request)
         return self.alone[key]
 
 

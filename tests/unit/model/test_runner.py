@@ -150,16 +150,16 @@ def test_the_last_token_of_a_slot_waits_on_the_device(make_player: MakePlayer) -
     binding = SlotBinding(0, SamplingParams(temperature=0.0), 20, ())
 
     def batch(start: int, token_ids: list[int], bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
-        rows = {"starts": start, "num_new_tokens": len(token_ids) or 1, "slots": 0}
-        arrays = {name: np.array([value], np.int32) for name, value in rows.items()}
         return ScheduledBatch(
             step_id=0,
+            slots=np.zeros(1, np.int32),
+            starts=np.array([start], np.int32),
+            num_new_tokens=np.array([len(token_ids) or 1], np.int32),
             samples=np.array([True]),
             num_device_rows=0 if token_ids else 1,
             token_ids=np.array(token_ids, np.int32),
             block_table=table,
             bindings=bindings,
-            **arrays,
         )
 
     launched = [

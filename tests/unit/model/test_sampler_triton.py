@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
 from roseinfer.engine.batch import SlotBinding
 from roseinfer.messages import SamplingParams
+from roseinfer.model.sampler import Sampler
 from roseinfer.model.sampling_slots import SlotTable
 from roseinfer.model.sampling_torch import TorchSampling
 from tests.unit.model.triton_processes import Ahead, Worker, compiled, compiler_process, interpreter_process
@@ -83,6 +85,34 @@ def test_a_row_ignores_the_others(interpreter: Worker) -> None:
     for row in range(8):
         some = slice(row, row + 1)
         assert interpreter.call(both, logits[some], slots[some], positions[some])[0] == together[some]
+
+
+def edited(logits: torch.Tensor, num_steps: int) -> list[list[list[int]]]:
+    """What the whole sampler draws with this backend and with torch's, where rows change their logits first."""
+    from roseinfer.model.sampling_triton import TritonSampling
+
+    kinds = [
+        *OWNERS,
+        SamplingParams(temperature=0.0, frequency_penalty=2.0),
+        SamplingParams(seed=6, repetition_penalty=1.5, logit_bias={7: 3.0}),
+        SamplingParams(seed=7, presence_penalty=1.0, top_p=0.9, min_tokens=2, stop_token_ids=(9,)),
+    ]
+    told = []
+    for backend in (TritonSampling, TorchSampling):
+        sampler = Sampler(len(kinds), logits.shape[1], CPU)
+        sampler._backend = backend(sampler._table, CPU)
+        for slot, params in enumerate(kinds):
+            sampler.bind(SlotBinding(slot, params, 3, (), np.array([7, 8, 8], np.int32)))
+        slots = np.arange(len(kinds), dtype=np.int32)
+        rows = logits.expand(len(kinds), -1).clone()
+        told.append([sampler.sample(rows, slots, slots * 0 + 3 + step)[0].tolist() for step in range(num_steps)])
+    return told
+
+
+def test_rows_whose_logits_are_changed_first(interpreter: Worker) -> None:
+    computed, expected = interpreter.call(edited, random_logits(1, 5000, torch.bfloat16), 4)
+    assert computed == expected
+    assert len({step[4] for step in computed}) > 1, "a penalty has moved a greedy row"
 
 
 def compile_rows(capability: int, vocab_size: int, dtype: torch.dtype) -> list[str]:

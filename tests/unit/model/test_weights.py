@@ -215,8 +215,8 @@ def test_what_is_not_served_of_sampling_is_told(directory: Path, caplog: pytest.
     neutral: dict[str, object] = {"repetition_penalty": 1.0, "num_beams": 1, "typical_p": 1.0, "suppress_tokens": None}
     defaults_of(directory, neutral)
     assert caplog.messages == []
-    defaults_of(directory, {"temperature": 0.7, "repetition_penalty": 1.05})
-    assert caplog.messages == ["generation_config.json: repetition_penalty=1.05 is not supported and has no effect"]
+    defaults_of(directory, {"temperature": 0.7, "repetition_penalty": 1.05, "typical_p": 0.9})
+    assert caplog.messages == ["generation_config.json: typical_p=0.9 is not supported and has no effect"]
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": "all"}, {"min_p": 2}], ids=str)

@@ -5,12 +5,12 @@ import pytest
 from roseinfer.errors import EngineFailed, RequestTimeout
 from roseinfer.messages import TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
-from roseinfer.server.choice import Choice
+from roseinfer.server.choice import Choice, Telling
 from tests.unit.server.harness import EOS, ids, text_model, times
 
 
 def make_choice(*stop: str) -> Choice:
-    return Choice(0, text_model().tokenizer, stop, False, RequestTimeline(request_id="a", recv_ns=1))
+    return Choice(0, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1), Telling(stop=stop))
 
 
 def told(choice: Choice, steps: list[TokenOutput], interval: int) -> list[tuple[str, list[int]]]:
@@ -25,10 +25,12 @@ def told(choice: Choice, steps: list[TokenOutput], interval: int) -> list[tuple[
     return deltas
 
 
-def steps_of(token_ids: list[int], reason: FinishReason = FinishReason.LENGTH, **last: int) -> list[TokenOutput]:
+def steps_of(
+    token_ids: list[int], reason: FinishReason = FinishReason.LENGTH, stop_token_id: int | None = None
+) -> list[TokenOutput]:
     """One token a step, and the finish with the last."""
     *most, end = token_ids
-    return [*(TokenOutput("a", [i]) for i in most), TokenOutput("a", [end], None, reason, times=times(), **last)]
+    return [*(TokenOutput("a", [i]) for i in most), TokenOutput("a", [end], None, reason, stop_token_id, times())]
 
 
 @pytest.mark.parametrize(
