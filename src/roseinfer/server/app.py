@@ -4,6 +4,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.server import admin, chat, completions, debug_guard, middleware
+from roseinfer.server.guard import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import SERVICE, Service
 
@@ -41,7 +42,12 @@ def _operations(metrics_handler: Handler) -> list[web.RouteDef]:
 
 def _application(service: Service, routes: list[web.RouteDef]) -> web.Application:
     app = web.Application(
-        middlewares=[middleware.identify, middleware.open_exchange, middleware.answer_errors],
+        middlewares=[
+            middleware.identify,
+            middleware.open_exchange,
+            middleware.answer_errors,
+            middleware.refuse_odd_heads,
+        ],
         client_max_size=service.config.max_body_bytes,
     )
     app[SERVICE] = service
@@ -50,12 +56,6 @@ def _application(service: Service, routes: list[web.RouteDef]) -> web.Applicatio
     return app
 
 
-def build_runner(app: web.Application, shutdown_timeout_s: float) -> web.AppRunner:
+def build_runner(app: web.Application, shutdown_timeout_s: float) -> GuardedRunner:
     """The application as it meets the network."""
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
-        auto_decompress=False,  # compressed bodies are refused; a bomb must not go off before that
-        access_log=None,  # ours carries the request id
-        shutdown_timeout=shutdown_timeout_s,
-    )
+    return GuardedRunner(app, app[SERVICE].config, shutdown_timeout_s)

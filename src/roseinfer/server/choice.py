@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from roseinfer.errors import EngineError, EngineFailed, RequestTimeout
+from roseinfer.errors import EngineError, EngineFailed, QueueTimeout, RequestTimeout
 from roseinfer.messages import TokenLogprobs, TokenOutput
-from roseinfer.records import Arrival, FinishReason, RequestTimeline
+from roseinfer.records import Arrival, EngineTimes, FinishReason, RequestTimeline
 from roseinfer.server.detokenizer import Detokenizer
 from roseinfer.server.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ class Choice:
                 return
         self._token_ids += output.token_ids[num_text_tokens:]
         if output.finish_reason is not None:
-            self._end(output.finish_reason)
+            self._end(output.finish_reason, output.times)
 
     def _take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Whether the token completed a stop string."""
@@ -99,9 +99,9 @@ class Choice:
             top=[(spell(other), max(MIN_LOGPROB, logprob)) for other, logprob in top],
         )
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, reason: FinishReason, times: EngineTimes | None) -> None:
         if reason not in {FinishReason.STOP, FinishReason.LENGTH}:
-            raise _failure(reason)
+            raise _failure(reason, has_begun=times is None or times.scheduled_ns > 0)
         if text := self._detokenizer.flush():
             self._text.append(text)
         self._finish(FinishReason.STOP if self._detokenizer.stopped else reason)
@@ -141,9 +141,11 @@ class Choice:
         return delta
 
 
-def _failure(reason: FinishReason) -> EngineError:
+def _failure(reason: FinishReason, *, has_begun: bool) -> EngineError:
+    if reason is FinishReason.TIMEOUT and not has_begun:
+        return QueueTimeout("The engine could not begin the request in the time it was given.", param="queue_timeout_s")
     if reason is FinishReason.TIMEOUT:
-        return RequestTimeout("The request ran past its deadline.")
+        return RequestTimeout("The request ran past its deadline.", param="timeout_s")
     if reason is FinishReason.ERROR:
         return EngineFailed("The engine could not compute this sequence.")
     return EngineFailed("The engine ended the request before it was complete.")

@@ -10,14 +10,16 @@ import uuid
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.errors import CapacityError, RoseinferError, Unauthorized, UnknownRoute
+from roseinfer.errors import CapacityError, MalformedRequest, QueueTimeout, RoseinferError, Unauthorized, UnknownRoute
 from roseinfer.records import LifecycleState
 from roseinfer.server import sse
+from roseinfer.server.api_keys import Caller
 from roseinfer.server.exchange import EXCHANGE, is_for_tokens
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import error_body, server_timing
 
 REQUEST_ID = web.RequestKey("request_id", str)
+CALLER = web.RequestKey("caller", Caller)  # where keys are configured
 REQUEST_ID_HEADER = "x-request-id"
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 QUIET_PATHS = PROBE_PATHS | {
@@ -55,6 +57,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
                 "status": status,
                 "duration_ms": round((time.monotonic() - start) * 1e3, 3),
                 "trace_id": _trace_id(request),
+                "api_key": request[CALLER].name if CALLER in request else None,
             },
         )
 
@@ -140,7 +143,7 @@ def error_response(
         response.headers["Retry-After"] = "5"
     elif isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = error.challenge
-    if error.status in {413, 415}:
+    if error.status in {408, 413, 415}:
         response.force_close()  # the rest of the body is not read
     return response
 
@@ -170,15 +173,26 @@ def _abort(request: web.Request) -> None:
 
 
 @web.middleware
+async def refuse_odd_heads(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A head that two readers could take for two different requests is nobody's."""
+    if len(request.headers.getall("Host", ())) > 1:
+        raise MalformedRequest("The header Host comes more than once.", param="Host")
+    if not request.raw_path.startswith(("/", "*")):
+        raise MalformedRequest("The target must be a path; this server is no proxy.")
+    return await handler(request)
+
+
+@web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     """With keys configured, everything but the probes needs one, whether or not it exists."""
     keys = request.app[SERVICE].api_keys
     if keys is not None and request.path not in PROBE_PATHS:
-        salt = keys.cache_salt(request.headers.get("Authorization", ""))
-        if salt is None:
+        caller = keys.caller(request.headers.get("Authorization", ""))
+        if caller is None:
             raise Unauthorized("A valid API key is needed: `Authorization: Bearer <key>`.")
+        request[CALLER] = caller
         if (exchange := request.get(EXCHANGE)) is not None:
-            exchange.cache_salt = salt  # what one key has cached cannot be probed with another
+            exchange.caller = caller  # what one key has cached cannot be probed with another
     return await handler(request)
 
 

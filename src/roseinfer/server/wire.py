@@ -32,6 +32,7 @@ MAX_ERROR_CHARS = 400
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
 PromptPart = str | TokenId | list[TokenId]
 
 
@@ -93,6 +94,29 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
         StopTokenIds, Meta(description="Ends the text like the end token; its own text is left out.")
     ] = ()
     ignore_eos: Annotated[bool, Meta(description="The end token does not end the text.")] = False
+    timeout_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="Longest time of the request, from its first byte; then 504, or in a stream an error event. "
+            "Default: the server's."
+        ),
+    ] = None
+    queue_timeout_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="Longest wait for the engine to begin; then 503, and nothing was done. Default: the server's."
+        ),
+    ] = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-100, le=100)],
+        Meta(description="Lower goes sooner, where the server's policy is `priority`; of equals the first to come."),
+    ] = 0
+    cache_salt: Annotated[
+        Annotated[str, Meta(max_length=128)],
+        Meta(
+            description="Cached prefixes are shared only with requests of the same salt, and never with another API key."
+        ),
+    ] = ""
     user: Annotated[str, Meta(description="No effect.")] = ""
     metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
     service_tier: Annotated[str, Meta(description="No effect.")] = "auto"

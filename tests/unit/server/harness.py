@@ -22,7 +22,7 @@ from roseinfer.errors import Conflict, EngineError, NotReady
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
-from roseinfer.server.api_keys import ApiKeys
+from roseinfer.server.api_keys import ApiKeys, parse_keys
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.chat_template import ChatTemplate
 from roseinfer.server.instruments import Instruments
@@ -241,6 +241,10 @@ class Listener(Observer):
         self.states.append(state)
 
 
+def api_keys(*keys: str) -> ApiKeys:
+    return ApiKeys(parse_keys(keys, "keys"))
+
+
 async def metrics_handler(_request: web.Request) -> web.Response:
     return web.Response(text="# the metrics\n")
 
@@ -332,7 +336,7 @@ async def serving(
     """The API port over a scripted engine, on a free port of the loopback."""
     listener = Listener()
     config = Config(server=ServerConfig(served_model_name="scripted", **server))
-    service = Service(config, engine, listener, ApiKeys(keys) if keys else None, INSTRUMENTS.ledger)
+    service = Service(config, engine, listener, api_keys(*keys) if keys else None, INSTRUMENTS.ledger)
     if is_ready:
         engine.started.set()
         service.open(text or text_model())
