@@ -257,8 +257,8 @@ class ServerConfig:
     tls_cert_file: Annotated[
         str | None,
         Meta(
-            description="PEM file with the certificate and its chain: the API port then speaks TLS. Both files are read "
-            "again when they change. The operations port stays plain, for the cluster's own network."
+            description="PEM file with the certificate and its chain: the API port then speaks TLS. Both files are "
+            "read again when they change. The operations port stays plain, for the cluster's own network."
         ),
     ] = _option(None)
     tls_key_file: Annotated[str | None, Meta(description="PEM file with the certificate's private key.")] = _option(
@@ -308,8 +308,8 @@ class ServerConfig:
         float,
         Meta(
             ge=0,
-            description="Seconds after which a stream that has nothing to say sends a comment, so that no proxy takes it "
-            "for dead: a quarter of the usual 60 s. 0 sends none.",
+            description="Seconds after which a stream that has nothing to say sends a comment, so that no proxy takes "
+            "it for dead: a quarter of the usual 60 s. 0 sends none.",
         ),
     ] = _option(15.0)
     head_timeout_s: Annotated[

@@ -3,7 +3,7 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.server import admin, chat, completions, debug_guard, middleware
+from roseinfer.server import admin, chat, completions, debug_guard, middleware, openapi, text_endpoints
 from roseinfer.server.guard import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import SERVICE, Service
@@ -15,6 +15,11 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         web.post("/v1/completions", completions.create_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
         web.get("/v1/models", admin.list_models),
+        web.get("/v1/models/{model:.+}", admin.get_model),
+        web.post("/v1/requests/{id}/abort", admin.abort_request),
+        web.post("/tokenize", text_endpoints.tokenize),
+        web.post("/detokenize", text_endpoints.detokenize),
+        web.get("/openapi.json", openapi.handle),
         web.get("/version", admin.version),
         *_operations(instruments.metrics),
     ]

@@ -26,7 +26,8 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
         raise UnknownModel(
             f"The model `{body.model}` does not exist here; this is {service.model_name}.", param="model"
         )
-    request[EXCHANGE].timelines[0].parsed_ns = time.monotonic_ns()
+    if (exchange := request.get(EXCHANGE)) is not None:
+        exchange.timelines[0].parsed_ns = time.monotonic_ns()
     return body
 
 

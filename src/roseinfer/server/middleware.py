@@ -10,7 +10,7 @@ import uuid
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.errors import CapacityError, MalformedRequest, QueueTimeout, RoseinferError, Unauthorized, UnknownRoute
+from roseinfer.errors import CapacityError, MalformedRequest, RoseinferError, Unauthorized, UnknownRoute
 from roseinfer.records import LifecycleState
 from roseinfer.server import sse
 from roseinfer.server.api_keys import Caller

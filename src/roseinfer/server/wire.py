@@ -42,12 +42,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     include_usage: bool = False
 
 
-class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The fields both generation endpoints share. Optional ones may be null, which means the default."""
+class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """What every body may hold. Optional fields may be null, which means the default."""
 
     model: Annotated[
         str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
     ] = None
+
+
+class GenerationBody(ModelBody, frozen=True, kw_only=True):
+    """The fields both generation endpoints share."""
+
     stream: Annotated[bool, Meta(description="Answer with server-sent events, as the tokens come.")] = False
     stream_options: Annotated[
         StreamOptions,
@@ -113,9 +118,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     ] = 0
     cache_salt: Annotated[
         Annotated[str, Meta(max_length=128)],
-        Meta(
-            description="Cached prefixes are shared only with requests of the same salt, and never with another API key."
-        ),
+        Meta(description="Cached prefixes are shared only with requests of the same salt, never with another API key."),
     ] = ""
     user: Annotated[str, Meta(description="No effect.")] = ""
     metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
@@ -185,7 +188,7 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "store": (False,),
 }
-UNSERVED: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
+UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
     CompletionBody: {**_UNSERVED, "echo": (False,), "suffix": ("",)},
     ChatBody: {
         **_UNSERVED,
@@ -204,14 +207,14 @@ UNSERVED: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
     },
 }
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=ModelBody)
 
 
 def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     """Read a request body. Raises InvalidRequest naming the field."""
     fields = _decode_object(raw)
     present = {name: value for name, value in fields.items() if value is not None}
-    for name, neutral in UNSERVED[body_type].items():
+    for name, neutral in UNSERVED.get(body_type, {}).items():
         if name in present and not _is_one_of(present.pop(name), neutral):
             raise InvalidRequest(f"`{name}` is not supported.", param=name)
     if isinstance(messages := present.get("messages"), list):
