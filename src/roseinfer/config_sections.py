@@ -293,17 +293,13 @@ class ServerConfig:
     ] = _option(25.0)
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Longest request body.")] = _option(2 * 1024 * 1024)
     request_timeout_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="Longest time of a request that has no `timeout_s`. Default: none, a client that left is gone."
-        ),
-    ] = _option(None)
+        float,
+        Meta(ge=0, description="Longest time of a request without `timeout_s`; 0: as long as its client stays."),
+    ] = _option(0.0)
     queue_timeout_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="Longest wait for the engine to begin a request that has no `queue_timeout_s`. Default: none."
-        ),
-    ] = _option(None)
+        float,
+        Meta(ge=0, description="Longest wait of a request without `queue_timeout_s`; 0: as long as its client stays."),
+    ] = _option(0.0)
     keepalive_interval_s: Annotated[
         float,
         Meta(

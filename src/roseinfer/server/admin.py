@@ -48,8 +48,8 @@ async def list_models(request: web.Request) -> web.Response:
 async def get_model(request: web.Request) -> web.Response:
     """The same by its name, which may hold slashes. Raises UnknownModel or NotReady."""
     service = request.app[SERVICE]
-    if request.match_info["model"] != service.model_name:
-        raise UnknownModel(f"There is no such model here; this is {service.model_name}.", param="model")
+    if request.match_info["id"] != service.model_name:
+        raise UnknownModel(f"There is no such model here; this is {service.model_name}.", param="id")
     return web.json_response(_model(service))
 
 
@@ -65,7 +65,7 @@ def _model(service: Service) -> dict[str, object]:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End a request that is being answered, by the `x-request-id` it came with. Raises UnknownRequest.
+    """End a request that is being answered, by its `x-request-id` or the id in its answer. Raises UnknownRequest.
 
     A request that came with another API key is as unknown as one that never was.
     """

@@ -4,7 +4,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -84,15 +83,13 @@ class ApiKeys:
         self._digests = self.read()
 
     @classmethod
-    def configured(cls, path: Path | None) -> "ApiKeys | None":
-        """The keys of the file and those of the environment, where they stand between semicolons; None without any.
+    def configured(cls, path: str | None, more: str) -> "ApiKeys | None":
+        """The keys of the file and more, between semicolons, from the environment; None without any.
 
         Raises ConfigError.
         """
-        fixed = parse_keys(os.environ.get(KEYS_VARIABLE, "").split(";"), KEYS_VARIABLE)
-        if path is None:
-            return cls(fixed) if fixed else None
-        return cls(fixed, path)
+        fixed = parse_keys(more.split(";"), KEYS_VARIABLE)
+        return cls(fixed, None if path is None else Path(path)) if fixed or path is not None else None
 
     def read(self) -> "Digests":
         """What is good now that the file may have changed. Raises ConfigError. Reads a file: not on the event loop."""

@@ -15,7 +15,7 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         web.post("/v1/completions", completions.create_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
         web.get("/v1/models", admin.list_models),
-        web.get("/v1/models/{model:.+}", admin.get_model),
+        web.get("/v1/models/{id:.+}", admin.get_model),
         web.post("/v1/requests/{id}/abort", admin.abort_request),
         web.post("/tokenize", text_endpoints.tokenize),
         web.post("/detokenize", text_endpoints.detokenize),

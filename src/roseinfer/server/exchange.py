@@ -54,6 +54,7 @@ class Exchange:
             )
         ]
         self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
+        self.reply_id = ""  # what the answer calls itself, once there is a job
         self.caller: Caller | None = None  # whose key it came with, where keys are configured
         self._recv_unix_s = time.time()
         self._intended_time = request.headers.get(INTENDED_TIME_HEADER)
@@ -135,9 +136,9 @@ class Exchange:
         own = self.caller.cache_salt if self.caller is not None else ""
         return hmac.digest(own.encode(), given.encode("utf-8", "surrogatepass"), "sha256").hex()[:32] if given else own
 
-    def deadline_ns(self, timeout_s: float | None) -> int | None:
-        """The moment so long after its first byte, on the monotonic clock."""
-        return None if timeout_s is None else self.timelines[0].recv_ns + int(timeout_s * 1e9)
+    def deadline_ns(self, timeout_s: float) -> int | None:
+        """The moment so long after its first byte, on the monotonic clock; None for 0."""
+        return self.timelines[0].recv_ns + int(timeout_s * 1e9) if timeout_s else None
 
     def set_alarm(self, deadline_ns: int) -> None:
         """Interrupt the handler if the engine has not ended the request soon after its deadline."""

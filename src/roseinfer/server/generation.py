@@ -193,7 +193,7 @@ class _Reply:
         self._dialect = dialect
         self._model_name = model_name
         self._generation = generation
-        self._id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
+        self._id = generation.exchange.reply_id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._wants_ledger = generation.exchange.wants_ledger
         self._opening = asyncio.Lock()  # the status line goes out once, whoever is first

@@ -139,7 +139,7 @@ class Guard:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._max_connections = min(config.max_connections, _spare_descriptors())
+        self.max_connections = min(config.max_connections, _spare_descriptors())
         self._connections: set[Connection] = set()
         self._by_peer: Counter[str] = Counter()
         self._num_refused = 0
@@ -150,7 +150,7 @@ class Guard:
     def enter(self, connection: Connection) -> bool:
         """Whether there is room for one more, in all and from its address."""
         if (
-            len(self._connections) >= self._max_connections
+            len(self._connections) >= self.max_connections
             or self._by_peer[connection.peer] >= self._config.max_connections_per_peer
         ):
             self._num_refused += 1

@@ -49,6 +49,7 @@ async def run(
     observer: Observer,
     instruments: Instruments,
     on_ready: Callable[[str], None],
+    more_keys: str = "",
 ) -> int:
     """Serve until a signal or the engine's death, and return the exit code. `on_ready` is given the API's URL.
 
@@ -57,7 +58,7 @@ async def run(
     """
     with _Signals() as signals:
         require_compiled_parser()
-        keys = ApiKeys.configured(Path(config.server.api_key_file) if config.server.api_key_file else None)
+        keys = ApiKeys.configured(config.server.api_key_file, more_keys)
         certificate = Certificate.configured(config.server)
         load_text = partial(TextModel.load, chosen_template=read_chosen_template(config.server.chat_template))
         service = Service(config, client, observer, keys, instruments.ledger)

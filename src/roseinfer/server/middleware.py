@@ -26,6 +26,7 @@ QUIET_PATHS = PROBE_PATHS | {
     "/metrics",
     "/debug/timeline/data",
 }  # asked every second; what they would say, the lifecycle logs
+SERVER = "roseinfer"  # in the place of aiohttp's and Python's versions
 CLIENT_CLOSED = 499  # nginx's word for it; nobody reads it but the log
 FAREWELL_TIMEOUT_S = 1.0  # a client that does not read is not waited for with the last event
 
@@ -69,6 +70,7 @@ def _trace_id(request: web.Request) -> str | None:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs before a status line leaves: the request id, and `Connection: close` on a server that is about to go."""
+    response.headers["Server"] = SERVER
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
     if request.app[SERVICE].state in {LifecycleState.DRAINING, LifecycleState.FAILED}:
@@ -135,6 +137,7 @@ def error_response(
     response = web.Response(
         status=error.status, body=error_body(error, ledgers), content_type="application/json", headers=headers
     )
+    response.headers["Server"] = SERVER
     if ledgers is not None:
         response.headers["Server-Timing"] = server_timing(ledgers)
     if isinstance(error, CapacityError):
@@ -179,6 +182,8 @@ async def refuse_odd_heads(request: web.Request, handler: Handler) -> web.Stream
         raise MalformedRequest("The header Host comes more than once.", param="Host")
     if not request.raw_path.startswith(("/", "*")):
         raise MalformedRequest("The target must be a path; this server is no proxy.")
+    if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise MalformedRequest("No transfer coding but `chunked` is read.", param="Transfer-Encoding")
     return await handler(request)
 
 

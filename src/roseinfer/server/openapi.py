@@ -64,7 +64,7 @@ OPERATIONS = (
     Operation("get", "/v1/models", "The models that are served", replies.ModelList, (*_KEYED, errors.NotReady)),
     Operation(
         "get",
-        "/v1/models/{model}",
+        "/v1/models/{id}",
         "One of them",
         replies.ModelCard,
         (*_KEYED, errors.NotReady, errors.UnknownModel, errors.UnknownRoute),

@@ -121,11 +121,11 @@ class Service:
         exchange.close()
 
     def abort(self, request_id: str, caller: Caller | None) -> bool:
-        """End the open exchanges that a caller gave this id, and say whether there was one."""
+        """End the open exchanges of a caller with this id, given or of the answer, and say whether there was one."""
         found = [
             exchange
             for exchange in self._exchanges.values()
-            if exchange.key.partition("~")[0] == request_id and exchange.caller == caller
+            if request_id in {exchange.key.partition("~")[0], exchange.reply_id} and exchange.caller == caller
         ]
         for exchange in found:
             exchange.interrupt(RequestAborted("The request was aborted by another one."))

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from roseinfer.errors import ConfigError
-from roseinfer.server.api_keys import KEYS_VARIABLE, ApiKeys, parse_keys, read_keys
-from tests.unit.server.harness import api_keys
+from roseinfer.server.api_keys import ApiKeys, parse_keys, read_keys
+
+
+def api_keys(*keys: str) -> ApiKeys:
+    return ApiKeys(parse_keys(keys, ""))
 
 
 def test_blank_and_comment_lines_are_no_keys(tmp_path: Path) -> None:
@@ -64,15 +67,13 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(digest) for digest in compared} == {32}
 
 
-def test_file_and_environment_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
-    assert ApiKeys.configured(None) is None
-    monkeypatch.setenv(KEYS_VARIABLE, "ops one; two;")
+def test_file_and_environment_together(tmp_path: Path) -> None:
+    assert ApiKeys.configured(None, " ;") is None
     (tmp_path / "keys").write_text("three")
-    keys = ApiKeys.configured(tmp_path / "keys")
+    keys = ApiKeys.configured(str(tmp_path / "keys"), "ops one; two;")
     assert keys is not None
     assert all(keys.caller(f"Bearer {key}") for key in ("one", "two", "three"))
-    only = ApiKeys.configured(None)
+    only = ApiKeys.configured(None, "ops one")
     assert only is not None
     caller = only.caller("Bearer one")
     assert caller is not None
