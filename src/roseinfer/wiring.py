@@ -136,7 +136,7 @@ def _die_with_parent() -> None:
 
 
 def serve(config: Config, more_keys: str = "") -> int:
-    """Serve, with `more_keys` beside the file's, until told to stop: the exit code. ConfigError for a value of a user."""
+    """Serve until told to stop; `more_keys` are beside the file's. Returns the exit code. Raises ConfigError."""
     # Imported here because the engine's process comes through this file too and needs none of it.
     from aiohttp import web
     from prometheus_client import CollectorRegistry
