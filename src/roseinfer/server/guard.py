@@ -209,18 +209,23 @@ class GuardedServer(web.Server):
 
 
 def _answering(handle: Handle) -> Handle:
-    """The handler, with its connection told of begin and end, and what it raises outside the middlewares answered."""
+    """The handler, with its connection told of begin and end.
+
+    The header Expect is judged here because aiohttp does so before any middleware, and fails at one that is no UTF-8.
+    """
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, Connection)
         connection.begin()
         try:
+            if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+                response = error_response(
+                    MalformedRequest("No such expectation can be met.", param="Expect", status=417)
+                )
+                response.force_close()
+                return response
             return await handle(request)
-        except web.HTTPException as error:  # the header Expect, which aiohttp looks at before any middleware
-            response = error_response(MalformedRequest(f"{error.reason}.", status=error.status))
-            response.force_close()
-            return response
         finally:
             connection.end()
 
