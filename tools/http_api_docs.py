@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.errors import CapacityError, EngineError, RequestError, RequestTimeout, RoseinferError
-from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody
+from roseinfer.errors import CapacityError, EngineError, RequestError, RoseinferError
+from roseinfer.server.text_endpoints import DetokenizeBody, TokenizeBody
+from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, ModelBody
 
 LIMITS = {
     "minimum": "≥",
@@ -24,7 +25,7 @@ LIMITS = {
 }
 NO_LIMIT = 2**31 - 1  # where a field says no more than that an integer fits
 NO_EFFECT = "No effect."
-REMARKS: Mapping[type[GenerationBody], str] = {
+REMARKS: Mapping[type[ModelBody], str] = {
     ChatBody: "A message's `name` has no effect either. The role `developer` is `system` to the template.",
 }
 
@@ -43,14 +44,28 @@ range. A field that is null counts as left out. Where a default is "the model's"
 | `POST /v1/completions` | the continuation of one or several prompts |
 | `POST /v1/chat/completions` | the next turn of a conversation, through the model's chat template |
 | `GET /v1/models` | the one model that is served, with its context `max_model_len` and the size of its vocabulary |
+| `GET /v1/models/{id}` | the same model by its name; 404 for another |
+| `POST /v1/requests/{id}/abort` | ends a request that is being answered, by its `x-request-id` or its answer's `id` |
+| `POST /tokenize`, `POST /detokenize` | token ids of a text or a conversation, and the text of token ids |
+| `GET /openapi.json` | all of this as an OpenAPI 3.1 document, with the limits of the model that is served |
 | `GET /livez` | 200 while the engine is alive and makes progress, 503 when the process should be restarted |
 | `GET /readyz`, `GET /health` | 200 while requests can be served; 503 when loading, draining or in trouble |
 | `GET /startupz` | 200 from the moment the server was ready for the first time |
 | `GET /metrics` | the series of [metrics.md](metrics.md), in the Prometheus text format or OpenMetrics |
 | `GET /version` | the version of roseinfer |
 
-With `server.api_key_file` set, every path of this port but the four probes needs `Authorization: Bearer <key>`. The
-operations port has the probes and `/metrics` and needs no key for them; and it alone has these, of which
+With API keys configured (`server.api_key_file`, or the variable `ROSEINFER_API_KEYS`), every path of this port but the
+four probes needs `Authorization: Bearer <key>`. A line of the file is a key, or a name and a key; the name is what the
+log calls it. The file is read again when it changes, so keys are rotated without a restart: add the new one, move the
+clients, remove the old one. With `server.tls_cert_file` and `server.tls_key_file` the port speaks TLS, 1.2 or newer;
+a renewed certificate is taken up in the same way. There are no CORS headers: a page of another origin reads no answer.
+
+A connection has deadlines: 10 s for the head of a request, 30 s for its body, 75 s of rest, and 30 s in which a full
+buffer is not read at all. A body has at most 2 MiB, a line of the head 8190 bytes, a head 128 headers. All but the last
+two are [options](configuration.md#server). What nests deeper than the decoder's recursion limit, about a thousand
+levels, and a number that does not fit its field are refused while decoding.
+
+The operations port has the probes and `/metrics` and needs no key for them; and it alone has these, of which
 [timeline.md](timeline.md) says more:
 
 | method and path | answers |
@@ -78,6 +93,7 @@ authentication, and they are off when none is configured.
   generator had planned to send it. It becomes `roseinfer_client_submit_lag_seconds`. Anything else in it is a 400.
 - `traceparent`, in a request: the trace context of the W3C. With `tracing.endpoint` set, the request's span belongs
   to that trace; see [tracing](tracing.md).
+- `Authorization: Bearer <key>`, in a request, where keys are configured.
 - `Retry-After`, in an answer with status 429 or 503, except from the probes: after how many seconds to come back.
 - `Connection: close`, in an answer of a server that is draining or has failed: open the next connection elsewhere.
 
@@ -88,11 +104,21 @@ The last chunk of a choice has a `finish_reason`, `stop` or `length`. With `stre
 chunk has the usage and no choices. `data: [DONE]` follows. A stream that fails ends with an event `{"error": {…}}`
 instead, and never with `[DONE]`. A client that goes away ends its request within one step of the engine.
 
+A stream that has had nothing to say for `server.keepalive_interval_s`, 15 s by default, sends a comment, the line
+`: keep-alive`, which clients skip and which keeps proxies from closing it.
+
 In a chat, the first `delta` of a choice has the role, `assistant`, and with it the first piece of text; the later
 ones have text alone.
 
-The status line of a stream leaves with its first token, so whatever goes wrong before is an ordinary error with a
-status.
+The status line of a stream leaves with its first token or comment, so whatever goes wrong before is an ordinary error
+with a status.
+
+## Deadlines
+
+`timeout_s` and `queue_timeout_s` count from the first byte of a request. When the first passes, the engine ends the
+request at its next step: 504, or in a stream that has begun an error event after all that was generated. When the
+second passes and the engine has not begun, the answer is 503 with `Retry-After`: nothing was computed. What a body
+leaves out, `server.request_timeout_s` and `server.queue_timeout_s` say. 408 is for a body that does not arrive.
 
 ## Log-probabilities
 
@@ -108,25 +134,27 @@ first is `null`. What a prompt is scored depends neither on the company it is re
 
 
 def page() -> str:
-    shared = frozenset(GenerationBody.__struct_fields__)
+    shared, model = frozenset(GenerationBody.__struct_fields__), frozenset(ModelBody.__struct_fields__)
     parts = [
         HEAD,
         _fields("Both endpoints", GenerationBody),
         _fields("POST /v1/completions", CompletionBody, shared),
         _fields("POST /v1/chat/completions", ChatBody, shared),
+        _fields("POST /tokenize", TokenizeBody, model),
+        "The answer has `count`, `max_model_len`, `tokens` and `token_strs`, as vLLM's has.\n",
+        _fields("POST /detokenize", DetokenizeBody, model),
+        "The answer has the text as `prompt`; special tokens are spelled out.\n",
         "## Errors\n",
-        "What is no HTTP request, such as a broken chunk, aiohttp answers in plain text. Every other error",
-        'has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
+        'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
         "null. The message names no internals; the log says more, under the request's id.\n",
         "| status | type | code | means |",
         "|---|---|---|---|",
         *(f"| {status} | `{kind}` | `{code}` | {meaning} |" for status, code, kind, meaning in _errors()),
-        f"\nThe code `{RequestTimeout.code}` is not raised yet: deadlines come later.",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _fields(title: str, body: type[GenerationBody], described: frozenset[str] = frozenset()) -> str:
+def _fields(title: str, body: type[ModelBody], described: frozenset[str] = frozenset()) -> str:
     """The table of a body's fields, less those that were described before, and the fields it only tolerates."""
     schema = msgspec.json.schema(body)
     definitions = schema["$defs"]

@@ -106,7 +106,7 @@ def _add_serve(parser: Parser) -> None:
 def _serve(_: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer import wiring
 
-    return wiring.serve(loaded.config)
+    return wiring.serve(loaded.config, os.environ.get("ROSEINFER_API_KEYS", ""))
 
 
 def _add_generate(parser: Parser) -> None:

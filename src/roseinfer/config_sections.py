@@ -248,8 +248,22 @@ class ServerConfig:
     ] = _option(None, flag="--served-model-name")
     api_key_file: Annotated[
         str | None,
-        Meta(description="File with one API key a line. When given, everything on the API port but probes needs one."),
+        Meta(
+            description="File with one API key a line, after its name if it has one. When given, everything on the API "
+            "port but probes needs one. It is read again when it changes. More keys, separated by semicolons, may "
+            "stand in the variable ROSEINFER_API_KEYS."
+        ),
     ] = _option(None, flag="--api-key-file")
+    tls_cert_file: Annotated[
+        str | None,
+        Meta(
+            description="PEM file with the certificate and its chain: the API port then speaks TLS. Both files are "
+            "read again when they change. The operations port stays plain, for the cluster's own network."
+        ),
+    ] = _option(None)
+    tls_key_file: Annotated[str | None, Meta(description="PEM file with the certificate's private key.")] = _option(
+        None
+    )
     chat_template: Annotated[
         str | None,
         Meta(description="File with a Jinja chat template, instead of the checkpoint's."),
@@ -278,6 +292,48 @@ class ServerConfig:
         Meta(ge=0, description="Longest time for streams to finish after SIGTERM; then they end with an error event."),
     ] = _option(25.0)
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Longest request body.")] = _option(2 * 1024 * 1024)
+    request_timeout_s: Annotated[
+        float,
+        Meta(ge=0, description="Longest time of a request without `timeout_s`; 0: as long as its client stays."),
+    ] = _option(0.0)
+    queue_timeout_s: Annotated[
+        float,
+        Meta(ge=0, description="Longest wait of a request without `queue_timeout_s`; 0: as long as its client stays."),
+    ] = _option(0.0)
+    keepalive_interval_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds after which a stream that has nothing to say sends a comment, so that no proxy takes "
+            "it for dead: a quarter of the usual 60 s. 0 sends none.",
+        ),
+    ] = _option(15.0)
+    head_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest time for the head of a request, from the connection or its first byte.")
+    ] = _option(10.0)
+    body_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest time for the body; then 408. 2 MiB in it is a slow telephone line.")
+    ] = _option(30.0)
+    idle_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Longest rest between two requests of a connection: over the 60 s of usual balancers."),
+    ] = _option(75.0)
+    write_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Longest time that a client leaves a full buffer unread; then its request is aborted."),
+    ] = _option(30.0)
+    max_connections: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Connections of one port at once, and never more than the process may open; one more is closed "
+            "at once. Eight times `max_inflight`, since most of those that balancers keep are idle.",
+        ),
+    ] = _option(2048)
+    max_connections_per_peer: Annotated[
+        int,
+        Meta(ge=1, description="The same of one address: half of all, because a proxy in front is one address."),
+    ] = _option(1024)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import yaml
 from roseinfer.config import ENVIRONMENT_PREFIX, Config, options
 from roseinfer.errors import ConfigError
 
-FOREIGN_VARIABLES = frozenset({"ROSEINFER_REQUIRE_ALL"})  # ours, but no part of the tree
+FOREIGN_VARIABLES = frozenset({"ROSEINFER_REQUIRE_ALL", "ROSEINFER_API_KEYS"})  # ours, but no part of the tree
 
 # What Kubernetes puts into every pod of a namespace that has a service called `roseinfer…`.
 _SERVICE_LINK = re.compile(

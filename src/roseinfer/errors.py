@@ -4,22 +4,27 @@
     ├── ConfigError                 at start only; exit code 2; names the value
     ├── RequestError       4xx      the caller can fix it
     │   ├── InvalidRequest   400    a field does not fit; carries its name
+    │   ├── MalformedRequest 400    no HTTP, or a form of it that is not served (417)
     │   ├── PromptTooLong    400    code context_length_exceeded
     │   ├── Unauthorized     401    no key, or not one of ours
     │   ├── CrossSite        403    a browser asks in the name of another site
     │   ├── UnknownModel     404
     │   ├── UnknownRequest   404    no request with this id is remembered
     │   ├── UnknownRoute     404    no such path, or not with this method (405)
+    │   ├── BodyTimeout      408    the body did not come in time
     │   ├── Conflict         409    the same is going on already
     │   ├── BodyTooLarge     413
-    │   └── NotJSON          415    content type or encoding we do not read
+    │   ├── NotJSON          415    content type or encoding we do not read
+    │   ├── HeadTooLarge     431
+    │   └── RequestAborted   499    another request asked for its end
     ├── CapacityError               the caller may come back; carries retry_after_s
     │   ├── Overloaded       429    too many requests in flight
     │   └── NotReady         503    starting or draining
     └── EngineError                 ours
         ├── EngineFailed     500    a step raised; the original text goes to the log, not to the client
         ├── EngineDead       503    the engine is gone
-        └── RequestTimeout   504
+        └── RequestTimeout   504    its own deadline has passed
+            └── QueueTimeout 503    and the engine had not begun; carries retry_after_s
 
 `server/middleware.py` turns any of them into the OpenAI error body `{"error": {message, type, param, code}}`.
 """
@@ -53,6 +58,16 @@ class InvalidRequest(RequestError):
     """A field of the body is missing, unknown, of the wrong type or out of range."""
 
     code = "invalid_value"
+
+
+class MalformedRequest(RequestError):
+    """What came is no HTTP request, or is one in a form that is not served."""
+
+    code = "malformed_request"
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message, param=param)
+        self.status = status
 
 
 class PromptTooLong(RequestError):
@@ -105,6 +120,13 @@ class UnknownRoute(RequestError):
         self.status = status  # 405 is the same mistake, told more precisely
 
 
+class BodyTimeout(RequestError):
+    """The body did not arrive within `server.body_timeout_s`."""
+
+    status = 408
+    code = "body_timeout"
+
+
 class Conflict(RequestError):
     """What was asked for is going on already, and there can be one at a time."""
 
@@ -124,6 +146,20 @@ class NotJSON(RequestError):
 
     status = 415
     code = "unsupported_media_type"
+
+
+class HeadTooLarge(RequestError):
+    """The request line or a header is too long, or there are too many headers."""
+
+    status = 431
+    code = "head_too_large"
+
+
+class RequestAborted(RequestError):
+    """Somebody with the same key asked for the end of this request."""
+
+    status = 499  # nginx's: unlike 408, 409 and 5xx, no client sends the same again by itself
+    code = "aborted"
 
 
 class CapacityError(RoseinferError):
@@ -170,8 +206,16 @@ class EngineDead(EngineError):
 
 
 class RequestTimeout(EngineError):
-    """The request ran past its deadline."""
+    """The request ran past its deadline, `timeout_s`."""
 
     status = 504
     error_type = "timeout_error"
     code = "timeout"
+
+
+class QueueTimeout(RequestTimeout):
+    """The engine had not begun the request within `queue_timeout_s`; nothing was computed for it."""
+
+    status = 503
+    code = "queue_timeout"
+    retry_after_s = 5

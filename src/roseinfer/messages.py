@@ -92,6 +92,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     prompt_token_ids: list[int]  # at least one, each in [0, vocab_size)
     params: SamplingParams
     cache_salt: str = ""  # requests share cached prefixes only with requests of the same salt
+    deadline_ns: int | None = None  # of the monotonic clock: it ends then, with what it has generated
+    queue_deadline_ns: int | None = None  # it ends then if it has not been in a batch yet
+    priority: int = 0  # lower is sooner; heeded by the admission policy `priority`
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -135,8 +135,8 @@ def _die_with_parent() -> None:
             os._exit(0)  # it ended before the kernel was asked
 
 
-def serve(config: Config) -> int:
-    """Serve until told to stop. Returns the process's exit code; raises ConfigError for a value the user gave."""
+def serve(config: Config, more_keys: str = "") -> int:
+    """Serve until told to stop; `more_keys` are beside the file's. Returns the exit code. Raises ConfigError."""
     # Imported here because the engine's process comes through this file too and needs none of it.
     from aiohttp import web
 
@@ -168,7 +168,7 @@ def serve(config: Config) -> int:
 
     try:
         with gc_pauses:
-            return asyncio.run(lifecycle.run(config, client, observation.hub, instruments, on_ready))
+            return asyncio.run(lifecycle.run(config, client, observation.hub, instruments, on_ready, more_keys))
     finally:
         observation.close()
         renderer.close()

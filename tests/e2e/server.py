@@ -69,10 +69,13 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
-    def page(self) -> str:
-        with urllib.request.urlopen(self.url + "/metrics", timeout=5) as response:
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=5) as response:
             text: str = response.read().decode()
             return text
+
+    def page(self) -> str:
+        return self.get("/metrics")
 
     def metrics(self) -> dict[str, float]:
         """`name{labels without the model}` -> value."""

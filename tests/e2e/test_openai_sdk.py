@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from openai.types import CompletionChoice
+from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.e2e.server import Server
@@ -102,7 +102,7 @@ def test_logprobs_in_both_shapes(client: OpenAI) -> None:
 
 def test_biases_and_penalties_move_what_greedy_says(client: OpenAI) -> None:
     def ask(**fields: Any) -> CompletionChoice:
-        reply = client.completions.create(
+        reply: Completion = client.completions.create(
             model=MODEL,
             prompt=PROMPT,
             max_tokens=12,

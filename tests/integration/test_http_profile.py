@@ -27,7 +27,8 @@ async def profiling() -> AsyncIterator[Server]:
         runner = build_runner(app, 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield Server(server.engine, server.service, f"http://127.0.0.1:{runner.addresses[0][1]}", server.session)
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield Server(server.engine, server.service, url, server.session, runner)
         await runner.cleanup()
 
 

@@ -26,7 +26,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def serve_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
     configs: list[Config] = []
 
-    def serve(config: Config) -> int:
+    def serve(config: Config, _keys: str) -> int:
         configs.append(config)
         return 0
 
@@ -154,7 +154,7 @@ def test_an_unknown_or_missing_command_is_told(arguments: list[str], capsys: pyt
 def test_errors_become_exit_codes(
     error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(_: Config) -> int:
+    def serve(_: Config, _keys: str) -> int:
         raise error
 
     monkeypatch.setattr(wiring, "serve", serve)
@@ -163,12 +163,12 @@ def test_errors_become_exit_codes(
 
 
 def test_the_exit_code_of_serve_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiring, "serve", lambda _: 70)
+    monkeypatch.setattr(wiring, "serve", lambda _, _keys: 70)
     assert main(["serve"]) == 70
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def serve(_: Config) -> int:
+    def serve(_: Config, _keys: str) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(wiring, "serve", serve)

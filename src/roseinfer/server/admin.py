@@ -5,7 +5,9 @@ import time
 from aiohttp import web
 
 from roseinfer import __version__
+from roseinfer.errors import UnknownModel, UnknownRequest
 from roseinfer.records import LifecycleState
+from roseinfer.server.middleware import CALLER
 from roseinfer.server.service import SERVICE, Service
 
 _CREATED = int(time.time())
@@ -40,8 +42,19 @@ async def version(_request: web.Request) -> web.Response:
 
 async def list_models(request: web.Request) -> web.Response:
     """The one model served, with the lengths of its context and its vocabulary. Raises NotReady before it is known."""
+    return web.json_response({"object": "list", "data": [_model(request.app[SERVICE])]})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """The same by its name, which may hold slashes. Raises UnknownModel or NotReady."""
     service = request.app[SERVICE]
-    model = {
+    if request.match_info["id"] != service.model_name:
+        raise UnknownModel(f"There is no such model here; this is {service.model_name}.", param="id")
+    return web.json_response(_model(service))
+
+
+def _model(service: Service) -> dict[str, object]:
+    return {
         "id": service.model_name,
         "object": "model",
         "created": _CREATED,
@@ -49,4 +62,14 @@ async def list_models(request: web.Request) -> web.Response:
         "max_model_len": service.client.info.max_model_len,
         "vocab_size": service.client.info.vocab_size,
     }
-    return web.json_response({"object": "list", "data": [model]})
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """End a request that is being answered, by its `x-request-id` or the id in its answer. Raises UnknownRequest.
+
+    A request that came with another API key is as unknown as one that never was.
+    """
+    request_id, caller = request.match_info["id"], request.get(CALLER)
+    if not request.app[SERVICE].abort(request_id, caller):
+        raise UnknownRequest("No request with this id is being answered.", param="id")
+    return web.json_response({"id": request_id, "object": "request", "aborted": True})

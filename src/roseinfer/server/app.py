@@ -3,7 +3,8 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.server import admin, chat, completions, debug_guard, middleware
+from roseinfer.server import admin, chat, completions, debug_guard, middleware, openapi, text_endpoints
+from roseinfer.server.guard import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import SERVICE, Service
 
@@ -14,6 +15,11 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         web.post("/v1/completions", completions.create_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
         web.get("/v1/models", admin.list_models),
+        web.get("/v1/models/{id:.+}", admin.get_model),
+        web.post("/v1/requests/{id}/abort", admin.abort_request),
+        web.post("/tokenize", text_endpoints.tokenize),
+        web.post("/detokenize", text_endpoints.detokenize),
+        web.get("/openapi.json", openapi.handle),
         web.get("/version", admin.version),
         *_operations(instruments.metrics),
     ]
@@ -41,7 +47,12 @@ def _operations(metrics_handler: Handler) -> list[web.RouteDef]:
 
 def _application(service: Service, routes: list[web.RouteDef]) -> web.Application:
     app = web.Application(
-        middlewares=[middleware.identify, middleware.open_exchange, middleware.answer_errors],
+        middlewares=[
+            middleware.identify,
+            middleware.open_exchange,
+            middleware.answer_errors,
+            middleware.refuse_odd_heads,
+        ],
         client_max_size=service.config.max_body_bytes,
     )
     app[SERVICE] = service
@@ -50,12 +61,6 @@ def _application(service: Service, routes: list[web.RouteDef]) -> web.Applicatio
     return app
 
 
-def build_runner(app: web.Application, shutdown_timeout_s: float) -> web.AppRunner:
+def build_runner(app: web.Application, shutdown_timeout_s: float) -> GuardedRunner:
     """The application as it meets the network."""
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
-        auto_decompress=False,  # compressed bodies are refused; a bomb must not go off before that
-        access_log=None,  # ours carries the request id
-        shutdown_timeout=shutdown_timeout_s,
-    )
+    return GuardedRunner(app, app[SERVICE].config, shutdown_timeout_s)

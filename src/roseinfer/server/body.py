@@ -5,7 +5,7 @@ import time
 
 from aiohttp import web
 
-from roseinfer.errors import BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
+from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
 from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import BodyT, parse_body
@@ -17,7 +17,7 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     """Step 2. Raises NotJSON, BodyTooLarge, InvalidRequest or UnknownModel."""
     service = request.app[SERVICE]
     _check_media_type(request)
-    raw = await _read(request, service.config.max_body_bytes)
+    raw = await _read(request, service.config.max_body_bytes, service.config.body_timeout_s)
     if len(raw) <= INLINE_BYTES:
         body = parse_body(raw, body_type)
     else:
@@ -26,7 +26,8 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
         raise UnknownModel(
             f"The model `{body.model}` does not exist here; this is {service.model_name}.", param="model"
         )
-    request[EXCHANGE].timelines[0].parsed_ns = time.monotonic_ns()
+    if (exchange := request.get(EXCHANGE)) is not None:
+        exchange.timelines[0].parsed_ns = time.monotonic_ns()
     return body
 
 
@@ -38,16 +39,19 @@ def _check_media_type(request: web.Request) -> None:
         raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
 
 
-async def _read(request: web.Request, limit: int) -> bytearray:
+async def _read(request: web.Request, limit: int, timeout_s: float) -> bytearray:
     too_large = BodyTooLarge(f"The body is longer than {limit} bytes.")
     if (request.content_length or 0) > limit:
         raise too_large
     raw = bytearray()
     try:
-        async for piece in request.content.iter_any():
-            raw += piece
-            if len(raw) > limit:
-                raise too_large
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.content.iter_any():
+                raw += piece
+                if len(raw) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except web.RequestPayloadError:
         raise InvalidRequest("The body ended early or is badly framed.") from None
     return raw

@@ -106,11 +106,18 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt up to the place where the assistant speaks. Raises InvalidRequest when the template refuses."""
+        return self._render(messages, is_open=True)
+
+    def render_closed(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation alone, with nobody asked to speak."""
+        return self._render(messages, is_open=False)
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, is_open: bool) -> str:
         pieces: list[str] = []
         num_chars = 0
         try:
             for piece in self._template.generate(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
+                messages=messages, add_generation_prompt=is_open, tools=None, documents=None, **self._special_tokens
             ):
                 num_chars += len(piece)
                 if num_chars > MAX_PROMPT_CHARS:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from roseinfer.errors import EngineError, EngineFailed, RequestTimeout
+from roseinfer.errors import EngineError, EngineFailed, QueueTimeout, RequestTimeout
 from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
-from roseinfer.records import Arrival, FinishReason, RequestTimeline
+from roseinfer.records import Arrival, EngineTimes, FinishReason, RequestTimeline
 from roseinfer.server.detokenizer import Detokenizer, text_offsets
 from roseinfer.server.tokenizer import Tokenizer
 
@@ -105,7 +105,8 @@ class Choice:
             self._scored += self._score_prompt(output.prompt_logprobs)
         if self._telling.is_prompt_only:
             if output.finish_reason is not None:
-                self._end(FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason)
+                reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
+                self._end(reason, output.times)
             return
         self.sum_logprobs += sum(max(MIN_LOGPROB, entry.logprob) for entry in output.logprobs or ())
         has_silent_end = output.stop_token_id is not None and not self._telling.includes_stop
@@ -119,7 +120,7 @@ class Choice:
                 offset = self._num_echoed_chars + self._detokenizer.num_chars
                 self._scored.append(self._score(token_id, offset, output.logprobs[position], is_end=True))
         if output.finish_reason is not None:
-            self._end(output.finish_reason)
+            self._end(output.finish_reason, output.times)
 
     def _take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Whether the token completed a stop string."""
@@ -156,9 +157,9 @@ class Choice:
             scored.append(ScoredToken(spell(token_id), offset, max(MIN_LOGPROB, logprob), top))
         return scored
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, reason: FinishReason, times: EngineTimes | None) -> None:
         if reason not in {FinishReason.STOP, FinishReason.LENGTH}:
-            raise _failure(reason)
+            raise _failure(reason, has_begun=times is None or times.scheduled_ns > 0)
         if text := self._detokenizer.flush():
             self._text.append(text)
         self._finish(FinishReason.STOP if self._detokenizer.stopped else reason)
@@ -198,9 +199,11 @@ class Choice:
         return delta
 
 
-def _failure(reason: FinishReason) -> EngineError:
+def _failure(reason: FinishReason, *, has_begun: bool) -> EngineError:
+    if reason is FinishReason.TIMEOUT and not has_begun:
+        return QueueTimeout("The engine could not begin the request in the time it was given.", param="queue_timeout_s")
     if reason is FinishReason.TIMEOUT:
-        return RequestTimeout("The request ran past its deadline.")
+        return RequestTimeout("The request ran past its deadline.", param="timeout_s")
     if reason is FinishReason.ERROR:
         return EngineFailed("The engine could not compute this sequence.")
     return EngineFailed("The engine ended the request before it was complete.")

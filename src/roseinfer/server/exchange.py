@@ -1,6 +1,7 @@
 """Turns one HTTP exchange about tokens into its timelines, and knows how it ended. Knows no text and no route."""
 
 import asyncio
+import hmac
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +12,12 @@ from aiohttp.typedefs import Handler
 from roseinfer.engine.client import EngineClient
 from roseinfer.errors import EngineError, InvalidRequest, RequestTimeout, RoseinferError
 from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.server.api_keys import Caller
 from roseinfer.server.instruments import Ledger
 
 LEDGER_HEADER = "x-roseinfer-ledger"
 INTENDED_TIME_HEADER = "x-roseinfer-intended-time"
+ENGINE_GRACE_S = 0.5  # several steps: within them the engine ends a request itself, and has its own count of it
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,12})?")
 
 _operations: dict[Handler, str] = {}
@@ -51,7 +54,8 @@ class Exchange:
             )
         ]
         self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
-        self.cache_salt = ""
+        self.reply_id = ""  # what the answer calls itself, once there is a job
+        self.caller: Caller | None = None  # whose key it came with, where keys are configured
         self._recv_unix_s = time.time()
         self._intended_time = request.headers.get(INTENDED_TIME_HEADER)
         self._ledger = ledger
@@ -62,6 +66,7 @@ class Exchange:
         assert task is not None
         self._task = task
         self._interruption: RoseinferError | None = None
+        self._alarm: asyncio.TimerHandle | None = None
         self._is_submitted = False
         client.open_timeline(self.timelines[0])
 
@@ -126,6 +131,21 @@ class Exchange:
             timeline.is_streamed = is_streamed
         self._is_submitted = True
 
+    def cache_salt(self, given: str) -> str:
+        """Under what its prefixes are cached: the key's own salt, which one that the client gives can only narrow."""
+        own = self.caller.cache_salt if self.caller is not None else ""
+        return hmac.digest(own.encode(), given.encode("utf-8", "surrogatepass"), "sha256").hex()[:32] if given else own
+
+    def deadline_ns(self, timeout_s: float) -> int | None:
+        """The moment so long after its first byte, on the monotonic clock; None for 0."""
+        return self.timelines[0].recv_ns + int(timeout_s * 1e9) if timeout_s else None
+
+    def set_alarm(self, deadline_ns: int) -> None:
+        """Interrupt the handler if the engine has not ended the request soon after its deadline."""
+        delay_s = (deadline_ns - time.monotonic_ns()) / 1e9 + ENGINE_GRACE_S
+        error = RequestTimeout("The request ran past its deadline.", param="timeout_s")
+        self._alarm = asyncio.get_running_loop().call_later(max(0.0, delay_s), self.interrupt, error)
+
     def interrupt(self, error: RoseinferError) -> None:
         """Make the handler stop where it is and end with `error`."""
         if self._interruption is None:
@@ -163,6 +183,8 @@ class Exchange:
                 timeline.error_code = error_code
 
     def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
         end_ns = time.monotonic_ns()
         for timeline in self.timelines:
             timeline.end_ns = end_ns

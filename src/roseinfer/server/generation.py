@@ -4,16 +4,20 @@ Both endpoints walk this one path (steps 5, 6 and 12–14 of docs/architecture.m
 `Dialect`. Knows no field of a body but those they share.
 """
 
+import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
+from roseinfer.config import ServerConfig
 from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
 from roseinfer.records import Delivery
 from roseinfer.server import sse
@@ -72,6 +76,7 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     """Step 5: as many for each prompt as are asked for, all validated. Raises InvalidRequest or PromptTooLong."""
     body, info = job.body, service.client.info
     seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
+    limits = _limits(body, service.config, exchange)
     requests: list[Request] = []
     for name, prompt in zip(job.prompt_names, job.prompts, strict=True):
         params = _params(job, info.sampling_defaults, info.max_model_len - len(prompt))
@@ -82,10 +87,23 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
                     request_id=exchange.sequence_id(len(requests)),
                     prompt_token_ids=prompt,
                     params=msgspec.structs.replace(params, seed=(seed + i) % _SEEDS),
-                    cache_salt=exchange.cache_salt,
+                    **limits,
                 )
             )
     return requests
+
+
+def _limits(body: GenerationBody, config: ServerConfig, exchange: Exchange) -> dict[str, Any]:
+    """Of a request: with whom it shares prefixes, how soon its turn comes, and by when it must begin and end."""
+    deadline_ns = exchange.deadline_ns(body.timeout_s or config.request_timeout_s)
+    if deadline_ns is not None:
+        exchange.set_alarm(deadline_ns)
+    return {
+        "cache_salt": exchange.cache_salt(body.cache_salt),
+        "deadline_ns": deadline_ns,
+        "queue_deadline_ns": exchange.deadline_ns(body.queue_timeout_s or config.queue_timeout_s),
+        "priority": body.priority,
+    }
 
 
 def _params(job: Job, defaults: SamplingDefaults, num_left: int) -> SamplingParams:
@@ -132,6 +150,7 @@ class Generation:
             for i, timeline in enumerate(exchange.timelines)
         ]
         self.outputs = service.client.generate(requests, exchange.timelines)
+        self.keepalive_interval_s = service.config.keepalive_interval_s
         self._interval = body.stream_interval or service.config.stream_interval
         self._is_streamed = body.stream
         self._by_id = {r.request_id: choice for r, choice in zip(requests, self.choices, strict=True)}
@@ -205,36 +224,53 @@ class _Reply:
         self._dialect = dialect
         self._model_name = model_name
         self._generation = generation
-        self._id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
+        self._id = generation.exchange.reply_id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._wants_ledger = generation.exchange.wants_ledger
+        self._opening = asyncio.Lock()  # the status line goes out once, whoever is first
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """The status line waits for the first output; from then on, one write for all that a step made due."""
-        generation, stream = self._generation, None
-        template = self._template()
-        async with aclosing(generation.outputs) as batches:
-            async for outputs in batches:
-                resumed_ns = time.monotonic_ns()
-                generation.take(outputs)
-                deltas = generation.due(outputs)
-                frames = [self._frame(template, delta) for delta in deltas]
-                if generation.is_over:
-                    frames.append(self._last_frames(template))
-                if not frames:
-                    continue
-                if stream is None:
-                    headers = self._timing(generation.exchange.ledgers()) if self._wants_ledger else {}
-                    stream = generation.exchange.stream = await sse.open_stream(request, headers)
-                content = b"".join(frames)
-                encoded_ns, was_paused = time.monotonic_ns(), sse.is_behind(request, len(content))
-                await stream.write(content)
-                generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=was_paused or sse.is_behind(request))
-                if generation.is_over:
-                    break
-        assert stream is not None
+        generation, template = self._generation, self._template()
+        beacon = sse.Beacon(generation.keepalive_interval_s, partial(self._keep_alive, request))
+        try:
+            async with aclosing(generation.outputs) as batches:
+                async for outputs in batches:
+                    resumed_ns = time.monotonic_ns()
+                    generation.take(outputs)
+                    deltas = generation.due(outputs)
+                    frames = [self._frame(template, delta) for delta in deltas]
+                    if generation.is_over:
+                        frames.append(self._last_frames(template))
+                    if not frames:
+                        continue
+                    stream = generation.exchange.stream or await self._open(request)
+                    content = b"".join(frames)
+                    encoded_ns, was_paused = time.monotonic_ns(), sse.is_behind(request, len(content))
+                    beacon.last_s = encoded_ns / 1e9
+                    await stream.write(content)
+                    was_paused = was_paused or sse.is_behind(request)
+                    generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=was_paused)
+                    if generation.is_over:
+                        break
+        finally:
+            await beacon.stop()
         await stream.write_eof()
         return stream
+
+    async def _open(self, request: web.Request) -> web.StreamResponse:
+        """Send the status line, unless a comment did so already."""
+        exchange = self._generation.exchange
+        async with self._opening:
+            if exchange.stream is None:
+                headers = self._timing(exchange.ledgers()) if self._wants_ledger else {}
+                exchange.stream = await sse.open_stream(request, headers)
+        return exchange.stream
+
+    async def _keep_alive(self, request: web.Request) -> None:
+        if not sse.is_behind(request):  # else it is the client that is silent
+            with contextlib.suppress(ConnectionError):  # the handler hears of that itself
+                await (await self._open(request)).write(sse.COMMENT)
 
     async def whole(self, request: web.Request) -> web.StreamResponse:
         """The same walk, told at its end."""

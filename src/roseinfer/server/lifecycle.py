@@ -23,8 +23,11 @@ from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.api_keys import ApiKeys
 from roseinfer.server.app import build_app, build_ops_app, build_runner
 from roseinfer.server.chat_template import read_chosen_template
+from roseinfer.server.guard import require_compiled_parser
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
+from roseinfer.server.tls import Certificate
+from roseinfer.server.watched_files import WATCH_INTERVAL_S, watch
 
 EXIT_DRAINED = 0
 EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE of sysexits.h
@@ -46,6 +49,7 @@ async def run(
     observer: Observer,
     instruments: Instruments,
     on_ready: Callable[[str], None],
+    more_keys: str = "",
 ) -> int:
     """Serve until a signal or the engine's death, and return the exit code. `on_ready` is given the API's URL.
 
@@ -53,11 +57,17 @@ async def run(
     that cannot be used: a taken port, an unreadable key file, a checkpoint without a tokenizer.
     """
     with _Signals() as signals:
-        keys = ApiKeys.load(Path(config.server.api_key_file)) if config.server.api_key_file else None
+        require_compiled_parser()
+        keys = ApiKeys.configured(config.server.api_key_file, more_keys)
+        certificate = Certificate.configured(config.server)
         load_text = partial(TextModel.load, chosen_template=read_chosen_template(config.server.chat_template))
         service = Service(config, client, observer, keys, instruments.ledger)
         try:
-            async with _listening(service, instruments) as url:
+            async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:
+                if keys is not None and keys.path is not None:
+                    tasks.spawn(watch([keys.path], keys.read, keys.take, WATCH_INTERVAL_S))
+                if certificate is not None:
+                    tasks.spawn(watch(certificate.paths, certificate.check, certificate.take, WATCH_INTERVAL_S))
                 return await _serve(service, load_text, signals, lambda: on_ready(url))
         finally:
             await _close(service)
@@ -162,33 +172,35 @@ async def _cancel(task: "asyncio.Task[Any]") -> None:
 
 
 @contextlib.asynccontextmanager
-async def _listening(service: Service, instruments: Instruments) -> AsyncIterator[str]:
+async def _listening(service: Service, instruments: Instruments, certificate: Certificate | None) -> AsyncIterator[str]:
     """Open the ports, the operations port too unless it is 0, and yield the API's URL."""
     config = service.config
     async with contextlib.AsyncExitStack() as ports:
         app = build_app(service, instruments)
-        port = await ports.enter_async_context(_port(app, config.host, config.port, "server.port", "server.host"))
+        port = await ports.enter_async_context(_port(app, config.host, config.port, "server.", certificate))
         if config.ops_port:
             app = build_ops_app(service, instruments)
-            names = ("server.ops_port", "server.ops_host")
-            await ports.enter_async_context(_port(app, config.ops_host, config.ops_port, *names))
+            await ports.enter_async_context(_port(app, config.ops_host, config.ops_port, "server.ops_", None))
         host = f"[{config.host}]" if ":" in config.host else config.host
-        yield f"http://{host}:{port}"
+        yield f"{'http' if certificate is None else 'https'}://{host}:{port}"
 
 
 @contextlib.asynccontextmanager
-async def _port(app: web.Application, host: str, port: int, port_name: str, host_name: str) -> AsyncIterator[int]:
+async def _port(
+    app: web.Application, host: str, port: int, prefix: str, certificate: Certificate | None
+) -> AsyncIterator[int]:
     """Listen, and yield the port, which is a free one for 0. Raises ConfigError naming the value that is wrong."""
     runner = build_runner(app, CONNECTIONS_CLOSE_S)
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            listener = await runner.listen(host, port, certificate)
         except UnicodeError:
-            raise ConfigError(f"{host!r} is no host name.", param=host_name) from None
+            raise ConfigError(f"{host!r} is no host name.", param=f"{prefix}host") from None
         except OSError as error:
-            param = port_name if error.errno in {errno.EADDRINUSE, errno.EACCES} else host_name
+            param = f"{prefix}port" if error.errno in {errno.EADDRINUSE, errno.EACCES} else f"{prefix}host"
             raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", param=param) from None
-        yield runner.addresses[0][1]
+        with contextlib.closing(listener):
+            yield listener.sockets[0].getsockname()[1]
     finally:
         await runner.cleanup()

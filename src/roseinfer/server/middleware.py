@@ -10,20 +10,23 @@ import uuid
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.errors import CapacityError, RoseinferError, Unauthorized, UnknownRoute
+from roseinfer.errors import CapacityError, MalformedRequest, RoseinferError, Unauthorized, UnknownRoute
 from roseinfer.records import LifecycleState
 from roseinfer.server import sse
+from roseinfer.server.api_keys import Caller
 from roseinfer.server.exchange import EXCHANGE, is_for_tokens
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import error_body, server_timing
 
 REQUEST_ID = web.RequestKey("request_id", str)
+CALLER = web.RequestKey("caller", Caller)  # where keys are configured
 REQUEST_ID_HEADER = "x-request-id"
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 QUIET_PATHS = PROBE_PATHS | {
     "/metrics",
     "/debug/timeline/data",
 }  # asked every second; what they would say, the lifecycle logs
+SERVER = "roseinfer"  # in the place of aiohttp's and Python's versions
 CLIENT_CLOSED = 499  # nginx's word for it; nobody reads it but the log
 FAREWELL_TIMEOUT_S = 1.0  # a client that does not read is not waited for with the last event
 
@@ -55,6 +58,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
                 "status": status,
                 "duration_ms": round((time.monotonic() - start) * 1e3, 3),
                 "trace_id": _trace_id(request),
+                "api_key": request[CALLER].name if CALLER in request else None,
             },
         )
 
@@ -66,6 +70,7 @@ def _trace_id(request: web.Request) -> str | None:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs before a status line leaves: the request id, and `Connection: close` on a server that is about to go."""
+    response.headers["Server"] = SERVER
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
     if request.app[SERVICE].state in {LifecycleState.DRAINING, LifecycleState.FAILED}:
@@ -132,6 +137,7 @@ def error_response(
     response = web.Response(
         status=error.status, body=error_body(error, ledgers), content_type="application/json", headers=headers
     )
+    response.headers["Server"] = SERVER
     if ledgers is not None:
         response.headers["Server-Timing"] = server_timing(ledgers)
     if isinstance(error, CapacityError):
@@ -140,7 +146,7 @@ def error_response(
         response.headers["Retry-After"] = "5"
     elif isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = error.challenge
-    if error.status in {413, 415}:
+    if error.status in {408, 413, 415}:
         response.force_close()  # the rest of the body is not read
     return response
 
@@ -170,15 +176,28 @@ def _abort(request: web.Request) -> None:
 
 
 @web.middleware
+async def refuse_odd_heads(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A head that two readers could take for two different requests is nobody's."""
+    if len(request.headers.getall("Host", ())) > 1:
+        raise MalformedRequest("The header Host comes more than once.", param="Host")
+    if not request.raw_path.startswith(("/", "*")):
+        raise MalformedRequest("The target must be a path; this server is no proxy.")
+    if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise MalformedRequest("No transfer coding but `chunked` is read.", param="Transfer-Encoding")
+    return await handler(request)
+
+
+@web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     """With keys configured, everything but the probes needs one, whether or not it exists."""
     keys = request.app[SERVICE].api_keys
     if keys is not None and request.path not in PROBE_PATHS:
-        salt = keys.cache_salt(request.headers.get("Authorization", ""))
-        if salt is None:
+        caller = keys.caller(request.headers.get("Authorization", ""))
+        if caller is None:
             raise Unauthorized("A valid API key is needed: `Authorization: Bearer <key>`.")
+        request[CALLER] = caller
         if (exchange := request.get(EXCHANGE)) is not None:
-            exchange.cache_salt = salt  # what one key has cached cannot be probed with another
+            exchange.caller = caller  # what one key has cached cannot be probed with another
     return await handler(request)
 
 

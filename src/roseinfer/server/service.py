@@ -9,9 +9,9 @@ from aiohttp import web
 
 from roseinfer.config import Config
 from roseinfer.engine.client import EngineClient
-from roseinfer.errors import EngineDead, InvalidRequest, NotReady, Overloaded
+from roseinfer.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestAborted
 from roseinfer.records import LifecycleState, Observer
-from roseinfer.server.api_keys import ApiKeys
+from roseinfer.server.api_keys import ApiKeys, Caller
 from roseinfer.server.chat_template import ChatTemplate
 from roseinfer.server.exchange import Exchange
 from roseinfer.server.instruments import Ledger
@@ -119,6 +119,17 @@ class Service:
             if len(self._abandoned) > MAX_ABANDONED:
                 del self._abandoned[next(iter(self._abandoned))]
         exchange.close()
+
+    def abort(self, request_id: str, caller: Caller | None) -> bool:
+        """End the open exchanges of a caller with this id, given or of the answer, and say whether there was one."""
+        found = [
+            exchange
+            for exchange in self._exchanges.values()
+            if request_id in {exchange.key.partition("~")[0], exchange.reply_id} and exchange.caller == caller
+        ]
+        for exchange in found:
+            exchange.interrupt(RequestAborted("The request was aborted by another one."))
+        return bool(found)
 
     async def wait_idle(self) -> None:
         """Return once no exchange is open."""

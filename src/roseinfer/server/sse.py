@@ -1,11 +1,16 @@
 """Turns JSON payloads into server-sent events. Knows neither what they say nor when they are due."""
 
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+
 import msgspec
 from aiohttp import web
 
 from roseinfer.records import FinishReason
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
 _HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
 
@@ -27,6 +32,34 @@ async def open_stream(request: web.Request, headers: dict[str, str]) -> web.Stre
     )
     await stream.prepare(request)
     return stream
+
+
+class Beacon:
+    """Says that a stream is alive after each interval in which nothing else was said, even before its first event.
+
+    One timer, which looks when the last event was: telling it of an event is one assignment.
+    """
+
+    def __init__(self, interval_s: float, say: Callable[[], Coroutine[None, None, None]]) -> None:
+        self.last_s = time.monotonic()  # of the last event
+        self._interval_s = interval_s
+        self._say = say
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(interval_s, self._look) if interval_s else None
+
+    def _look(self) -> None:
+        left_s = self.last_s + self._interval_s - time.monotonic()
+        if left_s <= 0:
+            self.last_s, left_s = time.monotonic(), self._interval_s
+            self._task = asyncio.create_task(self._say())
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
+
+    async def stop(self) -> None:
+        """Say no more; what is being said is said to its end."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            await asyncio.wait({self._task})
 
 
 def is_behind(request: web.Request, num_bytes: int = 0) -> bool:

@@ -36,6 +36,7 @@ MAX_ERROR_CHARS = 400
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
 PromptPart = str | TokenId | list[TokenId]
 
 
@@ -45,12 +46,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     include_usage: bool = False
 
 
-class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The fields both generation endpoints share. Optional ones may be null, which means the default."""
+class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """What every body may hold. Optional fields may be null, which means the default."""
 
     model: Annotated[
         str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
     ] = None
+
+
+class GenerationBody(ModelBody, frozen=True, kw_only=True):
+    """The fields both generation endpoints share."""
+
     stream: Annotated[bool, Meta(description="Answer with server-sent events, as the tokens come.")] = False
     stream_options: Annotated[
         StreamOptions,
@@ -117,6 +123,27 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
         bool, Meta(description="The stop string, or the text of the stop token, stays in the text.")
     ] = False
     ignore_eos: Annotated[bool, Meta(description="The end token does not end the text.")] = False
+    timeout_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="Longest time of the request, from its first byte; then 504, or in a stream an error event. "
+            "Default: the server's."
+        ),
+    ] = None
+    queue_timeout_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="Longest wait for the engine to begin; then 503, and nothing was done. Default: the server's."
+        ),
+    ] = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-100, le=100)],
+        Meta(description="Lower goes sooner, where the server's policy is `priority`; of equals the first to come."),
+    ] = 0
+    cache_salt: Annotated[
+        Annotated[str, Meta(max_length=128)],
+        Meta(description="Cached prefixes are shared only with requests of the same salt, never with another API key."),
+    ] = ""
     user: Annotated[str, Meta(description="No effect.")] = ""
     metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
     service_tier: Annotated[str, Meta(description="No effect.")] = "auto"
@@ -198,7 +225,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 _UNSERVED: Mapping[str, tuple[object, ...]] = {
     "store": (False,),
 }
-UNSERVED: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
+UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
     CompletionBody: {**_UNSERVED, "suffix": ("",)},
     ChatBody: {
         **_UNSERVED,
@@ -217,14 +244,14 @@ UNSERVED: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
     },
 }
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=ModelBody)
 
 
 def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     """Read a request body. Raises InvalidRequest naming the field."""
     fields = _decode_object(raw)
     present = {name: value for name, value in fields.items() if value is not None}
-    for name, neutral in UNSERVED[body_type].items():
+    for name, neutral in UNSERVED.get(body_type, {}).items():
         if name in present and not _is_one_of(present.pop(name), neutral):
             raise InvalidRequest(f"`{name}` is not supported.", param=name)
     if isinstance(messages := present.get("messages"), list):

@@ -22,9 +22,10 @@ from roseinfer.errors import Conflict, EngineError, NotReady
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
-from roseinfer.server.api_keys import ApiKeys
+from roseinfer.server.api_keys import ApiKeys, parse_keys
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.chat_template import ChatTemplate
+from roseinfer.server.guard import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
 from roseinfer.server.tokenizer import Tokenizer
@@ -271,11 +272,10 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """The stream's events: objects, and `[DONE]` as that string."""
-        text = self.body.decode()
-        assert text.endswith("\n\n")
-        frames = text.removesuffix("\n\n").split("\n\n")
+        *frames, rest = self.body.decode().split("\n\n")
+        assert rest == ""
         assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
-        payloads = [frame.removeprefix("data: ") for frame in frames]
+        payloads = (frame.removeprefix("data: ") for frame in frames)
         return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
 
 
@@ -287,6 +287,7 @@ class Server:
     service: Service
     url: str
     session: aiohttp.ClientSession
+    runner: GuardedRunner
     listener: Listener = field(default_factory=Listener)
 
     @property
@@ -332,7 +333,7 @@ async def serving(
     """The API port over a scripted engine, on a free port of the loopback."""
     listener = Listener()
     config = Config(server=ServerConfig(served_model_name="scripted", **server))
-    service = Service(config, engine, listener, ApiKeys(keys) if keys else None, INSTRUMENTS.ledger)
+    service = Service(config, engine, listener, ApiKeys(parse_keys(keys, "")) if keys else None, INSTRUMENTS.ledger)
     if is_ready:
         engine.started.set()
         service.open(text or text_model())
@@ -342,7 +343,7 @@ async def serving(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as session:
-            yield Server(engine, service, url, session, listener)
+            yield Server(engine, service, url, session, runner, listener)
     finally:
         await runner.cleanup()
         service.close()

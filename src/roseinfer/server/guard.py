@@ -1,0 +1,275 @@
+"""Turns sockets into connections that are bounded: in number, and in how long they may take. Knows no routes.
+
+aiohttp bounds the lines of a head but has no deadline for a head, for a reader that stalls, or for the number of
+sockets. `Connection` is aiohttp's own protocol with the moments noted at which something was last owed by the client;
+`Guard` looks at all of them a few times in the shortest deadline and drops those that are late. The deadline of a body
+is `body.py`'s, because an answer is still possible there.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from aiohttp import http_parser, web
+from aiohttp.http_exceptions import LineTooLong
+
+from roseinfer.config import ServerConfig
+from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
+from roseinfer.server.middleware import error_response
+from roseinfer.server.tls import HANDSHAKE_TIMEOUT_S, Certificate
+
+MAX_LINE_BYTES = 8190  # of the request line, and of one header
+MAX_HEADERS = 128
+LINGER_S = 5.0  # for the rest of a body that was refused: closing at once would take the answer away with it
+SPARE_DESCRIPTORS = 64  # of the process's own files
+_CHECKS_IN_A_DEADLINE = 4
+_LONGEST_CHECK_S = 1.0
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+_log = logging.getLogger(__name__)
+
+
+def require_compiled_parser() -> None:
+    """Raise ConfigError where aiohttp was installed without its compiled parser: the other one is slow and laxer."""
+    if http_parser.HttpRequestParser is http_parser.HttpRequestParserPy:
+        raise ConfigError(
+            "aiohttp has no compiled HTTP parser here: install its wheel, and leave AIOHTTP_NO_EXTENSIONS unset."
+        )
+
+
+class Connection(web.RequestHandler):
+    """One socket, with what its client owes and since when: a head, the next request, or the reading of an answer."""
+
+    def __init__(self, guard: "Guard", server: web.Server, **options: Any) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, **options)
+        self.peer = ""
+        self._guard = guard
+        self._socket: asyncio.Transport | None = None
+        self._head_since: float | None = loop.time()  # None: none has begun
+        self._idle_since: float | None = None  # None: a request is being answered
+        self._full_since: float | None = None  # when its write buffer became full, if it still is
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        address = transport.get_extra_info("peername")
+        self.peer = str(address[0]) if isinstance(address, tuple) else ""
+        if not self._guard.enter(self):
+            transport.abort()
+            return
+        self._socket = transport
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._socket is not None:
+            self._socket = None
+            self._guard.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if data and self._idle_since is not None:
+            self._head_since, self._idle_since = self._loop.time(), None
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        self._full_since = self._loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._full_since = None
+        if self._idle_since is not None:
+            self._idle_since = self._loop.time()  # it was reading an answer until now
+        super().resume_writing()
+
+    def begin(self) -> None:
+        """The head of a request is complete."""
+        self._head_since = self._idle_since = None
+
+    def end(self) -> None:
+        """The request has its answer, or never will."""
+        self._idle_since = self._loop.time()
+
+    def lateness(self, now: float, config: ServerConfig) -> str | None:
+        """What is overdue at a moment of the loop's clock, if anything is."""
+        if self._full_since is not None:
+            return "the reading of an answer" if now - self._full_since > config.write_timeout_s else None
+        if self._head_since is not None:
+            return "the head of a request" if now - self._head_since > config.head_timeout_s else None
+        if self._idle_since is not None and now - self._idle_since > config.idle_timeout_s:
+            return "the next request"
+        return None
+
+    def drop(self) -> None:
+        """Close without waiting for what is still unread."""
+        if self._socket is not None:
+            self._socket.abort()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """The answer to what is no HTTP, in the form of every other error; aiohttp's own would be plain text."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("An answer is already on its way.")
+        error: RoseinferError
+        if status >= 500:  # the middlewares let nothing through: this is a mistake of ours
+            _log.error("unexpected error outside a handler", exc_info=exc)
+            error = RoseinferError("Something went wrong inside the server.")
+        elif isinstance(exc, LineTooLong):
+            error = HeadTooLarge(f"A line of the head is longer than {MAX_LINE_BYTES} bytes.")
+        else:
+            error = MalformedRequest(f"This cannot be read as an HTTP request: {_first_line(message or '')}.")
+        _log.info("refused what is no HTTP request", extra={"peer": self.peer, "reason": error.message})
+        response = error_response(error)
+        response.force_close()
+        return response
+
+
+def _first_line(text: str) -> str:
+    """What aiohttp says of a head, without the piece of it that it quotes."""
+    return text.partition("\n")[0].rstrip(" :.") or "malformed"
+
+
+class Guard:
+    """All the connections of one port."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self.max_connections = min(config.max_connections, _spare_descriptors())
+        self._connections: set[Connection] = set()
+        self._by_peer: Counter[str] = Counter()
+        self._num_refused = 0
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def enter(self, connection: Connection) -> bool:
+        """Whether there is room for one more, in all and from its address."""
+        if (
+            len(self._connections) >= self.max_connections
+            or self._by_peer[connection.peer] >= self._config.max_connections_per_peer
+        ):
+            self._num_refused += 1
+            return False
+        self._connections.add(connection)
+        self._by_peer[connection.peer] += 1
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        self._by_peer[connection.peer] -= 1
+        if not self._by_peer[connection.peer]:
+            del self._by_peer[connection.peer]
+
+    async def watching(self, _app: web.Application) -> AsyncIterator[None]:
+        """For `Application.cleanup_ctx`: watch for as long as the application runs."""
+        task = asyncio.create_task(self._watch())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _watch(self) -> None:
+        config = self._config
+        shortest = min(config.head_timeout_s, config.idle_timeout_s, config.write_timeout_s)
+        while True:
+            await asyncio.sleep(min(_LONGEST_CHECK_S, shortest / _CHECKS_IN_A_DEADLINE))
+            self._check(asyncio.get_running_loop().time())
+
+    def _check(self, now: float) -> None:
+        for connection in [*self._connections]:
+            if (overdue := connection.lateness(now, self._config)) is not None:
+                _log.info("closing a connection", extra={"peer": connection.peer, "overdue": overdue})
+                connection.drop()
+        if self._num_refused:
+            _log.warning("connections refused at the cap", extra={"num_refused": self._num_refused})
+            self._num_refused = 0
+
+
+def _spare_descriptors() -> int:
+    """How many sockets the process may open beside what it needs itself."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_DESCRIPTORS)
+
+
+class GuardedServer(web.Server):
+    """aiohttp's factory of protocols, making guarded ones."""
+
+    def __init__(self, guard: Guard, handle: Handle, options: dict[str, Any], **server_options: Any) -> None:
+        super().__init__(_answering(handle), **server_options)
+        self._guard = guard
+        self._options = options
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self._guard, self, **self._options)
+
+
+def _answering(handle: Handle) -> Handle:
+    """The handler, with its connection told of begin and end.
+
+    The header Expect is judged here because aiohttp does so before any middleware, and fails at one that is no UTF-8.
+    """
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, Connection)
+        connection.begin()
+        try:
+            if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+                response = error_response(
+                    MalformedRequest("No such expectation can be met.", param="Expect", status=417)
+                )
+                response.force_close()
+                return response
+            return await handle(request)
+        finally:
+            connection.end()
+
+    return answer
+
+
+class GuardedRunner(web.AppRunner):
+    """An application behind a guard."""
+
+    def __init__(self, app: web.Application, config: ServerConfig, shutdown_timeout_s: float) -> None:
+        super().__init__(app, shutdown_timeout=shutdown_timeout_s)
+        self.guard = Guard(config)
+        app.cleanup_ctx.append(self.guard.watching)
+        self._options: dict[str, Any] = {
+            "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that
+            "access_log": None,  # ours carries the request id
+            "keepalive_timeout": config.idle_timeout_s + _LONGEST_CHECK_S,  # ours, unless we are late
+            "lingering_time": LINGER_S,
+            "max_line_size": MAX_LINE_BYTES,
+            "max_field_size": MAX_LINE_BYTES,
+            "max_headers": MAX_HEADERS,
+        }
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        return GuardedServer(
+            self.guard,
+            server.request_handler,
+            self._options,
+            request_factory=server.request_factory,
+            handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
+        )
+
+    async def listen(self, host: str, port: int, certificate: Certificate | None) -> asyncio.Server:
+        """Accept connections from now on, after a TLS handshake with a certificate. Raises OSError or UnicodeError.
+
+        Whoever calls it closes it. aiohttp's own sites leave a handshake a whole minute.
+        """
+        assert self.server is not None, "listen before setup"
+        return await asyncio.get_running_loop().create_server(
+            self.server,
+            host,
+            port,
+            backlog=128,
+            ssl=certificate.context if certificate is not None else None,
+            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if certificate is not None else None,
+        )

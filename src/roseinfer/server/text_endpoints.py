@@ -1,0 +1,96 @@
+"""POST /tokenize and /detokenize: text into token ids and back, as a generation endpoint would. Knows no engine."""
+
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import TokenId
+from roseinfer.server.body import read_body
+from roseinfer.server.replies import DetokenizeReply, TokenizeReply
+from roseinfer.server.service import SERVICE, TextModel
+from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
+from roseinfer.server.wire import Message, ModelBody
+
+
+class TokenizeBody(ModelBody, frozen=True, kw_only=True):
+    """POST /tokenize: the fields of vLLM that can be served."""
+
+    prompt: Annotated[str | None, Meta(description="A text. Either this or `messages`.")] = None
+    messages: Annotated[
+        Annotated[list[Message], Meta(min_length=1)] | None,
+        Meta(description="A conversation, which goes through the chat template first."),
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Meta(description="Add what the tokenizer puts around a text. Default: with `prompt`, not with `messages`."),
+    ] = None
+    add_generation_prompt: Annotated[
+        bool, Meta(description="End the conversation with what makes the assistant speak. Needs `messages`.")
+    ] = True
+    return_token_strs: Annotated[bool, Meta(description="Also spell out each token.")] = False
+
+
+class DetokenizeBody(ModelBody, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(description="Token ids.")]
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """The ids that a text or a conversation becomes. Raises InvalidRequest."""
+    service = request.app[SERVICE]
+    text_model, max_model_len = service.text_model, service.client.info.max_model_len
+    body = await read_body(request, TokenizeBody)
+    text = await _text(body, text_model)
+    add_special_tokens = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
+    [token_ids] = await text_model.tokenizer.encode([text], add_special_tokens=add_special_tokens)
+    work = (text_model.tokenizer, token_ids, max_model_len, body.return_token_strs)
+    if len(token_ids) <= INLINE_CHARS:
+        return _json(_reply(*work))
+    return _json(await text_model.tokenizer.off_loop(_reply, *work))
+
+
+async def _text(body: TokenizeBody, text_model: TextModel) -> str:
+    if body.prompt is not None and body.messages is not None:
+        raise InvalidRequest("Either `prompt` or `messages`, not both.", param="messages")
+    if body.prompt is not None:
+        if not body.add_generation_prompt:
+            raise InvalidRequest("`add_generation_prompt` needs `messages`.", param="add_generation_prompt")
+        return body.prompt
+    if body.messages is None:
+        raise InvalidRequest("Missing field `prompt` or `messages`.", param="prompt")
+    template = text_model.require_chat_template()
+    messages = [message.for_template() for message in body.messages]
+    render = template.render if body.add_generation_prompt else template.render_closed
+    return await text_model.tokenizer.off_loop(render, messages)
+
+
+def _reply(tokenizer: Tokenizer, token_ids: list[int], max_model_len: int, with_strings: bool) -> bytes:
+    spelled = [tokenizer.spell(token_id).decode(errors="replace") for token_id in token_ids] if with_strings else None
+    return msgspec.json.encode(TokenizeReply(len(token_ids), max_model_len, token_ids, spelled))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text that token ids stand for, special tokens spelled out. Raises InvalidRequest."""
+    service = request.app[SERVICE]
+    tokenizer, vocab_size = service.text_model.tokenizer, service.client.info.vocab_size
+    body = await read_body(request, DetokenizeBody)
+    if len(body.tokens) <= INLINE_CHARS:
+        return _json(_spelled(tokenizer, body.tokens, vocab_size))
+    return _json(await tokenizer.off_loop(_spelled, tokenizer, body.tokens, vocab_size))
+
+
+def _spelled(tokenizer: Tokenizer, token_ids: list[int], vocab_size: int) -> bytes:
+    for position, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            where = f"tokens[{position}]"
+            raise InvalidRequest(f"`{where}`: {token_id} is no token; the vocabulary has {vocab_size}.", param=where)
+    text = b"".join(map(tokenizer.spell, token_ids)).decode(errors="replace")
+    return msgspec.json.encode(DetokenizeReply(text))
+
+
+def _json(content: bytes) -> web.Response:
+    return web.Response(body=content, content_type="application/json")

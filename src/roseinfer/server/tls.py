@@ -1,0 +1,49 @@
+"""Turns a certificate and a key, both files, into what a listening socket needs to speak TLS. Knows no HTTP."""
+
+import ssl
+from pathlib import Path
+
+from roseinfer.config import ServerConfig
+from roseinfer.errors import ConfigError
+
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class Certificate:
+    """A TLS context whose certificate can be exchanged: connections made from then on get the new one."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self.paths = (certificate, key)
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.set_alpn_protocols(["http/1.1"])
+        self.check()
+        self.take(None)
+
+    @classmethod
+    def configured(cls, config: ServerConfig) -> "Certificate | None":
+        """None without one. Raises ConfigError for files that are no pair of certificate and key."""
+        if config.tls_cert_file is None and config.tls_key_file is None:
+            return None
+        if config.tls_cert_file is None or config.tls_key_file is None:
+            missing = "tls_cert_file" if config.tls_cert_file is None else "tls_key_file"
+            raise ConfigError("A certificate needs its key, and a key its certificate.", param=f"server.{missing}")
+        return cls(Path(config.tls_cert_file), Path(config.tls_key_file))
+
+    def check(self) -> None:
+        """Raise ConfigError unless both files can be used together. Reads them: not on the event loop."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*self.paths, password=_no_password)
+        except OSError as error:  # ssl.SSLError is one
+            reason = error.strerror or str(error)
+            message = f"{self.paths[0]} and {self.paths[1]} are not a certificate and its key: {reason}."
+            raise ConfigError(message, param="server.tls_cert_file") from None
+
+    def take(self, _checked: None) -> None:
+        """Use what was checked. On the event loop, so that no handshake meets half a change."""
+        self.context.load_cert_chain(*self.paths, password=_no_password)
+
+
+def _no_password() -> str:
+    """OpenSSL would ask the terminal for it otherwise."""
+    raise ssl.SSLError("the key is encrypted, and there is nobody to ask for its password")

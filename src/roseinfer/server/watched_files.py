@@ -1,0 +1,54 @@
+"""Turns a change of a file into a call, away from the event loop. Knows nothing of what the files hold.
+
+Looking is cheap and works on every file system, also where Kubernetes swaps a link to rotate a mounted secret.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from roseinfer.errors import ConfigError
+
+WATCH_INTERVAL_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+State = tuple[tuple[int, int, int] | None, ...]
+
+
+def state_of(paths: Sequence[Path]) -> State:
+    """For each file what changes with it: its number, its size, when it was written; None for one that is not there."""
+
+    def one(path: Path) -> tuple[int, int, int] | None:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    return tuple(map(one, paths))
+
+
+async def watch(paths: Sequence[Path], read: Callable[[], T], take: Callable[[T], None], interval_s: float) -> None:
+    """Whenever one of the files has changed, `read` them in a thread and `take` the result on the loop; never returns.
+
+    When `read` raises ConfigError it is logged and what was taken before stays; the next change is the next attempt.
+    """
+    seen = await asyncio.to_thread(state_of, paths)
+    while True:
+        await asyncio.sleep(interval_s)
+        now = await asyncio.to_thread(state_of, paths)
+        if now == seen:
+            continue
+        seen = now
+        names = ", ".join(map(str, paths))
+        try:
+            take(await asyncio.to_thread(read))
+        except ConfigError as error:
+            _log.error("a changed file cannot be used; what it held before stays", extra={"why": error.message})
+        else:
+            _log.info("a changed file was read again", extra={"files": names})

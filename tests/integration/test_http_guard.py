@@ -1,0 +1,260 @@
+"""Clients that send slowly, read slowly, come in crowds or speak no HTTP cost the server a bounded amount of time."""
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from aiohttp import http_parser
+
+from roseinfer.config import ServerConfig
+from roseinfer.errors import ConfigError
+from roseinfer.records import FinishReason
+from roseinfer.server import guard
+from tests.unit.server.harness import ScriptedEngine, Server, says, serving
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "Hi"}'
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def closed(reader: asyncio.StreamReader) -> bytes:
+    """What came until the server closed; the test's time limit is the bound."""
+    try:
+        return await reader.read()
+    except OSError:
+        return b""
+
+
+async def dribble(writer: asyncio.StreamWriter) -> None:
+    while not writer.transport.is_closing():
+        writer.write(b"a")
+        await asyncio.sleep(0.02)
+
+
+async def test_heads_that_dribble_are_cut_and_nobody_else_notices() -> None:
+    async with serving(ScriptedEngine(says("a")), head_timeout_s=0.3) as server, AsyncExitStack() as stack:
+        ends = []
+        for start in (b"GET /", b"GET /version HTTP/1.1\r\nX-Slow: "):
+            for _ in range(20):
+                reader, writer = await stack.enter_async_context(connected(server))
+                writer.write(start)
+                task = asyncio.create_task(dribble(writer))
+                stack.callback(task.cancel)
+                ends.append(closed(reader))
+        assert (await server.complete()).status == 200
+        assert await asyncio.gather(*ends) == [b""] * 40
+        assert (await server.get("/livez")).status == 200
+    assert server.engine.opened == server.engine.closed
+
+
+async def test_a_connection_that_says_nothing_is_closed() -> None:
+    async with serving(ScriptedEngine(), head_timeout_s=0.2) as server, connected(server) as (reader, _):
+        assert await closed(reader) == b""
+
+
+async def test_a_body_that_dribbles_is_answered_408() -> None:
+    async with serving(ScriptedEngine(says("a")), body_timeout_s=0.2) as server, connected(server) as (reader, writer):
+        writer.write(HEAD + b"Content-Length: 99\r\n\r\n{")
+        task = asyncio.create_task(dribble(writer))
+        head = await reader.readuntil(b"\r\n\r\n")
+        task.cancel()
+        body = json.loads(await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r")[0])))
+    assert b" 408 " in head
+    assert body["error"]["code"] == "body_timeout"
+    assert server.engine.requests == []
+    assert server.engine.closed[0].error_code == "body_timeout"
+
+
+async def test_a_connection_rests_as_long_as_it_may() -> None:
+    async with (
+        serving(ScriptedEngine(says("a")), idle_timeout_s=0.3, head_timeout_s=30) as server,
+        connected(server) as (reader, writer),
+    ):
+        for _ in range(2):
+            writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+            await reader.readuntil(b"}")
+        assert await closed(reader) == b""
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_reader_that_stalls_loses_its_request_and_no_other(stream: bool) -> None:
+    engine = ScriptedEngine()
+    async with serving(engine, write_timeout_s=0.4, max_inflight=2) as server, connected(server) as (_, writer):
+        payload = json.dumps({"prompt": "Hi", "stream": stream}).encode()
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
+        await engine.received()
+        engine.flood()
+        if not stream:
+            engine.say("", FinishReason.LENGTH)
+        engine.reply = says("quick")
+        assert (await server.complete()).status == 200
+        await server.service.wait_idle()
+    timeline = next(timeline for timeline in engine.closed if timeline.request_id == engine.requests[0].request_id)
+    if stream:
+        assert engine.aborted == [timeline.request_id]
+        assert timeline.client_disconnected
+
+
+async def test_a_slow_reader_that_reads_is_left_alone() -> None:
+    engine = ScriptedEngine()
+    async with (
+        serving(engine, write_timeout_s=0.5, idle_timeout_s=0.5) as server,
+        connected(server) as (reader, writer),
+    ):
+        payload = json.dumps({"prompt": "Hi", "stream": True}).encode()
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
+        await engine.received()
+        engine.flood()
+        engine.say("z", FinishReason.LENGTH)
+        size = 0
+        while piece := await reader.read(1 << 18):
+            size += len(piece)
+            if b"[DONE]" in piece:
+                break
+            await asyncio.sleep(0.02)
+    assert size > 15_000_000
+    assert engine.aborted == []
+
+
+async def test_more_connections_than_the_cap_are_closed_at_once_and_the_rest_are_served() -> None:
+    async with serving(ScriptedEngine(says("a")), max_connections=10) as server, AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(connected(server)) for _ in range(10)]
+        async with connected(server) as (reader, _):
+            assert await closed(reader) == b""
+        reader, writer = held[3]
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        held[0][1].close()
+        while (await server_takes(server)) is False:
+            pass
+
+
+async def server_takes(server: Server) -> bool:
+    async with connected(server) as (reader, writer):
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        try:
+            return b" 200 " in await reader.readline()
+        except ConnectionResetError:
+            return False
+
+
+async def test_one_address_cannot_take_them_all() -> None:
+    async with (
+        serving(ScriptedEngine(), max_connections=10, max_connections_per_peer=2) as server,
+        connected(server),
+        connected(server),
+        connected(server) as (reader, _),
+    ):
+        assert await closed(reader) == b""
+        with socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)) as other:
+            other.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(other, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await loop.sock_recv(other, 100)
+
+
+async def test_three_hundred_idle_sockets_are_no_matter() -> None:
+    async with serving(ScriptedEngine(says("a"))) as server, AsyncExitStack() as stack:
+        for _ in range(300):
+            await stack.enter_async_context(connected(server))
+        assert (await server.complete()).status == 200
+
+
+ODD_HEADS = {
+    "no http": (b"hello\r\n\r\n", 400, "malformed_request"),
+    "a tls hello": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, "malformed_request"),
+    "a method of controls": (b"G\x01T / HTTP/1.1\r\nHost: x\r\n\r\n", 400, "malformed_request"),
+    "a bad version": (b"GET / HTTP/9.9.9\r\nHost: x\r\n\r\n", 400, "malformed_request"),
+    "a header without a colon": (b"GET / HTTP/1.1\r\nHost: x\r\nbroken\r\n\r\n", 400, "malformed_request"),
+    "a null in a header": (b"GET / HTTP/1.1\r\nHost: x\r\nA: b\x00c\r\n\r\n", 400, "malformed_request"),
+    "a folded header": (b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n", 400, "malformed_request"),
+    "two hosts": (b"GET /version HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400, "malformed_request"),
+    "an absolute target": (b"GET http://127.0.0.1/version HTTP/1.1\r\nHost: x\r\n\r\n", 400, "malformed_request"),
+    "two lengths": (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400, "malformed_request"),
+    "length and chunks": (
+        HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+        "malformed_request",
+    ),
+    "a negative length": (HEAD + b"Content-Length: -2\r\n\r\n{}", 400, "malformed_request"),
+    "a length of words": (HEAD + b"Content-Length: many\r\n\r\n{}", 400, "malformed_request"),
+    "an expectation": (HEAD + b"Expect: a miracle\r\nContent-Length: 2\r\n\r\n{}", 417, "malformed_request"),
+    "a long target": (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431, "head_too_large"),
+    "a long header": (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 20_000 + b"\r\n\r\n", 431, "head_too_large"),
+    "many headers": (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 500 + b"\r\n", 400, "malformed_request"),
+    "a bad chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nnot a length\r\n", 400, "malformed_request"),
+    "a compressed body": (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n", 415, "unsupported_media_type"),
+    "a chunked transfer, compressed": (
+        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        400,
+        "malformed_request",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_HEADS)
+async def test_an_odd_head_gets_the_error_object(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    content, status, code = ODD_HEADS[name]
+    with caplog.at_level(logging.INFO):
+        async with serving(ScriptedEngine(says("a"))) as server, connected(server) as (reader, writer):
+            writer.write(content)
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = json.loads(await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r")[0])))
+    assert int(head.split()[1]) == status
+    assert body["error"]["code"] == code
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "b'" not in body["error"]["message"], "nothing of what was sent is sent back"
+    assert server.engine.requests == []
+    assert b"aiohttp" not in head
+    assert not [record for record in caplog.records if record.exc_info], "a client's mistake is no traceback"
+
+
+async def test_half_closed_after_the_request_is_answered_whole_or_closed() -> None:
+    async with serving(ScriptedEngine(says("abc"))) as server, connected(server) as (reader, writer):
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        writer.write_eof()
+        content = await closed(reader)
+        await server.service.wait_idle()
+    assert content == b"" or b'"text":"abc"' in content
+
+
+async def test_the_connections_are_the_guarded_ones() -> None:
+    """`_make_server` of aiohttp's runner is not public: if it is no longer asked, this says so."""
+    async with serving(ScriptedEngine()) as server, connected(server) as (reader, writer):
+        runner = server.runner
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"}")
+        assert isinstance(runner.server, guard.GuardedServer)
+        assert [type(connection) for connection in runner.server.connections] == [guard.Connection]
+        assert len(runner.guard) == 1
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await reader.read()
+        assert len(runner.guard) == 0
+
+
+def test_without_the_compiled_parser_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard.require_compiled_parser()
+    monkeypatch.setattr(http_parser, "HttpRequestParser", http_parser.HttpRequestParserPy)
+    with pytest.raises(ConfigError, match="compiled"):
+        guard.require_compiled_parser()
+
+
+def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
+    assert guard.Guard(ServerConfig()).max_connections == 100 - guard.SPARE_DESCRIPTORS
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 200))
+    assert guard.Guard(ServerConfig()).max_connections == ServerConfig().max_connections
