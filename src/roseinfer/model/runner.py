@@ -27,7 +27,12 @@ from roseinfer.records import UNWATCHED, LifecycleState, Watch
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
 _MAX_WARM_ROWS = 1024  # beyond, a step takes many times as long as the building of its kernels
-_WARM_PARAMS = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, num_logprobs=1))
+_WARM_PARAMS = (
+    SamplingParams(frequency_penalty=0.1, logit_bias={0: 1.0}),
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_p=0.9, num_logprobs=1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +180,11 @@ class ModelRunner:
         graphs, self._graphs = self._graphs, None  # first as the steps that no graph serves
         self._build_linears(max_num_tokens)
         prompt_length = min(64, self.info.max_model_len - 1)
+        prompt = np.zeros(prompt_length, np.int32)
         for params in _WARM_PARAMS:
-            binding = SlotBinding(0, params, prompt_length, ())
-            self.launch(self._prompt_batch(prompt_length, (binding,))).wait()
+            binding = SlotBinding(0, params, prompt_length, (), prompt)
+            batch = self._prompt_batch(prompt_length, (binding,))
+            self.launch(msgspec.structs.replace(batch, scored=(ScoredRow(0, prompt, 1),))).wait()
             self.launch(_decode_batch(1, prompt_length)).wait()
         # The largest steps touch every page of the buffers that grow, and a graph needs them where they will stay.
         for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
