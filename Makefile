@@ -7,6 +7,7 @@ BIN := .venv/bin
 
 IMAGE_BUILDER ?= docker
 DEVICE ?= cpu
+EXTRAS ?=
 TORCH_INDEX ?=
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
@@ -35,7 +36,8 @@ setup: .venv/.installed .venv/.kernels ## install the tested versions into .venv
 	@touch $@
 
 image: ## build the container image; DEVICE=cuda for GPUs, IMAGE_BUILDER=buildah, more options in ARGS
-	$(IMAGE_BUILDER) build --build-arg DEVICE=$(DEVICE) --build-arg TORCH_INDEX=$(TORCH_INDEX) \
+	$(IMAGE_BUILDER) build --build-arg DEVICE=$(DEVICE) --build-arg EXTRAS="$(EXTRAS)" \
+		--build-arg TORCH_INDEX=$(TORCH_INDEX) \
 		--build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) --tag $(IMAGE) $(ARGS) .
 
 serve: setup ## serve on port 8000; options in ARGS="--port 9000"

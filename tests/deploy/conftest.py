@@ -23,9 +23,11 @@ def image(image_store: ImageStore) -> str:
 
 @pytest.fixture
 def container(image_store: ImageStore, image: str, tmp_path: Path) -> Iterator[Container]:
-    """A container of the image, not yet ready."""
+    """A container of the image, not yet ready, with our load test in it as in deploy/compose."""
+    config = image_store.config(image)
+    folders = {"/loadtest": ROOT / "loadtest"}
     with (
         image_store.mounted(image) as root,
-        running(image_store.config(image), root, tmp_path / "bundle", ROSEINFER_RUNNER__NUM_THREADS="1") as started,
+        running(config, root, tmp_path / "bundle", folders, ROSEINFER_RUNNER__NUM_THREADS="1") as started,
     ):
         yield started

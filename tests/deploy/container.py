@@ -59,10 +59,20 @@ class Container:
 
 
 @contextmanager
-def running(image: dict[str, Any], root: Path, bundle: Path, **environment: str) -> Iterator[Container]:
-    """Run the image's entry point on its default arguments, with these variables besides its own."""
+def running(
+    image: dict[str, Any], root: Path, bundle: Path, folders: dict[str, Path], **environment: str
+) -> Iterator[Container]:
+    """Run the image's entry point on its default arguments, with these variables besides its own.
+
+    `folders` of ours are mounted at the paths that are their keys, for reading.
+    """
     bundle.mkdir()
-    (bundle / "config.json").write_text(json.dumps(runtime_config(image, root, environment)))
+    config = runtime_config(image, root, environment)
+    config["mounts"] += [
+        {"destination": target, "type": "bind", "source": str(source), "options": ["bind", "ro"]}
+        for target, source in folders.items()
+    ]
+    (bundle / "config.json").write_text(json.dumps(config))
     container = Container(bundle, bundle / "log")
     try:
         yield container

@@ -24,6 +24,7 @@ from tests.repo.tree import ROOT
 BASE_PACKAGES = ("python3", "python3-venv", "g++", "ca-certificates")
 BASE_SUITE = "bookworm"  # its Python is 3.11
 PYTHON_VERSION = "3.11"
+EXTRA = "loadtest"
 WITHOUT = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale")]
 CONTEXT = ("Dockerfile", ".dockerignore", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 
@@ -85,8 +86,10 @@ class ImageStore:
 
     def wheels(self) -> Path:
         """A folder with the wheel of every package that the image needs, and of what builds ours."""
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-        needed = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+        tree = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        project = tree["project"]
+        extras = project["optional-dependencies"][EXTRA]
+        needed = [*project["dependencies"], *extras, *tree["build-system"]["requires"]]
         folder = self.directory / f"wheels-{digest(*needed, (ROOT / 'constraints.txt').read_text())}"
         if not (folder / ".whole").exists():
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
@@ -96,17 +99,22 @@ class ImageStore:
         return folder
 
     def build(self, device: str) -> str:
-        """The name of the image that `make image` makes of these sources."""
+        """The name of the image that `make image` makes of these sources, with what deploy/compose wants besides."""
         files = [*(ROOT / name for name in CONTEXT), *sorted((ROOT / "src").rglob("*"))]
         parts = [f"{path.relative_to(ROOT)} {hashed(path)}" for path in files if path.is_file() and is_source(path)]
-        name = f"localhost/roseinfer-{device}:{digest(*parts)}"
+        name = f"localhost/roseinfer-{device}:{digest(EXTRA, *parts)}"
         with self._alone():
             if name not in self.names():
                 # Docker's format, since OCI's has no place for a HEALTHCHECK.
                 fixed = ["--isolation", "chroot", "--format", "docker", "--pull-never", "--quiet"]
                 given = [f"--build-arg=BASE_IMAGE={self.base()}", f"--build-context=wheels={self.wheels()}"]
                 builder = f"IMAGE_BUILDER={shlex.join(self._command(self._driver))}"
-                variables = [f"DEVICE={device}", f"IMAGE={name}", f"ARGS={shlex.join([*fixed, *given])}"]
+                variables = [
+                    f"DEVICE={device}",
+                    f"EXTRAS={EXTRA}",
+                    f"IMAGE={name}",
+                    f"ARGS={shlex.join([*fixed, *given])}",
+                ]
                 run(["make", "-C", str(ROOT), "image", builder, *variables])
                 for stale in self.names() - {name}:
                     if stale.startswith(f"{name.partition(':')[0]}:"):

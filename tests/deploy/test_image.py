@@ -72,6 +72,12 @@ def test_a_container_serves_without_root_and_without_a_writable_root(
     assert last == "[DONE]", answer
     assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
 
+    # As the service `locust` of deploy/compose, and headless.
+    once = ["--headless", "--run-time", "2s", "--only-summary", "--host", "http://127.0.0.1:8000"]
+    loaded = container.execute("locust", "--locustfile", "/loadtest/locustfile.py", *once)
+    assert loaded.returncode == 0, loaded
+    assert re.search(r"POST .* [1-9]\d* +0\(0.00%\)", loaded.stderr + loaded.stdout), loaded
+
     container.signal("TERM")
     assert container.wait() == 0, container.log_path.read_text()
     ready = re.search(r"^.*\bready on http.*$", container.log_path.read_text(), re.MULTILINE)
