@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from monitoring import scaling
 from roseinfer.observe.catalogue import CATALOGUE
 from tests.chart.checks import CHECKS, Check, configured
 from tests.chart.conftest import ExampleOf
@@ -128,6 +129,22 @@ def test_the_hpa_asks_for_the_same_demand(example: ExampleOf) -> None:
     external = example("hpa").one("HorizontalPodAutoscaler")["spec"]["metrics"][0]["external"]
     assert external["target"] == {"type": "AverageValue", "averageValue": "32"}
     assert external["metric"]["selector"]["matchLabels"] == {"job": "demo-roseinfer"}
+
+
+def test_both_autoscalers_act_as_the_replayed_one(example: ExampleOf) -> None:
+    """A ramp was replayed through the autoscaler's formula with these numbers, and neither flapped nor came late."""
+    behaviors = [
+        example("hpa").one("HorizontalPodAutoscaler")["spec"]["behavior"],
+        example("keda").one("ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"],
+    ]
+    for behavior in behaviors:
+        (up,), (down,) = behavior["scaleUp"]["policies"], behavior["scaleDown"]["policies"]
+        assert behavior["scaleUp"]["stabilizationWindowSeconds"] == scaling.SCALE_UP_WINDOW_S
+        assert up == {"type": "Percent", "value": scaling.SCALE_UP_PERCENT, "periodSeconds": scaling.SCALE_UP_PERIOD_S}
+        assert behavior["scaleDown"]["stabilizationWindowSeconds"] == scaling.SCALE_DOWN_WINDOW_S
+        assert down == {"type": "Pods", "value": scaling.SCALE_DOWN_PODS, "periodSeconds": scaling.SCALE_DOWN_PERIOD_S}
+    demand, _ = example("keda").one("ScaledObject")["spec"]["triggers"]
+    assert float(demand["metadata"]["threshold"]) == scaling.DEMAND_THRESHOLD
 
 
 def test_the_picker_is_told_series_that_exist(example: ExampleOf) -> None:
