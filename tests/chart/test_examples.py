@@ -174,6 +174,14 @@ def test_dashboards_are_the_files(example: ExampleOf) -> None:
     assert all(found["metadata"]["labels"]["grafana_dashboard"] == "1" for found in maps)
 
 
+def test_with_a_certificate_the_api_speaks_tls_and_the_probes_do_not(example: ExampleOf) -> None:
+    release = example("tls")
+    assert configured(release).server.tls_cert_file == "/etc/roseinfer/tls/tls.crt"
+    assert release.one("Service", "demo-roseinfer")["spec"]["ports"][0]["name"] == "https"
+    assert "scheme" not in release.server["readinessProbe"]["httpGet"]
+    assert release.one("Pod")["spec"]["containers"][0]["command"][2] == "https://demo-roseinfer.serving.svc:443"
+
+
 def test_under_nsight_the_server_is_what_it_runs(example: ExampleOf) -> None:
     release = example("profiling")
     command = release.server["command"]
@@ -206,4 +214,5 @@ def test_notes_have_the_command(example: ExampleOf) -> None:
     assert '"model":"qwen3-8b"' in example("gpu").notes
     assert "get secret roseinfer-keys -o jsonpath='{.data.keys\\.txt}'" in example("api-keys").notes
     assert "port-forward service/demo-roseinfer 8000:8080" in example("load-balancer").notes
+    assert "curl -N -k https://127.0.0.1:8000" in example("tls").notes
     assert "names no monitor" not in example("service-monitor").notes
