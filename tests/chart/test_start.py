@@ -59,7 +59,7 @@ def write_certificate(directory: Path) -> None:
     """What a Secret of the type kubernetes.io/tls holds."""
     directory.mkdir()
     request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=example.com"
-    files = ["-keyout", directory / "tls.key", "-out", directory / "tls.crt"]
+    files = ["-keyout", f"{directory}/tls.key", "-out", f"{directory}/tls.crt"]
     subprocess.run([require_tool("openssl"), *request.split(), *files], check=True, capture_output=True)
 
 
