@@ -91,6 +91,7 @@ constraints: setup ## move to the newest versions that pyproject.toml allows, an
 
 chart: setup build/helm-venv/.installed ## lint, render, check and package the Helm chart into build/chart; needs Python 3.12
 	$(BIN)/python tools/generate_docs.py --check
+	$(BIN)/python tools/generate_dashboards.py --check
 	$(BIN)/pytest tests/chart $(ARGS)
 	build/helm-venv/bin/python tools/helm_engine.py lint deploy/helm/roseinfer
 	build/helm-venv/bin/python tools/helm_engine.py package deploy/helm/roseinfer build/chart

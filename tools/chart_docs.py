@@ -21,8 +21,8 @@ README_HEAD = """\
 # The Helm chart
 
 Generated from `values.schema.json` and `values.yaml` by `make docs`; edit those, not this page.
-[Deployment](../../../docs/deployment.md) leads through an installation; `ci/` has an example for each feature, and the
-tests render and check all of them.
+[Deployment](../../../docs/deployment.md) leads through an installation, [fleet](../../../docs/fleet.md) to many
+replicas; `ci/` has an example for each feature, and the tests render and check all of them.
 
 A value that is misspelt or out of its bounds is refused with its path, and so are values that contradict each other.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from monitoring import scaling
 from roseinfer.observe.catalogue import CATALOGUE
 from tests.chart.checks import CHECKS, Check, configured
 from tests.chart.conftest import ExampleOf
@@ -130,6 +131,22 @@ def test_the_hpa_asks_for_the_same_demand(example: ExampleOf) -> None:
     assert external["metric"]["selector"]["matchLabels"] == {"job": "demo-roseinfer"}
 
 
+def test_both_autoscalers_act_as_the_replayed_one(example: ExampleOf) -> None:
+    """A ramp was replayed through the autoscaler's formula with these numbers, and neither flapped nor came late."""
+    behaviors = [
+        example("hpa").one("HorizontalPodAutoscaler")["spec"]["behavior"],
+        example("keda").one("ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"],
+    ]
+    for behavior in behaviors:
+        (up,), (down,) = behavior["scaleUp"]["policies"], behavior["scaleDown"]["policies"]
+        assert behavior["scaleUp"]["stabilizationWindowSeconds"] == scaling.SCALE_UP_WINDOW_S
+        assert up == {"type": "Percent", "value": scaling.SCALE_UP_PERCENT, "periodSeconds": scaling.SCALE_UP_PERIOD_S}
+        assert behavior["scaleDown"]["stabilizationWindowSeconds"] == scaling.SCALE_DOWN_WINDOW_S
+        assert down == {"type": "Pods", "value": scaling.SCALE_DOWN_PODS, "periodSeconds": scaling.SCALE_DOWN_PERIOD_S}
+    demand, _ = example("keda").one("ScaledObject")["spec"]["triggers"]
+    assert float(demand["metadata"]["threshold"]) == scaling.DEMAND_THRESHOLD
+
+
 def test_the_picker_is_told_series_that_exist(example: ExampleOf) -> None:
     release = example("inference-pool")
     picker = yaml.safe_load(release.one("ConfigMap", "-picker")["data"]["picker.yaml"])
@@ -155,6 +172,14 @@ def test_dashboards_are_the_files(example: ExampleOf) -> None:
     assert shown == files
     assert shown
     assert all(found["metadata"]["labels"]["grafana_dashboard"] == "1" for found in maps)
+
+
+def test_with_a_certificate_the_api_speaks_tls_and_the_probes_do_not(example: ExampleOf) -> None:
+    release = example("tls")
+    assert configured(release).server.tls_cert_file == "/etc/roseinfer/tls/tls.crt"
+    assert release.one("Service", "demo-roseinfer")["spec"]["ports"][0]["name"] == "https"
+    assert "scheme" not in release.server["readinessProbe"]["httpGet"]
+    assert release.one("Pod")["spec"]["containers"][0]["command"][2].startswith("https:")
 
 
 def test_under_nsight_the_server_is_what_it_runs(example: ExampleOf) -> None:
@@ -189,4 +214,5 @@ def test_notes_have_the_command(example: ExampleOf) -> None:
     assert '"model":"qwen3-8b"' in example("gpu").notes
     assert "get secret roseinfer-keys -o jsonpath='{.data.keys\\.txt}'" in example("api-keys").notes
     assert "port-forward service/demo-roseinfer 8000:8080" in example("load-balancer").notes
+    assert "curl -N -k https://127.0.0.1:8000" in example("tls").notes
     assert "names no monitor" not in example("service-monitor").notes

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 
 from roseinfer.config import DEMO_MODEL
 from tests.chart.helm_process import CHART, HelmProcess
+from tests.conftest import require_tool
 from tests.e2e.server import START_TIMEOUT_S, free_port
 
 STREAM_ONE = CHART / "files" / "stream_one.py"
@@ -35,10 +37,14 @@ class Pod:
     log_path: Path
     notes: str
 
-    def status(self, port: int, path: str, key: str = "") -> int:
-        """0: nobody listens."""
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.api_port}"
+
+    def status(self, path: str, key: str = "") -> int:
+        """Of the operations port, which is plain; 0: nobody listens."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.ops_port}{path}", headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 status: int = answer.status
@@ -47,6 +53,14 @@ class Pod:
             return error.code
         except (urllib.error.URLError, ConnectionError):
             return 0
+
+
+def write_certificate(directory: Path) -> None:
+    """What a Secret of the type kubernetes.io/tls holds."""
+    directory.mkdir()
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=example.com"
+    files = ["-keyout", f"{directory}/tls.key", "-out", f"{directory}/tls.crt"]
+    subprocess.run([require_tool("openssl"), *request.split(), *files], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +72,13 @@ def pod(helm: HelmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     values = {
         "config": {"server": {"port": free_port(), "ops_port": free_port()}, "runner": {"num_threads": 1}},
         "apiKeys": {"existingSecret": "keys"},
+        "tls": {"existingSecret": "certificate"},
     }
     release = helm.render(values)
     config = directory / "config.yaml"
-    config.write_text(release.config_text.replace("/etc/roseinfer/keys", str(keys.parent)))
+    write_certificate(directory / "tls")
+    text = release.config_text.replace("/etc/roseinfer/keys", str(keys.parent))
+    config.write_text(text.replace("/etc/roseinfer/tls", str(directory / "tls")))
     files = {"/etc/roseinfer/config.yaml": str(config)}
     program, *arguments = [files.get(word, word) for word in release.server["command"]]
     assert program == "roseinfer"
@@ -77,7 +94,7 @@ def pod(helm: HelmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     started = Pod(process, ports["http"], ports["ops"], keys, log_path, release.notes)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while started.status(started.ops_port, release.server["readinessProbe"]["httpGet"]["path"]) != 200:
+        while started.status(release.server["readinessProbe"]["httpGet"]["path"]) != 200:
             assert process.poll() is None, log_path.read_text()
             assert time.monotonic() < deadline, log_path.read_text()
             time.sleep(0.05)
@@ -93,11 +110,11 @@ def run(*command: object) -> "subprocess.CompletedProcess[str]":
 
 
 def test_every_probe_is_answered_on_the_operations_port(pod: Pod) -> None:
-    assert [pod.status(pod.ops_port, path) for path in ("/startupz", "/readyz", "/livez")] == [200] * 3
+    assert [pod.status(path) for path in ("/startupz", "/readyz", "/livez")] == [200] * 3
 
 
 def test_the_helm_test_streams_a_completion(pod: Pod) -> None:
-    result = run(STREAM_ONE, f"http://127.0.0.1:{pod.api_port}", pod.key_file)
+    result = run(STREAM_ONE, pod.url, pod.key_file)
     assert result.returncode == 0, result.stderr
     assert "finish reason length" in result.stdout
 
@@ -109,18 +126,21 @@ def test_the_notes_command_is_exact(pod: Pod) -> None:
     url = next(word for word in words if word.startswith("http")).replace(":8000", f":{pod.api_port}")
     headers = dict(words[at + 1].split(": ") for at, word in enumerate(words) if word == "-H")
     request = urllib.request.Request(url, words[words.index("-d") + 1].encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    assert "-k" in words, "the certificate is not for the loopback"
+    context = ssl.create_default_context(cafile=pod.key_file.parents[1] / "tls" / "tls.crt")
+    context.check_hostname = False
+    with urllib.request.urlopen(request, timeout=60, context=context) as answer:
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
 def test_the_helm_test_fails_when_the_server_refuses(pod: Pod) -> None:
-    assert run(STREAM_ONE, f"http://127.0.0.1:{pod.api_port}").returncode != 0
+    assert run(STREAM_ONE, pod.url).returncode != 0
 
 
 def test_what_may_be_debugged_needs_a_key(pod: Pod) -> None:
-    assert pod.status(pod.ops_port, "/debug/steps") == 401
-    assert pod.status(pod.ops_port, "/debug/steps", KEY) == 200
-    assert pod.status(pod.ops_port, "/metrics") == 200
+    assert pod.status("/debug/steps") == 401
+    assert pod.status("/debug/steps", KEY) == 200
+    assert pod.status("/metrics") == 200
 
 
 def test_the_model_is_fetched_and_marked(helm: HelmProcess, tmp_path: Path) -> None:
