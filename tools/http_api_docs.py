@@ -180,6 +180,8 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         properties = definitions[schema["$ref"].rpartition("/")[2]]["properties"]
         return "object with " + ", ".join(f"`{name}`" for name in properties)
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
     if "anyOf" in schema:
         choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
         return ", or ".join(_values(choice, definitions) for choice in choices)

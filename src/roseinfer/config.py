@@ -24,6 +24,7 @@ from roseinfer.config_sections import (
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
+    StructuredConfig,
     TracingConfig,
 )
 from roseinfer.errors import ConfigError
@@ -41,6 +42,7 @@ __all__ = [
     "RunnerConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "StructuredConfig",
     "TracingConfig",
     "options",
 ]
@@ -58,6 +60,7 @@ class Config:
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
 

@@ -337,6 +337,42 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredConfig:
+    """Structured output: grammars that clients send."""
+
+    compile_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Longest time that a grammar may take to compile, else 400. Most take a millisecond; 2 s is a "
+            "schema of 4,000 properties, and clients wait for each other's.",
+        ),
+    ] = _option(2.0)
+    compile_memory_mib: Annotated[
+        int,
+        Meta(
+            ge=64,
+            description="Most memory that compiling a grammar may take, in a process of its own, else 400. 512 is ten "
+            "times what the largest schema takes that compiles in time.",
+        ),
+    ] = _option(512)
+    cache_mib: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Compiled grammars to keep in the engine, least recently used out first; 32 are some 200.",
+        ),
+    ] = _option(32)
+    tool_format: Annotated[
+        Literal["auto", "hermes", "llama3_json"],
+        Meta(
+            description="How the model writes a tool call: `hermes` is `<tool_call>{…}</tool_call>` (Qwen, Hermes), "
+            "`llama3_json` a bare object with `name` and `parameters`. `auto` looks into the chat template."
+        ),
+    ] = _option("auto")
+
+
+@dataclass(frozen=True, slots=True)
 class ObserveConfig:
     """What is told, and how."""
 

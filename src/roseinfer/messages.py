@@ -6,7 +6,7 @@ Nothing here knows text, tensors or HTTP; the process transport writes these str
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,32 @@ _TOKEN_ID_KEYS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}  # JSON
 LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300, extra_json_schema=_TOKEN_ID_KEYS)]
 
 
+class Grammar(msgspec.Struct, frozen=True, gc=False):
+    """What a text must be, in one of the languages that `grammar/` compiles (docs/structured-output.md).
+
+    The source of `choice` is a list of texts as JSON, that of `calls` a `CallGrammar` as JSON.
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "calls", "lark"]
+    source: str
+
+
+class CallShape(msgspec.Struct, frozen=True):
+    """How the call of one function is written: JSON by the schema, with fixed text before and after it."""
+
+    before: str
+    schema: dict[str, Any]
+    after: str
+
+
+class CallGrammar(msgspec.Struct, frozen=True):
+    """One call, or several with a text between any two."""
+
+    shapes: list[CallShape]
+    between: str
+    most: int
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How the next token is chosen and when to stop. `check_request` validates it at the edge; the engine trusts it.
 
@@ -59,6 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: RepetitionPenalty = 1.0  # of tokens of prompt and completion: see model/sampling_penalties.py
     logit_bias: LogitBias = {}  # added to the logits of these tokens
     num_prompt_logprobs: NumLogprobs | None = None  # as `num_logprobs`, of the tokens of the prompt but the first
+    grammar: Grammar | None = None  # what the text must be; it ends where the grammar does
 
     @property
     def is_greedy(self) -> bool:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +24,7 @@ from roseinfer import __version__
 from roseinfer.config import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.client import AsyncEngine
+from roseinfer.engine.constraint import Grammars
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.link import EngineLink
 from roseinfer.engine.scheduler import Scheduler
@@ -79,6 +81,8 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     memory.keep_freed_memory()
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
     runner.warm_up(limits.max_num_batched_tokens)
+    clock.enter(LifecycleState.WARMUP, "grammar", "reading the vocabulary for structured output")
+    grammars = _build_grammars(config, runner.info)
     clock.stop()
     info = msgspec.structs.replace(runner.info, startup_s=clock.elapsed_s)
     scheduler = Scheduler(
@@ -87,10 +91,27 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
         num_blocks=info.num_blocks,
         max_model_len=info.max_model_len,
         eos_token_ids=tuple(info.eos_token_ids),
+        grammars=grammars,
     )
     phases = Phases(make_marker(enabled=config.observe.nvtx))
     profiler = TorchProfiler(info.device)
     return Engine(scheduler, runner, phases, info, config.runner.pipeline_depth, profiler)
+
+
+def _build_grammars(config: Config, info: EngineInfo) -> Grammars | None:
+    """Read here and not when a request first needs it, since the library holds the interpreter meanwhile.
+
+    None for a checkpoint whose vocabulary cannot be read: it serves token ids, and its front end refuses grammars.
+    """
+    from roseinfer.grammar.compiler import GrammarCompiler
+    from roseinfer.grammar.library import Vocabulary
+
+    try:
+        vocabulary = Vocabulary.load(Path(info.checkpoint_dir), info.vocab_size, info.eos_token_ids)
+    except (OSError, ValueError) as error:
+        _log.warning("no structured output: the vocabulary cannot be read: %s", error)
+        return None
+    return GrammarCompiler(vocabulary, config.structured.cache_mib << 20)
 
 
 def build_transport(config: Config) -> Transport:
@@ -140,6 +161,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     # Imported here because the engine's process comes through this file too and needs none of it.
     from aiohttp import web
 
+    from roseinfer.grammar.checker import GrammarChecker
     from roseinfer.observe import capture_files
     from roseinfer.observe.observation import Observation
     from roseinfer.observe.rendering import RenderProcess
@@ -160,7 +182,8 @@ def serve(config: Config, more_keys: str = "") -> int:
     observe = config.observe
     new_directory = partial(capture_files.profile_directory, observe.capture_dir, observe.capture_max_mib)
     debug_routes = [*debug.routes(observation.flight), profile.route(new_directory)]
-    instruments = Instruments(metrics=handle_metrics, ledger=observation.ledger, debug_routes=debug_routes)
+    checker = GrammarChecker(config.structured, lambda: client.info)
+    instruments = Instruments(handle_metrics, observation.ledger, debug_routes, checker)
 
     def on_ready(url: str) -> None:
         observation.set_engine_info(client.info)
@@ -170,9 +193,8 @@ def serve(config: Config, more_keys: str = "") -> int:
         with gc_pauses:
             return asyncio.run(lifecycle.run(config, client, observation.hub, instruments, on_ready, more_keys))
     finally:
-        observation.close()
-        renderer.close()
-        output.close()
+        for opened in (observation, renderer, checker, output):
+            opened.close()
 
 
 def _settle(config: Config, info: EngineInfo, url: str) -> None:

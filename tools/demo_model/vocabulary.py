@@ -23,12 +23,21 @@ SPECIALS = [END, *MARKERS.values()]
 END_ID = SPECIALS.index(END)  # the trainer numbers special tokens first, in their order
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|system|>Call a function as <tool_call>{"name": its name, "arguments": an object}</tool_call>.' -}}
+{%- for tool in tools -%}{{- '\\n' + tool['function'] | tojson -}}{%- endfor -%}
+{%- endif -%}
 {%- for message in messages -%}
 {%- set role = 'system' if message['role'] == 'developer' else message['role'] -%}
-{%- if role not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('roseinfer-demo knows the roles system, developer, user and assistant, not ' + role) -}}
+{%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
+{{- raise_exception('roseinfer-demo knows the roles system, developer, user, assistant and tool, not ' + role) -}}
 {%- endif -%}
-{{- '<|' + role + '|>' + message['content'] -}}
+{{- '<|user|>' if role == 'tool' else '<|' + role + '|>' -}}
+{{- message['content'] -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
 {%- if role == 'assistant' -%}{{- '<|endoftext|>' -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""

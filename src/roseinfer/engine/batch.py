@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from roseinfer.engine.constraint import TokenMasks
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.records import Watch
 
@@ -68,6 +69,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
     block_table: Int32Array  # [slots, max_blocks] block ids of every slot, valid up to the row's last new token
     bindings: tuple[SlotBinding, ...]  # to be applied, in order, before the rows
     scored: tuple[ScoredRow, ...] = ()
+    masks: TokenMasks | None = None  # of the rows that sample what a grammar allows: by `params.grammar` of their slots
 
     @property
     def num_rows(self) -> int:

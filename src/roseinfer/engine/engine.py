@@ -12,6 +12,8 @@ from roseinfer.gc_pauses import GcPauses
 from roseinfer.messages import EngineInfo, Request, StepOutput
 from roseinfer.records import NO_TIMES, Phases, RangeMarker, StepRecord, Stopwatch
 
+_COMPILING_WAIT_S = 0.005  # for a grammar, before commands are looked at again
+
 
 class OutboxState(msgspec.Struct, frozen=True, gc=False):
     """How far the front end is behind with reading."""
@@ -86,6 +88,7 @@ class Engine:
         watch = self._fill_pipeline()  # at depth 0 that of the step itself
         if not self._pipeline:  # nothing could run: a step all the same, which may tell of aborted requests
             self._num_steps += 1
+            self.scheduler.compiling.wait(_COMPILING_WAIT_S)
             return self._tell(NOTHING, watch, watch, watch.start_ns, None, outbox)
         step = self._pipeline.popleft()
         with step.watch("wait"):

@@ -89,6 +89,7 @@ class FakeRunner:
         scores: list[Scores] = []
         scored = {row.row: row for row in batch.scored}
         offset = 0
+        masks = {} if batch.masks is None else dict(zip(batch.masks.constraints, batch.masks.bits(), strict=True))
         for row, (slot, start, count, samples) in enumerate(
             zip(batch.slots.tolist(), batch.starts.tolist(), batch.num_new_tokens.tolist(), batch.samples, strict=True)
         ):
@@ -99,6 +100,8 @@ class FakeRunner:
                 scores.append(self._score(self._memory[places], start, scored[row]))
             if samples:
                 token_id = self._next_token(self._memory[places], self._bindings[slot])
+                while slot in masks and not masks[slot][token_id // 32] >> (token_id % 32) & 1:
+                    token_id = (token_id + 1) % self._vocab_size
                 self._note(self._bindings[slot], self._memory[places], token_id)
                 self._last_token[slot] = token_id
                 sampled.append(token_id)

@@ -8,6 +8,8 @@ between the two. What the host cannot know by then is that a token was an end-of
 such a sequence has in the next step is surplus, and its commit drops it.
 """
 
+# Over 350 lines because what a step contains is decided in one place, and every kind of sequence comes through it.
+
 from bisect import insort
 from collections import deque
 from itertools import islice
@@ -17,10 +19,22 @@ import numpy as np
 from roseinfer.config import CacheConfig, SchedulerConfig
 from roseinfer.engine.admission import make_policy
 from roseinfer.engine.batch import SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.compiling import Compiling
+from roseinfer.engine.constraint import Grammars
 from roseinfer.engine.decode_ring import DecodeRing, DecodeRows, rows_of
 from roseinfer.engine.residency import Residency
 from roseinfer.engine.sequence import Sequence, SequenceStatus
-from roseinfer.engine.steps import Chunk, Outcome, ScheduledStep, StepCounts, find_last, prompt_tokens, tell
+from roseinfer.engine.steps import (
+    Chunk,
+    Outcome,
+    ScheduledStep,
+    StepCounts,
+    find_last,
+    follow,
+    masks_of,
+    prompt_tokens,
+    tell,
+)
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
 
@@ -36,6 +50,7 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        grammars: Grammars | None = None,
     ) -> None:
         assert num_blocks * cache.block_size >= max_model_len, "the pool does not hold one sequence: it could never run"
         self.limits = config.limits
@@ -45,6 +60,7 @@ class Scheduler:
             cache, num_slots=self.limits.max_active_seqs, num_blocks=num_blocks, max_model_len=max_model_len
         )
         self.waiting: deque[Sequence] = deque()
+        self.compiling = Compiling(grammars, eos_token_ids)
         self.counts = StepCounts()  # of the step scheduled or committed last
         self._table = self.residency.table
         self._policy = make_policy(config)
@@ -62,11 +78,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._sequences) - len(self.waiting)
+        return len(self._sequences) - self.num_waiting
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting)
+        return len(self.waiting) + len(self.compiling)
 
     @property
     def has_work(self) -> bool:
@@ -86,15 +102,26 @@ class Scheduler:
             scores=None if request.params.num_prompt_logprobs is None else [],
         )
         self._sequences[request.request_id] = sequence
-        self.waiting.append(sequence)
+        if not self.compiling.add(sequence):
+            self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a sequence wherever it is. An unknown or finished id is no mistake."""
         sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return
+        if sequence is not None:
+            self._end_early(sequence, FinishReason.ABORT)
+
+    def _end_early(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End it outside a step, without a token."""
         self._end(sequence)
-        self._ended.append(TokenOutput(request_id, [], None, FinishReason.ABORT, None, sequence.times))
+        self._ended.append(TokenOutput(sequence.request.request_id, [], None, reason, None, sequence.times))
+
+    def _take_compiled(self) -> None:
+        """Those whose grammars are compiled wait for their turn; those whose are not fit to be used have failed."""
+        for sequence, can_run in self.compiling.take():
+            self.waiting.append(sequence)
+            if not can_run:
+                self._end_early(sequence, FinishReason.ERROR)
 
     def take_ended(self) -> list[TokenOutput]:
         """Last outputs of what was aborted since the last call. Each is handed out once."""
@@ -105,7 +132,8 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """It is over. Slot and blocks are free again as soon as no step in flight writes there."""
         if sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
+            if not self.compiling.remove(sequence):
+                self.waiting.remove(sequence)
         else:
             self._stop_running(sequence)
             self._leaving.append(sequence)
@@ -136,6 +164,8 @@ class Scheduler:
         """
         self.counts = StepCounts()
         self._now_ns = now_ns
+        if len(self.compiling):
+            self._take_compiled()
         decodes = self._select_decodes()
         if decodes is None:
             return None
@@ -150,10 +180,19 @@ class Scheduler:
     def _select_decodes(self) -> DecodeRows | None:
         """Slots that decode in this step, each with room for its token; when more decode, they take turns."""
         self.counts.num_not_selected = max(0, len(self._ring) - self.limits.max_num_seqs)
-        rows = self._make_room(self._ring.select())
+        selected = self._ring.select()
+        ready = self._without_unread(selected)
+        rows = self._make_room(ready)
         if rows is not None:
-            self._ring.pass_turn(len(rows))
+            self._ring.pass_turn(len(rows) + len(selected) - len(ready))
         return rows
+
+    def _without_unread(self, rows: DecodeRows) -> DecodeRows:
+        """Without those whose grammar must see a token first that a step in flight samples."""
+        if not self._table.constraints or not self._in_flight:
+            return rows
+        unread = {slot for slot in self._table.constraints if any(step.holds(slot) for step in self._in_flight)}
+        return rows_of([slot for slot in rows.slots.tolist() if slot not in unread])
 
     def _make_room(self, rows: DecodeRows) -> DecodeRows | None:
         """A new block for every slot whose last one is full; the youngest sequences are preempted when none is left.
@@ -294,6 +333,7 @@ class Scheduler:
             block_table=table.blocks.ids,
             bindings=bindings,
             scored=table.scored_rows(chunks, num_device_rows),
+            masks=masks_of(table, slots, samples),
         )
         table.num_computed[index] = ends
         num_tokens += samples
@@ -328,6 +368,8 @@ class Scheduler:
         rows = step.sampled_rows(sampled, {sequence.slot for sequence in self._leaving})
         self._table.token_ids[rows.index, rows.ends] = sampled.token_ids
         last = find_last(rows, self._table, self.eos_token_ids)
+        if self._table.constraints:
+            follow(rows, self._table, last)
         outcome = tell(rows, self._table, last)
         for row in sorted(last):
             self._end(self._table.owner(rows.index[row]))

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from msgspec.structs import replace
 
 from roseinfer.engine.batch import Int32Array, ScoredRow, Scores, SlotBinding
+from roseinfer.engine.constraint import Constraint
 from roseinfer.engine.prefix_cache import BlockChain
 from roseinfer.messages import Request
 from roseinfer.records import EngineTimes
@@ -36,6 +38,7 @@ class Sequence:
     inbox_ns: int
     token_ids: Int32Array  # all known tokens while it waits; while it holds a slot they are in the table
     chain: BlockChain
+    constraint: Constraint | None = None  # what its grammar allows, if it has one
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int = NO_SLOT
     age: int = -1  # order of first admission, the oldest smallest: who is preempted last
@@ -58,7 +61,7 @@ class Sequence:
         params = self.request.params
         return SlotBinding(
             slot=self.slot,
-            params=params,
+            params=params if self.constraint is None else replace(params, min_tokens=0),  # its masks know of that
             num_prompt_tokens=self.num_prompt_tokens,
             eos_token_ids=() if params.ignore_eos else eos_token_ids,
             token_ids=self.token_ids if params.has_penalties else None,
@@ -120,6 +123,7 @@ class SlotTable:
         self.max_tokens: Int32Array = np.zeros(num_slots, np.int32)  # prompt and generated: the length limit
         self.ignores_eos = np.zeros(num_slots, np.bool_)
         self.stop_token_ids: dict[int, frozenset[int]] = {}  # by slot, of those that have any
+        self.constraints: dict[int, Constraint] = {}  # likewise
         self.blocks = BlockTable(num_slots, -(-max_model_len // block_size), block_size)
         self.owners: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
@@ -140,6 +144,8 @@ class SlotTable:
         self.ignores_eos[slot] = params.ignore_eos
         if params.stop_token_ids:
             self.stop_token_ids[slot] = frozenset(params.stop_token_ids)
+        if sequence.constraint is not None:
+            self.constraints[slot] = sequence.constraint
         self.blocks.assign(slot, block_ids)
         self.owners[slot] = sequence
         sequence.slot = slot
@@ -152,6 +158,7 @@ class SlotTable:
         sequence.slot = NO_SLOT
         self.owners[slot] = None
         self.stop_token_ids.pop(slot, None)
+        self.constraints.pop(slot, None)
         self._free.append(slot)
         return self.blocks.take(slot)
 

@@ -7,7 +7,8 @@ frozen dataclass takes several times as long to make.
 import msgspec
 import numpy as np
 
-from roseinfer.engine.batch import IndexArray, Int32Array, SampledTokens, ScheduledBatch
+from roseinfer.engine.batch import BoolArray, IndexArray, Int32Array, SampledTokens, ScheduledBatch
+from roseinfer.engine.constraint import TokenMasks
 from roseinfer.engine.sequence import Sequence, SlotTable
 from roseinfer.messages import PromptLogprobs, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
@@ -98,6 +99,14 @@ def prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
     )
 
 
+def masks_of(table: SlotTable, slots: Int32Array, samples: BoolArray) -> TokenMasks | None:
+    """What the grammars of the rows that sample allow; None when none of them has one."""
+    if not table.constraints:
+        return None
+    found = {slot: table.constraints[slot] for slot in slots[samples].tolist() if slot in table.constraints}
+    return TokenMasks(found) if found else None
+
+
 def find_last(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
     """Rows whose token ends their sequence: the last one allowed, an eos id they heed, or one of their stop ids."""
     index, token_ids, last = rows.index, rows.sampled.token_ids, dict[int, FinishReason]()
@@ -115,6 +124,19 @@ def find_last(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...
     for row in rows.surplus:
         last.pop(row, None)
     return last
+
+
+def follow(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> None:
+    """Take the rows' tokens to their grammars, and add the rows to `last` whose text is complete or cannot go on."""
+    for row, slot in enumerate(rows.index.tolist()):
+        constraint = table.constraints.get(slot)
+        if constraint is None or row in rows.surplus or last.get(row) is FinishReason.STOP:
+            continue
+        constraint.accept(int(rows.sampled.token_ids[row]))
+        if constraint.has_failed:
+            last[row] = FinishReason.ERROR
+        elif constraint.is_over:
+            last[row] = FinishReason.STOP
 
 
 def tell(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> Outcome:
@@ -135,12 +157,14 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
     slot, token_id = int(rows.index[row]), int(rows.sampled.token_ids[row])
     sequence, is_first = table.owner(slot), row in rows.first
     logprobs = None if rows.sampled.logprobs is None else rows.sampled.logprobs[row]
+    has_failed = finish_reason is FinishReason.ERROR
+    ends_in_text = sequence.constraint is not None and sequence.constraint.is_over
     return TokenOutput(
         request_id=sequence.request.request_id,
-        token_ids=[token_id],
-        logprobs=None if logprobs is None else [logprobs],
+        token_ids=[] if has_failed else [token_id],
+        logprobs=None if logprobs is None or has_failed else [logprobs],
         finish_reason=finish_reason,
-        stop_token_id=token_id if finish_reason is FinishReason.STOP else None,
+        stop_token_id=token_id if finish_reason is FinishReason.STOP and not ends_in_text else None,
         times=sequence.times if is_first or finish_reason is not None else None,
         slot=slot if is_first else None,
         prompt_logprobs=None if sequence.scores is None else _take_scores(sequence),

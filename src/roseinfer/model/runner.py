@@ -117,7 +117,7 @@ class ModelRunner:
             scores = self._score(hidden, step.packed.query_starts, batch.scored) if batch.scored else None
             logits = self._logits(step, hidden)
         with watch("sample"):
-            tokens, logprobs = self._sampler.sample(logits, slots, next_positions)
+            tokens, logprobs = self._sampler.sample(logits, slots, next_positions, batch.masks)
             self._last_token.index_copy_(0, step.sampled_slots, tokens)
             return self._results.fetch(tokens, logprobs, scores=scores)
 

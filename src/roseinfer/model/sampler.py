@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from roseinfer.engine.batch import Int32Array, SlotBinding
+from roseinfer.engine.constraint import TokenMasks
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling_edits import GROUP, LogitsEdits
 from roseinfer.model.sampling_logprobs import LogprobRows
+from roseinfer.model.sampling_masks import Masked
 from roseinfer.model.sampling_native import NativeSampling
 from roseinfer.model.sampling_penalties import Penalties
 from roseinfer.model.sampling_slots import Int64Array, SlotTable
@@ -45,7 +47,8 @@ class Sampler:
         self._table = SlotTable(num_slots, vocab_size, device)
         self._device = device
         self._backend = _backend_for(self._table, device, kernels)
-        self._edits = LogitsEdits([Penalties(device)], num_slots, device)
+        self._masked = Masked(device)
+        self._edits = LogitsEdits([Penalties(device), self._masked], num_slots, device)
 
     def bind(self, binding: SlotBinding) -> None:
         """The slot's parameters from now on."""
@@ -53,12 +56,14 @@ class Sampler:
         self._edits.bind(binding)
 
     def sample(
-        self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array
+        self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array, masks: TokenMasks | None = None
     ) -> tuple[torch.Tensor, LogprobRows | None]:
         """Logits [rows, vocab_size], and where each row's next token will stand -> ids [rows] int64 on the device.
 
         The logits may be float32 or bfloat16. They are written to where tokens are barred, and written back.
+        `masks` are those of every row whose slot has a grammar.
         """
+        self._masked.stage(masks)
         with self._barred(logits, slots, positions):
             tokens = self._tokens(logits, slots, positions)
         counts = self._table.host["num_logprobs"][slots]

@@ -3,49 +3,63 @@
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from roseinfer.errors import InvalidRequest
+from roseinfer.records import FinishReason
 from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
 from roseinfer.server.service import SERVICE, TextModel
+from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import INLINE_CHARS
+from roseinfer.server.tool_calls import CallPart, ToolCallParser
+from roseinfer.server.tools import ToolUse, find_format
 from roseinfer.server.wire import ChatBody
 
 
 @generates_tokens("chat")
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make a prompt of its messages (3, 4), and run it (5, 6, 12–14)."""
-    text_model = request.app[SERVICE].text_model
+    service = request.app[SERVICE]
+    text_model = service.text_model
     body = await read_body(request, ChatBody)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in {None, body.max_tokens}:
         raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
+    template = text_model.require_chat_template()
+    tool_use = ToolUse.of(body, find_format(service.tool_format, template.source))
+    if tool_use is not None and not template.knows_tools:
+        raise InvalidRequest("This model's chat template does not know tools.", param="tools")
+    wanted = requested_grammar(body) if tool_use is None else tool_use.grammar()
+    await check_grammar(wanted, service.grammars)
+    tools = None if tool_use is None else [tool.for_template() for tool in tool_use.tools]
     job = Job(
         body=body,
-        prompts=[await _encode_messages(body, text_model)],
+        prompts=[await _encode_messages(body, tools, text_model)],
         prompt_names=["messages"],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_sequences=body.n,
+        grammar=wanted and wanted[0],
     )
-    return await respond(request, job, ChatDialect())
+    return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
 
 
-async def _encode_messages(body: ChatBody, text_model: TextModel) -> list[int]:
+async def _encode_messages(body: ChatBody, tools: Sequence[object] | None, text_model: TextModel) -> list[int]:
     """The template writes the special tokens itself, so none are added. Raises InvalidRequest."""
     template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
     messages = [message.for_template() for message in body.messages]
-    if sum(len(message["content"]) for message in messages) + len(messages) <= INLINE_CHARS:
+    if tools is None and sum(len(message.text) for message in body.messages) + len(messages) <= INLINE_CHARS:
         text = template.render(messages)
     else:
-        text = await tokenizer.off_loop(template.render, messages)
+        text = await tokenizer.off_loop(template.render, messages, tools)
     [token_ids] = await tokenizer.encode([text], add_special_tokens=False)
     return token_ids
 
@@ -76,13 +90,63 @@ class ChatDialect:
         ]
         return {"content": content, "refusal": None}
 
+    def finish_reason(self, delta: Delta) -> str | None:
+        return delta.finish_reason
+
+    def message(self, delta: Delta) -> dict[str, Any]:
+        """What the assistant answered."""
+        return {"role": "assistant", "content": delta.text, "refusal": None}
+
     def choice(self, delta: Delta) -> dict[str, Any]:
         return {
             "index": delta.choice.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": self.message(delta),
             "logprobs": self.logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self.finish_reason(delta),
         }
+
+
+class ToolDialect(ChatDialect):
+    """The same where functions may be called: `tool_calls` beside the text, and as a finish reason."""
+
+    def __init__(self, tool_use: ToolUse) -> None:
+        self._tool_use = tool_use
+        self._parsers: dict[int, ToolCallParser] = {}
+
+    def _read(self, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
+        """What is said and which calls are made in a delta; each delta is read once."""
+        parser = self._parsers.setdefault(delta.choice.index, self._tool_use.parser())
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts.extend(parser.finish())
+        return parts.content, [_call(part) for part in parts.calls]
+
+    def payload(self, delta: Delta) -> bytes:
+        content, calls = self._read(delta)
+        told: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
+        if content:
+            told["content"] = content
+        if calls:
+            told["tool_calls"] = calls
+        return msgspec.json.encode(told)
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        has_calls = self._parsers[delta.choice.index].num_calls > 0
+        return "tool_calls" if has_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
+
+    def message(self, delta: Delta) -> dict[str, Any]:
+        content, calls = self._read(delta)
+        told: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+        if calls:
+            told["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
+        return told
+
+
+def _call(part: CallPart) -> dict[str, Any]:
+    if part.call_id is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.call_id, "type": "function", "function": function}
 
 
 def _scored(token: bytes, logprob: float | None) -> dict[str, Any]:

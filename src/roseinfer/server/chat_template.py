@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 import msgspec
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -95,6 +95,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _compile(source, "model.path")
+        self.source = source
+        self.knows_tools = "tools" in meta.find_undeclared_variables(_environment().parse(source))
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -104,20 +106,22 @@ class ChatTemplate:
         source = _checkpoint_template(directory, config) if chosen is None else chosen
         return None if source is None else cls(source, config.special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> str:
         """The prompt up to the place where the assistant speaks. Raises InvalidRequest when the template refuses."""
-        return self._render(messages, is_open=True)
+        return self._render(messages, tools, is_open=True)
 
-    def render_closed(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_closed(self, messages: Sequence[Mapping[str, object]]) -> str:
         """The conversation alone, with nobody asked to speak."""
-        return self._render(messages, is_open=False)
+        return self._render(messages, None, is_open=False)
 
-    def _render(self, messages: Sequence[Mapping[str, str]], *, is_open: bool) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None, *, is_open: bool
+    ) -> str:
         pieces: list[str] = []
         num_chars = 0
         try:
             for piece in self._template.generate(
-                messages=messages, add_generation_prompt=is_open, tools=None, documents=None, **self._special_tokens
+                messages=messages, add_generation_prompt=is_open, tools=tools, documents=None, **self._special_tokens
             ):
                 num_chars += len(piece)
                 if num_chars > MAX_PROMPT_CHARS:

@@ -14,6 +14,7 @@ from roseinfer.server.choice import Delta, Echo, ScoredToken
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
 from roseinfer.server.service import SERVICE
+from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import Tokenizer
 from roseinfer.server.wire import MAX_PROMPT_SCORES, MAX_PROMPTS, CompletionBody
 
@@ -21,9 +22,12 @@ from roseinfer.server.wire import MAX_PROMPT_SCORES, MAX_PROMPTS, CompletionBody
 @generates_tokens("text_completion")
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make token ids of its prompts (4), and run them (5, 6, 12–14)."""
-    text_model = request.app[SERVICE].text_model
+    service = request.app[SERVICE]
+    text_model = service.text_model
     body = await read_body(request, CompletionBody)
     _check(body)
+    wanted = requested_grammar(body)
+    await check_grammar(wanted, service.grammars)
     names, prompts = await _encode_prompts(body, text_model.tokenizer)
     _check_scores(body, sum(map(len, prompts)))
     job = Job(
@@ -34,6 +38,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         num_logprobs=body.logprobs,
         num_sequences=body.best_of or body.n,
         echoes=_echoes(body, prompts, text_model.tokenizer) if body.echo else None,
+        grammar=wanted and wanted[0],
     )
     return await respond(request, job, CompletionDialect())
 
@@ -121,6 +126,9 @@ class CompletionDialect:
             "top_logprobs": [_likeliest(scored) for scored in delta.scored],
             "text_offset": [scored.offset for scored in delta.scored],
         }
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        return delta.finish_reason
 
     def choice(self, delta: Delta) -> dict[str, Any]:
         return {

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.config import ServerConfig
-from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
+from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
 from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
@@ -43,6 +43,9 @@ class Dialect(Protocol):
     def logprobs(self, delta: Delta) -> object:
         """The log-probabilities of a delta, ready for JSON; None when nobody asked."""
 
+    def finish_reason(self, delta: Delta) -> str | None:
+        """How the choice ended, if it has, in OpenAI's words; asked for after `payload`."""
+
     def choice(self, delta: Delta) -> object:
         """A choice of an unstreamed reply, ready for JSON."""
 
@@ -58,6 +61,7 @@ class Job:
     num_logprobs: int | None
     num_sequences: int  # of each prompt; the best `n` are told
     echoes: list[Echo] | None = None  # of each prompt, where it is told too
+    grammar: Grammar | None = None
 
 
 async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.StreamResponse:
@@ -124,6 +128,7 @@ def _params(job: Job, defaults: SamplingDefaults, num_left: int) -> SamplingPara
         repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
         logit_bias=body.logit_bias,
         num_prompt_logprobs=None if job.echoes is None else job.num_logprobs,
+        grammar=job.grammar,
     )
 
 
@@ -317,7 +322,8 @@ class _Reply:
         """Step 13."""
         choice, dialect = delta.choice, self._dialect
         logprobs = msgspec.json.encode(dialect.logprobs(delta)) if choice.wants_logprobs else None
-        return template.choice(choice.index, dialect.payload(delta), logprobs, delta.finish_reason)
+        payload = dialect.payload(delta)
+        return template.choice(choice.index, payload, logprobs, dialect.finish_reason(delta))
 
     def _last_frames(self, template: sse.ChunkTemplate) -> bytes:
         """Step 14."""

@@ -1,4 +1,4 @@
-"""What observers offer to HTTP, as functions that the wiring hands over. Knows none of them."""
+"""What others offer to HTTP, as functions that the wiring hands over. Knows none of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,15 +7,17 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.records import RequestTimeline
+from roseinfer.server.structured import GrammarCheck
 
 Ledger = Callable[[RequestTimeline, int], dict[str, object]]
 """A request's time up to a moment, in nanoseconds of the monotonic clock, as JSON can say it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Instruments:
     """`debug_routes` are for the operations port alone."""
 
     metrics: Handler
     ledger: Ledger
     debug_routes: Sequence[web.RouteDef] = ()
+    grammars: GrammarCheck | None = None

@@ -61,7 +61,7 @@ async def run(
         keys = ApiKeys.configured(config.server.api_key_file, more_keys)
         certificate = Certificate.configured(config.server)
         load_text = partial(TextModel.load, chosen_template=read_chosen_template(config.server.chat_template))
-        service = Service(config, client, observer, keys, instruments.ledger)
+        service = Service(config, client, observer, keys, instruments.ledger, instruments.grammars)
         try:
             async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:
                 if keys is not None and keys.path is not None:

@@ -15,6 +15,7 @@ from roseinfer.server.api_keys import ApiKeys, Caller
 from roseinfer.server.chat_template import ChatTemplate
 from roseinfer.server.exchange import Exchange
 from roseinfer.server.instruments import Ledger
+from roseinfer.server.structured import GrammarCheck
 from roseinfer.server.tokenizer import Tokenizer
 
 MAX_ABANDONED = 65536  # many times what an engine can be late with
@@ -51,9 +52,17 @@ class Service:
     """The state machine: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere; never back."""
 
     def __init__(
-        self, config: Config, client: EngineClient, observer: Observer, api_keys: ApiKeys | None, ledger: Ledger
+        self,
+        config: Config,
+        client: EngineClient,
+        observer: Observer,
+        api_keys: ApiKeys | None,
+        ledger: Ledger,
+        grammars: GrammarCheck | None = None,
     ) -> None:
         self.config = config.server
+        self.tool_format = config.structured.tool_format
+        self.grammars = grammars
         self.model_name = config.served_model_name
         self.client = client
         self.api_keys = api_keys

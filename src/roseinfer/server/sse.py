@@ -7,8 +7,6 @@ from collections.abc import Callable, Coroutine
 import msgspec
 from aiohttp import web
 
-from roseinfer.records import FinishReason
-
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
@@ -96,14 +94,14 @@ class ChunkTemplate:
         self._plain_tail = self._tail(b"null", None)
 
     def choice(
-        self, index: int, payload: bytes, logprobs: bytes | None = None, finish_reason: FinishReason | None = None
+        self, index: int, payload: bytes, logprobs: bytes | None = None, finish_reason: str | None = None
     ) -> bytes:
         """A chunk for one choice; payload and log-probabilities are JSON."""
         if logprobs is None and finish_reason is None:  # nearly all are
             return self._heads[index] + payload + self._plain_tail
         return self._heads[index] + payload + self._tail(logprobs or b"null", finish_reason)
 
-    def _tail(self, logprobs: bytes, finish_reason: FinishReason | None) -> bytes:
+    def _tail(self, logprobs: bytes, finish_reason: str | None) -> bytes:
         return b',"logprobs":%b,"finish_reason":%b%b' % (logprobs, msgspec.json.encode(finish_reason), self._end)
 
     def ledger(self, ledgers: bytes) -> bytes:

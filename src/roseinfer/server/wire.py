@@ -6,7 +6,7 @@ What a struct accepts is the whole of what is accepted: an unknown field, a wron
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,15 @@ from roseinfer.messages import (
     TopK,
     TopP,
     locate,
+)
+from roseinfer.server.wire_messages import Message
+from roseinfer.server.wire_structured import (
+    MAX_TOOLS,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    without_nulls,
 )
 
 MAX_CHOICES = 8
@@ -122,6 +131,14 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     include_stop_str_in_output: Annotated[
         bool, Meta(description="The stop string, or the text of the stop token, stays in the text.")
     ] = False
+    response_format: Annotated[
+        ResponseFormat | None,
+        Meta(description="`json_object`: any JSON object; `json_schema`: by the schema. See structured-output.md."),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Meta(description="As vLLM has it: the text follows a schema, an expression, a list or a grammar."),
+    ] = None
     ignore_eos: Annotated[bool, Meta(description="The end token does not end the text.")] = False
     timeout_s: Annotated[
         Seconds | None,
@@ -184,25 +201,6 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     ] = None
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One piece of a message's content. Images, audio and files are not supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -210,6 +208,15 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         list[Message],
         Meta(min_length=1, description="The conversation so far; content is text or a list of text parts."),
     ]
+    tools: Annotated[
+        list[Tool],
+        Meta(max_length=MAX_TOOLS, description="Functions that the model may call; the chat template must know tools."),
+    ] = []
+    tool_choice: Annotated[
+        ToolChoice | None,
+        Meta(description="`none`, `auto`, `required`, or a function to call. Default: `auto` with tools."),
+    ] = None
+    parallel_tool_calls: Annotated[bool, Meta(description="Whether one answer may hold several calls.")] = True
     max_completion_tokens: Annotated[
         TokenCount | None, Meta(description="Most tokens to generate. Default: what the context leaves.")
     ] = None
@@ -233,15 +240,16 @@ UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),
         "prediction": (),
         "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": ("medium",),
         "web_search_options": (),
     },
+}
+
+# What vLLM called it before it had `structured_outputs`.
+_RENAMED = {
+    f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")
 }
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
@@ -254,10 +262,12 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     for name, neutral in UNSERVED.get(body_type, {}).items():
         if name in present and not _is_one_of(present.pop(name), neutral):
             raise InvalidRequest(f"`{name}` is not supported.", param=name)
-    if isinstance(messages := present.get("messages"), list):
-        present["messages"] = [_without_nulls(message) for message in messages]
-    if isinstance(options := present.get("stream_options"), dict):
-        present["stream_options"] = _without_nulls(options)
+    for name in ("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice"):
+        if name in present:
+            present[name] = without_nulls(present[name])
+    for name, now in _RENAMED.items():
+        if name in present:
+            raise InvalidRequest(f"`{name}` is not supported: {now}.", param=name)
     if unknown := present.keys() - set(body_type.__struct_encode_fields__):
         name = next(name for name in present if name in unknown)
         raise InvalidRequest(f"Unknown field `{name}`.", param=name)
@@ -294,10 +304,6 @@ def _oversized_field(raw: bytes | bytearray) -> str | None:
 
 def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
-
-
-def _without_nulls(value: object) -> object:
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.batch import Int32Array, ScheduledBatch, SlotBinding
+from roseinfer.engine.constraint import TokenMasks
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.runner import ModelRunner, load_runner
 
@@ -114,9 +115,11 @@ class Player:
         self.logits = torch.empty(0)  # of the rows that sampled last
         sample = runner._sampler.sample
 
-        def recording(logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Any:
+        def recording(
+            logits: torch.Tensor, slots: Int32Array, positions: Int32Array, masks: TokenMasks | None = None
+        ) -> Any:
             self.logits = logits
-            return sample(logits, slots, positions)
+            return sample(logits, slots, positions, masks)
 
         runner._sampler.sample = recording  # type: ignore[method-assign]
 

@@ -1,0 +1,118 @@
+"""What a sequence may say next, as masks over the vocabulary. Knows tokens and bits; no grammar and no text.
+
+A sequence with a grammar has a `Constraint` for as long as it lives: it keeps its state over a preemption, and goes
+with the sequence when that ends. A mask needs the token before it, so such a sequence is in one step at a time.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from roseinfer.messages import Grammar, SamplingParams
+
+MaskArray = npt.NDArray[np.uint32]
+"""Bit t % 32 of word t // 32 says that token t is allowed: [ceil(vocab_size / 32)], or a row of that each."""
+
+
+class Matcher(Protocol):
+    """Follows one sequence through its grammar: `grammar/library.py`, or a fake in tests."""
+
+    @property
+    def is_over(self) -> bool:
+        """The text is complete and nothing can follow."""
+
+    @property
+    def has_failed(self) -> bool:
+        """It met a limit, or a token that it does not allow, and knows nothing any more."""
+
+    def fill(self, allowed: MaskArray) -> None:
+        """Write which tokens may come next; end-of-sequence tokens where the text may end here."""
+
+    def accept(self, token_id: int) -> None:
+        """The token came next."""
+
+
+class Grammars(Protocol):
+    """Whoever compiles grammars, away from the engine's thread: `grammar/compiler.py`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+
+    def open(self, grammar: Grammar) -> "Future[Matcher]":
+        """A matcher at its beginning, some time later."""
+
+
+class Constraint:
+    """One sequence's matcher, once it is there, and what else bars its tokens."""
+
+    def __init__(
+        self, pending: "Future[Matcher]", params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int
+    ) -> None:
+        self.pending = pending
+        self.vocab_size = vocab_size
+        ignored = set(eos_token_ids) if params.ignore_eos else set()
+        self._barred = sorted(ignored)
+        self._barred_at_first = sorted({*eos_token_ids, *params.stop_token_ids})
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._is_barred_off = False
+
+    @property
+    def matcher(self) -> Matcher:
+        """Only when `pending` is done, and did not fail."""
+        return self.pending.result(timeout=0)
+
+    @property
+    def is_over(self) -> bool:
+        return self.matcher.is_over
+
+    @property
+    def has_failed(self) -> bool:
+        """The sequence cannot go on: no token is allowed, or the matcher has given up."""
+        return self._is_barred_off or self.matcher.has_failed
+
+    def fill(self, allowed: MaskArray) -> None:
+        """Write the mask of the next token. Where there can be none, all are allowed and `has_failed` holds."""
+        matcher = self.matcher
+        matcher.fill(allowed)
+        self._is_barred_off = not allowed.any()
+        if matcher.has_failed or self._is_barred_off:
+            allowed[:] = 0xFFFFFFFF
+        else:
+            _bar(self._barred_at_first if self._num_tokens < self._min_tokens else self._barred, allowed)
+
+    def accept(self, token_id: int) -> None:
+        """The token was sampled."""
+        self._num_tokens += 1
+        self.matcher.accept(token_id)
+
+
+def _bar(token_ids: Sequence[int], allowed: MaskArray) -> None:
+    """The text goes on where it can; where the grammar lets it do nothing but end, it ends."""
+    rest = allowed.copy()
+    for token_id in token_ids:
+        if token_id // 32 < len(rest):
+            rest[token_id // 32] &= ~np.uint32(1 << (token_id % 32))
+    if rest.any():
+        allowed[:] = rest
+
+
+class TokenMasks:
+    """The masks of some rows of a batch, made when they are first asked for: after the forward pass is on its way."""
+
+    def __init__(self, constraints: dict[int, Constraint]) -> None:
+        self.constraints = constraints  # at least one, by the slot of its row
+        self._bits: MaskArray | None = None
+
+    def bits(self) -> MaskArray:
+        """[constraints, ceil(vocab_size / 32)], in their order; it stays the same."""
+        if self._bits is None:
+            constraints = list(self.constraints.values())
+            self._bits = np.zeros((len(constraints), -(-constraints[0].vocab_size // 32)), np.uint32)
+            for constraint, allowed in zip(constraints, self._bits, strict=True):
+                constraint.fill(allowed)
+        return self._bits

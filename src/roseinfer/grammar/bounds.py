@@ -1,0 +1,66 @@
+"""Says of a grammar whether it is small and flat enough for the library to look at. Knows nothing of what it means.
+
+Recursive code overflows its stack on nesting, whoever wrote it (CVE-2026-25048, CVE-2026-2069). The library has limits
+of its own; what is nested more deeply than anybody needs does not get as far.
+"""
+
+import msgspec
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import Grammar
+
+MAX_SOURCE_BYTES = {
+    "json_schema": 128 << 10,
+    "regex": 8 << 10,
+    "choice": 256 << 10,
+    "calls": 256 << 10,
+    "lark": 64 << 10,
+}
+MAX_DEPTH = 64
+
+
+def check_bounds(grammar: Grammar, param: str) -> None:
+    """Raises InvalidRequest that names the field `param`."""
+    size, limit = len(grammar.source.encode("utf-8", "surrogatepass")), MAX_SOURCE_BYTES[grammar.kind]
+    if size > limit:
+        raise InvalidRequest(f"`{param}` is {size} bytes long; at most {limit} are allowed.", param=param)
+    if any("\ud800" <= char <= "\udfff" or char == "\0" for char in grammar.source):
+        raise InvalidRequest(f"`{param}` holds a character that no text has.", param=param)
+    is_json = grammar.kind in {"json_schema", "choice", "calls"}
+    depth = _json_depth(grammar.source) if is_json else _bracket_depth(grammar.source)
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"`{param}` is nested more than {MAX_DEPTH} deep.", param=param)
+
+
+def _json_depth(source: str) -> int:
+    """How many objects and arrays lie in each other; 0 for what is no JSON, which the library will say."""
+    try:
+        level = [msgspec.json.decode(source)]
+    except msgspec.DecodeError:
+        return 0
+    except RecursionError:
+        return MAX_DEPTH + 1
+    depth = 0
+    while level := [inner for value in level for inner in _children(value)]:
+        depth += 1
+    return depth
+
+
+def _children(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _bracket_depth(source: str) -> int:
+    """The most brackets open at once, but for escaped ones."""
+    depth = deepest = position = 0
+    while position < len(source):
+        char = source[position]
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth = max(0, depth - 1)
+        position += 2 if char == "\\" else 1
+    return deepest

@@ -1,0 +1,184 @@
+"""Says whether a client's grammar compiles, in a process of its own with a deadline and a limit on memory.
+
+A grammar is a program that a stranger sends. Whatever it does to the library, overflow a stack, take all memory or
+never end, happens to a child that is replaced, and the client gets a 400. Nothing is written to disk (CVE-2025-29770),
+and the verdicts that are remembered are bounded in bytes (CVE-2025-32381). Knows no HTTP and no engine.
+"""
+
+import contextlib
+import resource
+import select
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from roseinfer.config import StructuredConfig
+from roseinfer.errors import InvalidRequest, NotReady, Overloaded
+from roseinfer.grammar.bounds import check_bounds
+from roseinfer.messages import EngineInfo, Grammar
+
+MAX_WAITING = 32  # checks that wait for their turn; most take a millisecond
+START_TIMEOUT_S = 60.0  # of the child, which reads the vocabulary first
+VERDICT_CACHE_BYTES = 8 << 20
+_VERDICT_BYTES = 512
+_HEADER_BYTES = 4
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What the child must know before it can check anything."""
+
+    checkpoint_dir: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    memory_bytes: int  # beyond what it takes with the vocabulary read
+
+
+class GrammarChecker:
+    """One child, started when it is first needed and again when it died, and one thread that talks to it."""
+
+    def __init__(self, config: StructuredConfig, info: Callable[[], EngineInfo]) -> None:
+        self._config = config
+        self._info = info
+        self._thread = ThreadPoolExecutor(1, "grammar-check")
+        self._places = threading.BoundedSemaphore(MAX_WAITING)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._verdicts: OrderedDict[Grammar, str] = OrderedDict()  # what is wrong with it; empty when nothing is
+        self._num_verdict_bytes = 0
+        self._is_closed = False
+
+    def check(self, grammar: Grammar, param: str) -> "Future[None]":
+        """Raises InvalidRequest that names the field `param`, at once or from the future; Overloaded at once."""
+        check_bounds(grammar, param)
+        if not self._places.acquire(blocking=False):
+            raise Overloaded(f"{MAX_WAITING} grammars wait to be checked already.")
+        future = self._thread.submit(self._check, grammar, param)
+        future.add_done_callback(lambda _: self._places.release())
+        return future
+
+    def close(self) -> None:
+        """End the child, and with it the check under way. Idempotent."""
+        self._is_closed = True
+        if self._child is not None:
+            self._child.kill()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._stop()
+
+    def _check(self, grammar: Grammar, param: str) -> None:
+        verdict = self._verdicts.get(grammar)
+        if verdict is None:
+            verdict = self._ask(grammar)
+            self._remember(grammar, verdict)
+        else:
+            self._verdicts.move_to_end(grammar)
+        if verdict:
+            raise InvalidRequest(f"`{param}`: {verdict}", param=param)
+
+    def _remember(self, grammar: Grammar, verdict: str) -> None:
+        self._verdicts[grammar] = verdict
+        self._num_verdict_bytes += _VERDICT_BYTES + len(grammar.source)
+        while self._num_verdict_bytes > VERDICT_CACHE_BYTES:
+            oldest, _ = self._verdicts.popitem(last=False)
+            self._num_verdict_bytes -= _VERDICT_BYTES + len(oldest.source)
+
+    def _ask(self, grammar: Grammar) -> str:
+        """What is wrong with the grammar; empty when nothing is."""
+        child = self._child or self._start()
+        try:
+            answer = self._exchange(child, msgspec.msgpack.encode(grammar), self._config.compile_timeout_s)
+        except TimeoutError:
+            self._stop()
+            return f"The grammar takes more than {self._config.compile_timeout_s:g} s to compile."
+        except (EOFError, BrokenPipeError):
+            self._stop()
+            return "The grammar is too large or too complex to compile."
+        return answer.decode()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        if self._is_closed:
+            raise NotReady("The server is shutting down.")
+        # -P: nothing from the working directory
+        command = [sys.executable, "-P", "-m", "roseinfer.grammar.checker"]
+        pipe = subprocess.PIPE
+        child = self._child = subprocess.Popen(  # noqa: S603
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        info = self._info()
+        setup = Setup(info.checkpoint_dir, info.vocab_size, info.eos_token_ids, self._config.compile_memory_mib << 20)
+        try:
+            problem = self._exchange(child, msgspec.msgpack.encode(setup), START_TIMEOUT_S).decode()
+        except (EOFError, BrokenPipeError, TimeoutError):
+            problem = "it ended while it started"
+        if problem:
+            self._stop()
+            raise NotReady(f"Grammars cannot be checked: {problem}.")
+        return child
+
+    def _exchange(self, child: "subprocess.Popen[bytes]", message: bytes, timeout_s: float) -> bytes:
+        """Raises TimeoutError, EOFError or BrokenPipeError."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        _send(child.stdin, message)
+        poller = select.poll()  # not select(), which knows no descriptor above 1023
+        poller.register(child.stdout, select.POLLIN)
+        if not poller.poll(timeout_s * 1e3):
+            raise TimeoutError
+        return _receive(child.stdout)
+
+    def _stop(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            with contextlib.suppress(BrokenPipeError):  # of what it had not read
+                self._child.communicate()
+            self._child = None
+
+
+def _send(file: IO[bytes], message: bytes) -> None:
+    file.write(len(message).to_bytes(_HEADER_BYTES, "little") + message)
+    file.flush()
+
+
+def _receive(file: IO[bytes]) -> bytes:
+    header = file.read(_HEADER_BYTES)
+    message = file.read(int.from_bytes(header, "little"))
+    if len(header) < _HEADER_BYTES or len(message) < int.from_bytes(header, "little"):
+        raise EOFError
+    return message
+
+
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """The child: the vocabulary first, then what is wrong with each grammar, until there are no more."""
+    from roseinfer.grammar.library import Vocabulary  # which the parent never imports
+
+    setup = msgspec.msgpack.decode(_receive(requests), type=Setup)
+    try:
+        vocabulary = Vocabulary.load(Path(setup.checkpoint_dir), setup.vocab_size, setup.eos_token_ids)
+    except (OSError, ValueError) as error:
+        _send(answers, str(error).encode())
+        return
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = in_use + setup.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _send(answers, b"")
+    while True:
+        try:
+            grammar = msgspec.msgpack.decode(_receive(requests), type=Grammar)
+        except EOFError:
+            return
+        try:
+            vocabulary.compile(grammar)
+        except InvalidRequest as error:
+            _send(answers, error.message.encode())
+        else:
+            _send(answers, b"")
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer)

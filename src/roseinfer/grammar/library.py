@@ -1,0 +1,165 @@
+"""Turns a grammar into matchers, which say what token may come next: the one module that knows the library for it.
+
+The library is llguidance (docs/adr/0019-structured-output.md). It works on the bytes of tokens, builds its automata
+while it goes, and counts its work, so that neither a compilation nor a mask takes longer than the limits here allow.
+Knows no request, no cache and no thread.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import msgspec
+import numpy as np
+
+from roseinfer.engine.constraint import MaskArray
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import CallGrammar, Grammar
+
+MAX_MESSAGE_CHARS = 200
+
+# Where the library's own default would allow half a gigabyte of automaton; the others are its defaults, written down
+# because the bounds in docs/structured-output.md rest on them.
+_LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,  # about 20 ms
+    step_lexer_fuel=200_000,  # about 15 ms, the most that one mask takes
+    step_max_items=50_000,  # about 3 ms
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    max_grammar_size=500_000,
+    verbose_errors=False,  # they would put the client's grammar into our messages
+)
+# No free whitespace, in which a small model can go on for ever: a blank after a comma and a colon, or none.
+_JSON_OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "lenient": False,
+}
+_SILENT = 0
+
+
+class Vocabulary:
+    """The tokens of a checkpoint, as the library wants them: 50,000 are read in 0.3 s and take 45 MB."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
+        self.vocab_size = vocab_size  # of the model
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, checkpoint_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
+        """Of the checkpoint's tokenizer.json; `vocab_size` is that of the model. Raises ValueError or OSError."""
+        source = (checkpoint_dir / "tokenizer.json").read_text(encoding="utf-8")
+        eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        tokenizer = llguidance.LLTokenizer(source, eos_token=eos or None)
+        if tokenizer.vocab_size < vocab_size:  # rows of the head that no token belongs to
+            tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=eos or None)
+        return cls(tokenizer, vocab_size)
+
+    def compile(self, grammar: Grammar) -> "Compiled":
+        """Takes between a millisecond and seconds, without the interpreter's lock. Raises InvalidRequest."""
+        matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=_SILENT, limits=_LIMITS)
+        compiled = Compiled(matcher, self._tokenizer.vocab_size, self.vocab_size)
+        first = compiled.matcher()
+        first.fill(np.zeros(-(-self.vocab_size // 32), np.uint32))  # much is only found out, and made, on the way
+        if first.error:
+            raise InvalidRequest(f"The grammar cannot be used: {first.error}.")
+        return compiled
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in the library's own form."""
+    match grammar.kind:
+        case "json_schema":
+            try:
+                schema = msgspec.json.decode(grammar.source, type=dict[str, Any])
+            except (msgspec.DecodeError, RecursionError):
+                raise InvalidRequest("The schema is no JSON object.") from None
+            return llguidance.LLMatcher.grammar_from_json_schema(_with_options(schema))
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(grammar.source)
+        case "choice":
+            choices = msgspec.json.decode(grammar.source, type=list[str])
+            return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quote, choices)))
+        case "calls":
+            return llguidance.LLMatcher.grammar_from_lark(_calls(msgspec.json.decode(grammar.source, type=CallGrammar)))
+        case "lark":
+            return llguidance.LLMatcher.grammar_from_lark(grammar.source)
+
+
+def _calls(grammar: CallGrammar) -> str:
+    """Each schema is a root of its own, so that its references stay what they are."""
+    more = f" ({_quote(grammar.between)} call){{0,{grammar.most - 1}}}" if grammar.most > 1 else ""
+    rules = [f"start: call{more}", "call: " + " | ".join(f"call_{i}" for i in range(len(grammar.shapes)))]
+    for i, shape in enumerate(grammar.shapes):
+        after = _quote(shape.after) if shape.after else ""
+        rules.append(f"call_{i}: {_quote(shape.before)} json_{i} {after}")
+        rules.append(f"json_{i}: %json {_with_options(shape.schema)}")
+    return "\n".join(rules)
+
+
+def _with_options(schema: dict[str, Any]) -> str:
+    """The schema with the library's options inside, where its own could stand."""
+    return json.dumps(schema | {"x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class Compiled:
+    """A grammar that makes matchers, each at its beginning. They share what they find out about it."""
+
+    def __init__(self, template: llguidance.LLMatcher, num_bits: int, vocab_size: int) -> None:
+        self._template = template
+        self._num_bits = num_bits
+        self._vocab_size = vocab_size
+
+    def matcher(self) -> "LibraryMatcher":
+        return LibraryMatcher(self._template.deep_copy(), self._num_bits, self._vocab_size)
+
+
+class LibraryMatcher:
+    """See `engine/constraint.py:Matcher`."""
+
+    def __init__(self, inner: llguidance.LLMatcher, num_bits: int, vocab_size: int) -> None:
+        self._inner = inner
+        self._bits = np.zeros(-(-max(num_bits, vocab_size) // 32), np.uint32)
+        self._last_word = np.uint32((1 << (vocab_size % 32)) - 1) if vocab_size % 32 else np.uint32(0xFFFFFFFF)
+
+    @property
+    def error(self) -> str:
+        """Why the matcher cannot go on, in one line; empty while it can."""
+        return _one_line(self._inner.get_error()) if self._inner.is_error() else ""
+
+    @property
+    def is_over(self) -> bool:
+        """See Matcher."""
+        return self._inner.is_stopped() and not self._inner.is_error()
+
+    @property
+    def has_failed(self) -> bool:
+        """See Matcher."""
+        return self._inner.is_error()
+
+    def fill(self, allowed: MaskArray) -> None:
+        """See Matcher."""
+        if self._inner.is_error():
+            return
+        self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        allowed[:] = self._bits[: len(allowed)]
+        allowed[-1] &= self._last_word
+
+    def accept(self, token_id: int) -> None:
+        """See Matcher."""
+        self._inner.consume_token(token_id)
+
+
+def _one_line(message: str) -> str:
+    """The library's messages quote grammars over several lines and end with a hint at its own settings."""
+    if message.startswith("NoExtension"):
+        return "no text can match it"
+    words = " ".join(message.replace("<non-verbose/>", "").split())[:MAX_MESSAGE_CHARS]
+    return "".join(char if char.isprintable() else "\ufffd" for char in words).rstrip(".")

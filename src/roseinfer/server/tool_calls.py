@@ -1,0 +1,215 @@
+"""Turns the text of an answer into what is said and which functions are called with what, while it comes in.
+
+Two formats are recognised (docs/structured-output.md). Nothing is evaluated, and no expression backtracks: the text is
+searched for one tag, and what stands inside is scanned once (CVE-2025-9141, CVE-2025-48887). Knows no wire format.
+"""
+
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from roseinfer.server.tool_scanner import ObjectScanner, Piece
+
+ToolFormat = Literal["hermes", "llama3_json"]
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+@dataclass(slots=True)
+class CallPart:
+    """What has become known of one call: its id and name at first, pieces of its arguments then."""
+
+    index: int
+    arguments: str = ""
+    call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a piece of text amounts to. Text between two calls is told before both, which nothing but order loses."""
+
+    content: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+    def extend(self, later: "Parts") -> None:
+        self.content += later.content
+        for part in later.calls:
+            self.add(part)
+
+    def add(self, part: CallPart) -> None:
+        """A call that is here already grows."""
+        if self.calls and self.calls[-1].index == part.index:
+            self.calls[-1].arguments += part.arguments
+        else:
+            self.calls.append(part)
+
+
+class _Call:
+    """One call, from its brace on."""
+
+    def __init__(self, index: int, names: Collection[str]) -> None:
+        self.is_told = False  # its id and name are out
+        self.is_refused = False  # it is no call of a function that is there
+        self.raw = ""  # until it is told
+        self.scanner = ObjectScanner()
+        self._index = index
+        self._names = names
+        self._name: str | None = None
+        self._name_raw = ""
+        self._arguments = ""  # not told yet
+        self._key: str | None = None  # that the arguments stand under
+
+    def feed(self, text: str, parts: Parts) -> str:
+        """Take text. Returns what lies behind the call."""
+        if not self.is_told:
+            self.raw += text
+        pieces, rest = self.scanner.feed(text)
+        for piece in pieces:
+            self._take(piece)
+        is_whole = self.scanner.is_done and not self.is_refused and self._name is not None
+        if not self.is_refused and self._name is not None and (self._key is not None or is_whole):
+            self._tell(parts)
+        elif self.scanner.is_done or self.scanner.is_malformed:
+            self.is_refused = self.is_refused or not self.is_told
+        return rest
+
+    def _take(self, piece: Piece) -> None:
+        if piece.key == "name" and self._name is None:
+            self._name_raw += piece.text
+            if piece.is_last:
+                self._name = _text_of(self._name_raw)
+                self.is_refused = self._name not in self._names
+        elif piece.key in _ARGUMENT_KEYS and self._key in {None, piece.key}:
+            if self._key is None and not piece.text.startswith("{"):
+                self.is_refused = True
+            self._key = piece.key
+            self._arguments += piece.text
+
+    def _tell(self, parts: Parts) -> None:
+        told, self._arguments = self._arguments, ""
+        if self.is_told:
+            parts.add(CallPart(self._index, told))
+            return
+        call_id = f"call_{secrets.token_hex(12)}"
+        parts.add(CallPart(self._index, told if self._key is not None else "{}", call_id, self._name))
+        self.is_told, self.raw = True, ""
+
+
+def _text_of(raw: str) -> str | None:
+    try:
+        return msgspec.json.decode(raw, type=str)
+    except msgspec.DecodeError:
+        return None
+
+
+class ToolCallParser:
+    """One answer. Its parts, joined, do not depend on how the text was cut."""
+
+    def __init__(self, tool_format: ToolFormat, names: Collection[str], *, is_parallel: bool) -> None:
+        self.num_calls = 0
+        self._opening = OPENING if tool_format == "hermes" else ""
+        self._names = names
+        self._is_single = not is_parallel or tool_format != "hermes"
+        self._held = ""  # text that may be the beginning of a tag, and blanks that a call may follow
+        self._blanks = ""  # before the tag of the call
+        self._call: _Call | None = None
+        self._is_after_call = False  # nothing but blanks and a closing tag has come since
+        self._expects_closing = False
+        self._has_said = False
+
+    def push(self, text: str) -> Parts:
+        """Take a piece of the answer's text."""
+        parts = Parts()
+        while text:
+            text = self._push_call(text, parts) if self._call is not None else self._push_text(text, parts)
+        return parts
+
+    def finish(self) -> Parts:
+        """The text has ended: what was held back, where it is no tag cut short."""
+        parts = Parts()
+        if self._call is not None and not self._call.is_told:
+            self._say(self._blanks + self._opening + self._call.raw, parts)
+        elif not self._expects_closing and (not self.num_calls or self._held.strip()):
+            self._say(self._held, parts)
+        self._call, self._held = None, ""
+        return parts
+
+    def _push_call(self, text: str, parts: Parts) -> str:
+        """Take text inside a call. Returns what is to be taken as text."""
+        call = self._call
+        assert call is not None
+        was_told = call.is_told
+        rest = call.feed(text, parts)
+        self.num_calls += call.is_told and not was_told
+        if call.is_refused and not call.is_told:
+            self._call = None
+            self._say(self._blanks + self._opening, parts)  # and what follows may hold the next tag
+            self._has_said = True
+            return call.raw
+        if call.scanner.is_done or call.scanner.is_malformed:
+            self._call, self._is_after_call, self._expects_closing = None, True, bool(self._opening)
+        return rest
+
+    def _push_text(self, text: str, parts: Parts) -> str:
+        """Take text outside of calls. Returns what stands behind the opening of one."""
+        text, self._held = self._held + text, ""
+        if self._is_single and self.num_calls:
+            return ""  # what comes behind the one call is not told
+        if self._is_after_call:
+            text = self._drop_closing(text.lstrip())
+        if not text:
+            return ""
+        self._is_after_call = False
+        if not self._opening:
+            return self._push_untagged(text, parts)
+        start = text.find(self._opening)
+        if start >= 0:
+            said = text[:start].rstrip()
+            self._say(said, parts)
+            self._blanks = text[len(said) : start]
+            self._call = _Call(self.num_calls, self._names)
+            return text[start + len(self._opening) :]
+        certain = len(text[: _first_candidate(text, self._opening)].rstrip())
+        self._held = text[certain:]
+        self._say(text[:certain], parts)
+        return ""
+
+    def _push_untagged(self, text: str, parts: Parts) -> str:
+        """An answer that begins with a brace is a call, as far as it goes."""
+        begin = text.lstrip()
+        if not begin:
+            self._held = text
+        elif begin.startswith("{") and not self._has_said:
+            self._call = _Call(self.num_calls, self._names)
+            self._call.raw = text[: len(text) - len(begin)]
+            return begin
+        else:
+            self._say(text, parts)
+        return ""
+
+    def _drop_closing(self, text: str) -> str:
+        """Take a closing tag away, and the blanks behind it, or wait for the rest of it."""
+        if not self._expects_closing:
+            return text
+        if text != CLOSING and CLOSING.startswith(text):
+            self._held = text
+            return ""
+        self._expects_closing = False
+        return text.removeprefix(CLOSING).lstrip()
+
+    def _say(self, text: str, parts: Parts) -> None:
+        parts.content += text
+        self._has_said = self._has_said or bool(text)
+
+
+def _first_candidate(text: str, tag: str) -> int:
+    """Where the longest tail of `text` begins that the tag starts with; its length when there is none."""
+    for start in range(max(0, len(text) - len(tag) + 1), len(text)):
+        if tag.startswith(text[start:]):
+            return start
+    return len(text)

@@ -1,0 +1,71 @@
+"""The turns of a conversation, as bodies have them and as templates want them. Knows no template and no tokens."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from roseinfer.server.wire_structured import MAX_TOOLS, Name, Part
+
+
+class FunctionCall(Part, frozen=True, kw_only=True):
+    """`arguments` is JSON in a string."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(Part, frozen=True, kw_only=True):
+    """What the assistant asked for in an earlier turn."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=128)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, object]:
+        """Templates write the arguments themselves, so they get them as an object."""
+        arguments: dict[str, Any] | str
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            arguments = self.function.arguments  # not valid, as models are: the template tells it as it stands
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One piece of a message's content. Images, audio and files are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] = []
+    tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("Object missing required field `content`")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's message has `tool_calls`")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a message has a `tool_call_id` if its role is `tool`, and only then")
+
+    @property
+    def text(self) -> str:
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+    def for_template(self) -> dict[str, object]:
+        told: dict[str, object] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            told["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            told["tool_call_id"] = self.tool_call_id
+        return told

@@ -1,0 +1,203 @@
+"""The embedded model under the real library of grammars: whatever the schema, seed and schedule, the JSON is valid."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema_rs
+import pytest
+import torch
+from msgspec.structs import replace
+
+from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.scheduler import Scheduler
+from roseinfer.grammar.compiler import GrammarCompiler
+from roseinfer.grammar.library import Vocabulary
+from roseinfer.messages import Grammar, Request, SamplingParams
+from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.records import FinishReason, Phases
+from roseinfer.server.tokenizer import Tokenizer
+from tests.unit.engine.harness import Transcript, run_to_end
+
+BLOCK_SIZE: Literal[8] = 8
+MAX_MODEL_LEN = 160
+NUM_SLOTS = 8
+
+SHORT = {"type": "string", "maxLength": 12}
+SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "const": {"const": {"a": [1, None]}},
+    "enum": {"enum": ["red", 7, None, True]},
+    "integer": {"type": "integer", "minimum": -20, "maximum": 4000},
+    "number": {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 1},
+    "string": SHORT,
+    "pattern": {"type": "string", "pattern": "^[a-z]{2,6}-[0-9]{3}$"},
+    "date": {"type": "string", "format": "date"},
+    "list": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 5},
+    "tuple": {"type": "array", "prefixItems": [{"type": "integer"}, SHORT], "items": False, "minItems": 2},
+    "object": {
+        "type": "object",
+        "properties": {
+            "name": SHORT,
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "any of": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3}]},
+    "one of": {"oneOf": [{"type": "integer", "minimum": 1, "maximum": 9}, {"const": "none"}]},
+    "references": {
+        "$ref": "#/$defs/pair",
+        "$defs": {
+            "leaf": {"enum": [0, 1]},
+            "pair": {"type": "array", "prefixItems": [{"$ref": "#/$defs/leaf"}] * 2, "items": False, "minItems": 2},
+        },
+    },
+    "nested": {
+        "type": "object",
+        "properties": {"a": {"type": "object", "properties": {"b": {"enum": ["é", "日本", "\n"]}}, "required": ["b"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+SCHEMAS["nested"]["properties"]["a"]["additionalProperties"] = False
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A runner, its vocabulary and how it compiles."""
+
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    grammars: GrammarCompiler
+
+    def engine(
+        self, *, depth: int = 0, num_blocks: int = 200, budget: int = 256, prefix_caching: bool = True
+    ) -> Engine:
+        info = self.runner.info
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=budget),
+            CacheConfig(block_size=BLOCK_SIZE, prefix_caching=prefix_caching),
+            num_blocks=num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=tuple(info.eos_token_ids),
+            grammars=self.grammars,
+        )
+        return Engine(scheduler, self.runner, Phases(), info, depth)
+
+    def text(self, token_ids: list[int]) -> str:
+        return b"".join(map(self.tokenizer.text_bytes, token_ids)).decode()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Loaded]:
+    num_threads = torch.get_num_threads()
+    config = Config(
+        model=ModelConfig(max_model_len=MAX_MODEL_LEN),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=200),
+        runner=RunnerConfig(num_threads=1),
+    )
+    runner = load_runner(config, NUM_SLOTS, lambda *_: None)
+    directory = Path(runner.info.checkpoint_dir)
+    vocabulary = Vocabulary.load(directory, runner.info.vocab_size, runner.info.eos_token_ids)
+    yield Loaded(runner, Tokenizer.load(directory), GrammarCompiler(vocabulary, 8 << 20))
+    torch.set_num_threads(num_threads)
+
+
+def requests(loaded: Loaded) -> list[Request]:
+    """Each schema greedily and with two seeds, after prompts that begin alike."""
+    [prompt] = [loaded.tokenizer._inner.encode("Write a value of the config as JSON: ").ids]
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=1),
+        SamplingParams(temperature=1.4, top_p=0.9, seed=2),
+    ]
+    return [
+        Request(
+            request_id=f"{name}/{i}",
+            prompt_token_ids=[*prompt, *range(200, 200 + i)],
+            params=replace(
+                kind,
+                max_tokens=90,
+                num_logprobs=1 if i == 1 else None,
+                min_tokens=3 * (i == 2),
+                grammar=Grammar("json_schema", json.dumps(schema)),
+            ),
+        )
+        for name, schema in SCHEMAS.items()
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def run(engine: Engine, asked: list[Request]) -> Transcript:
+    for request in asked:
+        engine.add(request)
+    return run_to_end(engine)
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: Loaded) -> dict[str, list[int]]:
+    """Every request's tokens when nothing else runs."""
+    alone: dict[str, list[int]] = {}
+    for request in requests(loaded):
+        alone |= run(loaded.engine(prefix_caching=False), [request]).tokens
+    return alone
+
+
+def test_every_text_is_valid_by_its_schema(loaded: Loaded, expected: dict[str, list[int]]) -> None:
+    eos = set(loaded.runner.info.eos_token_ids)
+    for name, tokens in expected.items():
+        text = loaded.text([token for token in tokens if token not in eos])
+        schema = SCHEMAS[name.partition("/")[0]]
+        assert jsonschema_rs.is_valid(schema, json.loads(text), validate_formats=True), (name, text)
+    assert len({tuple(tokens) for name, tokens in expected.items() if name.startswith("object")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("depth", "num_blocks", "budget", "prefix_caching"),
+    [(0, 200, 256, True), (1, 200, 256, True), (0, 20, 64, True), (1, 20, 64, False)],
+)
+def test_no_schedule_changes_a_token(
+    loaded: Loaded,
+    expected: dict[str, list[int]],
+    depth: int,
+    num_blocks: int,
+    budget: int,
+    prefix_caching: bool,
+) -> None:
+    engine = loaded.engine(depth=depth, num_blocks=num_blocks, budget=budget, prefix_caching=prefix_caching)
+    transcript = run(engine, requests(loaded))
+    assert transcript.tokens == expected
+    assert set(transcript.reasons.values()) == {FinishReason.STOP}
+    if num_blocks == 20:
+        assert sum(step.record.num_preemptions for step in transcript.steps) > 0
+
+
+def test_a_text_that_max_tokens_cuts_is_told_as_such_and_is_a_beginning(loaded: Loaded) -> None:
+    grammar = Grammar("json_schema", json.dumps({"type": "array", "items": SHORT, "minItems": 40}))
+    params = SamplingParams(max_tokens=30, seed=3, grammar=grammar)
+    transcript = run(loaded.engine(), [Request(request_id="long", prompt_token_ids=[5, 6, 7], params=params)])
+    assert transcript.reasons == {"long": FinishReason.LENGTH}
+    assert len(transcript.tokens["long"]) == 30
+    assert loaded.text(transcript.tokens["long"]).startswith('["')
+
+
+def test_an_expression_is_matched_from_end_to_end(loaded: Loaded) -> None:
+    pattern = "(ab|cd){2,5}[0-9]{1,3}"
+    asked = [
+        Request(
+            request_id=str(seed),
+            prompt_token_ids=[5, 6, 7],
+            params=SamplingParams(max_tokens=40, seed=seed, grammar=Grammar("regex", pattern)),
+        )
+        for seed in range(12)
+    ]
+    transcript = run(loaded.engine(), asked)
+    eos = set(loaded.runner.info.eos_token_ids)
+    texts = {loaded.text([t for t in tokens if t not in eos]) for tokens in transcript.tokens.values()}
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    assert len(texts) > 3

@@ -1,0 +1,184 @@
+"""Grammars that strangers send: each known way in which one hurt a server is a refusal here, and the next one works.
+
+The names of the flaws are those of docs/structured-output.md.
+"""
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roseinfer.config import StructuredConfig
+from roseinfer.errors import InvalidRequest, Overloaded
+from roseinfer.grammar import bounds, checker
+from roseinfer.grammar.checker import GrammarChecker
+from roseinfer.messages import Grammar
+from tests.unit.grammar import vocabulary as checkpoint
+
+SOUND = Grammar("regex", "[0-9]+")
+
+
+def make_checker(directory: Path, **config: float) -> GrammarChecker:
+    info = checkpoint.engine_info(checkpoint.write_checkpoint(directory))
+    return GrammarChecker(StructuredConfig(**config), lambda: info)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarChecker]:
+    made = make_checker(tmp_path_factory.mktemp("checkpoint"))
+    yield made
+    made.close()
+
+
+def schema(of: object) -> Grammar:
+    return Grammar("json_schema", json.dumps(of))
+
+
+def nested(depth: int) -> dict[str, object]:
+    made: dict[str, object] = {"type": "integer"}
+    for _ in range(depth):
+        made = {"items": made}
+    return made
+
+
+def hidden(depth: int) -> dict[str, object]:
+    """Closing brackets in texts, which a count of brackets would take for the ends of objects."""
+    made: dict[str, object] = {"type": "integer"}
+    for _ in range(depth):
+        made = {"description": "}}}]]]", "items": made}
+    return made
+
+
+def is_alive(made: GrammarChecker) -> bool:
+    return made.check(SOUND, "x").result() is None
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        pytest.param(schema({"type": 7}), id="bad schema, CVE-2025-48942"),
+        pytest.param(schema({"properties": []}), id="bad schema of another kind, CVE-2025-48942"),
+        pytest.param(Grammar("regex", "([)"), id="bad regex, CVE-2025-48943"),
+        pytest.param(schema({"type": "string", "pattern": "\\d+(?<=x)"}), id="bad pattern, CVE-2025-48944"),
+        pytest.param(schema(nested(5000 // 8)), id="nested schema, CVE-2026-25048"),
+        pytest.param(schema(hidden(100)), id="nested schema with brackets in texts, CVE-2026-25048"),
+        pytest.param(Grammar("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000), id="nested groups, CVE-2026-2069"),
+        pytest.param(Grammar("regex", "(" * 3000 + "a" + ")" * 3000), id="nested expression, CVE-2026-2069"),
+        pytest.param(Grammar("lark", "start: start"), id="rule of itself, CVE-2025-57809"),
+        pytest.param(schema({"$ref": "#"}), id="reference to itself, CVE-2025-57809"),
+        pytest.param(schema({"$ref": "file:///etc/passwd"}), id="reference to a file"),
+        pytest.param(schema({"$ref": "http://127.0.0.1:9/x"}), id="reference to the network"),
+        pytest.param(Grammar("regex", "a" * 100_000), id="long expression"),
+        pytest.param(schema({"enum": ["x" * 100] * 2000}), id="long schema"),
+        pytest.param(Grammar("regex", "a\0"), id="null character"),
+        pytest.param(Grammar("regex", "\ud800"), id="half a character"),
+        pytest.param(Grammar("json_schema", "{" * 5000), id="no JSON"),
+    ],
+)
+def test_a_hostile_grammar_is_refused_by_its_field_and_the_next_one_is_checked(
+    shared: GrammarChecker, grammar: Grammar
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        shared.check(grammar, "some.field").result()
+    assert caught.value.param == "some.field"
+    assert "some.field" in caught.value.message
+    assert is_alive(shared)
+
+
+def test_depth_is_counted_as_it_is() -> None:
+    assert bounds._json_depth(json.dumps(nested(10))) == 11
+    assert bounds._json_depth(json.dumps(hidden(10))) == 11
+    assert bounds._bracket_depth(r"((\)\)(") == 3
+
+
+def test_what_takes_too_long_is_ended_with_its_process(tmp_path: Path) -> None:
+    made = make_checker(tmp_path, compile_timeout_s=0.05)
+    try:
+        assert is_alive(made)
+        assert made._child is not None
+        first = made._child
+        slow = schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}})
+        with pytest.raises(InvalidRequest, match=r"more than 0\.05 s"):
+            made.check(slow, "x").result()
+        assert first.returncode is not None
+        assert is_alive(made)
+    finally:
+        made.close()
+
+
+def test_what_takes_too_much_memory_ends_its_process_alone(tmp_path: Path) -> None:
+    made = make_checker(tmp_path, compile_timeout_s=60, compile_memory_mib=64)
+    try:
+        assert is_alive(made)
+        assert made._child is not None
+        limits = resource.prlimit(made._child.pid, resource.RLIMIT_AS)
+        used = int(Path(f"/proc/{made._child.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        assert used <= limits[0] < used + (65 << 20)
+        resource.prlimit(made._child.pid, resource.RLIMIT_AS, (used, used))  # as if a grammar had taken all of it
+        big = schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}})
+        with pytest.raises(InvalidRequest, match="too large or too complex"):
+            made.check(big, "x").result()
+        assert is_alive(made)
+    finally:
+        made.close()
+
+
+def test_a_verdict_is_remembered_and_what_is_remembered_is_bounded(
+    shared: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CVE-2025-32381: one new schema a request must not fill the memory."""
+    monkeypatch.setattr(checker, "VERDICT_CACHE_BYTES", 20 << 10)
+    for i in range(200):
+        shared.check(Grammar("regex", f"a{{{i}}}"), "x").result()
+    assert shared._num_verdict_bytes <= 20 << 10
+    assert shared._num_verdict_bytes == sum(512 + len(grammar.source) for grammar in shared._verdicts)
+    assert 10 < len(shared._verdicts) < 60
+    assert Grammar("regex", "a{199}") in shared._verdicts
+
+
+def test_nothing_is_written_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CVE-2025-29770: a cache on disk, one file for each schema that a client thinks of."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(home))
+    elsewhere = tmp_path / "checkpoint"
+    elsewhere.mkdir()
+    monkeypatch.chdir(home)
+    made = make_checker(elsewhere)
+    try:
+        for i in range(20):
+            made.check(schema({"const": i}), "x").result()
+    finally:
+        made.close()
+    assert os.listdir(home) == []
+
+
+def test_more_than_so_many_checks_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "MAX_WAITING", 2)
+    made = make_checker(tmp_path)
+    try:
+        waiting = [made.check(Grammar("regex", text), "x") for text in ("a", "b")]
+        with pytest.raises(Overloaded):
+            made.check(Grammar("regex", "c"), "x")
+        assert [future.result() for future in waiting] == [None, None]
+        assert is_alive(made)
+    finally:
+        made.close()
+
+
+def test_a_child_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    made = make_checker(tmp_path)
+    try:
+        assert is_alive(made)
+        assert made._child is not None
+        made._child.kill()
+        made._child.wait()
+        with pytest.raises(InvalidRequest):
+            made.check(Grammar("regex", "b"), "x").result()
+        assert is_alive(made)
+    finally:
+        made.close()

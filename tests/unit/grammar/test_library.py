@@ -1,0 +1,169 @@
+"""Grammars into masks with the library itself: what is allowed, where a text ends, what is refused."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roseinfer.engine.constraint import Matcher
+from roseinfer.errors import InvalidRequest
+from roseinfer.grammar.library import Vocabulary
+from roseinfer.messages import CallGrammar, CallShape, Grammar
+from roseinfer.server.tokenizer import Tokenizer
+from tests.unit.grammar import vocabulary as checkpoint
+
+DEMO = Path(__file__).parents[3] / "src/roseinfer/demo"
+EOS = checkpoint.EOS
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    """Ids 0 to 255 are the bytes; the model has more rows than the vocabulary has tokens."""
+    directory = checkpoint.write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    return Vocabulary.load(directory, checkpoint.VOCAB_SIZE, [EOS])
+
+
+def schema(of: object) -> Grammar:
+    return Grammar("json_schema", json.dumps(of))
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    mask = np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32)
+    matcher.fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def follow(vocabulary: Vocabulary, grammar: Grammar, text: str) -> Matcher:
+    """The matcher behind a text, each byte of which was allowed."""
+    matcher = vocabulary.compile(grammar).matcher()
+    for byte in text.encode():
+        assert byte in allowed(matcher), (text, chr(byte))
+        matcher.accept(byte)
+    return matcher
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (schema({"type": "object"}), '{"a":[1,{"b":null}], "c": "\\n"}'),
+        (schema({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}), '{"n": 12}'),
+        (schema({"enum": ["one", 2, None]}), "null"),
+        (schema({"$ref": "#/$defs/x", "$defs": {"x": {"const": "y"}}}), '"y"'),
+        (Grammar("choice", '["yes", "no", "\\"quoted\\"\\n"]'), '"quoted"\n'),
+        (Grammar("lark", 'start: "a" start "b" | "c"'), "aacbb"),
+        (Grammar("regex", "[a-f]{2}|x"), "af"),
+    ],
+)
+def test_a_text_that_fits_is_allowed_and_is_over_at_its_end(
+    vocabulary: Vocabulary, grammar: Grammar, text: str
+) -> None:
+    matcher = follow(vocabulary, grammar, text)
+    assert matcher.is_over
+    assert not matcher.has_failed
+
+
+def test_the_end_token_is_allowed_where_the_text_may_end_and_nowhere_else(vocabulary: Vocabulary) -> None:
+    grammar = Grammar("regex", "[0-9]{2,4}")
+    assert EOS not in allowed(follow(vocabulary, grammar, "1"))
+    matcher = follow(vocabulary, grammar, "12")
+    assert allowed(matcher) == {EOS, *map(ord, "0123456789")}
+    assert not matcher.is_over
+
+
+def test_there_is_no_free_whitespace_to_go_on_with_for_ever(vocabulary: Vocabulary) -> None:
+    for text in ("", "{", '{"a"', '{"a": ', '{"a": 1'):
+        assert not allowed(follow(vocabulary, schema({"type": "object"}), text)) & set(b"\n\t\r")
+    assert ord(" ") not in allowed(follow(vocabulary, schema({"type": "object"}), '{"a": '))
+
+
+def test_a_client_cannot_turn_the_options_off(vocabulary: Vocabulary) -> None:
+    loose = schema({"type": "object", "x-guidance": {"whitespace_flexible": True}})
+    assert ord(" ") not in allowed(follow(vocabulary, loose, "{"))
+
+
+def test_no_token_is_allowed_that_is_special_or_none(vocabulary: Vocabulary) -> None:
+    anything = allowed(vocabulary.compile(Grammar("regex", "(?s:.)*")).matcher())
+    assert checkpoint.BOS not in anything
+    assert max(anything) < 260  # the model's last forty rows are no tokens
+
+
+def test_a_token_that_is_not_allowed_fails_the_matcher_and_nothing_else(vocabulary: Vocabulary) -> None:
+    compiled = vocabulary.compile(Grammar("regex", "ab"))
+    matcher, other = compiled.matcher(), compiled.matcher()
+    matcher.accept(ord("x"))
+    assert matcher.has_failed
+    assert not matcher.is_over
+    assert allowed(other) == {ord("a")}
+
+
+def test_calls_have_their_schemas_each_with_its_own_definitions(vocabulary: Vocabulary) -> None:
+    def shape(name: str, kind: str) -> CallShape:
+        inner = {"$ref": "#/$defs/v"}
+        fields = {"type": "object", "properties": {"v": inner}, "required": ["v"], "additionalProperties": False}
+        return CallShape(f"<{name} ", fields | {"$defs": {"v": {"type": kind}}}, ">")
+
+    source = json.dumps(
+        {"shapes": [vars_of(shape("f", "integer")), vars_of(shape("g", "boolean"))], "between": "\n", "most": 2}
+    )
+    grammar = Grammar("calls", source)
+    matcher = follow(vocabulary, grammar, '<g {"v": true}>')
+    assert allowed(matcher) == {EOS, ord("\n")}
+    assert follow(vocabulary, grammar, '<g {"v": true}>\n<f {"v":7}>').is_over
+    assert ord("7") not in allowed(follow(vocabulary, grammar, '<g {"v": '))
+
+
+def vars_of(shape: CallShape) -> dict[str, object]:
+    return {"before": shape.before, "schema": shape.schema, "after": shape.after}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        (Grammar("json_schema", "{"), "no JSON object"),
+        (Grammar("json_schema", "3"), "no JSON object"),
+        (schema({"type": "nonsense"}), "nonsense"),
+        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
+        (schema({"type": "string", "pattern": "("}), "regex"),
+        (schema({"not": {"type": "string"}}), "not"),
+        (schema({"$ref": "http://127.0.0.1:1/schema"}), "retrieve"),
+        (schema({"$ref": "#"}), "match"),
+        (Grammar("regex", "(["), "regex"),
+        (Grammar("regex", "(?=a)b"), "look-around"),
+        (Grammar("lark", "start: nothing"), "nothing"),
+        (Grammar("lark", "start: start"), "match"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(vocabulary: Vocabulary, grammar: Grammar, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told) as caught:
+        vocabulary.compile(grammar)
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300
+
+
+def decoded(of: Sequence[int], tokenizer: Tokenizer) -> bytes:
+    return b"".join(map(tokenizer.text_bytes, of))
+
+
+def test_the_library_reads_the_bytes_of_tokens_as_the_server_does() -> None:
+    """With one exception that makes no difference: the byte 0xff, which is in no UTF-8, is never allowed."""
+    tokenizer = Tokenizer.load(DEMO)
+    text = '{"naïve": "日本", "n": [1, 2.5e3], "t": true}'
+    [ids] = [tokenizer._inner.encode(text, add_special_tokens=False).ids]
+    assert decoded(ids, tokenizer) == text.encode()
+    matcher = Vocabulary.load(DEMO, 2048, [0]).compile(Grammar("choice", json.dumps([text]))).matcher()
+    mask = np.zeros(64, np.uint32)
+    for token_id in ids:
+        matcher.fill(mask)
+        assert mask[token_id // 32] >> (token_id % 32) & 1
+        matcher.accept(token_id)
+    assert matcher.is_over
+
+
+def test_call_grammars_survive_their_way() -> None:
+    import msgspec
+
+    grammar = CallGrammar([CallShape("a", {"type": "object"}, "b")], ",", 3)
+    assert msgspec.json.decode(msgspec.json.encode(grammar), type=CallGrammar) == grammar
