@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.server.text_endpoints import DetokenizeBody, TokenizeBody
-from roseinfer.server.wire import ChatBody, CompletionBody, ModelBody, error_body, parse_body
+from roseinfer.server.wire import ChatBody, CompletionBody, ModelBody, parse_body
+from roseinfer.server.wire_answers import error_body
 from tests.fuzz.mutations import corpus, mutated
 
 BODIES: tuple[type[ModelBody], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)

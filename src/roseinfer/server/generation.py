@@ -24,7 +24,8 @@ from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
 from roseinfer.server.exchange import EXCHANGE, Exchange
 from roseinfer.server.service import SERVICE, Service
-from roseinfer.server.wire import GenerationBody, PromptTokensDetails, Reply, Usage, server_timing
+from roseinfer.server.wire import GenerationBody
+from roseinfer.server.wire_answers import PromptTokensDetails, Reply, Usage, server_timing
 
 _SEEDS = 2**63
 

@@ -16,7 +16,7 @@ from roseinfer.server import sse
 from roseinfer.server.api_keys import Caller
 from roseinfer.server.exchange import EXCHANGE, is_for_tokens
 from roseinfer.server.service import SERVICE
-from roseinfer.server.wire import error_body, server_timing
+from roseinfer.server.wire_answers import error_body, server_timing
 
 REQUEST_ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)  # where keys are configured

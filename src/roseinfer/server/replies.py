@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from roseinfer.server.wire import Reply
+from roseinfer.server.wire_answers import Reply
 
 
 class ErrorDetail(msgspec.Struct):

@@ -12,7 +12,8 @@ from roseinfer.server.body import read_body
 from roseinfer.server.replies import DetokenizeReply, TokenizeReply
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
-from roseinfer.server.wire import Message, ModelBody
+from roseinfer.server.wire import ModelBody
+from roseinfer.server.wire_messages import Message
 
 
 class TokenizeBody(ModelBody, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Turns JSON bodies into validated OpenAI request structs, and results into OpenAI response structs. Knows no tokens.
+"""Turns JSON bodies into validated OpenAI request structs. Knows no tokens; what is answered is in `wire_answers.py`.
 
 What a struct accepts is the whole of what is accepted: an unknown field, a wrong type or a value out of range is an
 `InvalidRequest` that names the field. The field tables of docs/http-api.md are generated from the annotations here.
@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from roseinfer.errors import InvalidRequest, RoseinferError
+from roseinfer.errors import InvalidRequest
 from roseinfer.messages import (
     GREEDY_BELOW,
     LogitBias,
@@ -41,7 +41,6 @@ from roseinfer.server.wire_structured import (
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_PROMPT_SCORES = 1 << 18  # in one answer: a fraction of a second of the front end, some tens of megabytes
-MAX_ERROR_CHARS = 400
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
@@ -318,57 +317,3 @@ def _named(error: msgspec.ValidationError) -> InvalidRequest:
             return InvalidRequest(f"{word} `{path}`.", param=path)
     phrase, path = locate(error)
     return InvalidRequest(f"`{path}`: {phrase}.", param=path or None)
-
-
-class PromptTokensDetails(msgspec.Struct):
-    """Of the prompt's tokens."""
-
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """Counted by the engine. A prompt counts once, however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class Reply(msgspec.Struct):
-    """An unstreamed answer; `object` is `text_completion` or `chat.completion`."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Any]
-    usage: Usage
-    roseinfer_ledger: list[Any] | msgspec.UnsetType = msgspec.UNSET  # of each choice, when asked for
-
-
-def server_timing(ledgers: list[dict[str, object]]) -> str:
-    """The header Server-Timing (https://www.w3.org/TR/server-timing/): the parts of the first ledger in ms."""
-    parts = ledgers[0]["parts_ns"]
-    assert isinstance(parts, dict)
-    return ", ".join(f"{name};dur={duration / 1e6:.3f}" for name, duration in parts.items())
-
-
-def error_body(error: RoseinferError, ledgers: list[dict[str, object]] | None = None) -> bytes:
-    """`{"error": {message, type, param, code}}`, as OpenAI's clients read it; never longer than a line or two.
-
-    Beside it stands where the time went, for clients that asked.
-
-    Header bytes that are no UTF-8 reach us as lone surrogates, which JSON cannot hold: they are told as escapes.
-    """
-
-    def told(text: str) -> str:
-        return text[:MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode()
-
-    fields = {
-        "message": told(error.message),
-        "type": error.error_type,
-        "param": None if error.param is None else told(error.param),
-        "code": error.code or "internal_error",
-    }
-    return msgspec.json.encode({"error": fields} | ({} if ledgers is None else {"roseinfer_ledger": ledgers}))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import SamplingParams
-from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, error_body, parse_body
+from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, parse_body
+from roseinfer.server.wire_answers import error_body
 
 BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
     (CompletionBody, {"prompt": "a"}),
