@@ -133,7 +133,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": "Hi"}, "messages"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
     (

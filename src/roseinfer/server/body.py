@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
@@ -10,6 +11,8 @@ from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import BodyT, parse_body
 
+# Decoding keeps the GIL, so of long bodies one is decoded at a time: the event loop waits for one at most.
+_decoder = ThreadPoolExecutor(1, "body")
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
 
 
@@ -21,7 +24,7 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     if len(raw) <= INLINE_BYTES:
         body = parse_body(raw, body_type)
     else:
-        body = await asyncio.to_thread(parse_body, raw, body_type)
+        body = await asyncio.get_running_loop().run_in_executor(_decoder, parse_body, raw, body_type)
     if body.model not in {None, service.model_name}:
         raise UnknownModel(
             f"The model `{body.model}` does not exist here; this is {service.model_name}.", param="model"

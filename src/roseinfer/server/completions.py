@@ -3,12 +3,13 @@
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest
+from roseinfer.errors import InvalidRequest, PromptTooLong
 from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta, Echo, ScoredToken
 from roseinfer.server.exchange import generates_tokens
@@ -16,7 +17,7 @@ from roseinfer.server.generation import Job, respond
 from roseinfer.server.service import SERVICE
 from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import Tokenizer
-from roseinfer.server.wire import MAX_PROMPT_SCORES, MAX_PROMPTS, CompletionBody
+from roseinfer.server.wire import MAX_PROMPT_SCORES, MAX_PROMPTS, CompletionBody, PromptPart
 
 
 @generates_tokens("text_completion")
@@ -26,6 +27,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     text_model = service.text_model
     body = await read_body(request, CompletionBody)
     _check(body)
+    _check_length(body.prompt, service.client.info.max_model_len)
     wanted = requested_grammar(body)
     await check_grammar(wanted, service.grammars)
     names, prompts = await _encode_prompts(body, text_model.tokenizer)
@@ -72,6 +74,16 @@ def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
         Echo(prompt, text if isinstance(text, str) else tokenizer.text(prompt))
         for prompt, text in zip(prompts, texts if len(texts) == len(prompts) else [None], strict=True)
     ]
+
+
+def _check_length(prompt: str | Sequence[PromptPart], max_model_len: int) -> None:
+    """Whether it is worth a look, which costs as much as it is long. Raises PromptTooLong or InvalidRequest."""
+    if isinstance(prompt, str) or len(prompt) <= max(max_model_len, MAX_PROMPTS):
+        return
+    if not isinstance(prompt[0], int):
+        raise InvalidRequest(f"`prompt` holds more than {MAX_PROMPTS} prompts.", param="prompt")
+    message = f"This model's context is {max_model_len} tokens; the {len(prompt)} of `prompt` do not fit."
+    raise PromptTooLong(message, param="prompt")
 
 
 async def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:

@@ -1,5 +1,6 @@
 """A vocabulary is read whole or refused by name; long texts are encoded on another thread."""
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -97,17 +98,28 @@ async def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
 async def test_long_texts_leave_the_event_loop_and_short_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = wrap(byte_tokenizer())
     threads: list[int] = []
-    encode = tokenizer._encode
 
-    def recording(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def recording(texts: list[str]) -> None:
         threads.append(threading.get_ident())
-        return encode(texts, add_special_tokens)
 
-    monkeypatch.setattr(tokenizer, "_encode", recording)
+    monkeypatch.setattr("roseinfer.server.tokenizer._check_characters", recording)
     assert await tokenizer.encode(["x" * INLINE_CHARS], add_special_tokens=True) == [[ord("x")] * INLINE_CHARS]
     half = "y" * (INLINE_CHARS // 2 + 1)
     assert await tokenizer.encode([half, half], add_special_tokens=True) == [ids(half)] * 2
     assert threads[0] == threading.get_ident() != threads[1]
+    tokenizer.close()
+
+
+async def test_a_long_text_is_encoded_beside_the_event_loop_and_not_only_in_another_thread() -> None:
+    """A library that kept the GIL would let the loop turn once, at the end."""
+    tokenizer = wrap(byte_tokenizer())
+    encoding = asyncio.ensure_future(tokenizer.encode(["word " * 100_000], add_special_tokens=True))
+    num_turns = 0
+    while not encoding.done():
+        num_turns += 1
+        await asyncio.sleep(0.001)
+    assert len((await encoding)[0]) == 500_000
+    assert num_turns > 10
     tokenizer.close()
 
 
