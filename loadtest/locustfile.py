@@ -108,7 +108,8 @@ class Load:
         try:
             answer = self.pool.request("GET", "/v1/models")
         except urllib3.exceptions.HTTPError as error:
-            raise ConfigError(f"nothing answers at {self.url}/v1/models: {error}", param="--host") from None
+            why = f"{error.__cause__ or error}; `make serve` starts a server"
+            raise ConfigError(f"nothing answers at {self.url}/v1/models: {why}", param="--host") from None
         if answer.status != 200:
             told = answer.data.decode(errors="replace")[:200]
             raise ConfigError(f"{self.url}/v1/models answers {answer.status}: {told}", param="--host")

@@ -20,7 +20,7 @@ def test_runs_in_turn_and_the_same_again_from_what_was_kept(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = server.wait_metrics(roseinfer_num_requests_running=0)
-    load = ["--num-requests", "3", "--max-tokens", "40", "--slo-ttft-ms", "60000"]
+    load = ["--num-requests", "9", "--max-tokens", "40", "--slo-ttft-ms", "60000"]
     files = ["--keep", str(tmp_path / "kept"), "--json", str(tmp_path / "live.json")]
     assert cli.main(["bench", "compare", server.url, server.url, *load, *files, "--rounds", str(NUM_ROUNDS)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -31,7 +31,7 @@ def test_runs_in_turn_and_the_same_again_from_what_was_kept(
     assert {finding["metric"] for finding in live["findings"]} | {*live["left_out"]} >= METRICS
     after = server.wait_metrics(roseinfer_num_requests_running=0)
     name = 'roseinfer_requests_total{finish_reason="length"}'
-    assert after[name] - before[name] == NUM_ROUNDS * 2 * (3 + 3), "as many to warm up, which are not counted"
+    assert after[name] - before[name] == 2 * (NUM_ROUNDS * (9 + 8) + 1), "8 to warm up, and all the first time"
     hits = "roseinfer_prefix_cache_hits_total"
     assert after[hits] - before[hits] == 0, "no run finds prompts of another side's or of another round"
 

@@ -152,6 +152,7 @@ def test_client_and_server_agree(server: Server, scenario: Path, tmp_path: Path)
     assert [] in apart, apart
     assert f"Requests: {len(seen)} ({len(seen)} complete, 0 aborted as planned, 0 failed)" in ran.stdout
     assert f"{len(seen)} of {len(seen)} (100.0%)" in ran.stdout, "goodput, by the scenario's objective"
+    assert any("." in key for key in rows["ITL"]["response_times"]), "finer than whole milliseconds"
     page = (tmp_path / "report.html").read_text()
     assert [kind for kind in ("TTFT", "TPOT", "ITL", "submit lag") if f'"{kind}"' not in page] == []
 

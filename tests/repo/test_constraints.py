@@ -52,6 +52,9 @@ def test_every_import_is_declared() -> None:
     for_tests |= {canonicalize_name(pin.name) for pin in pins("tests/chart/requirements.txt")}  # Helm's own environment
     tooling = imported_packages(ROOT / "tools", for_tests) | imported_packages(ROOT / "tests", for_tests)
     assert tooling <= for_tests
+    for_load = needed | {canonicalize_name(wanted.name) for wanted in declared("loadtest")}
+    assert imported_packages(ROOT / "loadtest", for_load) <= for_load
+    assert for_load <= needed | for_tests, "the tests run it"
 
 
 def test_every_declared_package_is_pinned_within_its_bounds() -> None:
