@@ -97,9 +97,10 @@ class Server:
             time.sleep(0.05)
 
     def engine_pid(self) -> int:
-        """The one child of the server process."""
+        """The child of the server process that is the engine; another one may check grammars."""
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        (child,) = {pid for task in tasks for pid in (task / "children").read_text().split()}
+        children = {pid for task in tasks for pid in (task / "children").read_text().split()}
+        (child,) = (pid for pid in children if b"grammar" not in Path(f"/proc/{pid}/cmdline").read_bytes())
         return int(child)
 
     def stop(self, number: int = signal.SIGTERM) -> int:

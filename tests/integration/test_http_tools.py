@@ -1,0 +1,244 @@
+"""Structured output and tools over a scripted engine: what is asked of it, what is refused, and how calls are told."""
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import Grammar, Request, TokenOutput
+from roseinfer.records import FinishReason
+from tests.unit.server import harness
+from tests.unit.server.harness import Answer, ScriptedEngine, ids, says, serving, text_model
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+OTHER = {"type": "function", "function": {"name": "g", "description": "G", "parameters": None}}
+HERMES = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}({{ tool.function.description }}),"
+    "{% endfor %}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}{% endfor %}"
+)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+class Checks:
+    """Remembers what it was asked about, and refuses one word."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Grammar, str]] = []
+
+    def check(self, grammar: Grammar, param: str) -> "Future[None]":
+        self.asked.append((grammar, param))
+        future: Future[None] = Future()
+        if "refused" in grammar.source:
+            future.set_exception(InvalidRequest(f"`{param}`: no.", param=param))
+        else:
+            future.set_result(None)
+        return future
+
+
+async def ask(engine: ScriptedEngine, *, path: str = "chat", template: str = HERMES, **body: Any) -> Answer:
+    async with serving(engine, text=text_model(template=template)) as server:
+        server.service.grammars = Checks()
+        return await (server.chat(**body) if path == "chat" else server.complete(**body))
+
+
+def told(events: list[Any]) -> tuple[str, list[dict[str, str]], str | None]:
+    """Text, calls and finish reason of a stream's only choice, joined as clients join them."""
+    content, calls, reason = "", list[dict[str, str]](), None
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            delta, reason = choice["delta"], choice["finish_reason"]
+            content += delta.get("content") or ""
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    assert call["index"] == len(calls)
+                    assert call["type"] == "function"
+                    calls.append({"name": call["function"]["name"], "arguments": ""})
+                calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    return content, calls, reason
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type":"object"}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": None}}}},
+            Grammar("json_schema", '{"const":null}'),
+        ),
+        ({"structured_outputs": {"json": {"enum": [1]}}}, Grammar("json_schema", '{"enum":[1]}')),
+        ({"structured_outputs": {"json": '{"a": 1}', "regex": None}}, Grammar("json_schema", '{"a": 1}')),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["x", 'y"']}}, Grammar("choice", '["x","y\\""]')),
+        ({"structured_outputs": {"grammar": "start: X"}}, Grammar("lark", "start: X")),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, Any], expected: Grammar | None) -> None:
+    engine = ScriptedEngine(says("x"))
+    assert (await ask(engine, path=path, n=2, **body)).status == 200
+    assert [request.params.grammar for request in engine.requests] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "refused"}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "refused"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+async def test_what_does_not_fit_is_a_400_that_names_the_field(body: dict[str, Any], param: str) -> None:
+    engine = ScriptedEngine(says("x"))
+    answer = await ask(engine, **body)
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert engine.requests == []
+
+
+async def test_tools_need_a_template_that_knows_them() -> None:
+    answer = await ask(ScriptedEngine(says("x")), template=harness.TEMPLATE, tools=[TOOL])
+    assert (answer.status, answer.error["param"]) == (400, "tools")
+    assert "template" in answer.error["message"]
+    plain = await ask(ScriptedEngine(says("x")), template=harness.TEMPLATE, tools=[TOOL], tool_choice="none")
+    assert plain.status == 200
+
+
+async def test_the_template_is_told_of_tools_calls_and_results() -> None:
+    engine = ScriptedEngine(says("x"))
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "done"}]},
+    ]
+    assert (await ask(engine, tools=[TOOL, OTHER], messages=messages)).status == 200
+    prompt = '<tools>f(),g(G),<user>Hi<assistant><tool_call>{"a": 1}<tool>done#c1'
+    assert engine.requests[0].prompt_token_ids == ids(prompt)
+    assert engine.requests[0].params.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_parallel", "names", "most"),
+    [
+        ("required", True, ["f", "g"], 16),
+        ("required", False, ["f", "g"], 1),
+        ({"type": "function", "function": {"name": "g"}}, True, ["g"], 1),
+    ],
+)
+async def test_forced_calls_are_a_grammar(choice: object, is_parallel: bool, names: list[str], most: int) -> None:
+    engine = ScriptedEngine(says("x"))
+    await ask(engine, tools=[TOOL, OTHER], tool_choice=choice, parallel_tool_calls=is_parallel)
+    grammar = engine.requests[0].params.grammar
+    assert grammar is not None
+    assert grammar.kind == "calls"
+    source = json.loads(grammar.source)
+    assert [shape["before"].count(f'"name": "{name}"') for shape, name in zip(source["shapes"], names, strict=True)]
+    assert [len(source["shapes"]), source["most"]] == [len(names), most]
+    assert all(shape["schema"]["type"] == "object" for shape in source["shapes"])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls", "reason"),
+    [
+        ("Hello", "Hello", [], "stop"),
+        (CALL, None, [("f", {"a": 1})], "tool_calls"),
+        (f"Wait.\n{CALL}\n{CALL}", "Wait.", [("f", {"a": 1})] * 2, "tool_calls"),
+        ('<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', ..., [], "stop"),
+        ("<tool_call>[1, 2]</tool_call> <tool", ..., [], "stop"),
+        ("a < b <tool_cal", ..., [], "stop"),
+    ],
+)
+async def test_calls_are_found_the_same_whole_and_streamed(
+    text: str, content: Any, calls: list[tuple[str, Any]], reason: str
+) -> None:
+    content = text if content is ... else content
+    whole = await ask(ScriptedEngine(says(text, FinishReason.STOP)), tools=[TOOL])
+    [choice] = whole.json["choices"]
+    assert choice["message"]["content"] == content
+    assert choice["finish_reason"] == reason
+    found = choice["message"].get("tool_calls", [])
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == calls
+    assert len({call["id"] for call in found}) == len(found)
+    for interval in (1, 3, 100):
+        answer = await ask(
+            ScriptedEngine(says(text, FinishReason.STOP)), tools=[TOOL], stream=True, stream_interval=interval
+        )
+        streamed, parts, streamed_reason = told(answer.events)
+        assert (streamed, streamed_reason) == (content or "", reason)
+        assert parts == [call["function"] for call in found]
+
+
+async def test_a_call_that_was_cut_short_says_so() -> None:
+    text = CALL[: CALL.index("1}}")]
+    answer = await ask(ScriptedEngine(says(text, FinishReason.LENGTH)), tools=[TOOL])
+    [choice] = answer.json["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+async def test_one_call_where_several_are_not_wanted() -> None:
+    answer = await ask(
+        ScriptedEngine(says(f"{CALL}\n{CALL} bye", FinishReason.STOP)), tools=[TOOL], parallel_tool_calls=False
+    )
+    message = answer.json["choices"][0]["message"]
+    assert (message["content"], len(message["tool_calls"])) == (None, 1)
+
+
+async def test_choices_have_calls_of_their_own() -> None:
+    def reply(request: Request) -> Iterable[TokenOutput]:
+        text = CALL if request.request_id.endswith("1") or "-1" in request.request_id else "no"
+        return says(text, FinishReason.STOP)(request)
+
+    answer = await ask(ScriptedEngine(reply), tools=[TOOL], n=2)
+    reasons = sorted(choice["finish_reason"] for choice in answer.json["choices"])
+    assert reasons == ["stop", "tool_calls"]
+
+
+async def test_llama_writes_a_bare_object() -> None:
+    template = HERMES.replace("<tool_call>", '{"name": "", "parameters": 1}')
+    text = '{"name": "f", "parameters": {"a": 2}}'
+    answer = await ask(ScriptedEngine(says(text, FinishReason.STOP)), template=template, tools=[TOOL])
+    [call] = answer.json["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 2}'}
+    said = await ask(ScriptedEngine(says('{"b": 1} is it', FinishReason.STOP)), template=template, tools=[TOOL])
+    assert said.json["choices"][0]["message"]["content"] == '{"b": 1} is it'
