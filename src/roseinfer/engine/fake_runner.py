@@ -56,7 +56,7 @@ class FakeRunner:
         self._memory: Int32Array = np.full(num_blocks * block_size, -1, np.int32)
         self._last_token: Int32Array = np.full(num_slots, -1, np.int32)
         self._bindings: dict[int, SlotBinding] = {}
-        self._said: dict[int, list[int]] = {}  # by binding
+        self._said: dict[int, list[int]] = {}  # by slot, where penalties count it
         self._launched: deque[_FakeLaunched] = deque()  # those not computed yet
         self._ready_at = 0.0  # of the batch launched last
         self.latency_s = latency_s
@@ -83,6 +83,7 @@ class FakeRunner:
     def _compute(self, batch: ScheduledBatch) -> SampledTokens:
         for binding in batch.bindings:
             self._bindings[binding.slot] = binding
+            self._said[binding.slot] = [] if binding.token_ids is None else binding.token_ids.tolist()
         token_ids = np.concatenate([self._last_token[batch.slots[: batch.num_device_rows]], batch.token_ids])
         sampled: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -102,7 +103,7 @@ class FakeRunner:
                 token_id = self._next_token(self._memory[places], self._bindings[slot])
                 while slot in masks and not masks[slot][token_id // 32] >> (token_id % 32) & 1:
                     token_id = (token_id + 1) % self._vocab_size
-                self._note(self._bindings[slot], self._memory[places], token_id)
+                self._note(slot, self._memory[places], token_id)
                 self._last_token[slot] = token_id
                 sampled.append(token_id)
                 is_asked = self._bindings[slot].params.num_logprobs is not None
@@ -127,10 +128,9 @@ class FakeRunner:
         top = np.arange(row.num_likeliest) + np.zeros((len(digests), 1))
         return Scores(logprobs, top.astype(np.int32), logprobs[:, None] - top)
 
-    def _note(self, binding: SlotBinding, history: Int32Array, token_id: int) -> None:
+    def _note(self, slot: int, history: Int32Array, token_id: int) -> None:
         """A sampler counts what was said: from what it was told of a slot's owner, and what it drew since."""
-        if binding.token_ids is not None:
-            said = self._said.setdefault(id(binding), binding.token_ids.tolist())
+        if said := self._said[slot]:
             assert said == history.tolist(), "the counts of a penalty are not those of the text"
             said.append(token_id)
 
