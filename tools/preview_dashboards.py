@@ -21,7 +21,10 @@ from monitoring.stand_ins import exporting
 
 IMAGES = ROOT / "docs" / "images"
 NOTE = "embedded model on a CPU, {seconds:.0f} s of load; values of Kubernetes and of GPUs are invented"
-SERVER = ("--scheduler.max-prefill-tokens", "512", "--runner.num-threads", "1", "--tracing.ratio", "0.05")
+SERVER = (
+    *("--scheduler.max-prefill-tokens", "1024", "--scheduler.max-num-batched-tokens", "1024"),
+    *("--server.stream-interval", "4", "--runner.num-threads", "1", "--tracing.ratio", "0.05"),
+)
 
 
 def main() -> int:
@@ -53,12 +56,12 @@ def serving(port: int, collector_port: int) -> Iterator[None]:
 
 
 def load(port: int, seconds: float) -> None:
-    """Eight streams a second, and in the middle four long prompts a second for a sixth of the time."""
-    num_long = round(seconds / 6 * 4)
-    at = ",".join(f"{seconds / 2 + i / 4:g}" for i in range(num_long))
+    """Eight streams a second, and in the middle six long prompts a second for a sixth of the time."""
+    num_long = round(seconds / 6 * 6)
+    at = ",".join(f"{seconds / 2 + i / 6:.3f}" for i in range(num_long))
     options = ["--rate", "8", "--duration", f"{seconds:g}", "--max-tokens", "160-240", "--max-lag-share", "1"]
     options += ["--prompt-tokens", "64", "--shared-prefix-share", "0.5"]
-    options += ["--long-prompt-tokens", "480", "--num-long", str(num_long), "--long-at", at, "--long-max-tokens", "4"]
+    options += ["--long-prompt-tokens", "900", "--num-long", str(num_long), "--long-at", at, "--long-max-tokens", "4"]
     command = [sys.executable, "-m", "roseinfer", "bench", "serve", "--url", f"http://127.0.0.1:{port}"]
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
 

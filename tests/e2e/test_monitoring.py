@@ -1,4 +1,4 @@
-"""Dashboards, rules and the demand query on a real Prometheus that scrapes a real server under load: all have data.
+"""Dashboards, rules and the demand query on a Prometheus that scrapes a server under Locust's load: all have data.
 
 kube-state-metrics, cAdvisor and DCGM cannot run here. Their panels are fed by a small exporter that has their names and
 labels and invented values, so what is proven of those panels is their PromQL.
@@ -28,6 +28,16 @@ pytestmark = pytest.mark.e2e
 
 WINDOW, SPAN = "90s", "90s"  # all of the run
 TRACED = ("--tracing.ratio", "1")
+SCENARIO = """
+description: Streams, with long prompts among them.
+phases:
+  - {kind: steady, users: 4, duration_s: 6}
+rate_per_user: 2
+prompt_tokens: 8-32
+max_tokens: 24
+long_prompts: {share: 0.1, prompt_tokens: 300, max_tokens: 8}
+objective: {ttft_ms: 60000, tpot_ms: 60000}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         scraping(directory, server.port, exporter_port) as prometheus,
     ):
         prometheus.wait_for('count_over_time(up{job="roseinfer"}[30s]) >= 2')  # zeros that rates can rise from
-        load(server)
+        load(server, directory)
         samples = server.wait_metrics(roseinfer_num_requests_running=0, roseinfer_http_inflight_streams=0)
         requests = samples["roseinfer_requests_received_total"]
         prometheus.wait_for(f"sum(roseinfer_requests_received_total) == {requests}")
@@ -60,23 +70,16 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         yield Watched(server, prometheus, start, time.time())
 
 
-def load(server: Server) -> None:
-    """Streams, two long prompts among them, and a refused request."""
-    command = [
-        sys.executable,
-        "-m",
-        "roseinfer",
-        "bench",
-        "serve",
-        "--url",
-        server.url,
-        "--rate",
-        "6",
-        "--duration",
-        "6",
-    ]
-    options = ["--max-tokens", "24", "--long-prompt-tokens", "300", "--num-long", "2", "--long-at", "2"]
-    subprocess.run([*command, *options, "--max-lag-share", "1"], check=True, capture_output=True)
+def load(server: Server, folder: Path) -> None:
+    """Locust's users, some of whose prompts are long, and a refused request."""
+    scenario = folder / "scenario.yaml"
+    scenario.write_text(SCENARIO)
+    locust = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), "--headless"]
+    command = [*locust, "--only-summary", "--host", server.url, "--scenario", str(scenario), "--max-lag-share", "1"]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": -1})[0] == 400
 
 

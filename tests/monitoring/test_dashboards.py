@@ -15,6 +15,7 @@ from monitoring.foreign import FOREIGN
 from monitoring.jitter import what_changes_it
 from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_rules, files
 from monitoring.promql import own_labels, row_of
+from roseinfer.config import options
 from roseinfer.observe.exemplars import WITH_EXEMPLARS
 from roseinfer.records import Cause
 from tests.monitoring.expressions import comparisons, grouping_labels, selectors
@@ -99,6 +100,17 @@ def test_every_panel_has_a_unit_and_says_what_to_do() -> None:
         assert len(panel["description"].split()) >= 10, where
         assert panel["datasource"]["uid"] == "${datasource}", where
         assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"]), where
+
+
+def test_options_that_are_advised_exist() -> None:
+    """In descriptions and in the runbook; `cache.*` is a section."""
+    sections = {path.partition(".")[0] for path in options()}
+    name = re.compile(rf"(?<![\w./-])({'|'.join(sections)})\.(\w+)")
+    texts = [panel["description"] for _, panel in data_panels()] + [(ROOT / "docs" / "operations.md").read_text()]
+    advised = {".".join(found.groups()) for text in texts for found in name.finditer(text)}
+    advised = {each for each in advised if not each.endswith((".md", ".py"))}
+    assert len(advised) >= 10
+    assert advised <= set(options())
 
 
 def test_rates_are_over_the_interval_that_grafana_computes() -> None:

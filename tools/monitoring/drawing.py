@@ -230,12 +230,13 @@ def _table(axes: Axes, drawn: Drawn) -> None:
         names.append("value")
         cells = [[*row, told(line.last, drawn.unit)] for row, line in zip(cells, shown, strict=True)]
     widths = [max([len(name), *(len(row[column]) for row in cells)]) + 2 for column, name in enumerate(names)]
-    room = max(sum(widths), drawn.panel["gridPos"]["w"] * 10)
+    space = drawn.panel["gridPos"]["w"] * 10
+    room, size = max(sum(widths), space), SMALL * min(1.0, space / max(sum(widths), 1))
     for column, name in enumerate(names):
         left = 0.015 + 0.98 * sum(widths[:column]) / room
-        axes.text(left, 0.93, name, color="#8ab8ff", fontsize=SMALL)
+        axes.text(left, 0.93, name, color="#8ab8ff", fontsize=size)
         for row, texts in enumerate(cells):
-            axes.text(left, 0.83 - 0.095 * row, texts[column], color=TEXT, fontsize=SMALL)
+            axes.text(left, 0.83 - 0.095 * row, texts[column], color=TEXT, fontsize=size)
 
 
 def _prose(axes: Axes, drawn: Drawn) -> None:

@@ -221,6 +221,7 @@ def _host() -> Section:
                 "busy: fewer streams a server, or a larger server.stream_interval.",
                 Query(SHOWN.quantile(0.99, "receive_seconds"), "receive"),
                 Query(SHOWN.quantile(0.99, "tokenize_seconds"), "tokenize"),
+                width=6,
             ),
             lines(
                 "Stops of the front end",
@@ -229,6 +230,7 @@ def _host() -> Section:
                 "worth a report.",
                 Query(SHOWN.quantile(0.99, "gc_pause_seconds"), "collection"),
                 Query(SHOWN.quantile(0.99, "scrape_duration_seconds"), "scrape"),
+                width=6,
             ),
             lines(
                 "Observing",
@@ -236,6 +238,7 @@ def _host() -> Section:
                 "Share of one core that the front end spends on telling observers and rendering metrics. Above 0.05: "
                 "fewer scrapes, or a lower tracing.ratio.",
                 Query(SHOWN.total("observability_seconds_total", "pod, instance"), "{{pod}} {{instance}}"),
+                width=6,
             ),
             lines(
                 "Facts not told",
@@ -243,6 +246,7 @@ def _host() -> Section:
                 "Lost spans and log lines, a second, and intervals refused because negative. Spans: the collector is "
                 "slow or gone. Intervals: report it.",
                 Query(SHOWN.total("telemetry_dropped_total", "signal"), "{{signal}}"),
+                width=6,
             ),
         ],
     )

@@ -49,7 +49,10 @@ def _drawn(panel: dict[str, Any], prometheus: Prometheus, start: float, end: flo
     lines, exemplars = [], []
     step_s = 1.0 if panel["type"] != "heatmap" else max(1.0, (end - start) / 60)
     for target in targets(panel, f"{max(5, round(step_s * 2))}s", f"{end - start:.0f}s"):
-        found = prometheus.over_time(target.expression, start, end, step_s)
+        if panel["type"] == "table":
+            found = [(labels, [(end, value)]) for labels, value in prometheus.value_of(target.expression, end)]
+        else:
+            found = prometheus.over_time(target.expression, start, end, step_s)
         for labels, samples in found:
             name = re.sub(r"{{(\w+)}}", lambda match, labels=labels: labels.get(match[1], ""), target.legend).strip()  # type: ignore[misc]
             lines.append(Line(name, [(at - start, value) for at, value in samples], labels))
