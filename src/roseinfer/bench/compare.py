@@ -128,9 +128,8 @@ def _running(name: str, url: str) -> Side:
 
 def _launched(arguments: argparse.Namespace, name: str, flags: str) -> Side:
     both = f"{arguments.both} {flags}".strip()
-    return Side(
-        name, f"roseinfer serve {both}".strip(), partial(serving, both, f"--{name.lower()}", arguments.start_timeout)
-    )
+    opened = partial(serving, both, f"--{name.lower()}", arguments.start_timeout)
+    return Side(name, f"roseinfer serve {both}".strip(), opened, is_up=False)
 
 
 def _of_servers(
