@@ -159,7 +159,7 @@ def test_every_text_is_valid_by_its_schema(loaded: Loaded, expected: dict[str, l
 
 @pytest.mark.parametrize(
     ("depth", "num_blocks", "budget", "prefix_caching"),
-    [(0, 200, 256, True), (1, 200, 256, True), (0, 14, 64, True), (1, 14, 64, False)],
+    [(0, 200, 256, True), (1, 200, 256, True), (0, 14, 64, False), (1, 14, 64, False)],
 )
 def test_no_schedule_changes_a_token(
     loaded: Loaded,
