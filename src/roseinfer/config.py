@@ -94,6 +94,11 @@ def _check_relations(config: Config) -> None:
                 f"{limits.max_active_seqs} is less than {name} = {rows}, which could never be reached",
                 param="scheduler.max_active_seqs",
             )
+    if config.engine.on_failure == "restart" and config.engine.transport != "process":
+        raise ConfigError(
+            "an engine in a thread cannot be started again: `restart` needs the transport `process`",
+            param="engine.on_failure",
+        )
     if server.ops_port and server.ops_port == server.port and server.ops_host == server.host:
         raise ConfigError(f"{server.ops_port} is the API port already", param="server.ops_port")
 

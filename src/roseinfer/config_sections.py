@@ -75,6 +75,15 @@ class CacheConfig:
     prefix_caching: Annotated[
         bool, Meta(description="Share the KV blocks of equal prompt prefixes between requests of one cache salt.")
     ] = _option(True)
+    salt_share: Annotated[
+        float,
+        Meta(
+            ge=0.5,
+            le=1,
+            description="Share of the cached blocks that one cache salt may hold while others hold some: beyond it, "
+            "its own blocks are evicted first. Half, so that one tenant cannot flood the cache, and two can share it.",
+        ),
+    ] = _option(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +136,21 @@ class SchedulerConfig:
         ),
     ] = _option(None)
     admission: Annotated[
-        Literal["fifo", "pack"],
-        Meta(description="`fifo`: in order of arrival. `pack`: the shortest prompts of the look-ahead window first."),
+        Literal["fifo", "pack", "priority"],
+        Meta(
+            description="`fifo`: in order of arrival. `pack`: the shortest prompts of the look-ahead window first. "
+            "`priority`: the lowest `priority` first, and those that have waited longer before them."
+        ),
     ] = _option("fifo")
+    priority_wait_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Under `priority`, seconds of waiting that are worth one level: nobody is overtaken by what "
+            "arrives later than this times the difference of their levels. At one second the whole range of 200 "
+            "levels delays a request by little more than three minutes.",
+        ),
+    ] = _option(1.0)
     lookahead: Annotated[int, Meta(ge=1, description="Waiting requests among which `pack` chooses.")] = _option(64)
     fifo_every: Annotated[
         int,
@@ -226,8 +247,31 @@ class EngineConfig:
         Meta(description="`process`: the engine has its own interpreter and its own GIL. `thread`: for debugging."),
     ] = _option("process")
     step_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest time without a step while there is work; then `/livez` fails.")
+        float,
+        Meta(
+            gt=0,
+            description="Longest time that a step may take, from its start; then the engine counts as hung and is "
+            "ended. Collections of garbage and captures of CUDA graphs may take ten times as long. Far above any step "
+            "that is only slow, and below what an orchestrator waits.",
+        ),
     ] = _option(30.0)
+    on_failure: Annotated[
+        Literal["exit", "restart"],
+        Meta(
+            description="When the engine dies or hangs. `exit`: code 70, and whoever supervises the process starts a "
+            "new one, which is the only state known to be clean. `restart`: a new engine in the same process, ports "
+            "staying open; needs the transport `process`."
+        ),
+    ] = _option("exit")
+    max_restarts: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Under `restart`, starts of a new engine in `restart_window_s`; past them the process exits. "
+            "One: what kills two engines in succession will kill a third.",
+        ),
+    ] = _option(1)
+    restart_window_s: Annotated[float, Meta(gt=0, description="Seconds for which a restart counts.")] = _option(600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +324,22 @@ class ServerConfig:
     max_inflight: Annotated[
         int, Meta(ge=1, description="HTTP requests served at once; the next one is answered 429 with `Retry-After`.")
     ] = _option(256)
+    max_inflight_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Tokens served at once, of prompts and of what they may generate; a request that comes on top "
+            "is answered 429, unless it is alone. Default: no limit but those on requests and waiting."
+        ),
+    ] = _option(None)
+    max_queue_wait_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Longest predicted wait for a first token, in seconds; a request that would wait longer is "
+            "answered 429 at once, with a `Retry-After`. Half a minute is half of what patient clients allow for an "
+            "answer.",
+        ),
+    ] = _option(30.0)
     stream_interval: Annotated[
         int,
         Meta(

@@ -22,6 +22,7 @@
     │   └── NotReady         503    starting or draining
     └── EngineError                 ours
         ├── EngineFailed     500    a step raised; the original text goes to the log, not to the client
+        ├── SequenceFailed   500    one sequence could not be computed; the engine goes on
         ├── EngineDead       503    the engine is gone
         └── RequestTimeout   504    its own deadline has passed
             └── QueueTimeout 503    and the engine had not begun; carries retry_after_s
@@ -196,6 +197,12 @@ class EngineFailed(EngineError):
     """A step raised, so the state of the device is unknown."""
 
     code = "engine_failed"
+
+
+class SequenceFailed(EngineError):
+    """The model gave no finite number for the sequence, or what it asked for failed; others are not affected."""
+
+    code = "sequence_failed"
 
 
 class EngineDead(EngineError):

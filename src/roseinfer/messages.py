@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest, PromptTooLong
-from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord
+from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord, Violation
 
 GREEDY_BELOW = 1e-5  # dividing logits by such a temperature could overflow float32; the likeliest has all the mass
 MAX_LOGPROBS = 20
@@ -251,7 +251,14 @@ class ProfileEnded(msgspec.Struct, frozen=True, tag=True, gc=False):
     error: str = ""
 
 
-Event = StartupProgress | EngineInfo | StepOutput | EngineFailure | ProfileEnded
+class AtRest(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The engine has had nothing to do for a while, and has looked whether all is as it must be; once a rest."""
+
+    num_added: int  # requests that it has been given since its start
+    violations: list[Violation]
+
+
+Event = StartupProgress | EngineInfo | StepOutput | EngineFailure | ProfileEnded | AtRest
 
 
 def check_request(

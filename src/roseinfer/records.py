@@ -4,8 +4,10 @@ The hot paths fill these structs and call nobody; `observe/` turns them into met
 All stamps are `time.monotonic_ns()`, which on Linux is one clock for every process of a host.
 """
 
+# Over 350 lines because all facts that cross a seam stand in one file.
+
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -69,6 +71,29 @@ class BlockedBy(StrEnum):
     SLOTS = "slots"  # max_active_seqs
     KV_BLOCKS = "kv_blocks"
     PREFIX = "prefix"  # another request is computing the prefix that it needs
+
+
+class Invariant(StrEnum):
+    """What must hold whenever the engine rests between two steps. A closed set, for metrics."""
+
+    BLOCKS = "blocks"  # used + cached + free is the total, and no block is two of them
+    REFCOUNTS = "refcounts"  # a block is counted as often as sequences hold it
+    CACHED_BLOCKS = "cached_blocks"  # what may be evicted is what the prefix cache knows and nobody holds
+    PREFIX_CACHE = "prefix_cache"  # blocks and digests name each other
+    PENDING = "pending"  # blocks are announced only while somebody computes them
+    SLOTS = "slots"  # each slot has one owner or is free, and its tokens fit its blocks
+    STATES = "states"  # each unfinished request is waiting or resident, and never both
+    TURNS = "turns"  # who decodes and who prefills is listed as such
+    ENDED = "ended"  # who has ended holds nothing once no step contains it
+    BOUNDED = "bounded"  # what grows with requests shrinks with them
+    REQUESTS = "requests"  # front end and engine agree on which requests there are
+
+
+class Violation(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An invariant that did not hold."""
+
+    invariant: Invariant
+    detail: str  # one phrase for a person; without ids or contents
 
 
 class PhaseTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -254,6 +279,9 @@ class Observer:
     def on_finish(self, timeline: RequestTimeline) -> None:
         """A request ended; its timeline will not change any more."""
 
+    def on_rest(self, violations: Sequence[Violation]) -> None:
+        """Nothing was going on, and the invariants were checked: these did not hold."""
+
 
 class RangeMarker(Protocol):
     """Marks the start and the end of a named range for an attached profiler."""
@@ -282,6 +310,10 @@ class Unwatched:
 
 
 UNWATCHED = Unwatched()
+_CAPTURE = "capture"
+
+
+def _nobody(_: bool) -> None: ...
 
 
 class Phases:
@@ -290,9 +322,10 @@ class Phases:
     def __init__(self, marker: RangeMarker | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
         self.marker = marker
+        self.on_capture: Callable[[bool], None] = _nobody  # told when the recording of a CUDA graph begins, and ends
 
     def begin(self, step_id: int) -> "Stopwatch":
-        return Stopwatch(step_id, self.clock, self.marker)
+        return Stopwatch(step_id, self.clock, self.marker, self.on_capture)
 
     def whole(self, step_id: int) -> AbstractContextManager[None]:
         """A range around all that the engine does until it tells of this step; it measures nothing."""
@@ -320,13 +353,20 @@ class Stopwatch:
     The names are the fields of `PhaseTimes`. A class and no generator, which would cost several times as much.
     """
 
-    __slots__ = ("_clock", "_elapsed", "_marker", "_open", "start_ns", "step_id")
+    __slots__ = ("_clock", "_elapsed", "_marker", "_on_capture", "_open", "start_ns", "step_id")
 
-    def __init__(self, step_id: int, clock: Callable[[], int], marker: RangeMarker | None) -> None:
+    def __init__(
+        self,
+        step_id: int,
+        clock: Callable[[], int],
+        marker: RangeMarker | None,
+        on_capture: Callable[[bool], None] = _nobody,
+    ) -> None:
         self.step_id = step_id
         self.start_ns = clock()
         self._clock = clock
         self._marker = marker
+        self._on_capture = on_capture
         self._elapsed: dict[str, int] = {}
         self._open: list[tuple[str, int]] = []  # phases begun and not ended, and when
 
@@ -334,6 +374,8 @@ class Stopwatch:
         """The phase begins here; the `with` that follows ends it."""
         if self._marker is not None:
             self._marker.push(name, self.step_id)
+        if name == _CAPTURE:
+            self._on_capture(True)
         self._open.append((name, self._clock()))
         return self
 
@@ -342,6 +384,8 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         name, begin_ns = self._open.pop()
         self._elapsed[name] = self._elapsed.get(name, 0) + self._clock() - begin_ns
+        if name == _CAPTURE:
+            self._on_capture(False)
         if self._marker is not None:
             self._marker.pop()
 

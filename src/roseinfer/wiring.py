@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -23,10 +23,12 @@ import msgspec
 from roseinfer import __version__
 from roseinfer.config import Config
 from roseinfer.engine import loop as engine_loop
+from roseinfer.engine.backlog import Backlog
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.constraint import Grammars
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.link import EngineLink
+from roseinfer.engine.pulse import receive_pulse
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
 from roseinfer.gc_pauses import GcPauses
@@ -126,7 +128,12 @@ def _checks_when_idle(config: Config) -> bool:
 
 def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
     """An engine client that has not been started, over the configured transport, and those who hear its facts."""
-    return AsyncEngine(build_transport(config), Hub(observers), config.engine.step_timeout_s)
+    return _client(config, Hub(observers))
+
+
+def _client(config: Config, observer: Observer) -> AsyncEngine:
+    backlog = Backlog(config.scheduler.limits.max_active_seqs)
+    return AsyncEngine(build_transport(config), observer, config.engine.step_timeout_s, backlog)
 
 
 def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
@@ -135,12 +142,15 @@ def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a service manager signals us too; the front end says when we go
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=fd) as connection:
-        link = EngineLink(connection)
         try:
+            pulse = receive_pulse(connection)
+            link = EngineLink(connection)
             config = msgspec.msgpack.decode(link.receive_bytes(), type=Config)
             with closing(logs.configure(config.observe, sys.stderr)):
                 build_engine_here = partial(build, config, link.send)
-                is_sound = engine_loop.run(build_engine_here, link, link, check_when_idle=_checks_when_idle(config))
+                is_sound = engine_loop.run(
+                    build_engine_here, link, link, check_when_idle=_checks_when_idle(config), pulse=pulse
+                )
                 link.drain(_LAST_WORDS_TIMEOUT_S)
         except EOFError:
             return 0
@@ -165,13 +175,13 @@ def serve(config: Config, more_keys: str = "") -> int:
     from roseinfer.observe import capture_files
     from roseinfer.observe.observation import Observation
     from roseinfer.observe.rendering import RenderProcess
-    from roseinfer.server import debug, lifecycle, profile
+    from roseinfer.server import debug, invariants, lifecycle, profile
     from roseinfer.server.instruments import Instruments
 
     renderer, gc_pauses = RenderProcess(), GcPauses()
     output = logs.configure(config.observe, sys.stderr)
     observation = Observation(config, __version__, renderer.render, gc_pauses, lambda: output.num_dropped)
-    client = AsyncEngine(build_transport(config), observation.hub, config.engine.step_timeout_s)
+    client = _client(config, observation.hub)
     observation.capture.profile = client.profile
 
     async def handle_metrics(request: web.Request) -> web.Response:
@@ -182,11 +192,16 @@ def serve(config: Config, more_keys: str = "") -> int:
     observe = config.observe
     new_directory = partial(capture_files.profile_directory, observe.capture_dir, observe.capture_max_mib)
     debug_routes = [*debug.routes(observation.flight), profile.route(new_directory)]
+    debug_routes.append(invariants.route(observation.integrity.report))
     checker = GrammarChecker(config.structured, lambda: client.info)
     instruments = Instruments(handle_metrics, observation.ledger, debug_routes, checker)
 
+    # Once, when the engine is there, which would have inherited it; a later one comes from a thread that is not nicer.
+    become_nicer = cache(partial(be_nicer, config.server.nice if config.engine.transport == "process" else 0))
+
     def on_ready(url: str) -> None:
         observation.set_engine_info(client.info)
+        become_nicer()
         _settle(config, client.info, url)
 
     try:
@@ -201,8 +216,6 @@ def _settle(config: Config, info: EngineInfo, url: str) -> None:
     """The engine is up, and the start over."""
     gc.collect()
     gc.freeze()  # what start-up made lives for ever: later collections need not walk it
-    if config.engine.transport == "process":
-        be_nicer(config.server.nice)  # now that the engine is there, which would have inherited it
     if info.device == "cpu" and not info.kernels and config.runner.kernels != "off":
         _log.warning("no compiled kernels were found, so plain torch serves; `roseinfer kernels build` makes them")
     facts = msgspec.structs.asdict(info) | {"sampling_defaults": msgspec.structs.asdict(info.sampling_defaults)}

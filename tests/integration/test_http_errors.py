@@ -304,7 +304,7 @@ async def test_an_engine_error_after_it_is_an_event_and_no_done() -> None:
 @pytest.mark.parametrize(
     ("reason", "status", "code"),
     [
-        (FinishReason.ERROR, 500, "engine_failed"),
+        (FinishReason.ERROR, 500, "sequence_failed"),
         (FinishReason.TIMEOUT, 504, "timeout"),
         (FinishReason.ABORT, 500, "engine_failed"),
     ],

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from roseinfer.config import SchedulerConfig
 from roseinfer.engine.sequence import Sequence
+from roseinfer.engine.waiting_queue import Turn
+from roseinfer.messages import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,4 +47,24 @@ def pack(fifo_every: int) -> AdmissionPolicy:
 
 
 def make_policy(config: SchedulerConfig) -> AdmissionPolicy:
-    return fifo if config.admission == "fifo" else pack(config.fifo_every)
+    """Under `priority` the queue is in the right order already, and nobody in it is passed over."""
+    return pack(config.fifo_every) if config.admission == "pack" else fifo
+
+
+def by_priority(wait_ns: int) -> Turn:
+    """Each level of priority counts as `wait_ns` of having come later.
+
+    So a request can be overtaken by those that arrive within `wait_ns` times the difference of their levels after it,
+    and by no other: the wait of every request is bounded, whatever comes. The order of two requests never changes.
+    """
+
+    def turn(request: Request, inbox_ns: int) -> int:
+        return inbox_ns + request.priority * wait_ns
+
+    return turn
+
+
+def make_turn(config: SchedulerConfig) -> Turn:
+    """Where a newcomer stands in the queue; without priorities, behind all who came before."""
+    wait_ns = int(config.priority_wait_s * 1e9) if config.admission == "priority" else 0
+    return by_priority(wait_ns)

@@ -3,12 +3,13 @@
 A block is in exactly one of three states, so used + cached + free = total:
 
     used    some sequence holds it (reference count > 0)
-    cached  nobody holds it, but the prefix cache knows what it contains; it may be taken, least recently used first
+    cached  nobody holds it, but the prefix cache knows what it contains; it may be taken, least recently used first,
+            but first from the tenant who has more than its share of what is cached
     free    nobody holds it and nobody knows it
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -17,16 +18,20 @@ class BlockPool:
     """Reference counts and eviction order of `num_blocks` blocks.
 
     `on_evict(block_id)` is called when a cached block is taken for new contents. Asking for more than
-    `num_available` blocks is a mistake of the caller.
+    `num_available` blocks is a mistake of the caller. A tenant is whoever publishes under one name; with several of
+    them, the largest loses its own oldest block while it holds more than `tenant_share` of those that are cached. So
+    whoever floods the cache evicts itself, and a tenant that is alone has it all.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None], tenant_share: float = 1.0) -> None:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
+        self._tenant_share = tenant_share
         self._reference_counts = [0] * num_blocks  # lists: a step touches a few of them, one at a time
-        self._is_cached = [False] * num_blocks
+        self._tenants: list[bytes | None] = [None] * num_blocks  # who published it; None: nobody knows its contents
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what was just used is warm
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the next to be evicted first
+        self._evictable_of: dict[bytes, OrderedDict[int, None]] = {}  # the same by tenant, of those that have any
 
     @property
     def num_available(self) -> int:
@@ -44,22 +49,38 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, free ones before cached ones, each with one reference."""
         assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
-        block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        largest = self._find_largest() if count > len(self._free) else None
+        block_ids = [self._free.pop() if self._free else self._evict(largest) for _ in range(count)]
         for block_id in block_ids:
             self._reference_counts[block_id] = 1
         return block_ids
 
-    def _evict(self) -> int:
-        block_id, _ = self._evictable.popitem(last=False)
-        self._is_cached[block_id] = False
+    def _find_largest(self) -> OrderedDict[int, None] | None:
+        """The cached blocks of the tenant who has most; None when there is one tenant."""
+        return max(self._evictable_of.values(), key=len) if len(self._evictable_of) > 1 else None
+
+    def _evict(self, largest: OrderedDict[int, None] | None) -> int:
+        is_flooded = largest is not None and len(largest) > self._tenant_share * len(self._evictable)
+        block_id = next(iter(largest if largest is not None and is_flooded else self._evictable))
+        self._take_evictable(block_id)
+        self._tenants[block_id] = None
         self._on_evict(block_id)
         return block_id
+
+    def _take_evictable(self, block_id: int) -> None:
+        del self._evictable[block_id]
+        tenant = self._tenants[block_id]
+        assert tenant is not None, "an evictable block is cached"
+        of_tenant = self._evictable_of[tenant]
+        del of_tenant[block_id]
+        if not of_tenant:
+            del self._evictable_of[tenant]
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block; a cached one comes back into use."""
         for block_id in block_ids:
             if self._reference_counts[block_id] == 0:
-                del self._evictable[block_id]
+                self._take_evictable(block_id)
             self._reference_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -72,27 +93,42 @@ class BlockPool:
             self._reference_counts[block_id] -= 1
             assert self._reference_counts[block_id] >= 0, f"block {block_id} released more often than taken"
             if self._reference_counts[block_id] == 0:
-                if self._is_cached[block_id]:
-                    self._evictable[block_id] = None
-                else:
+                tenant = self._tenants[block_id]
+                if tenant is None:
                     self._free.append(block_id)
+                else:
+                    self._evictable[block_id] = None
+                    self._evictable_of.setdefault(tenant, OrderedDict())[block_id] = None
 
-    def mark_cached(self, block_id: int) -> None:
+    def mark_cached(self, block_id: int, tenant: bytes) -> None:
         """The prefix cache knows this block's contents from now on, until it is evicted."""
         assert self._reference_counts[block_id] > 0, "only a block in use can be published"
-        self._is_cached[block_id] = True
+        self._tenants[block_id] = tenant
+
+    def unmark_cached(self, block_id: int) -> None:
+        """The prefix cache has forgotten the block of its own accord."""
+        if self.is_evictable(block_id):
+            self._take_evictable(block_id)
+            self._free.append(block_id)
+        self._tenants[block_id] = None
 
     def is_evictable(self, block_id: int) -> bool:
         return block_id in self._evictable
 
-    def check_integrity(self, held: Iterable[int]) -> None:
-        """Assert every invariant, given the block ids that sequences hold (one entry for each reference)."""
+    def find_faults(self, held: Iterable[int]) -> Iterator[tuple[str, str]]:
+        """Name and detail of each broken invariant, given the block ids that sequences hold, one for each reference."""
         expected = np.bincount(np.fromiter(held, np.int64), minlength=self.num_blocks)
-        assert np.array_equal(self._reference_counts, expected), "reference counts differ from what sequences hold"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & self._evictable.keys(), "a block is free and cached"
-        unused = set(np.flatnonzero(np.array(self._reference_counts) == 0).tolist())
-        assert unused == free | self._evictable.keys(), "used + cached + free differs from the total"
-        assert all(self._is_cached[block_id] for block_id in self._evictable), "an evictable block is not cached"
-        assert not any(self._is_cached[block_id] for block_id in free), "a free block is still marked as cached"
+        counts = np.array(self._reference_counts)
+        if not np.array_equal(counts, expected):
+            yield "refcounts", f"{int((counts != expected).sum())} blocks are not held as often as they are counted"
+        free, unused = set(self._free), set((counts == 0).nonzero()[0].tolist())
+        is_split = len(free) == len(self._free) and not free & self._evictable.keys()
+        if not is_split or unused != free | self._evictable.keys():
+            yield "blocks", "used + cached + free differs from the total"
+        if any(self._tenants[block_id] is None for block_id in self._evictable):
+            yield "cached_blocks", "an evictable block is not cached"
+        if any(self._tenants[block_id] is not None for block_id in free):
+            yield "cached_blocks", "a free block is still marked as cached"
+        by_tenant = [block_id for blocks in self._evictable_of.values() for block_id in blocks]
+        if sorted(by_tenant) != sorted(self._evictable) or not all(self._evictable_of.values()):
+            yield "cached_blocks", "the tenants' cached blocks are not all that are cached"

@@ -1,17 +1,34 @@
 """The front end's side of the engine: streams of token outputs by request id, and the timelines that go with them."""
 
+# Over 350 lines because the protocol that the server sees and its one implementation are read side by side.
+
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from roseinfer.engine.backlog import Backlog
 from roseinfer.engine.mailbox import Mailbox
 from roseinfer.engine.prefix_digests import PrefixDigests
+from roseinfer.engine.pulse import Account, Activity
 from roseinfer.engine.transport import Transport
-from roseinfer.errors import ConfigError, Conflict, EngineDead, EngineError, EngineFailed, NotReady
+from roseinfer.errors import (
+    ConfigError,
+    Conflict,
+    EngineDead,
+    EngineError,
+    EngineFailed,
+    NotReady,
+    QueueTimeout,
+    RequestTimeout,
+    SequenceFailed,
+)
 from roseinfer.messages import (
     Abort,
+    AtRest,
     EngineFailure,
     EngineInfo,
     Event,
@@ -22,14 +39,27 @@ from roseinfer.messages import (
     StepOutput,
     TokenOutput,
 )
-from roseinfer.records import Advanced, Arrival, EngineTimes, FinishReason, Observer, RequestTimeline
+from roseinfer.records import (
+    Advanced,
+    Arrival,
+    EngineTimes,
+    FinishReason,
+    Invariant,
+    Observer,
+    RequestTimeline,
+    Violation,
+)
+
+_MANY_PLACES = 1 << 20
+PAUSE_FACTOR = 10  # a collection, or the capture of a graph, may take so many times what a step may
+_CODES = {FinishReason.ERROR: SequenceFailed.code or "", FinishReason.TIMEOUT: RequestTimeout.code or ""}
 
 
 class EngineClient(Protocol):
     """What the server needs of an engine, wherever it runs. All methods belong to one event loop."""
 
     async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
-        """Start the engine and wait until it is warm.
+        """Start the engine and wait until it is warm. One that has died may be started again.
 
         Raises ConfigError for a value the user gave, EngineFailed or EngineDead otherwise.
         """
@@ -39,11 +69,22 @@ class EngineClient(Protocol):
         """What the engine reported when it became ready. Raises NotReady before."""
 
     @property
+    def backlog(self) -> Backlog:
+        """What the engine has been given, and how long the next request would wait."""
+
+    @property
     def trouble(self) -> str | None:
         """None while the engine is alive and makes progress; else one phrase: it died, or no step came in time."""
 
+    @property
+    def account(self) -> Account:
+        """What the engine does, and since when."""
+
     async def wait_dead(self) -> EngineError:
         """Return once the engine has died, with the reason; pending for as long as it lives."""
+
+    def give_up(self, reason: str) -> None:
+        """It makes no progress: let it count as dead, and end it if that can be done."""
 
     def open_timeline(self, timeline: RequestTimeline) -> None:
         """A request was received: tell the observers. Each opened timeline must be closed exactly once."""
@@ -97,14 +138,20 @@ class AsyncEngine:
     Everything runs on one event loop, so there is no lock; a step costs one wake-up for each stream it advanced.
     """
 
-    def __init__(self, transport: Transport, observer: Observer, step_timeout_s: float) -> None:
+    def __init__(
+        self, transport: Transport, observer: Observer, step_timeout_s: float, backlog: Backlog | None = None
+    ) -> None:
+        """`backlog` counts what is under way; the default takes no wait to be long."""
         self.observer = observer
+        self.backlog = backlog or Backlog(_MANY_PLACES)
         self._transport = transport
         self._step_timeout_ns = int(step_timeout_s * 1e9)
         self._entries: dict[str, _Entry] = {}
         self._by_slot: dict[int, _Entry] = {}
         self._num_opened = 0
         self._num_in_engine = 0
+        self._num_submitted = 0  # since the engine's start
+        self._last_step_id = self._step_offset = 0  # an engine that is started again counts on from there
         self._last_progress_ns = 0
         self._info: EngineInfo | None = None
         self._prefix_digests: PrefixDigests | None = None  # from when the engine is ready
@@ -128,12 +175,26 @@ class AsyncEngine:
     def trouble(self) -> str | None:
         if self._dead is not None and self._dead.done():
             return self._dead.result().message
-        if self._num_in_engine and time.monotonic_ns() - self._last_progress_ns > self._step_timeout_ns:
+        if self.account.activity is Activity.STUCK:
             return f"no engine step for {self._step_timeout_ns / 1e9:g} s with work in flight"
         return None
 
+    @property
+    def account(self) -> Account:
+        account = self._transport.pulse.read()
+        now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
+        if account.activity in {Activity.GC, Activity.CAPTURING}:
+            limit_ns *= PAUSE_FACTOR
+        elif account.activity is Activity.IDLE:  # stuck only if it should be doing something, and since it should be
+            since_ns = max(since_ns, self._last_progress_ns) if self._num_in_engine else now_ns
+        return Account(Activity.STUCK, account.since_ns) if now_ns - since_ns > limit_ns else account
+
     async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
         loop = asyncio.get_running_loop()
+        if self._dead is not None:
+            await self._transport.close()
+            self._by_slot.clear()
+            self._info, self._num_submitted, self._step_offset = None, 0, self._last_step_id
         self._on_progress = on_progress
         self._started, self._dead = loop.create_future(), loop.create_future()
         await self._transport.start(self._on_event, self._on_death)
@@ -144,6 +205,10 @@ class AsyncEngine:
     async def wait_dead(self) -> EngineError:
         assert self._dead is not None, "wait_dead before start"
         return await asyncio.shield(self._dead)
+
+    def give_up(self, reason: str) -> None:
+        self._go_down(EngineDead(reason))
+        self._transport.kill()
 
     async def close(self) -> None:
         await self._transport.close()
@@ -197,10 +262,12 @@ class AsyncEngine:
         if not self._num_in_engine:
             self._last_progress_ns = time.monotonic_ns()
         self._num_in_engine += 1
+        self._num_submitted += 1
         entry.mailbox = mailbox
         entry.is_in_engine = True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
         timeline.max_tokens = request.params.max_tokens
+        self.backlog.add(request.request_id, timeline.num_prompt_tokens, timeline.max_tokens)
         if self._prefix_digests is not None:
             timeline.prefix_digests = self._prefix_digests.of(request.prompt_token_ids, request.cache_salt)
         timeline.temperature = request.params.temperature
@@ -246,14 +313,27 @@ class AsyncEngine:
                     self._started.set_result(event)
             case ProfileEnded():
                 self._end_profile(event)
+            case AtRest():
+                self.observer.on_rest([*event.violations, *self._disagreements(event)])
             case EngineFailure():
                 self._go_down(self._as_error(event))
 
+    def _disagreements(self, engine: AtRest) -> Iterator[Violation]:
+        """The engine has nothing to do: nor may anybody here wait for it, unless what it should do is on its way."""
+        if engine.num_added != self._num_submitted:
+            return
+        if self._num_in_engine:
+            yield Violation(Invariant.REQUESTS, f"{self._num_in_engine} requests wait for an engine without work")
+        if len(self._by_slot) > self._num_in_engine:
+            yield Violation(Invariant.REQUESTS, f"{len(self._by_slot)} slots are remembered of requests that ended")
+
     def _route(self, step: StepOutput) -> None:
         """The only loop over the outputs of a step: whatever must touch each of them does it here."""
-        tokens_ns = step.record.tokens_ns
-        self._last_progress_ns = time.monotonic_ns()
         record = step.record
+        if self._step_offset:
+            record = msgspec.structs.replace(record, step_id=record.step_id + self._step_offset)
+        tokens_ns, self._last_step_id = record.tokens_ns, record.step_id
+        self._last_progress_ns = time.monotonic_ns()
         arrival = Arrival(
             tokens_ns, record.end_ns, self._last_progress_ns, record.late_gc_ns, was_held=record.outbox_depth > 0
         )
@@ -275,6 +355,8 @@ class AsyncEngine:
                 entry.slot = output.slot
                 self._by_slot[output.slot] = entry
             if output.token_ids:
+                if not entry.timeline.token_ns:
+                    self.backlog.note_first_token(output.request_id)
                 note_previous(entry.timeline.token_ns[-1] if entry.timeline.token_ns else 0)
                 entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
                 entry.timeline.arrivals.extend([arrival] * len(output.token_ids))
@@ -286,7 +368,8 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 self._leave_engine(entry, output.finish_reason)
                 concluded.append(entry)
-        self.observer.on_step(step.record, advanced)
+        self.backlog.measure_step(record)
+        self.observer.on_step(record, advanced)
         for entry in concluded:
             self._conclude(entry)
 
@@ -294,10 +377,20 @@ class AsyncEngine:
         assert entry.timeline.inbox_ns, "a last output carries the engine's times"
         if entry.timeline.finish_reason is None:
             entry.timeline.finish_reason = finish_reason
-        entry.is_in_engine = False
-        self._num_in_engine -= 1
+            never_ran = finish_reason is FinishReason.TIMEOUT and not entry.timeline.scheduled_ns
+            entry.timeline.error_code = (QueueTimeout.code or "") if never_ran else _CODES.get(finish_reason, "")
+        if finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
+            self.backlog.measure_place(entry.timeline.token_ns[-1] - entry.timeline.scheduled_ns)
+        self._forget(entry)
         if entry.slot is not None and self._by_slot[entry.slot] is entry:  # it may have lost the slot to another
             del self._by_slot[entry.slot]
+
+    def _forget(self, entry: _Entry) -> None:
+        """The engine does not have it any more."""
+        entry.is_in_engine = False
+        self._num_in_engine -= 1
+        timeline = entry.timeline
+        self.backlog.remove(timeline.request_id, timeline.num_prompt_tokens, timeline.max_tokens)
 
     def _end_profile(self, ended: ProfileEnded) -> None:
         if self._profile is not None and not self._profile.done():
@@ -327,8 +420,7 @@ class AsyncEngine:
         self._end_profile(ProfileEnded(0, dead.message))
         for entry in list(self._entries.values()):
             if entry.is_in_engine:
-                entry.is_in_engine = False
-                self._num_in_engine -= 1
+                self._forget(entry)
                 if entry.timeline.finish_reason is None:
                     entry.timeline.finish_reason = FinishReason.ERROR
                     entry.timeline.error_code = dead.code or ""

@@ -5,12 +5,14 @@ from collections import deque
 import msgspec
 
 from roseinfer.engine.batch import Launched, Runner, ScheduledBatch
+from roseinfer.engine.invariants import violations
 from roseinfer.engine.profiling import Profiler, StepProfile
+from roseinfer.engine.pulse import Activity, Pulse
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.steps import NOTHING, Outcome
 from roseinfer.gc_pauses import GcPauses
-from roseinfer.messages import EngineInfo, Request, StepOutput
-from roseinfer.records import NO_TIMES, Phases, RangeMarker, StepRecord, Stopwatch
+from roseinfer.messages import AtRest, EngineInfo, Request, StepOutput
+from roseinfer.records import NO_TIMES, Phases, StepRecord, Stopwatch
 
 _COMPILING_WAIT_S = 0.005  # for a grammar, before commands are looked at again
 
@@ -55,14 +57,27 @@ class Engine:
         self.pipeline_depth = pipeline_depth
         self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first
         self._num_steps = 0
+        self._num_seen_steps = 0  # when somebody looked around last
         self._told_id = 0  # of the step that is told next, or was told last
-        self.gc_pauses = self._watch_collections(phases.marker)
+        self.pulse = Pulse()
+        phases.on_capture = self._note_capture
+        self.gc_pauses = GcPauses(on_start=self._begin_collection, on_end=self._end_collection)
+        self._was_idle = True  # before the collection under way
         self._gc_ns = 0  # of collections up to the tokens of the step read last
 
-    def _watch_collections(self, marker: RangeMarker | None) -> GcPauses:
-        if marker is None:
-            return GcPauses()
-        return GcPauses(on_start=lambda: marker.push("gc", self._told_id), on_end=marker.pop)
+    def _begin_collection(self) -> None:
+        if self.phases.marker is not None:
+            self.phases.marker.push("gc", self._told_id)
+        self._was_idle = self.pulse.read().activity is Activity.IDLE
+        self.pulse.begin_collection()
+
+    def _end_collection(self) -> None:
+        self.pulse.rest() if self._was_idle else self.pulse.begin_step()
+        if self.phases.marker is not None:
+            self.phases.marker.pop()
+
+    def _note_capture(self, begins: bool) -> None:
+        self.pulse.begin_capture() if begins else self.pulse.begin_step()
 
     @property
     def has_work(self) -> bool:
@@ -161,5 +176,17 @@ class Engine:
         )
         return StepOutput(outcome.slots, outcome.token_ids, outputs, record)
 
+    @property
+    def has_worked(self) -> bool:
+        """There was a step since somebody looked around."""
+        return self._num_steps != self._num_seen_steps
+
+    def look_around(self) -> AtRest:
+        """Whether all is as it must be, now that nothing moves."""
+        self._num_seen_steps = self._num_steps
+        return AtRest(self.scheduler.num_added, violations(self.scheduler))
+
     def check_integrity(self) -> None:
-        self.scheduler.check_integrity()
+        """Assert every invariant over sequences, slots and blocks. For tests, and for debugging when idle."""
+        found = violations(self.scheduler)
+        assert not found, "; ".join(f"{violation.invariant}: {violation.detail}" for violation in found)

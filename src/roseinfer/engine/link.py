@@ -93,11 +93,11 @@ class EngineLink:
             else:
                 self._frames[0] = frame[sent:]
 
-    def receive(self, *, wait: bool) -> list[Command]:
+    def receive(self, *, wait: bool, timeout_s: float | None = None) -> list[Command]:
         """See `Inbox.receive`."""
         self._exchange()
         if wait and not self._received:
-            self._sleep(None)
+            self._sleep(timeout_s)
             self._exchange()
         commands = [self._decoder.decode(payload) for payload in self._received]
         self._received.clear()

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Protocol
 
 from roseinfer.engine.engine import IDLE_OUTBOX, Engine, OutboxState
+from roseinfer.engine.pulse import Pulse
 from roseinfer.errors import ConfigError
 from roseinfer.messages import Abort, Command, EngineFailure, Event, Profile, Request, Shutdown
+
+REST_S = 1.0  # without work, before the invariants are checked: a request that comes meanwhile waits for that
 
 
 class Inbox(Protocol):
     """Where commands come from."""
 
-    def receive(self, *, wait: bool) -> list[Command]:
-        """All commands that have arrived; with `wait`, sleep until there is one or the outbox has moved.
+    def receive(self, *, wait: bool, timeout_s: float | None = None) -> list[Command]:
+        """All commands that have arrived; with `wait`, sleep until there is one, the outbox has moved, or time is up.
 
         Raises EOFError when the other side has gone.
         """
@@ -34,7 +37,14 @@ class Outbox(Protocol):
     def send(self, event: Event) -> None: ...
 
 
-def run(build_engine: Callable[[], Engine], inbox: Inbox, outbox: Outbox, *, check_when_idle: bool = False) -> bool:
+def run(
+    build_engine: Callable[[], Engine],
+    inbox: Inbox,
+    outbox: Outbox,
+    *,
+    check_when_idle: bool = False,
+    pulse: Pulse | None = None,
+) -> bool:
     """Build an engine, announce it, and serve until Shutdown or end-of-file; returns whether it came to no harm.
 
     Whatever building or stepping raises is told once and ends the loop: after a failed step the state of the device is
@@ -42,6 +52,7 @@ def run(build_engine: Callable[[], Engine], inbox: Inbox, outbox: Outbox, *, che
     """
     try:
         engine = build_engine()
+        engine.pulse = pulse or engine.pulse
         outbox.send(engine.info)
         gc.collect()
         # What start-up made lives for ever: later collections need not walk it. The collector itself stays on: steps
@@ -72,6 +83,7 @@ def _serve(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: boo
         wait_ns = engine.phases.clock() - stalled_ns if stalled_ns else 0
         stalled_ns = 0
         depth = outbox.depth
+        engine.pulse.begin_step()
         output = engine.step(OutboxState(depth, wait_ns) if depth or wait_ns else IDLE_OUTBOX)
         outbox.send(output)
         if engine.profile.is_active and (ended := engine.profile.count(output.record)) is not None:
@@ -82,7 +94,7 @@ def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_i
     """Drain the inbox, sleeping on it when there is nothing else to do. False when told to leave."""
     if check_when_idle and not engine.has_work:
         engine.check_integrity()
-    for command in inbox.receive(wait=outbox.is_full or not engine.has_work):
+    for command in _receive(engine, inbox, outbox):
         match command:
             case Request():
                 engine.add(command)
@@ -94,3 +106,16 @@ def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_i
             case Shutdown():
                 return False
     return True
+
+
+def _receive(engine: Engine, inbox: Inbox, outbox: Outbox) -> list[Command]:
+    """The commands that are there; with nothing to do those that come next, and a look around in a longer rest."""
+    if engine.has_work and not outbox.is_full:
+        return inbox.receive(wait=False)
+    engine.pulse.rest()
+    if engine.has_work or not engine.has_worked:
+        return inbox.receive(wait=True)
+    commands = inbox.receive(wait=True, timeout_s=REST_S)
+    if not commands and not engine.has_work:
+        outbox.send(engine.look_around())
+    return commands

@@ -7,6 +7,7 @@ collision can only miss. The scheme is the field's usual hash chain (vLLM calls 
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,8 +37,8 @@ class PrefixCache:
     With `is_enabled` false, chains stay empty, so nothing is ever found, published or waited for.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, is_enabled: bool = True) -> None:
-        self.pool = BlockPool(num_blocks, on_evict=self._forget)
+    def __init__(self, num_blocks: int, block_size: int, *, is_enabled: bool = True, tenant_share: float = 1.0) -> None:
+        self.pool = BlockPool(num_blocks, self._forget, tenant_share)
         self.block_size = block_size
         self.is_enabled = is_enabled
         self._blocks: dict[bytes, _CachedBlock] = {}
@@ -83,10 +84,24 @@ class PrefixCache:
                 parent = digests[index - 1] if index else chain.root
                 self._blocks[digest] = _CachedBlock(block_id, parent, chain.contents[index])
                 self._digest_of[block_id] = digest
-                self.pool.mark_cached(block_id)
+                self.pool.mark_cached(block_id, chain.root)
 
     def _forget(self, block_id: int) -> None:
         del self._blocks[self._digest_of.pop(block_id)]
+
+    def forget_chain(self, chain: BlockChain) -> None:
+        """Whatever the chain names cannot be found any more, nor what was computed after it, by whomsoever."""
+        children: dict[bytes, list[bytes]] = {}
+        for digest, cached in self._blocks.items():
+            children.setdefault(cached.parent, []).append(digest)
+        lost = list(chain.digests)
+        for digest in lost:
+            lost += children.pop(digest, [])
+        for digest in lost:
+            if digest in self._blocks:
+                block_id = self._blocks.pop(digest).block_id
+                del self._digest_of[block_id]
+                self.pool.unmark_cached(block_id)
 
     def announce(self, chain: BlockChain, start: int, end: int) -> None:
         """Blocks start..end-1 of the chain are about to be computed: others with the same prefix may wait for them."""
@@ -108,8 +123,12 @@ class PrefixCache:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def check_integrity(self) -> None:
-        """Assert that digests and blocks name each other."""
-        assert len(self._blocks) == len(self._digest_of), "a cached block has two digests, or none"
+    def find_faults(self) -> Iterator[tuple[str, str]]:
+        """Name and detail of each broken invariant."""
+        if len(self._blocks) != len(self._digest_of):
+            yield "prefix_cache", "a cached block has two digests, or none"
         for block_id, digest in self._digest_of.items():
-            assert self._blocks[digest].block_id == block_id, f"block {block_id} is not what its digest names"
+            cached = self._blocks.get(digest)
+            if cached is None or cached.block_id != block_id:
+                yield "prefix_cache", f"block {block_id} is not what its digest names"
+                return

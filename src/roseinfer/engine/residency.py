@@ -8,7 +8,7 @@ from bisect import insort
 from roseinfer.config import CacheConfig
 from roseinfer.engine.batch import IndexArray
 from roseinfer.engine.prefix_cache import BlockChain, PrefixCache
-from roseinfer.engine.sequence import Sequence, SequenceStatus, SlotTable
+from roseinfer.engine.sequence import Sequence, SlotTable
 
 
 class Residency:
@@ -16,7 +16,9 @@ class Residency:
 
     def __init__(self, cache: CacheConfig, *, num_slots: int, num_blocks: int, max_model_len: int) -> None:
         self.block_size = cache.block_size
-        self.prefix_cache = PrefixCache(num_blocks, cache.block_size, is_enabled=cache.prefix_caching)
+        self.prefix_cache = PrefixCache(
+            num_blocks, cache.block_size, is_enabled=cache.prefix_caching, tenant_share=cache.salt_share
+        )
         self.pool = self.prefix_cache.pool
         self.table = SlotTable(num_slots, max_model_len, cache.block_size)
         self.sequences: list[Sequence] = []  # those with a slot, oldest first
@@ -93,7 +95,7 @@ class Residency:
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """The first `num_computed` tokens of a resident are in its KV cache: let others find the blocks they fill."""
         num_full, start = num_computed // self.block_size, sequence.num_published_blocks
-        if num_full <= start or not self.prefix_cache.is_enabled:
+        if num_full <= start or not self.prefix_cache.is_enabled or sequence.has_failed:
             return
         table, slot = self.table, sequence.slot
         self.prefix_cache.extend(sequence.chain, table.token_ids[slot, : num_full * self.block_size])
@@ -101,17 +103,9 @@ class Residency:
         sequence.num_published_blocks = num_full
         sequence.num_announced_blocks = max(num_full, sequence.num_announced_blocks)
 
-    def check_integrity(self) -> None:
-        """Assert that sequences, slots and blocks agree."""
-        table = self.table
-        self.pool.check_integrity(block for s in self.sequences for block in table.blocks.of(s.slot))
-        self.prefix_cache.check_integrity()
-        assert len(self.sequences) + table.num_free == len(table.owners), "a slot is lost"
-        for sequence in self.sequences:
-            slot = sequence.slot
-            assert sequence.status is not SequenceStatus.WAITING
-            assert table.owners[slot] is sequence, f"slot {slot} has another owner"
-            assert table.num_computed[slot] < table.num_tokens[slot] <= table.max_tokens[slot]
-            assert table.num_computed[slot] <= table.blocks.capacities[slot]
-        if not self.sequences:
-            assert not self.prefix_cache.num_pending, "blocks are announced that nobody computes"
+    def disown(self, sequence: Sequence) -> None:
+        """What the sequence computed, or started from, may be wrong: nobody finds it any more, nor what follows it.
+
+        Who shares the blocks already keeps them; if they are wrong, its own logits will say so.
+        """
+        self.prefix_cache.forget_chain(sequence.chain)

@@ -12,29 +12,31 @@ such a sequence has in the next step is surplus, and its commit drops it.
 
 from bisect import insort
 from collections import deque
-from itertools import islice
+from collections.abc import Iterable
 
 import numpy as np
 
 from roseinfer.config import CacheConfig, SchedulerConfig
-from roseinfer.engine.admission import make_policy
+from roseinfer.engine.admission import make_policy, make_turn
 from roseinfer.engine.batch import SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.engine.compiling import Compiling
 from roseinfer.engine.constraint import Grammars
+from roseinfer.engine.deadlines import Deadlines
 from roseinfer.engine.decode_ring import DecodeRing, DecodeRows, rows_of
 from roseinfer.engine.residency import Residency
 from roseinfer.engine.sequence import Sequence, SequenceStatus
 from roseinfer.engine.steps import (
     Chunk,
     Outcome,
+    RowFailures,
     ScheduledStep,
     StepCounts,
     find_last,
     follow,
-    masks_of,
-    prompt_tokens,
+    make_batch,
     tell,
 )
+from roseinfer.engine.waiting_queue import WaitingQueue
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
 
@@ -59,7 +61,7 @@ class Scheduler:
         self.residency = Residency(
             cache, num_slots=self.limits.max_active_seqs, num_blocks=num_blocks, max_model_len=max_model_len
         )
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(make_turn(config))
         self.compiling = Compiling(grammars, eos_token_ids)
         self.counts = StepCounts()  # of the step scheduled or committed last
         self._table = self.residency.table
@@ -68,17 +70,20 @@ class Scheduler:
         self._max_prefix_wait_steps = config.max_prefix_wait_steps
         self._admission_turn = 0
         self._now_ns = 0  # when the step was begun that was scheduled last
-        self._sequences: dict[str, Sequence] = {}  # every unfinished one by request id
-        self._ring = DecodeRing(self.limits.max_num_seqs)
-        self._prefilling: list[Sequence] = []  # oldest first
-        self._in_flight: deque[ScheduledStep] = deque()  # scheduled and not committed, oldest first
-        self._leaving: list[Sequence] = []  # ended, but in a step in flight: slot and blocks are still theirs
+        self.sequences: dict[str, Sequence] = {}  # every unfinished one by request id
+        self.deadlines = Deadlines()
+        self.num_added = 0
+        self.ring = DecodeRing(self.limits.max_num_seqs)
+        self._failures = RowFailures()
+        self.prefilling: list[Sequence] = []  # oldest first
+        self.in_flight: deque[ScheduledStep] = deque()  # scheduled and not committed, oldest first
+        self.leaving: list[Sequence] = []  # ended, but in a step in flight: slot and blocks are still theirs
         self._bindings: list[SlotBinding] = []
         self._ended: list[TokenOutput] = []  # last outputs of sequences that ended outside a step
 
     @property
     def num_running(self) -> int:
-        return len(self._sequences) - self.num_waiting
+        return len(self.sequences) - self.num_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -86,14 +91,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._ended or self._in_flight)
+        return bool(self.sequences or self._ended or self.in_flight)
 
     # --- requests in, requests out ----------------------------------------------------------------------------------
 
     def add(self, request: Request, inbox_ns: int) -> None:
         """Queue a validated request: its prompt is not empty, and prompt and completion fit the context."""
         assert 0 < len(request.prompt_token_ids) <= self.max_model_len - request.params.max_tokens
-        assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
+        assert request.request_id not in self.sequences, f"request id {request.request_id} is in use"
         sequence = Sequence(
             request=request,
             inbox_ns=inbox_ns,
@@ -101,13 +106,15 @@ class Scheduler:
             chain=self.residency.new_chain(request.cache_salt),
             scores=None if request.params.num_prompt_logprobs is None else [],
         )
-        self._sequences[request.request_id] = sequence
+        self.sequences[request.request_id] = sequence
+        self.num_added += 1
+        self.deadlines.add(sequence, len(self.sequences))
         if not self.compiling.add(sequence):
-            self.waiting.append(sequence)
+            self.waiting.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a sequence wherever it is. An unknown or finished id is no mistake."""
-        sequence = self._sequences.get(request_id)
+        sequence = self.sequences.get(request_id)
         if sequence is not None:
             self._end_early(sequence, FinishReason.ABORT)
 
@@ -119,12 +126,12 @@ class Scheduler:
     def _take_compiled(self) -> None:
         """Those whose grammars are compiled wait for their turn; those whose are not fit to be used have failed."""
         for sequence, can_run in self.compiling.take():
-            self.waiting.append(sequence)
+            self.waiting.add(sequence)
             if not can_run:
                 self._end_early(sequence, FinishReason.ERROR)
 
     def take_ended(self) -> list[TokenOutput]:
-        """Last outputs of what was aborted since the last call. Each is handed out once."""
+        """Last outputs of what ended outside a step since the last call. Each is handed out once."""
         ended, self._ended = self._ended, []
         self.counts.num_finished += len(ended)
         return ended
@@ -136,23 +143,23 @@ class Scheduler:
                 self.waiting.remove(sequence)
         else:
             self._stop_running(sequence)
-            self._leaving.append(sequence)
+            self.leaving.append(sequence)
         sequence.status = SequenceStatus.FINISHED
-        del self._sequences[sequence.request.request_id]
+        del self.sequences[sequence.request.request_id]
         self._release()
 
     def _stop_running(self, sequence: Sequence) -> None:
         """No further step contains it."""
         if sequence.status is SequenceStatus.DECODING:
-            self._ring.remove(sequence.slot)
+            self.ring.remove(sequence.slot)
         elif sequence.status is SequenceStatus.PREFILLING:
-            self._prefilling.remove(sequence)
+            self.prefilling.remove(sequence)
 
     def _release(self) -> None:
         """Take slots and blocks back from those that are over and in no step any more."""
-        for sequence in self._leaving.copy():
-            if not any(step.holds(sequence.slot) for step in self._in_flight):
-                self._leaving.remove(sequence)
+        for sequence in self.leaving.copy():
+            if not any(step.holds(sequence.slot) for step in self.in_flight):
+                self.leaving.remove(sequence)
                 self.residency.leave(sequence)
 
     # --- schedule ---------------------------------------------------------------------------------------------------
@@ -164,6 +171,9 @@ class Scheduler:
         """
         self.counts = StepCounts()
         self._now_ns = now_ns
+        if now_ns >= self.deadlines.next_ns:
+            for sequence in self.deadlines.take_expired(now_ns):
+                self._end_early(sequence, FinishReason.TIMEOUT)
         if len(self.compiling):
             self._take_compiled()
         decodes = self._select_decodes()
@@ -179,19 +189,19 @@ class Scheduler:
 
     def _select_decodes(self) -> DecodeRows | None:
         """Slots that decode in this step, each with room for its token; when more decode, they take turns."""
-        self.counts.num_not_selected = max(0, len(self._ring) - self.limits.max_num_seqs)
-        selected = self._ring.select()
+        self.counts.num_not_selected = max(0, len(self.ring) - self.limits.max_num_seqs)
+        selected = self.ring.select()
         ready = self._without_unread(selected)
         rows = self._make_room(ready)
         if rows is not None:
-            self._ring.pass_turn(len(rows) + len(selected) - len(ready))
+            self.ring.pass_turn(len(rows) + len(selected) - len(ready))
         return rows
 
     def _without_unread(self, rows: DecodeRows) -> DecodeRows:
         """Without those whose grammar must see a token first that a step in flight samples."""
-        if not self._table.constraints or not self._in_flight:
+        if not self._table.constraints or not self.in_flight:
             return rows
-        unread = {slot for slot in self._table.constraints if any(step.holds(slot) for step in self._in_flight)}
+        unread = {slot for slot in self._table.constraints if any(step.holds(slot) for step in self.in_flight)}
         return rows_of([slot for slot in rows.slots.tolist() if slot not in unread])
 
     def _make_room(self, rows: DecodeRows) -> DecodeRows | None:
@@ -206,7 +216,7 @@ class Scheduler:
         if len(full) <= residency.pool.num_available:
             residency.grow(full)
             return rows
-        if self._in_flight:
+        if self.in_flight:
             return None
         for sequence in sorted((self._table.owner(slot) for slot in full), key=lambda owner: owner.age):
             while sequence.slot >= 0 and not residency.pool.num_available:
@@ -223,12 +233,12 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.preempted_ns, sequence.resumed_ns = self._now_ns, 0
         self.counts.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _continue_prefills(self, budget: int) -> list[Chunk]:
         """Prompts begun in an earlier step, oldest first."""
         chunks: list[Chunk] = []
-        for sequence in self._prefilling:
+        for sequence in self.prefilling:
             if budget <= 0:
                 break
             length = min(budget, self.residency.num_missing(sequence))
@@ -243,7 +253,7 @@ class Scheduler:
         if blocked_by := self._full_limit(budget, 0):
             self.counts.blocked_by = blocked_by
             return []
-        window = list(islice(self.waiting, self._window))
+        window = self.waiting.window(self._window)
         order = self._policy(window, self._admission_turn)
         chunks: list[Chunk] = []
         for sequence in order.sequences:
@@ -265,9 +275,7 @@ class Scheduler:
                 break
         if chunks:
             self._admission_turn += 1
-            for _ in window:
-                self.waiting.popleft()
-            self.waiting.extendleft(left for left in reversed(window) if left.status is SequenceStatus.WAITING)
+            self.waiting.drop_admitted(window)
         return chunks
 
     def _full_limit(self, budget: int, num_admitted: int) -> BlockedBy:
@@ -295,7 +303,7 @@ class Scheduler:
         """Slot and blocks for the sequence, and the news for the runner."""
         self.residency.enter(sequence, matched)
         sequence.status = SequenceStatus.PREFILLING
-        insort(self._prefilling, sequence, key=lambda prefilling: prefilling.age)
+        insort(self.prefilling, sequence, key=lambda prefilling: prefilling.age)
         if sequence.num_preemptions:
             sequence.resumed_ns = self._now_ns
         if not sequence.scheduled_ns:
@@ -308,85 +316,62 @@ class Scheduler:
 
     def _advance(self, step_id: int, decodes: DecodeRows, chunks: list[Chunk]) -> ScheduledBatch:
         """The batch. From here on its tokens count as computed, and those it samples as known."""
-        table, num_device_rows = self._table, len(decodes)
-        slots, index, num_new_tokens = decodes.slots, decodes.index, decodes.num_new_tokens
-        if chunks:
-            lengths = np.array([length for _, length in chunks], np.int32)
-            slots = np.concatenate([slots, np.array([sequence.slot for sequence, _ in chunks], np.int32)])
-            index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
-            self.counts.num_prefill_tokens = int(lengths.sum())
-        self.counts.num_decode_seqs, self.counts.num_prefill_seqs = num_device_rows, len(chunks)
-        starts = table.num_computed[index]
-        ends = starts + num_new_tokens
-        self.counts.num_context_tokens = int(ends.sum())
-        num_tokens = table.num_tokens[index]
-        samples = ends == num_tokens
+        table, num_device_rows, counts = self._table, len(decodes), self.counts
         bindings, self._bindings = tuple(self._bindings), []
-        batch = ScheduledBatch(
-            step_id=step_id,
-            slots=slots,
-            starts=starts,
-            num_new_tokens=num_new_tokens,
-            samples=samples,
-            num_device_rows=num_device_rows,
-            token_ids=prompt_tokens(table, chunks),
-            block_table=table.blocks.ids,
-            bindings=bindings,
-            scored=table.scored_rows(chunks, num_device_rows),
-            masks=masks_of(table, slots, samples),
-        )
+        batch, index, ends = make_batch(step_id, table, decodes, chunks, bindings)
+        counts.num_decode_seqs, counts.num_prefill_seqs = num_device_rows, len(chunks)
+        counts.num_prefill_tokens, counts.num_context_tokens = len(batch.token_ids), int(ends.sum())
         table.num_computed[index] = ends
-        num_tokens += samples
+        num_tokens = table.num_tokens[index] + batch.samples
         table.num_tokens[index] = num_tokens
         for row, (sequence, _) in enumerate(chunks, num_device_rows):
-            if samples[row]:
+            if batch.samples[row]:
                 self._begin_decoding(sequence)
         last_rows = (num_tokens == table.max_tokens[index]).nonzero()[0].tolist()
         for row in last_rows:
-            sequence = table.owner(slots[row])
+            sequence = table.owner(batch.slots[row])
             self._stop_running(sequence)
             sequence.status = SequenceStatus.ENDING
-        self._in_flight.append(ScheduledStep(batch, index, ends, bool(last_rows), self.counts))
+        self.in_flight.append(ScheduledStep(batch, index, ends, bool(last_rows), self.counts))
         return batch
 
     def _begin_decoding(self, sequence: Sequence) -> None:
         """The last chunk of its prompt is in a step: it decodes from the next one on."""
-        self._prefilling.remove(sequence)
+        self.prefilling.remove(sequence)
         sequence.status = SequenceStatus.DECODING
-        self._ring.append(sequence.slot)
+        self.ring.append(sequence.slot)
 
     # --- commit -----------------------------------------------------------------------------------------------------
 
     def commit(self, batch: ScheduledBatch, sampled: SampledTokens) -> Outcome:
-        """Take the tokens of the oldest step in flight in: ids are kept, full blocks published, sequences finished."""
-        step = self._in_flight.popleft()
+        """Take the tokens of the oldest step in flight in: ids are kept, full blocks published, sequences finished.
+
+        Raises UnattributableFailure when rows failed and it cannot be their own fault.
+        """
+        step = self.in_flight.popleft()
         assert step.batch is batch, "steps are committed in the order of their launches"
         self.counts = step.counts
+        rows = step.sampled_rows(sampled, {sequence.slot for sequence in self.leaving})
+        last = find_last(rows, self._table, self.eos_token_ids)
+        if failed := self._failures.judge(rows):
+            last |= dict.fromkeys(failed, FinishReason.ERROR)
+            self._disown(self._table.owner(rows.index[row]) for row in failed)
         for row in range(batch.num_device_rows, batch.num_rows):
             self.residency.publish(self._table.owner(step.index[row]), int(step.ends[row]))
         step.keep_scores(sampled, self._table)
-        rows = step.sampled_rows(sampled, {sequence.slot for sequence in self._leaving})
         self._table.token_ids[rows.index, rows.ends] = sampled.token_ids
-        last = find_last(rows, self._table, self.eos_token_ids)
         if self._table.constraints:
             follow(rows, self._table, last)
         outcome = tell(rows, self._table, last)
         for row in sorted(last):
             self._end(self._table.owner(rows.index[row]))
         self.counts.num_finished += len(last)
-        if self._leaving:
+        if self.leaving:
             self._release()
         return outcome
 
-    def check_integrity(self) -> None:
-        """Assert every invariant over sequences, slots and blocks. For tests, and for debugging when idle."""
-        self.residency.check_integrity()
-        residents = self.residency.sequences
-        assert self.num_running + len(self._leaving) == len(residents), "a sequence is lost, or in two places"
-        decoding = [s.slot for s in residents if s.status is SequenceStatus.DECODING]
-        assert sorted(self._ring) == sorted(decoding), "the decode ring differs from the decoding sequences"
-        prefilling = [s for s in residents if s.status is SequenceStatus.PREFILLING]
-        assert self._prefilling == prefilling, "the list of prompts being prefilled differs from the sequences"
-        for sequence in residents:
-            if sequence.status in {SequenceStatus.ENDING, SequenceStatus.FINISHED}:
-                assert any(step.holds(sequence.slot) for step in self._in_flight), "a slot is held for no step"
+    def _disown(self, failed: Iterable[Sequence]) -> None:
+        """What these have computed may be wrong: nobody else gets it."""
+        for sequence in failed:
+            sequence.has_failed = True
+            self.residency.disown(sequence)

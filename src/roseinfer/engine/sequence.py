@@ -47,6 +47,8 @@ class Sequence:
     num_preemptions: int = 0
     preempted_ns: int = 0
     resumed_ns: int = 0
+    turn_ns: int = 0  # when it is its turn to be admitted, among newcomers
+    has_failed: bool = False  # what it computed may be wrong, and is not for others
     num_prefix_wait_steps: int = 0
     num_published_blocks: int = 0  # blocks of the chain below this index are computed and known to the prefix cache
     num_announced_blocks: int = 0  # and those from there up to this one are announced

@@ -7,14 +7,25 @@ frozen dataclass takes several times as long to make.
 import msgspec
 import numpy as np
 
-from roseinfer.engine.batch import BoolArray, IndexArray, Int32Array, SampledTokens, ScheduledBatch
+from roseinfer.engine.batch import (
+    NO_TOKEN,
+    BoolArray,
+    IndexArray,
+    Int32Array,
+    SampledTokens,
+    ScheduledBatch,
+    SlotBinding,
+)
 from roseinfer.engine.constraint import TokenMasks
+from roseinfer.engine.decode_ring import DecodeRows
 from roseinfer.engine.sequence import Sequence, SlotTable
 from roseinfer.messages import PromptLogprobs, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
 
 Chunk = tuple[Sequence, int]
 """A sequence and how many of its known tokens a step computes."""
+
+MAX_FAILURES_IN_A_ROW = 4  # one request each: a client that tries again, and again
 
 _NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 
@@ -74,6 +85,34 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
             sequence.scores.append(scores)
 
 
+class UnattributableFailure(Exception):
+    """Rows failed together, or one after the other without end: the fault is not theirs."""
+
+
+class RowFailures:
+    """Which rows of a step have no token, and whether that can be the fault of their requests.
+
+    A row that fails beside one that does not fails alone. When all rows of a step fail, and they are several, or when
+    so many steps of one row fail in succession as no single request explains, it is the device, or the weights.
+    """
+
+    def __init__(self) -> None:
+        self._num_in_a_row = 0  # since a row had a token
+
+    def judge(self, rows: "SampledRows") -> list[int]:
+        """The rows that failed, but for surplus ones. Raises UnattributableFailure."""
+        token_ids = rows.sampled.token_ids
+        if not len(token_ids) or np.minimum.reduce(token_ids) != NO_TOKEN:
+            self._num_in_a_row = 0
+            return []
+        failed = [row for row in (token_ids == NO_TOKEN).nonzero()[0].tolist() if row not in rows.surplus]
+        num_judged = len(token_ids) - len(rows.surplus)
+        self._num_in_a_row = self._num_in_a_row + len(failed) if len(failed) == num_judged else 0
+        if (len(failed) == num_judged > 1) or self._num_in_a_row > MAX_FAILURES_IN_A_ROW:
+            raise UnattributableFailure(f"no row of a step had a finite logit ({num_judged} rows)")
+        return failed
+
+
 class Outcome(msgspec.Struct, frozen=True, gc=False):
     """What a step has to tell; the columns are those of `StepOutput`."""
 
@@ -86,7 +125,35 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 NOTHING = Outcome(b"", b"", [], 0)
 
 
-def prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
+def make_batch(
+    step_id: int, table: SlotTable, decodes: DecodeRows, chunks: list[Chunk], bindings: tuple[SlotBinding, ...]
+) -> tuple[ScheduledBatch, IndexArray, Int32Array]:
+    """The batch of these rows, its slots as numpy indexes with, and the tokens in each row's KV cache after it."""
+    slots, index, num_new_tokens = decodes.slots, decodes.index, decodes.num_new_tokens
+    if chunks:
+        slots = np.concatenate([slots, np.array([sequence.slot for sequence, _ in chunks], np.int32)])
+        lengths = np.array([length for _, length in chunks], np.int32)
+        index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
+    starts = table.num_computed[index]
+    ends = starts + num_new_tokens
+    samples = ends == table.num_tokens[index]
+    batch = ScheduledBatch(
+        step_id=step_id,
+        slots=slots,
+        starts=starts,
+        num_new_tokens=num_new_tokens,
+        samples=samples,
+        num_device_rows=len(decodes),
+        token_ids=_prompt_tokens(table, chunks),
+        block_table=table.blocks.ids,
+        bindings=bindings,
+        scored=table.scored_rows(chunks, len(decodes)),
+        masks=masks_of(table, slots, samples),
+    )
+    return batch, index, ends
+
+
+def _prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
     """The known tokens that the chunks compute, one after the other."""
     if not chunks:
         return _NO_TOKENS
@@ -130,7 +197,7 @@ def follow(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -
     """Take the rows' tokens to their grammars, and add the rows to `last` whose text is complete or cannot go on."""
     for row, slot in enumerate(rows.index.tolist()):
         constraint = table.constraints.get(slot)
-        if constraint is None or row in rows.surplus or last.get(row) is FinishReason.STOP:
+        if constraint is None or row in rows.surplus or last.get(row) in {FinishReason.STOP, FinishReason.ERROR}:
             continue
         constraint.accept(int(rows.sampled.token_ids[row]))
         if constraint.has_failed:
@@ -150,7 +217,8 @@ def tell(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> 
         is_plain[[*told_in_full, *rows.surplus]] = False
         slots, token_ids = slots[is_plain], token_ids[is_plain]
     outputs = [_output(rows, row, table, last.get(row)) for row in sorted(told_in_full)]
-    return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, len(slots) + len(outputs))
+    num_failed = sum(reason is FinishReason.ERROR for reason in last.values())
+    return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, len(slots) + len(outputs) - num_failed)
 
 
 def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: FinishReason | None) -> TokenOutput:

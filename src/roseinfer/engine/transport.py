@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -20,6 +21,7 @@ from roseinfer.config import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.link import FrameBuffer, encode_frame
+from roseinfer.engine.pulse import Pulse, SharedPage
 from roseinfer.messages import Command, Event, Shutdown, StartupProgress
 
 BuildEngine = Callable[[Config, Callable[[StartupProgress], None]], Engine]
@@ -42,8 +44,15 @@ class Transport(Protocol):
         `on_death(reason)` is called once, after the last event, unless `close` was called before.
         """
 
+    @property
+    def pulse(self) -> Pulse:
+        """What the engine says that it is doing, from `start` on."""
+
     def send(self, command: Command) -> None:
         """Pass a command on, in order, without blocking. Nothing happens when the engine is gone."""
+
+    def kill(self) -> None:
+        """End an engine that does not answer, as far as that is possible; it is dead when `on_death` says so."""
 
     async def close(self) -> None:
         """Stop the engine and wait until it is gone. Idempotent."""
@@ -58,13 +67,14 @@ class QueueInbox:
     def put(self, command: Command) -> None:
         self._queue.put(command)
 
-    def receive(self, *, wait: bool) -> list[Command]:
-        commands = [self._queue.get()] if wait else []
-        while True:
-            try:
+    def receive(self, *, wait: bool, timeout_s: float | None = None) -> list[Command]:
+        commands: list[Command] = []
+        with suppress(queue.Empty):
+            if wait:
+                commands.append(self._queue.get(timeout=timeout_s))
+            while True:
                 commands.append(self._queue.get_nowait())
-            except queue.Empty:
-                return commands
+        return commands
 
 
 class CallbackOutbox:
@@ -88,6 +98,7 @@ class ThreadTransport:
         self._build_engine = build_engine
         self._check_when_idle = check_when_idle
         self._inbox = QueueInbox()
+        self.pulse = Pulse()
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
@@ -113,10 +124,14 @@ class ThreadTransport:
 
     def _run(self, deliver: Callable[[Event], None]) -> None:
         build = partial(self._build_engine, self._config, deliver)
-        engine_loop.run(build, self._inbox, CallbackOutbox(deliver), check_when_idle=self._check_when_idle)
+        outbox = CallbackOutbox(deliver)
+        engine_loop.run(build, self._inbox, outbox, check_when_idle=self._check_when_idle, pulse=self.pulse)
 
     def send(self, command: Command) -> None:
         self._inbox.put(command)
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside: it is left behind."""
 
     async def close(self) -> None:
         self._is_closing = True
@@ -130,11 +145,16 @@ class ProcessTransport:
 
     End-of-file on the link is the death notice. The child has a session of its own, so that Ctrl-C does not reach it,
     and dies with its parent. `command` starts it and is given the descriptor number as its last argument.
+
+    After `close` it may be started again. All children are started by one thread, which is as nice as this process was
+    when the first was: a niceness is a thread's own, and a child inherits it.
     """
 
     def __init__(self, config: Config, command: tuple[str, ...] = _ENGINE_COMMAND) -> None:
         self._config = config
         self._command = command
+        self.pulse = Pulse()
+        self._starter = ThreadPoolExecutor(1, "roseinfer-starter")  # a child dies with the thread that started it
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -147,17 +167,24 @@ class ProcessTransport:
 
     async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
         ours, theirs = socket.socketpair()
+        page = SharedPage()
+        self.pulse, self._is_closing = page.pulse, False
         with theirs:
-            self._process = subprocess.Popen(  # noqa: S603, ASYNC220  # our own module; returns in a millisecond
-                [sys.executable, *self._command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            start = partial(self._start_child, theirs.fileno())
+            self._process = await asyncio.get_running_loop().run_in_executor(self._starter, start)
+        page.send(ours)
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode_frame(msgspec.msgpack.encode(self._config)))
         self._reading = asyncio.create_task(self._read(reader, on_event, on_death), name="engine-link")
         self._reading.add_done_callback(_report)
+
+    def _start_child(self, descriptor: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603  # our own module; returns in a millisecond
+            [sys.executable, *self._command, str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     async def _read(
         self, reader: asyncio.StreamReader, on_event: Callable[[Event], None], on_death: Callable[[str], None]
@@ -186,6 +213,10 @@ class ProcessTransport:
     def send(self, command: Command) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode_frame(command))
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
     async def close(self) -> None:
         if self._process is None:

@@ -5,6 +5,7 @@ Where linears ask for it, the number of tokens is rounded up by letting the last
 reads what becomes of a copy. On a GPU a step whose rows all decode is one CUDA graph, filled up to its size.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -33,6 +34,10 @@ _WARM_PARAMS = (
     SamplingParams(),
     SamplingParams(top_p=0.9, num_logprobs=1),
 )
+# What bad parameters raise on the host, before anything of theirs is on the device.
+_FAULTS_OF_ONE = (ArithmeticError, LookupError, TypeError, ValueError)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class ModelRunner:
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # where a graph leaves its tokens
         # Decode steps that warming up has to meet: kernels of a GPU are compiled for ranges of the number of rows.
         self._decode_sizes = (limits.max_decode_rows,) if stream.is_host else graph_sizes(limits.max_decode_rows)
+        self._failed_slots = set[int]()  # whose parameters could not be used: their rows have no tokens
         self._graphs: CudaGraphs | None = None
         if config.cuda_graphs != "off" and not stream.is_host and loaded.attention.is_capturable:
             fill = partial(self._staging.stage_decode, None)
@@ -90,6 +96,8 @@ class ModelRunner:
         self._bind(batch.bindings)
         launched = self._launch_graph(batch, watch) or self._launch_eager(batch, watch)
         launched.h2d_bytes = self._staging.num_sent_bytes
+        if self._failed_slots:
+            launched.fail(np.flatnonzero(np.isin(_sampled(batch)[0], list(self._failed_slots))))
         return launched
 
     def _launch_graph(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch | None:
@@ -118,7 +126,7 @@ class ModelRunner:
             logits = self._logits(step, hidden)
         with watch("sample"):
             tokens, logprobs = self._sampler.sample(logits, slots, next_positions, batch.masks)
-            self._last_token.index_copy_(0, step.sampled_slots, tokens)
+            self._last_token.index_copy_(0, step.sampled_slots, tokens.clamp(min=0))  # a failed row's is never used
             return self._results.fetch(tokens, logprobs, scores=scores)
 
     @torch.inference_mode()
@@ -130,8 +138,16 @@ class ModelRunner:
 
     def _bind(self, bindings: Iterable[SlotBinding]) -> None:
         for binding in bindings:
-            self._sampler.bind(binding)
             self._staging.bind(binding.slot)
+            self._failed_slots.discard(binding.slot)
+            try:
+                self._sampler.bind(binding)
+            except _FAULTS_OF_ONE:
+                _log.exception("the parameters of a request cannot be used; it fails, and no other")
+                self._failed_slots.add(binding.slot)
+                self._sampler.bind(
+                    SlotBinding(binding.slot, SamplingParams(temperature=0.0), binding.num_prompt_tokens, ())
+                )
 
     def _hidden(self, step: StagedStep) -> torch.Tensor:
         """The last hidden row of each token of a staged step; its keys and values are in the cache afterwards."""
@@ -169,7 +185,7 @@ class ModelRunner:
         self._staging.put_last_blocks(num_rows)
         logits = self._logits(step, self._hidden(step))
         tokens = self._sampler.sample_captured(logits, step.slots, self._staging.next_positions(num_rows))
-        self._last_token.index_copy_(0, step.slots, tokens)
+        self._last_token.index_copy_(0, step.slots, tokens.clamp(min=0))
         self._graph_tokens[:num_rows].copy_(tokens)
 
     def warm_up(self, max_num_tokens: int) -> None:

@@ -28,7 +28,10 @@ class SamplingBackend(Protocol):
     """Whoever reads logits [rows, vocab_size], float32 or bfloat16."""
 
     def tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
-        """The next token of each row [rows] int64 on the device, by the parameters of its slot in the table."""
+        """The next token of each row [rows] int64 on the device, by the parameters of its slot in the table.
+
+        `NO_TOKEN` for a row whose largest logit is not finite: it holds a NaN or +inf, or nothing above -inf.
+        """
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         """Log-softmax of the raw logits of some rows: of their tokens, and of the likeliest `counts` [len(rows)]."""
@@ -68,7 +71,9 @@ class Sampler:
             tokens = self._tokens(logits, slots, positions)
         counts = self._table.host["num_logprobs"][slots]
         rows = np.flatnonzero(counts >= 0)
-        return tokens, self._backend.logprobs(logits, tokens, rows, counts[rows]) if len(rows) else None
+        if not len(rows):
+            return tokens, None
+        return tokens, self._backend.logprobs(logits, tokens.clamp(min=0), rows, counts[rows])
 
     def score(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Int32Array) -> LogprobRows:
         """Log-softmax of logits [rows, vocab_size] at ids [rows] int64 on the device, and of the likeliest `counts`."""

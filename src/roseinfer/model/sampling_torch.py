@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from roseinfer.engine.batch import Int32Array
+from roseinfer.engine.batch import NO_TOKEN, Int32Array
 from roseinfer.model.sampling_logprobs import LogprobRows
 from roseinfer.model.sampling_slots import GREEDY, TRUNCATED, WHOLE, Int64Array, SlotTable
 from roseinfer.model.sampling_uniforms import uniforms
@@ -56,13 +56,13 @@ class TorchSampling:
         """See SamplingBackend."""
         needs = self._table.host["need"][slots]
         if not needs.any():
-            return first_of_largest(logits)
+            return only_of_finite(logits, first_of_largest(logits))
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         for need in (GREEDY, WHOLE, TRUNCATED):
             rows = np.flatnonzero(needs == need)
             if len(rows):
                 tokens[self._tensor(rows)] = self._of_one_need(need, logits, rows, slots, positions)
-        return tokens
+        return only_of_finite(logits, tokens)
 
     def _of_one_need(
         self, need: int, logits: torch.Tensor, rows: Int64Array, slots: Int32Array, positions: Int32Array
@@ -114,7 +114,8 @@ class TorchSampling:
         draws = uniforms(table.seed[slots], positions)
         mass = torch.empty(mass_shape(logits), dtype=torch.float32, device=self._device)  # a graph keeps its own
         drawn = draw_whole(logits, table.temperature[slots], draws, mass)
-        return torch.where(table.need[slots] == GREEDY, first_of_largest(logits), drawn)
+        chosen = torch.where(table.need[slots] == GREEDY, first_of_largest(logits), drawn)
+        return only_of_finite(logits, chosen)
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         """See SamplingBackend."""
@@ -136,6 +137,14 @@ class TorchSampling:
             ranks=torch.count_nonzero(some > values, -1) + 1,
             likeliest=likeliest,
         )
+
+
+def only_of_finite(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens [rows] of logits [rows, vocab_size], `NO_TOKEN` for rows whose largest logit is not finite.
+
+    One reduction tells, since a maximum over a NaN is NaN; and -inf is no fault where there is something above it.
+    """
+    return torch.where(logits.amax(-1).isfinite(), tokens, NO_TOKEN)
 
 
 def first_of_largest(logits: torch.Tensor) -> torch.Tensor:

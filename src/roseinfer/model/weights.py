@@ -198,6 +198,9 @@ class Checkpoint:
             weight_map = self._json(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 _refuse(f"{self.directory / index} has no weight_map.")
+            for file in weight_map.values():
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                    _refuse(f"{self.directory / index}: {file!r} is no safetensors file beside it.")
             shards = {str(file): frozenset(self._open(str(file)).keys()) for file in set(weight_map.values())}
             for name, file in weight_map.items():
                 if name not in shards[file]:

@@ -25,7 +25,7 @@ from roseinfer.observe.series import (
     histogram,
     info,
 )
-from roseinfer.records import Cause, FinishReason, LifecycleState, RequestTimeline
+from roseinfer.records import Cause, FinishReason, Invariant, LifecycleState, RequestTimeline
 
 
 def _latency(
@@ -299,6 +299,20 @@ _ENGINE = (
         "",
         measures.engine_up,
         "1 from the engine's readiness until it fails, draining included; else 0.",
+    ),
+    counter(
+        "roseinfer_engine_restarts_total",
+        "",
+        AtScrape(lambda state: {"": state.num_restarts}),
+        "Starts of a new engine in the place of one that had died or hung (engine.on_failure).",
+    ),
+    counter(
+        "roseinfer_invariant_violations_total",
+        "",
+        AtScrape(measures.violations),
+        "Invariants that did not hold when the engine had nothing to do, once for each check and each way in which one "
+        "was broken. Anything above 0 is a bug; GET /debug/invariants says what was found.",
+        Label(name="name", values=tuple(Invariant)),
     ),
     gauge(
         "roseinfer_engine_last_step_timestamp_seconds",

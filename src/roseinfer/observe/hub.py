@@ -11,18 +11,18 @@ telemetry, never a request. This is the one place in `observe/` that catches eve
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from roseinfer.observe.writes import WriteObserver, Writes
-from roseinfer.records import Advanced, Delivery, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Delivery, LifecycleState, Observer, RequestTimeline, StepRecord, Violation
 
 logger = logging.getLogger(__name__)
 
 MAX_DELAY_S = 0.2
 MAX_STEPS = 8  # that wait: telling so many keeps the event loop for about a millisecond
 
-_FACTS = ("on_lifecycle", "on_start", "on_step", "on_write", "on_finish")
+_FACTS = ("on_lifecycle", "on_start", "on_step", "on_write", "on_finish", "on_rest")
 
 
 class Hub(Observer):
@@ -68,6 +68,10 @@ class Hub(Observer):
     def on_finish(self, timeline: RequestTimeline) -> None:
         self.catch_up()
         self._tell([("on_finish", (timeline,))])
+
+    def on_rest(self, violations: Sequence[Violation]) -> None:
+        self.catch_up()
+        self._tell([("on_rest", (violations,))])
 
     def catch_up(self) -> None:
         """Tell what waits."""

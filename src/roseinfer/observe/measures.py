@@ -138,6 +138,10 @@ def lifecycle(state: ServerState) -> dict[str, float]:
     return {value: float(value == state.lifecycle) for value in LifecycleState}
 
 
+def violations(state: ServerState) -> dict[str, float]:
+    return {name: count for name, count in state.num_violations.items()}  # noqa: C416 - to widen the types
+
+
 def engine_up(state: ServerState) -> dict[str, float]:
     return {"": float(state.lifecycle in {LifecycleState.READY, LifecycleState.DRAINING})}
 

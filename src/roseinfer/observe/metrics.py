@@ -33,7 +33,7 @@ from roseinfer.observe.series import (
     Row,
     ServerState,
 )
-from roseinfer.records import Advanced, Cause, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Cause, LifecycleState, Observer, RequestTimeline, StepRecord, Violation
 
 Values = Mapping[str, float | str | int | Histogram]
 Exemplars = Sequence[MetricExemplar | None]
@@ -105,13 +105,20 @@ class Metrics(Collector, Observer):
 
     def on_lifecycle(self, state: LifecycleState) -> None:
         with self._lock:
+            if state is LifecycleState.STARTING and self._state.lifecycle is not state:
+                self._state.num_restarts += 1
             self._state.lifecycle = state
-            if state is LifecycleState.FAILED:
+            if state in {LifecycleState.STARTING, LifecycleState.FAILED}:
                 self._state.last_step = None  # a dead engine runs nothing, whatever its last step said
 
     def on_start(self, timeline: RequestTimeline) -> None:  # noqa: ARG002 - that it came is all that is told
         with self._lock:
             self._state.num_received += 1
+
+    def on_rest(self, violations: Sequence[Violation]) -> None:
+        with self._lock:
+            for violation in violations:
+                self._state.num_violations[violation.invariant] += 1
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.capture import BreachCapture
 from roseinfer.observe.flight import Flight
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
+from roseinfer.observe.integrity import Integrity
 from roseinfer.observe.logs import Logs
 from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.rendering import Render
@@ -39,11 +40,12 @@ class Observation:
         self.attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
         self.attribution.on_slow_gap.append(self.capture.on_slow_gap)
         self.flight.listen(gc_pauses, self.metrics, self.attribution.interruptions)
+        self.integrity = Integrity()
         self._tracing = make_tracing(config, version, self.metrics, self.attribution)
         summaries = Logs(observe.log_summary_interval_s)
         # The recorder is first: a gap that the others find to be too slow is then in what they freeze.
         observers = [self.flight, self.attribution, self.metrics, *self.capture.observers, summaries, *self._tracing]
-        self.hub = Hub(observers, MAX_DELAY_S)
+        self.hub = Hub([*observers, self.integrity], MAX_DELAY_S)
         self.flight.catch_up = self.hub.catch_up
         self.metrics.watch(self.attribution, lambda: self.hub.spent_ns)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from roseinfer.messages import EngineInfo
-from roseinfer.records import Advanced, Cause, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Cause, Invariant, LifecycleState, RequestTimeline, StepRecord
 
 
 @dataclass(slots=True)
@@ -29,6 +29,8 @@ class ServerState:
     num_slow_gaps: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
     observability_ns: int = 0
     num_dropped_spans: int = 0
+    num_restarts: int = 0
+    num_violations: dict[Invariant, int] = field(default_factory=lambda: dict.fromkeys(Invariant, 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ _CREATED = int(time.time())
 async def livez(request: web.Request) -> web.Response:
     """503 tells the orchestrator to restart us: the engine is dead or makes no progress."""
     service = request.app[SERVICE]
-    return _probe(service, service.state is not LifecycleState.FAILED and service.client.trouble is None)
+    is_serving = service.state in {LifecycleState.READY, LifecycleState.DRAINING}
+    is_in_trouble = is_serving and service.client.trouble is not None  # else the trouble is of an engine that was
+    return _probe(service, service.state is not LifecycleState.FAILED and not is_in_trouble)
 
 
 async def readyz(request: web.Request) -> web.Response:
@@ -32,7 +34,13 @@ async def startupz(request: web.Request) -> web.Response:
 
 
 def _probe(service: Service, is_well: bool) -> web.Response:
-    body = {"status": "ok" if is_well else "unavailable", "state": service.state, "trouble": service.client.trouble}
+    activity, since_ns = service.client.account
+    body = {
+        "status": "ok" if is_well else "unavailable",
+        "state": service.state,
+        "trouble": service.client.trouble,
+        "engine": {"activity": activity, "for_s": round((time.monotonic_ns() - since_ns) / 1e9, 3)},
+    }
     return web.json_response(body, status=200 if is_well else 503)
 
 

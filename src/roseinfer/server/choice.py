@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from roseinfer.errors import EngineError, EngineFailed, QueueTimeout, RequestTimeout
+from roseinfer.errors import EngineError, EngineFailed, QueueTimeout, RequestTimeout, SequenceFailed
 from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
 from roseinfer.records import Arrival, EngineTimes, FinishReason, RequestTimeline
 from roseinfer.server.detokenizer import Detokenizer, text_offsets
@@ -205,5 +205,5 @@ def _failure(reason: FinishReason, *, has_begun: bool) -> EngineError:
     if reason is FinishReason.TIMEOUT:
         return RequestTimeout("The request ran past its deadline.", param="timeout_s")
     if reason is FinishReason.ERROR:
-        return EngineFailed("The engine could not compute this sequence.")
+        return SequenceFailed("The model could not compute this sequence.")
     return EngineFailed("The engine ended the request before it was complete.")

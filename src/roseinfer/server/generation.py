@@ -71,6 +71,7 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     first = exchange.timelines[0]
     first.tokenized_ns, first.num_prompt_tokens = time.monotonic_ns(), len(job.prompts[0])
     requests = _requests(job, service, exchange)
+    service.admit_tokens(sum(len(r.prompt_token_ids) + r.params.max_tokens for r in requests))
     exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=job.body.stream)
     generation = Generation(job, requests, service, exchange)
     reply = _Reply(dialect, service.model_name, generation)

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from roseinfer.config import Config
 from roseinfer.engine.client import EngineClient
-from roseinfer.errors import ConfigError, EngineError, NotReady
+from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.api_keys import ApiKeys
@@ -26,6 +26,7 @@ from roseinfer.server.chat_template import read_chosen_template
 from roseinfer.server.guard import require_compiled_parser
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
+from roseinfer.server.supervision import Restarts, wait_for_death
 from roseinfer.server.tls import Certificate
 from roseinfer.server.watched_files import WATCH_INTERVAL_S, watch
 
@@ -68,7 +69,7 @@ async def run(
                     tasks.spawn(watch([keys.path], keys.read, keys.take, WATCH_INTERVAL_S))
                 if certificate is not None:
                     tasks.spawn(watch(certificate.paths, certificate.check, certificate.take, WATCH_INTERVAL_S))
-                return await _serve(service, load_text, signals, lambda: on_ready(url))
+                return await _serve(service, load_text, signals, lambda: on_ready(url), Restarts(config.engine))
         finally:
             await _close(service)
 
@@ -94,29 +95,56 @@ class _Signals:
 
 
 async def _serve(
-    service: Service, load_text: Callable[[Path], TextModel], signals: _Signals, on_ready: Callable[[], None]
+    service: Service,
+    load_text: Callable[[Path], TextModel],
+    signals: _Signals,
+    on_ready: Callable[[], None],
+    restarts: Restarts,
 ) -> int:
     async with _Tasks() as tasks:
         stop = tasks.spawn(signals.first.wait())
+        while True:
+            error = await _live(service, load_text, signals, on_ready, stop)
+            if error is None:
+                return EXIT_DRAINED
+            if stop.done() or not service.has_been_ready or not restarts.take():
+                break
+            _log.error("the engine is started again: %s", error.message, exc_info=(type(error), error, None))
+            service.restart()
+        exit_code = _fail(service, error)
+        if service.has_been_ready:  # before that nobody has had a reason to look
+            await asyncio.wait({tasks.spawn(signals.second.wait())}, timeout=FAILED_LINGER_S)
+        return exit_code
+
+
+async def _live(
+    service: Service,
+    load_text: Callable[[Path], TextModel],
+    signals: _Signals,
+    on_ready: Callable[[], None],
+    stop: "asyncio.Task[Any]",
+) -> EngineError | None:
+    """One engine's life: what ended it, or None when a signal did."""
+    async with _Tasks() as tasks:
         startup = tasks.spawn(_start(service, load_text))
         await asyncio.wait({startup, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not startup.done():
             service.enter(LifecycleState.DRAINING)
-            return EXIT_DRAINED
+            return None
         try:
             await startup
         except EngineError as error:
-            return _fail(service, error)
+            return error
+        except ConfigError as error:
+            if not service.has_been_ready:
+                raise
+            return EngineFailed(error.message)  # what could be used once cannot be used any more
         on_ready()
-        death = tasks.spawn(service.client.wait_dead())
+        death = tasks.spawn(wait_for_death(service.client))
         await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not death.done():
             await _drain(service, signals, death)
-        if not death.done():
-            return EXIT_DRAINED
-        exit_code = _fail(service, await death)
-        await asyncio.wait({tasks.spawn(signals.second.wait())}, timeout=FAILED_LINGER_S)
-        return exit_code
+        return await death if death.done() else None
 
 
 async def _start(service: Service, load_text: Callable[[Path], TextModel]) -> None:

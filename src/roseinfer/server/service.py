@@ -49,7 +49,10 @@ class TextModel:
 
 
 class Service:
-    """The state machine: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere; never back."""
+    """The state machine: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere.
+
+    It goes back to STARTING for a new engine in the place of one that died, and else never back.
+    """
 
     def __init__(
         self,
@@ -90,6 +93,11 @@ class Service:
         self.has_been_ready = True
         self.enter(LifecycleState.READY)
 
+    def restart(self) -> None:
+        """The engine has died and is started again. The only way back: probes say so, and requests are refused."""
+        self.state = LifecycleState.STARTING
+        self.observer.on_lifecycle(self.state)
+
     @property
     def is_ready(self) -> bool:
         return self.state is LifecycleState.READY and self.client.trouble is None
@@ -108,8 +116,24 @@ class Service:
             raise NotReady(f"The server is {self.state}.", retry_after_s=5)
         if self.client.trouble is not None:
             raise EngineDead("The engine is dead or makes no progress.")
-        if len(self._exchanges) > self.config.max_inflight:
-            raise Overloaded(f"{self.config.max_inflight} requests are being served already.")
+        num_ahead, backlog = len(self._exchanges) - 1, self.client.backlog
+        if num_ahead >= self.config.max_inflight:
+            message = f"{self.config.max_inflight} requests are being served already."
+            raise Overloaded(message, retry_after_s=backlog.retry_after_s(num_ahead=num_ahead))
+        limit_s = self.config.max_queue_wait_s
+        if (wait_s := backlog.predict_wait_s(num_ahead)) > limit_s:
+            message = f"The first token would take some {wait_s:.1f} s; {limit_s:g} s is the limit."
+            raise Overloaded(message, retry_after_s=backlog.retry_after_s(limit_s, num_ahead))
+
+    def admit_tokens(self, num_tokens: int) -> None:
+        """Raise Overloaded unless sequences of so many tokens, prompts and what they may generate, can be served too.
+
+        Whoever is alone is served, however long it is.
+        """
+        limit, backlog = self.config.max_inflight_tokens, self.client.backlog
+        if limit is not None and backlog.num_sequences and backlog.num_tokens + num_tokens > limit:
+            message = f"{backlog.num_tokens} tokens are being served already; with these it would be more than {limit}."
+            raise Overloaded(message, retry_after_s=backlog.retry_after_s())
 
     def open_exchange(self, request: web.Request, request_id: str) -> Exchange:
         key = request_id

@@ -16,7 +16,7 @@ def make_pool(num_blocks: int = 4) -> tuple[BlockPool, list[int]]:
 def test_a_cached_block_outlives_its_owner_and_comes_back_into_use() -> None:
     pool, evicted = make_pool()
     (block_id,) = pool.allocate(1)
-    pool.mark_cached(block_id)
+    pool.mark_cached(block_id, b"")
     pool.release([block_id])
     assert (pool.num_used, pool.num_cached, pool.num_available) == (0, 1, 4)
     pool.share([block_id])
@@ -28,7 +28,7 @@ def test_free_blocks_are_taken_before_cached_ones_and_the_least_recently_used_go
     pool, evicted = make_pool()
     blocks = pool.allocate(4)
     for block_id in blocks[:3]:
-        pool.mark_cached(block_id)
+        pool.mark_cached(block_id, b"")
     pool.release([blocks[1]])
     pool.release([blocks[0]])
     pool.release([blocks[3]])  # never published: free
@@ -42,7 +42,7 @@ def test_the_tail_of_a_sequence_is_evicted_before_its_head() -> None:
     pool, evicted = make_pool()
     blocks = pool.allocate(4)
     for block_id in blocks:
-        pool.mark_cached(block_id)
+        pool.mark_cached(block_id, b"")
     pool.release(blocks)
     pool.allocate(2)
     assert evicted == [blocks[3], blocks[2]]
@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(owned=held)
     def publish(self, owned: list[int]) -> None:
         for block_id in owned:
-            self.pool.mark_cached(block_id)
+            self.pool.mark_cached(block_id, b"")
             self.cached.add(block_id)
 
     @rule(owned=consumes(held))
@@ -98,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         pool = self.pool
-        pool.check_integrity(block_id for owned in self.owners for block_id in owned)
+        assert not list(pool.find_faults(block_id for owned in self.owners for block_id in owned))
         num_free = pool.num_available - pool.num_cached
         assert pool.num_used + pool.num_cached + num_free == pool.num_blocks
         assert pool.num_used == len({block_id for owned in self.owners for block_id in owned})

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 
 from roseinfer.engine.client import AsyncEngine
+from roseinfer.engine.pulse import Pulse
 from roseinfer.errors import EngineDead, NotReady
 from roseinfer.messages import Abort, Command, Event, Request, StepOutput, TokenOutput
 from roseinfer.records import Advanced, EngineTimes, FinishReason, Observer, RequestTimeline, StepRecord
@@ -20,6 +21,7 @@ class ManualTransport:
     def __init__(self) -> None:
         self.engine = make_engine()
         self.commands: list[Command] = []
+        self.pulse = Pulse()
 
     async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
         self.on_event, self.on_death = on_event, on_death
@@ -41,6 +43,9 @@ class ManualTransport:
         output = self.engine.step()
         self.on_event(output)
         return output
+
+    def kill(self) -> None:
+        self.on_death("killed")
 
     async def close(self) -> None:
         self.on_death("never told: the client is closing")

@@ -7,7 +7,7 @@ import pytest
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.loop import run
 from roseinfer.errors import ConfigError
-from roseinfer.messages import Abort, Command, EngineFailure, EngineInfo, Event, Shutdown, StepOutput
+from roseinfer.messages import Abort, AtRest, Command, EngineFailure, EngineInfo, Event, Shutdown, StepOutput
 from tests.unit.engine.harness import make_engine, make_request
 
 
@@ -18,7 +18,7 @@ class ScriptedInbox:
         self.script = list(script)
         self.waits: list[bool] = []
 
-    def receive(self, *, wait: bool) -> list[Command]:
+    def receive(self, *, wait: bool, timeout_s: float | None = None) -> list[Command]:
         self.waits.append(wait)
         if not self.script:
             raise EOFError
@@ -39,7 +39,7 @@ def test_one_message_a_step_and_it_sleeps_only_when_idle() -> None:
     inbox, outbox = ScriptedInbox([[], [make_request("a", max_tokens=2)], [], [], [Shutdown()]]), ListOutbox()
     assert run(make_engine, inbox, outbox, check_when_idle=True)
     assert inbox.waits == [True, True, False, True, True]
-    assert [type(event) for event in outbox.events] == [EngineInfo, StepOutput, StepOutput]
+    assert [type(event) for event in outbox.events] == [EngineInfo, StepOutput, StepOutput, AtRest]
     assert all(event.record.outbox_depth == 3 for event in outbox.events if isinstance(event, StepOutput))
 
 
@@ -67,9 +67,9 @@ def test_the_record_says_how_long_the_engine_stood_still() -> None:
             self.is_full = len(self.events) == 2
 
     class Draining(ScriptedInbox):
-        def receive(self, *, wait: bool) -> list[Command]:
+        def receive(self, *, wait: bool, timeout_s: float | None = None) -> list[Command]:
             outbox.is_full = False  # the other side went on reading while we slept
-            return super().receive(wait=wait)
+            return super().receive(wait=wait, timeout_s=timeout_s)
 
     outbox, inbox = FullOnce(), Draining([[make_request("a")], [], [], []])
     run(make_engine, inbox, outbox)

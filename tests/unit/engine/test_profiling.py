@@ -7,7 +7,7 @@ import pytest
 
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.loop import run
-from roseinfer.messages import Command, Event, Profile, ProfileEnded, StepOutput
+from roseinfer.messages import AtRest, Command, Event, Profile, ProfileEnded, StepOutput
 from tests.unit.engine.harness import make_engine, make_request
 from tests.unit.engine.test_loop import ListOutbox, ScriptedInbox
 
@@ -93,4 +93,4 @@ def test_a_profiler_that_fails_costs_the_profile_alone(fails: str, num_marked: i
     assert [end.error for end in ended(events)] == ["OSError: [Errno 28] No space left on device"]
     assert sum(profiled(events)) == num_marked
     assert len(profiled(events)) == 6
-    assert all(isinstance(event, StepOutput | ProfileEnded) for event in events)
+    assert all(isinstance(event, StepOutput | ProfileEnded | AtRest) for event in events)

@@ -189,7 +189,7 @@ def test_a_preempted_request_goes_to_the_head_of_the_queue() -> None:
     engine.add(make_request("last", max_tokens=2))
     while not engine.step().record.num_preemptions:
         pass
-    assert engine.scheduler.waiting[0].request.request_id == "r2"
+    assert next(iter(engine.scheduler.waiting)).request.request_id == "r2"
 
 
 def test_seeded_tokens_survive_preemption() -> None:

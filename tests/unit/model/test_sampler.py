@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roseinfer.config import RunnerConfig
-from roseinfer.engine.batch import SlotBinding
+from roseinfer.engine.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
@@ -180,19 +180,32 @@ def test_logprobs_are_of_the_raw_distribution(draw: Draw) -> None:
         assert entry.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-6)
 
 
-def test_rows_that_are_not_numbers_still_give_a_token(draw: Draw) -> None:
-    """A broken row must not take the step down: the others are healthy."""
-    logits = random_logits(4, 600)
-    logits[:3] = torch.nan
-    params = [
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_have_theirs(
+    draw: Draw, poison: float, dtype: torch.dtype
+) -> None:
+    needs = [
         SamplingParams(temperature=0.0),
-        SamplingParams(),
-        SamplingParams(top_p=0.5),
-        SamplingParams(temperature=0),
+        SamplingParams(seed=3),
+        SamplingParams(top_p=0.5, seed=4),
+        SamplingParams(top_k=5, seed=5),
+        SamplingParams(top_k=3000, top_p=0.9, seed=6, num_logprobs=2),
     ]
-    tokens, _ = draw(logits, params)
-    assert all(0 <= token < 600 for token in tokens)
-    assert tokens[3] == int(logits[3].argmax())
+    clean = random_logits(10, 5000).to(dtype)
+    expected, _ = draw(clean.clone(), needs * 2)
+    broken = clean.clone()
+    for row in range(5):
+        broken[row, (997 * row + 4999) % 5000] = poison  # a single number, in any chunk
+    tokens, _ = draw(broken, needs * 2)
+    assert tokens == [NO_TOKEN] * 5 + expected[5:]
+
+
+def test_a_row_is_whole_while_something_is_above_minus_infinity(draw: Draw) -> None:
+    logits = torch.full((4, 600), -torch.inf)
+    logits[0, 599] = logits[1, 599] = -5.0
+    params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(), SamplingParams(temperature=0.0)]
+    assert draw(logits, params)[0] == [599, 599, NO_TOKEN, NO_TOKEN]
 
 
 def test_a_new_owner_brings_its_own_parameters(kernels: Kernels | None) -> None:

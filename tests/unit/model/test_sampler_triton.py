@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from roseinfer.engine.batch import SlotBinding
+from roseinfer.engine.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.sampler import Sampler
 from roseinfer.model.sampling_slots import SlotTable
@@ -75,7 +75,18 @@ def test_equal_logits_and_what_is_no_number(interpreter: Worker) -> None:
     assert tokens[:2] == [3, 4999]
     assert tokens[4] == 0
     assert 4500 <= tokens[5] < 10_000
-    assert all(0 <= token < 10_000 for token in tokens)
+    assert tokens[2:4] == [NO_TOKEN, NO_TOKEN]
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_one_number_that_is_not_finite_takes_its_row(interpreter: Worker, poison: float) -> None:
+    logits = random_logits(8, 10_000, torch.float32)
+    slots, positions = torch.arange(8) % 4, torch.arange(8)
+    sound, _ = interpreter.call(both, logits, slots, positions)
+    logits[1, 9_999] = logits[2, 0] = logits[7, 4096] = poison
+    logits[4] = -torch.inf
+    tokens, expected = interpreter.call(both, logits, slots, positions)
+    assert tokens == expected == [NO_TOKEN if row in {1, 2, 4, 7} else token for row, token in enumerate(sound)]
 
 
 def test_a_row_ignores_the_others(interpreter: Worker) -> None:

@@ -3,6 +3,8 @@
 Ids 0 to 255 are the bytes themselves, so `list("text".encode())` is a prompt; above them lie a few added tokens.
 """
 
+# Over 350 lines because the scripted engine and the server around it are one harness.
+
 import asyncio
 import json
 import time
@@ -18,7 +20,9 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from roseinfer.config import Config, ServerConfig
-from roseinfer.errors import Conflict, EngineError, NotReady
+from roseinfer.engine.backlog import Backlog
+from roseinfer.engine.pulse import Account, Activity
+from roseinfer.errors import Conflict, EngineDead, EngineError, NotReady
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
@@ -125,6 +129,7 @@ class ScriptedEngine:
         self.opened: list[RequestTimeline] = []
         self.closed: list[RequestTimeline] = []
         self.trouble: str | None = None
+        self.backlog = Backlog(64)
         self.started = asyncio.Event()  # until it is set, `start` waits
         self.start_error: Exception | None = None
         self.progress: list[StartupProgress] = []
@@ -141,6 +146,13 @@ class ScriptedEngine:
         if self.start_error is not None:
             raise self.start_error
         return self.engine_info
+
+    @property
+    def account(self) -> Account:
+        return Account(Activity.IDLE if self.trouble is None else Activity.STUCK, time.monotonic_ns())
+
+    def give_up(self, reason: str) -> None:
+        self.die(EngineDead(reason))
 
     @property
     def info(self) -> EngineInfo:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roseinfer.errors import EngineFailed, RequestTimeout
+from roseinfer.errors import EngineFailed, RequestTimeout, SequenceFailed
 from roseinfer.messages import TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.server.choice import Choice, Telling
@@ -73,7 +73,7 @@ def test_a_stop_string_ends_the_text_before_it_whatever_the_engine_goes_on_to_do
 @pytest.mark.parametrize(
     ("reason", "error"),
     [
-        (FinishReason.ERROR, EngineFailed),
+        (FinishReason.ERROR, SequenceFailed),
         (FinishReason.TIMEOUT, RequestTimeout),
         (FinishReason.ABORT, EngineFailed),
     ],

@@ -18,6 +18,8 @@ constexpr int64_t kLanes = 32;   // partial results kept side by side, in an ord
 constexpr int64_t kGroup = 32;   // logits held against the worst candidate at once
 constexpr int64_t kMaxSelected = 2048;  // up to so many likeliest tokens are selected; beyond, a threshold is searched
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
+constexpr float kHighest = std::numeric_limits<float>::infinity();
+constexpr int64_t kNoToken = -1;  // `NO_TOKEN` of engine/batch.py
 
 enum Need : int32_t { kGreedy, kWhole, kTruncated };
 
@@ -47,13 +49,13 @@ struct Row {
 
     int64_t num_chunks() const { return (vocab_size + kChunk - 1) / kChunk; }
 
-    // Chunk `index` as float32, what lies past the vocabulary as -inf; NaN becomes -inf: no token, no mass.
+    // Chunk `index` as float32, what lies past the vocabulary as -inf. NaN becomes +inf: the row is then no row.
     void load(int64_t index, float* out) const {
         const int64_t start = index * kChunk, size = std::min(kChunk, vocab_size - start);
         const T* from = logits + start;
         for (int64_t i = 0; i < size; ++i) {
             const float value = to_float(from[i]);
-            out[i] = value == value ? value : kLowest;
+            out[i] = value == value ? value : kHighest;
         }
         for (int64_t i = size; i < kChunk; ++i) out[i] = kLowest;
     }
@@ -315,6 +317,7 @@ template <typename T>
 int64_t sample(const Row<T>& row, const Slot& slot, int64_t position, Workspace& work) {
     float largest;
     const int64_t likeliest = first_of_largest(row, &largest);
+    if (!(std::fabs(largest) < kHighest)) return kNoToken;  // a NaN or +inf somewhere, or nothing but -inf
     if (slot.need == kGreedy) return likeliest;
     const Mass mass(largest, slot.temperature);
     const double draw = uniform(slot.seed, position);
@@ -365,7 +368,8 @@ void score_rows(const T* logits, int64_t stride, int64_t num_rows, int64_t vocab
 }  // namespace
 
 // The next token of each row. logits [num_rows, vocab_size] with `stride` numbers between rows, float32 or bfloat16;
-// table [any] of Slot; slots, positions int32 [num_rows]; ids int64 [num_rows].
+// table [any] of Slot; slots, positions int32 [num_rows]; ids int64 [num_rows], -1 for a row with a NaN or +inf, or with
+// nothing above -inf.
 EXPORT void sampling_tokens(const void* logits, int64_t is_bfloat16, int64_t stride, int64_t num_rows,
                             int64_t vocab_size, const void* table, const int32_t* slots, const int32_t* positions,
                             int64_t* ids) {

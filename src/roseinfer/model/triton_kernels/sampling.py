@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
+from roseinfer.engine.batch import NO_TOKEN
 from roseinfer.model.sampling_slots import GREEDY, SLOT, SlotTable
 from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
 
@@ -17,6 +18,7 @@ PIECE = 4096  # of the vocabulary
 
 _LOWEST = tl.constexpr(float("-inf"))
 _GREEDY = tl.constexpr(GREEDY)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _LOG2_E = tl.constexpr(LOG2_E)
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -54,7 +56,8 @@ class Pieces(NamedTuple):
 def choose(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, table: SlotTable) -> torch.Tensor:
     """The next token of each row of logits [rows, vocab_size]: greedy where its slot is, else a draw from all tokens.
 
-    slots and positions [rows] are integers on the device -> ids [rows] int64. Nothing waits for the device.
+    slots and positions [rows] are integers on the device -> ids [rows] int64, `NO_TOKEN` where the largest logit is not
+    finite. Nothing waits for the device.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 or vocab_size == 1, "a row's logits lie side by side"
@@ -111,16 +114,17 @@ def _join_pieces(
         values = _piece_of(logits, row, piece)
         place, _ = _invert(_mass(values, tl.max(values, axis=0), temperature), tl.arange(0, logits.piece), inside)
         token = piece * logits.piece + place
-    tl.store(ids + row, token.to(tl.int64))
+    is_sound = (peak > _LOWEST) & (peak < -_LOWEST)
+    tl.store(ids + row, tl.where(is_sound, token.to(tl.int64), _NO_TOKEN))
 
 
 @kernel()
 def _piece_of(logits: Logits, row: tl.tensor, piece: tl.tensor) -> tl.tensor:
-    """float32, what lies past the vocabulary as -inf; NaN becomes -inf: no token, no mass."""
+    """float32, what lies past the vocabulary as -inf; NaN becomes +inf: the row is then no row."""
     columns = piece * logits.piece + tl.arange(0, logits.piece)
     at = logits.numbers + row * logits.row_stride + columns
     values = tl.load(at, mask=columns < logits.vocab_size, other=_LOWEST).to(tl.float32)
-    return tl.where(values == values, values, _LOWEST)  # noqa: PLR0124 - not so for NaN
+    return tl.where(values == values, values, -_LOWEST)  # noqa: PLR0124 - not so for NaN
 
 
 @kernel()

@@ -1,0 +1,162 @@
+"""Predicted waits against waits, and an overload on a virtual clock: who is let in keeps its latency."""
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from roseinfer.bench.cost_model import CostModel
+from roseinfer.bench.virtual_runner import VirtualClock, VirtualRunner
+from roseinfer.engine.backlog import MAX_RETRY_AFTER_S, Backlog
+from roseinfer.engine.engine import Engine
+from roseinfer.messages import Request
+from roseinfer.records import FinishReason, Phases
+from tests.unit.engine.harness import VOCAB_SIZE, make_engine, make_request
+
+NUM_PLACES = 8
+COSTS = CostModel(
+    step_ns=2e6, decode_row_ns=1e5, prefill_token_ns=5e4, context_token_ns=0.0, host_ns=0.0
+)  # 2.8 ms a step of eight rows
+CAPACITY = 66.0  # requests a second that this engine can end: found by the test that follows
+
+
+@dataclass
+class World:
+    """An engine on a virtual clock, clients that come at random, and a door."""
+
+    rate: float
+    limit_s: float | None
+    num_requests: int = 1500
+    first_token_s: list[float] = field(default_factory=list)
+    predicted_s: list[float] = field(default_factory=list)
+    num_refused: int = 0
+    num_tokens: int = 0
+    duration_s: float = 0.0
+
+    def run(self) -> "World":
+        clock = VirtualClock()
+        backlog = Backlog(NUM_PLACES, clock)
+        engine = self._engine(clock)
+        generator = random.Random(1)
+        arrivals = list(np.cumsum([generator.expovariate(self.rate) for _ in range(self.num_requests)]))
+        requests: dict[str, Request] = {}
+        came: dict[str, float] = {}
+        scheduled: dict[str, int] = {}
+        slots: dict[int, str] = {}
+        heapq.heapify(arrivals)
+        start_ns = clock.now_ns
+        while arrivals or engine.has_work:
+            while arrivals and start_ns + arrivals[0] * 1e9 <= clock.now_ns:
+                self._knock(heapq.heappop(arrivals), generator, engine, backlog, requests, came)
+            if not engine.has_work:
+                clock.advance_to(int(start_ns + arrivals[0] * 1e9) + 1)
+                continue
+            output = engine.step()
+            backlog.measure_step(output.record)
+            for told in output.outputs:
+                name, request = told.request_id, requests[told.request_id]
+                if told.slot is not None:
+                    slots[told.slot] = name
+                if name not in scheduled and told.times is not None:
+                    scheduled[name] = told.times.scheduled_ns
+                    backlog.note_first_token(name)
+                    self.first_token_s.append((output.record.tokens_ns - start_ns) / 1e9 - came[name])
+                if told.finish_reason is FinishReason.LENGTH:
+                    backlog.measure_place(output.record.tokens_ns - scheduled[name])
+                    backlog.remove(name, len(request.prompt_token_ids), request.params.max_tokens)
+                    self.num_tokens += request.params.max_tokens
+        assert (backlog.num_sequences, backlog.num_tokens, backlog.num_unread_tokens) == (0, 0, 0)
+        self.duration_s = (clock.now_ns - start_ns) / 1e9
+        return self
+
+    def _engine(self, clock: VirtualClock) -> Engine:
+        engine = make_engine(num_blocks=512, max_model_len=256, max_num_seqs=NUM_PLACES, max_num_batched_tokens=128)
+        engine.runner = VirtualRunner(clock, COSTS, vocab_size=VOCAB_SIZE, num_slots=NUM_PLACES)
+        engine.phases = Phases(clock=clock)
+        return engine
+
+    def _knock(
+        self,
+        at_s: float,
+        generator: random.Random,
+        engine: Engine,
+        backlog: Backlog,
+        requests: dict[str, Request],
+        came: dict[str, float],
+    ) -> None:
+        wait_s = backlog.predict_wait_s()
+        if self.limit_s is not None and wait_s > self.limit_s:
+            self.num_refused += 1
+            return
+        name = f"r{len(requests)}"
+        prompt = [generator.randrange(VOCAB_SIZE - 1) for _ in range(generator.randint(4, 24))]
+        request = make_request(name, prompt, max_tokens=generator.randint(20, 60))
+        requests[name], came[name] = request, at_s
+        self.predicted_s.append(wait_s)
+        backlog.add(name, len(prompt), request.params.max_tokens)
+        engine.add(request)
+
+    @property
+    def p99_s(self) -> float:
+        return float(np.percentile(self.first_token_s, 99))
+
+    @property
+    def goodput(self) -> float:
+        """Tokens of whole answers a second."""
+        return self.num_tokens / self.duration_s
+
+
+def test_the_capacity_of_this_engine() -> None:
+    endless = World(rate=1e6, limit_s=None, num_requests=600).run()
+    assert 600 / endless.duration_s == pytest.approx(CAPACITY, rel=0.05)
+
+
+def test_at_four_times_the_capacity_who_is_let_in_keeps_its_latency() -> None:
+    limit_s = 0.3
+    at_capacity, overloaded = World(CAPACITY, limit_s).run(), World(4 * CAPACITY, limit_s).run()
+    assert overloaded.num_refused > 0.6 * overloaded.num_requests
+    assert overloaded.p99_s <= 1.3 * at_capacity.p99_s
+    peak = World(rate=1e6, limit_s=None, num_requests=600).run().goodput
+    assert overloaded.goodput >= 0.95 * peak
+    lawless = World(4 * CAPACITY, None).run()
+    assert lawless.p99_s > 10 * at_capacity.p99_s, "the door makes no difference here"
+
+
+def test_below_its_capacity_nobody_is_refused() -> None:
+    world = World(0.7 * CAPACITY, 0.3).run()
+    assert world.num_refused == 0
+
+
+def test_predictions_come_true() -> None:
+    """With a queue that grows from nothing to a second and more: the error of the median is a fifth, at most."""
+    world = World(2 * CAPACITY, limit_s=1.0, num_requests=800).run()
+    predicted, actual = np.array(world.predicted_s), np.array(world.first_token_s)
+    order = np.argsort(actual)  # first tokens come in the order of arrival, but for ties
+    queued = predicted > 0.2
+    ratios = predicted[queued] / np.maximum(1e-9, actual[queued])
+    assert len(order) == len(predicted)
+    assert 0.8 < float(np.median(ratios)) < 1.25
+
+
+def test_nothing_is_predicted_from_nothing() -> None:
+    backlog = Backlog(2)
+    for i in range(2):
+        backlog.add(f"r{i}", 1000, 1000)
+    assert backlog.predict_wait_s() == 0.0
+    assert backlog.retry_after_s() == 1
+
+
+def test_retry_after_is_the_excess_in_whole_seconds_and_bounded() -> None:
+    clock = VirtualClock()
+    backlog = Backlog(2, clock)
+    backlog.measure_place(int(4e9))
+    for i in range(6):
+        backlog.add(f"r{i}", 1, 1)
+    assert backlog.predict_wait_s() == pytest.approx(5 * 4 / 2)
+    assert backlog.retry_after_s(limit_s=3.0) == 7
+    assert backlog.retry_after_s(limit_s=100.0) == 2  # until one place is free
+    assert backlog.retry_after_s(num_ahead=1000) == MAX_RETRY_AFTER_S
+    clock.advance(int(20e9))
+    assert backlog.predict_wait_s() == pytest.approx(20), "it has become slow: the oldest has waited so long already"

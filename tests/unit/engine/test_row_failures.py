@@ -1,0 +1,180 @@
+"""A row without a token: its request ends with an error, its blocks are nobody's, and nobody else notices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roseinfer.engine.batch import NO_TOKEN, Launched, SampledTokens, ScheduledBatch
+from roseinfer.engine.engine import Engine
+from roseinfer.engine.steps import MAX_FAILURES_IN_A_ROW, UnattributableFailure
+from roseinfer.records import FinishReason, Watch
+from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
+
+PREFIX = list(range(1, 41))  # five blocks of eight
+IsPoisoned = Callable[[str, int], bool]
+"""(request id, position of the token to be sampled) -> whether its logits hold a NaN."""
+
+
+class _Poisoned:
+    graph_rows = h2d_bytes = 0
+
+    def __init__(self, launched: Launched, rows: list[int]) -> None:
+        self.launched, self.rows = launched, rows
+
+    def wait(self) -> SampledTokens:
+        sampled = self.launched.wait()
+        token_ids = sampled.token_ids.copy()
+        token_ids[self.rows] = NO_TOKEN
+        return SampledTokens(token_ids, sampled.logprobs)
+
+
+def poison(engine: Engine, is_poisoned: IsPoisoned) -> Engine:
+    """The engine with a device whose logits are not finite here and there."""
+    launch = engine.runner.launch
+
+    def launch_poisoned(batch: ScheduledBatch, watch: Watch) -> Launched:
+        owners = engine.scheduler.residency.table.owners
+        rows = [
+            (owners[slot], position)
+            for slot, position, samples in zip(
+                batch.slots.tolist(), (batch.starts + batch.num_new_tokens).tolist(), batch.samples, strict=True
+            )
+            if samples
+        ]
+        failed = [row for row, (owner, position) in enumerate(rows) if owner and is_poisoned(
+            owner.request.request_id, position
+        )]  # fmt: skip
+        return _Poisoned(launch(batch, watch), failed)
+
+    engine.runner.launch = launch_poisoned  # type: ignore[method-assign]
+    return engine
+
+
+def num_cached(engine: Engine, request_id: str, prompt: list[int]) -> int:
+    engine.add(make_request(request_id, prompt))
+    times = run_to_end(engine).steps[-1].outputs[0].times
+    assert times is not None
+    return times.num_cached_tokens
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+@pytest.mark.parametrize("at", [41, 44])  # its first token, and one in the middle
+def test_a_row_fails_alone(at: int, pipeline_depth: int) -> None:
+    engine = poison(make_engine(pipeline_depth=pipeline_depth), lambda name, p: name == "bad" and p == at)
+    requests = [make_request(name, [*PREFIX, 50 + i], max_tokens=9) for i, name in enumerate(("a", "bad", "c"))]
+    for request in requests:
+        engine.add(request)
+    transcript = run_to_end(engine)
+    assert transcript.reasons == {"a": FinishReason.LENGTH, "bad": FinishReason.ERROR, "c": FinishReason.LENGTH}
+    for request in requests:
+        expected = run_alone(request)
+        assert transcript.tokens[request.request_id] == (
+            expected[: at - 41] if request.request_id == "bad" else expected
+        )
+    generated = sum(step.record.num_generated_tokens for step in transcript.steps)
+    assert generated == sum(map(len, transcript.tokens.values()))
+
+
+def test_its_blocks_are_never_found_and_the_retry_computes_them_again() -> None:
+    """Also those of chunks that had been computed, and published, before anybody could know."""
+    poisoned = {"bad"}
+    engine = poison(make_engine(max_prefill_tokens=8), lambda name, _: name in poisoned)
+    for request in (make_request("other", [9, 9, 9], max_tokens=30), make_request("bad", [*PREFIX, 50])):
+        engine.add(request)
+    assert run_to_end(engine).reasons["bad"] is FinishReason.ERROR
+    assert num_cached(engine, "retry", [*PREFIX, 50]) == 0
+    assert num_cached(engine, "again", [*PREFIX, 50]) == 40
+
+
+def test_what_it_started_from_is_forgotten_and_what_others_computed_after_that() -> None:
+    engine = poison(make_engine(), lambda name, _: name == "bad")
+    engine.add(make_request("other", [9, 9, 9], max_tokens=100))
+    engine.step()
+    for name in ("a", "b"):  # a leaves blocks behind, and b two more after them
+        engine.add(make_request(name, [*PREFIX, *([60] * 16 if name == "b" else []), 50]))
+        for _ in range(6):
+            engine.step()
+    assert num_cached_beside(engine, "c", [*PREFIX, *[60] * 16, 50]) == 56
+    assert num_cached_beside(engine, "bad", [*PREFIX, 51]) == 40
+    assert num_cached_beside(engine, "d", [*PREFIX, *[60] * 16, 50]) == 0
+
+
+def num_cached_beside(engine: Engine, request_id: str, prompt: list[int]) -> int:
+    """The same beside another request, which goes on."""
+    engine.add(make_request(request_id, prompt))
+    transcript = Transcript(slots={0: "other"})
+    while request_id not in transcript.reasons:
+        transcript.take(engine.step())
+        engine.check_integrity()
+    [times] = [o.times for s in transcript.steps for o in s.outputs if o.request_id == request_id and o.finish_reason]
+    assert times is not None
+    return times.num_cached_tokens
+
+
+def test_all_rows_of_a_step_are_nobodys_fault() -> None:
+    engine = poison(make_engine(), lambda *_: True)
+    for i in range(3):
+        engine.add(make_request(f"r{i}", [i + 1]))
+    with pytest.raises(UnattributableFailure, match="3 rows"):
+        engine.step()
+
+
+def test_a_request_that_is_alone_fails_alone_but_not_for_ever() -> None:
+    """A client with a poisonous prompt cannot stop an idle server; a device that computes no number at all does."""
+    engine = poison(make_engine(), lambda name, _: name != "good")
+    for i in range(MAX_FAILURES_IN_A_ROW):
+        engine.add(make_request(f"r{i}", [i + 1]))
+        assert run_to_end(engine).reasons == {f"r{i}": FinishReason.ERROR}
+    engine.add(make_request("good", [9]))
+    run_to_end(engine)
+    for i in range(MAX_FAILURES_IN_A_ROW):
+        engine.add(make_request(f"s{i}", [i + 1]))
+        run_to_end(engine)
+    engine.add(make_request("last", [5]))
+    with pytest.raises(UnattributableFailure):
+        engine.step()
+
+
+CONFIGS: list[dict[str, Any]] = [{}, {"num_blocks": 18}, {"max_prefill_tokens": 8, "pipeline_depth": 1}]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    config=st.sampled_from(CONFIGS),
+    prompts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=2, max_size=8),
+    poisoned=st.sets(st.tuples(st.integers(0, 7), st.integers(0, 12)), min_size=1, max_size=6),
+)
+def test_neighbours_keep_their_tokens_whoever_fails(
+    config: dict[str, Any], prompts: list[tuple[int, int]], poisoned: set[tuple[int, int]]
+) -> None:
+    requests = [
+        make_request(f"r{i}", [*PREFIX[:shared], 60 + i], max_tokens=max_tokens)
+        for i, (shared, max_tokens) in enumerate(prompts)
+    ]
+    failing = {f"r{i}": len(requests[i].prompt_token_ids) + after for i, after in poisoned if i < len(requests)}
+    failing.pop("r0", None)  # one is sound in every step, so that each failure is somebody's own
+    engine = poison(make_engine(**config), lambda name, position: failing.get(name) == position)
+    engine.add(make_request("steady", [3], max_tokens=100))
+    for request in requests:
+        engine.add(request)
+    transcript = run_to_end(engine)
+    for request in requests:
+        expected = run_alone(request)
+        at = failing.get(request.request_id, 1 << 30) - len(request.prompt_token_ids)
+        assert transcript.tokens[request.request_id] == expected[:at]
+        failed = at < len(expected)
+        assert transcript.reasons[request.request_id] is (FinishReason.ERROR if failed else FinishReason.LENGTH)
+    assert engine.scheduler.residency.pool.num_used == 0
+
+
+def test_a_failure_beside_surplus_rows_is_its_own() -> None:
+    """With a pipeline a row may be left over from a sequence that has ended: it speaks neither for nor against."""
+    engine = poison(make_engine(pipeline_depth=1), lambda name, p: name == "bad" and p == 5)
+    engine.add(make_request("bad", [1, 2, 3], max_tokens=20))
+    engine.add(make_request("a", [1, 2, 4], max_tokens=20))
+    engine.step()
+    engine.abort("a")
+    assert run_to_end(engine, Transcript(slots={0: "bad", 1: "a"})).reasons["bad"] is FinishReason.ERROR
