@@ -3,6 +3,7 @@
 Knows futures and sequences; nothing of grammars, slots or steps.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from roseinfer.engine.constraint import Constraint, Grammars, Matcher
@@ -20,6 +21,9 @@ class Compiling:
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
 
     def add(self, sequence: Sequence) -> bool:
         """Begin to compile the sequence's grammar. False for a sequence without one."""

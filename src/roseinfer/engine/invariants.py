@@ -48,22 +48,25 @@ def _slots(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
         num_computed, num_tokens = int(table.num_computed[slot]), int(table.num_tokens[slot])
         if not num_computed < num_tokens <= table.max_tokens[slot] or num_computed > table.blocks.capacities[slot]:
             yield Invariant.SLOTS, f"slot {slot}: {num_computed} tokens of {num_tokens} do not fit what it holds"
-    num_foreign = len(table.stop_token_ids.keys() - {sequence.slot for sequence in residency.sequences})
+    num_foreign = len(
+        (table.stop_token_ids.keys() | table.constraints.keys()) - {sequence.slot for sequence in residency.sequences}
+    )
     if num_foreign:
-        yield Invariant.BOUNDED, f"stop ids are kept for {num_foreign} slots that nobody holds"
+        yield Invariant.BOUNDED, f"stop ids or grammars are kept for {num_foreign} slots that nobody holds"
 
 
 def _states(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
     """Each unfinished id is waiting or resident and never both; what has ended holds nothing but a launched step."""
     residents = scheduler.residency.sequences
-    waiting, resident = set(map(id, scheduler.waiting)), set(map(id, residents))
+    queued = [*scheduler.waiting, *scheduler.compiling]
+    waiting, resident = set(map(id, queued)), set(map(id, residents))
     leaving = set(map(id, scheduler.leaving))
     unfinished = set(map(id, scheduler.sequences.values()))
-    if len(waiting) != len(scheduler.waiting) or waiting & resident:
+    if len(waiting) != len(queued) or waiting & resident:
         yield Invariant.STATES, "a sequence is in two states"
     if unfinished != waiting | (resident - leaving):
         yield Invariant.STATES, "an unfinished sequence is in no state, or an ended one in some"
-    for sequence in scheduler.waiting:
+    for sequence in queued:
         if sequence.status is not SequenceStatus.WAITING or sequence.slot != NO_SLOT:
             yield Invariant.STATES, f"a waiting sequence is {sequence.status.value} in slot {sequence.slot}"
     for sequence in residents:
