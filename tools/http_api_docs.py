@@ -78,7 +78,7 @@ The operations port has the probes and `/metrics` and needs no key for them; and
 | `GET /debug/recording` | everything that is remembered, as a NumPy archive |
 | `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB at most |
 | `GET /debug/trace` | the newest `limit` steps, 500 by default, and their requests in Chrome's trace format |
-| `GET /debug/invariants` | what must always hold, how often it was checked, and how often each did not; see [reliability](reliability.md) |
+| `GET /debug/invariants` | how often each [invariant](reliability.md) was checked, and how often it did not hold |
 | `POST /debug/profile` | 202 and the directory of a profile of the next `steps` steps; see [captures](capture.md) |
 
 On the loopback they need no key. With `server.ops_host` elsewhere they need one, also as the password of Basic

@@ -17,12 +17,12 @@ from roseinfer.engine.client import AsyncEngine
 from roseinfer.errors import (
     EngineDead,
     EngineError,
-    EngineFailed,
     InvalidRequest,
     Overloaded,
     PromptTooLong,
     RequestError,
     RequestTimeout,
+    SequenceFailed,
 )
 from roseinfer.llm import LLM
 from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenOutput
@@ -316,7 +316,7 @@ def test_a_dead_engine_ends_every_stream_with_an_error(llm: LLM, engines: list[A
 
 
 @pytest.mark.parametrize(
-    ("reason", "error"), [(FinishReason.ERROR, EngineFailed), (FinishReason.TIMEOUT, RequestTimeout)]
+    ("reason", "error"), [(FinishReason.ERROR, SequenceFailed), (FinishReason.TIMEOUT, RequestTimeout)]
 )
 def test_a_request_that_the_engine_could_not_finish_is_an_error(
     reason: FinishReason, error: type[EngineError], llm: LLM, monkeypatch: pytest.MonkeyPatch

@@ -84,8 +84,10 @@ def test_chat_template_marks_roles_and_asks_for_an_answer() -> None:
     ids = tokenizer(prompt)["input_ids"]
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|system|>")
     assert ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
-    with pytest.raises(Exception, match="tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "4"}], tokenize=False)
+    answered = tokenizer.apply_chat_template([{"role": "tool", "content": "4"}], tokenize=False)
+    assert answered == "<|user|>4"  # it was trained without tools: what a function says comes from the user's side
+    with pytest.raises(Exception, match="critic"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "4"}], tokenize=False)
 
 
 def test_card_numbers_are_those_of_the_files(card: str) -> None:
