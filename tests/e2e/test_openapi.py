@@ -35,7 +35,8 @@ def test_a_schema_fuzzer_finds_no_fault(start_server: StartServer, tmp_path: Pat
     (tmp_path / "document.json").write_text(json.dumps(document))
     found = fuzz("document.json", server.url, tmp_path)
     assert found.returncode == 0, found.stdout
-    assert "13 passed" in found.stdout
+    assert "Coverage (in " in found.stdout
+    assert "selected / 0 total" not in found.stdout
     assert "Traceback" not in server.log()
     properties = document["components"]["schemas"]["DetokenizeReply"]["properties"]
     properties["prompt"] = {"type": "integer"}

@@ -19,6 +19,7 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar
 
 MAX_MESSAGE_CHARS = 200
+MAX_TOKEN_CHARS = 255
 
 # Where the library's own default would allow half a gigabyte of automaton; the others are its defaults, written down
 # because the bounds in docs/structured-output.md rest on them.
@@ -52,10 +53,18 @@ class Vocabulary:
     def load(cls, checkpoint_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
         """Of the checkpoint's tokenizer.json; `vocab_size` is that of the model. Raises ValueError or OSError."""
         source = (checkpoint_dir / "tokenizer.json").read_text(encoding="utf-8")
+        _check_lengths(source)
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        tokenizer = llguidance.LLTokenizer(source, eos_token=eos or None)
-        if tokenizer.vocab_size < vocab_size:  # rows of the head that no token belongs to
-            tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=eos or None)
+        try:
+            tokenizer = llguidance.LLTokenizer(source, eos_token=eos or None)
+            if tokenizer.vocab_size < vocab_size:  # rows of the head that no token belongs to
+                tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=eos or None)
+        except (
+            BaseException
+        ) as error:  # the library's panics are no Exceptions; a server without it still serves
+            if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+                raise
+            raise ValueError(f"the library of grammars gave up: {error}") from None
         return cls(tokenizer, vocab_size)
 
     def compile(self, grammar: Grammar) -> "Compiled":
@@ -67,6 +76,30 @@ class Vocabulary:
         if first.error:
             raise InvalidRequest(f"The grammar cannot be used: {first.error}.")
         return compiled
+
+
+class _Words(msgspec.Struct, frozen=True):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _Added(msgspec.Struct, frozen=True):
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct, frozen=True):
+    """What must be known of tokenizer.json."""
+
+    model: _Words = _Words()
+    added_tokens: list[_Added] = []
+
+
+def _check_lengths(source: str) -> None:
+    """A long token is beyond the library's tree, or keeps it busy for minutes. Raises ValueError."""
+    known = msgspec.json.decode(source, type=_TokenizerFile)
+    words = known.model.vocab if isinstance(known.model.vocab, dict) else [word for word, _ in known.model.vocab]
+    longest = max(map(len, (*words, *(added.content for added in known.added_tokens))), default=0)
+    if longest > MAX_TOKEN_CHARS:
+        raise ValueError(f"a token has {longest:,} characters, and {MAX_TOKEN_CHARS} are the most a grammar can use")
 
 
 def _source(grammar: Grammar) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.engine.constraint import Matcher
 from roseinfer.errors import InvalidRequest
-from roseinfer.grammar.library import Vocabulary
+from roseinfer.grammar.library import MAX_TOKEN_CHARS, Vocabulary
 from roseinfer.messages import CallGrammar, CallShape, Grammar
 from roseinfer.server.tokenizer import Tokenizer
 from tests.unit.grammar import vocabulary as checkpoint
@@ -167,3 +167,24 @@ def test_call_grammars_survive_their_way() -> None:
 
     grammar = CallGrammar([CallShape("a", {"type": "object"}, "b")], ",", 3)
     assert msgspec.json.decode(msgspec.json.encode(grammar), type=CallGrammar) == grammar
+
+
+def test_a_vocabulary_that_the_library_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """Its tree panics, or takes minutes: the server says so, and serves without grammars."""
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    content["model"]["vocab"]["#" * (MAX_TOKEN_CHARS + 1)] = len(content["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="a token has 256 characters"):
+        Vocabulary.load(tmp_path, 2048, [0])
+
+
+def test_a_panic_of_the_library_is_an_error_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise Panic("assertion failed")
+
+    monkeypatch.setattr("roseinfer.grammar.library.llguidance.LLTokenizer", panic)
+    with pytest.raises(ValueError, match="gave up: assertion failed"):
+        Vocabulary.load(DEMO, 2048, [0])
