@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import StartServer
 from tests.e2e.server import Server
-from tests.e2e.test_faults import read_all, send_request
+from tests.e2e.test_faults import read_all, reset, send_request
 
 pytestmark = pytest.mark.e2e
 
@@ -177,6 +177,30 @@ def written_files(pid: int) -> set[str]:
         if path.startswith("/") and not path.startswith(("/dev/", "/memfd:")) and flags & (os.O_WRONLY | os.O_RDWR):
             found.add(path)
     return found
+
+
+def test_a_thousand_clients_that_leave_hold_nothing_two_seconds_later(start_server: StartServer) -> None:
+    """Every fifth with a reset; queued, reading their prompt, streaming, or waiting for the whole."""
+    server = start_server("--max-num-seqs", "16", "--server.max-inflight", "1024", "--server.max-queue-wait-s", "3600")
+    for _ in range(4):
+        connections = []
+        for index in range(250):
+            body = {"prompt": f"Client {index} " * (1 + index % 30), "max_tokens": 800, "stream": index % 2 == 0}
+            connections.append(send_request(server, {**body, "ignore_eos": True}))
+        connections[0].recv(64)
+        for index, connection in enumerate(connections):
+            reset(connection) if index % 5 == 0 else connection.close()
+    left_at = time.monotonic()
+    samples = server.wait_metrics(
+        timeout_s=20.0, roseinfer_http_inflight_streams=0, roseinfer_num_requests_running=0,
+        roseinfer_num_requests_waiting=0,
+    )  # fmt: skip
+    assert time.monotonic() - left_at < 2.0  # the promise itself
+    assert samples['roseinfer_kv_cache_blocks{state="used"}'] == 0
+    assert samples["roseinfer_requests_received_total"] == 1000
+    until(lambda: server.metrics()['roseinfer_requests_total{finish_reason="abort"}'] >= 900, 5, "few were aborted")
+    assert answers(server)
+    assert not [name for name, value in server.metrics().items() if "invariant_violations" in name and value]
 
 
 def test_a_drain_of_sixty_four_streams_loses_no_token(start_server: StartServer) -> None:

@@ -182,11 +182,13 @@ class AsyncEngine:
     @property
     def account(self) -> Account:
         account = self._transport.pulse.read()
+        if not self._num_in_engine:  # it may stand still wherever it is: nobody waits
+            return account
         now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
         if account.activity in {Activity.GC, Activity.CAPTURING}:
             limit_ns *= PAUSE_FACTOR
-        elif account.activity is Activity.IDLE:  # stuck only if it should be doing something, and since it should be
-            since_ns = max(since_ns, self._last_progress_ns) if self._num_in_engine else now_ns
+        elif account.activity is Activity.IDLE:  # though it should be doing something, and since it should be
+            since_ns = max(since_ns, self._last_progress_ns)
         return Account(Activity.STUCK, account.since_ns) if now_ns - since_ns > limit_ns else account
 
     async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:

@@ -8,10 +8,19 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 
 from roseinfer.engine.client import AsyncEngine
-from roseinfer.engine.pulse import Pulse
+from roseinfer.engine.pulse import Activity, Pulse
 from roseinfer.errors import EngineDead, NotReady
-from roseinfer.messages import Abort, Command, Event, Request, StepOutput, TokenOutput
-from roseinfer.records import Advanced, EngineTimes, FinishReason, Observer, RequestTimeline, StepRecord
+from roseinfer.messages import Abort, AtRest, Command, Event, Request, StepOutput, TokenOutput
+from roseinfer.records import (
+    Advanced,
+    EngineTimes,
+    FinishReason,
+    Invariant,
+    Observer,
+    RequestTimeline,
+    StepRecord,
+    Violation,
+)
 from tests.unit.engine.harness import make_engine, make_request
 
 
@@ -212,3 +221,56 @@ async def test_timelines_say_which_prompts_begin_alike(client: AsyncEngine) -> N
     assert first[8:] != second[8:]
     for task in tasks:
         task.cancel()
+
+
+async def test_an_engine_at_rest_and_a_front_end_that_waits_for_it_disagree(
+    client: AsyncEngine, transport: ManualTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Violation] = []
+    monkeypatch.setattr(client.observer, "on_rest", found.extend)
+    timeline = open_timeline(client)
+    stream = client.generate([make_request("a", max_tokens=2)], [timeline])
+    waiting = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    transport.on_event(AtRest(0, []))
+    assert not found, "the request is on its way"
+    transport.commands.clear()  # and is lost
+    transport.on_event(AtRest(1, []))
+    assert [violation.invariant for violation in found] == [Invariant.REQUESTS]
+    transport.on_death("enough")
+    with pytest.raises(EngineDead):
+        await waiting
+    await stream.aclose()
+
+
+async def test_a_hung_engine_is_stuck_a_busy_collector_is_not_and_an_idle_one_never(
+    client: AsyncEngine, transport: ManualTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = time.monotonic_ns()
+
+    def after(seconds: float) -> Activity:
+        monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns + int(seconds * 1e9))
+        return client.account.activity
+
+    transport.pulse.begin_step()
+    assert after(1e6) is Activity.STEPPING, "nobody waits for it"
+    after(0)
+    stream = client.generate([make_request("a")], [open_timeline(client)])
+    waiting = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    for begin, activity, limit_s in (
+        (transport.pulse.begin_step, Activity.STEPPING, 30.0),
+        (transport.pulse.begin_collection, Activity.GC, 300.0),
+        (transport.pulse.begin_capture, Activity.CAPTURING, 300.0),
+    ):
+        after(0)
+        begin()
+        assert after(limit_s - 1) is activity
+        assert client.trouble is None
+        assert after(limit_s + 1) is Activity.STUCK
+        assert client.trouble == "no engine step for 30 s with work in flight"
+    monkeypatch.undo()
+    transport.on_death("enough")
+    with pytest.raises(EngineDead):
+        await waiting
+    await stream.aclose()

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.batch import ScheduledBatch, SlotBinding
+from roseinfer.engine.batch import NO_TOKEN, ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.linear import Linear
 from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.model.sampler import Sampler
 from roseinfer.records import LifecycleState
 from tests.unit.model.conftest import MakePlayer, Shape, prompt_of, write_checkpoint
 
@@ -235,3 +236,40 @@ def test_a_result_is_kept_until_it_is_asked_for(make_player: MakePlayer) -> None
     assert [(int(result.token_ids[0]), (result.logprobs or [None])[0]) for result in results] == expected
     assert [step.wait() is result for step, result in zip(launched, results, strict=True)] == [True] * 6
     assert {step.graph_rows for step in launched} == {0}
+
+
+def test_parameters_that_cannot_be_used_fail_their_request_and_no_other(
+    make_player: MakePlayer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until the slot has another owner; what its neighbour samples stays what it was."""
+    player = make_player(SHAPE)
+    runner, bind = player.runner, Sampler.bind
+    prompts = [prompt_of(20), prompt_of(12)]
+
+    def batch(bindings: tuple[SlotBinding, ...]) -> ScheduledBatch:
+        return ScheduledBatch(
+            step_id=0,
+            slots=np.arange(2, dtype=np.int32),
+            starts=np.zeros(2, np.int32),
+            num_new_tokens=np.array([20, 12], np.int32),
+            samples=np.array([True, True]),
+            num_device_rows=0,
+            token_ids=np.array(prompts[0] + prompts[1], np.int32),
+            block_table=np.arange(8, dtype=np.int32).reshape(2, 4),
+            bindings=bindings,
+        )
+
+    greedy = SamplingParams(temperature=0.0)
+    bindings = (SlotBinding(0, greedy, 20, ()), SlotBinding(1, SamplingParams(temperature=0.0, seed=666), 12, ()))
+    sound = runner.launch(batch((bindings[0], SlotBinding(1, greedy, 12, ())))).wait().token_ids.tolist()
+
+    def refusing(sampler: Sampler, binding: SlotBinding) -> None:
+        if binding.params.seed == 666:
+            raise IndexError("past the vocabulary")
+        bind(sampler, binding)
+
+    monkeypatch.setattr(Sampler, "bind", refusing)
+    assert runner.launch(batch(bindings)).wait().token_ids.tolist() == [sound[0], NO_TOKEN]
+    assert "no other" in caplog.text
+    assert runner.launch(batch(())).wait().token_ids.tolist() == [sound[0], NO_TOKEN]
+    assert runner.launch(batch((SlotBinding(1, greedy, 12, ()),))).wait().token_ids.tolist() == sound
