@@ -166,10 +166,10 @@ def resident_mb(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def served() -> Iterator[tuple[tuple[int, int], int]]:
-    """A server of the embedded model: its two ports, and its process."""
+def served(*more: str) -> Iterator[tuple[tuple[int, int], int]]:
+    """A server of the embedded model, with more options: its two ports, and its process."""
     ports = free_port(), free_port()
-    options = ["--port", str(ports[0]), "--ops-port", str(ports[1]), "--log-level", "error"]
+    options = ["--port", str(ports[0]), "--ops-port", str(ports[1]), "--log-level", "error", *more]
     process = subprocess.Popen([sys.executable, "-m", "roseinfer", "serve", *options])  # noqa: S603 - our own server
     try:
         yield ports, process.pid
