@@ -153,6 +153,13 @@ async def measure(arguments: argparse.Namespace, url: str) -> None:
     print(f"goodput against the peak: {overloaded.goodput / peak.goodput:.2f}")
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 async def wait_ready(url: str) -> None:
     async with aiohttp.ClientSession() as session:
         while True:
@@ -167,9 +174,7 @@ async def wait_ready(url: str) -> None:
 
 def serve_and(arguments: argparse.Namespace, work: Callable[[argparse.Namespace, str], Awaitable[None]]) -> None:
     """Run the work against a server that is there for it alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {
         "--port": port,
         "--ops-port": 0,

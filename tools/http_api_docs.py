@@ -63,7 +63,9 @@ a renewed certificate is taken up in the same way. There are no CORS headers: a 
 A connection has deadlines: 10 s for the head of a request, 30 s for its body, 75 s of rest, and 30 s in which a full
 buffer is not read at all. A body has at most 2 MiB, a line of the head 8190 bytes, a head 128 headers. All but the last
 two are [options](configuration.md#server). What nests deeper than the decoder's recursion limit, about a thousand
-levels, and a number that does not fit its field are refused while decoding.
+levels, and a number that does not fit its field are refused while decoding. So that no body holds up the others, one
+of more than 64 KiB may hold 65536 values and two more for each token of the context; and where the vocabulary allows
+the proof, a text with more characters than the context can hold is refused without being encoded.
 
 The operations port has the probes and `/metrics` and needs no key for them; and it alone has these, of which
 [timeline.md](timeline.md) says more:

@@ -225,4 +225,4 @@ class QueueTimeout(RequestTimeout):
 
     status = 503
     code = "queue_timeout"
-    retry_after_s = 5
+    retry_after_s = 1  # as long as nobody who knows the backlog has said more

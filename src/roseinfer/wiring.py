@@ -44,6 +44,7 @@ _log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LAST_WORDS_TIMEOUT_S = 1.0
+_SWITCH_INTERVAL_S = 0.001  # the event loop waits this long for each thread that is at work; Python's own is five times
 
 
 class _StartupClock:
@@ -178,6 +179,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     from roseinfer.server import debug, invariants, lifecycle, profile
     from roseinfer.server.instruments import Instruments
 
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     renderer, gc_pauses = RenderProcess(), GcPauses()
     output = logs.configure(config.observe, sys.stderr)
     observation = Observation(config, __version__, renderer.render, gc_pauses, lambda: output.num_dropped)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from roseinfer.engine.backlog import Backlog
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import EngineTimes, FinishReason
 from roseinfer.server import replies
@@ -184,6 +185,40 @@ async def test_the_engines_word_on_a_deadline(stream: bool) -> None:
     assert int(queued.headers["Retry-After"]) >= 1
     assert (late.status, late.error["code"], late.error["param"]) == (504, "timeout", "timeout_s")
     assert [timeline.finish_reason for timeline in server.engine.closed] == [FinishReason.TIMEOUT] * 2
+
+
+async def test_who_waited_too_long_comes_back_when_the_backlog_has_gone() -> None:
+    engine = ScriptedEngine(ends_late(0))
+    engine.backlog = Backlog(1)
+    engine.backlog.measure_place(3_500_000_000)
+    for index in range(4):
+        engine.backlog.add(f"before-{index}", 1, 1)
+    async with serving(engine, max_queue_wait_s=1000) as server:
+        queued = await server.complete(queue_timeout_s=1)
+    assert (queued.status, queued.headers["Retry-After"]) == (503, str(4 * 3.5)[:2])
+
+
+async def test_a_long_body_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roseinfer.server.body.parse_body", None)
+    async with serving(ScriptedEngine()) as server:
+        refused = await server.complete(prompt=[1] * 100_000)
+        spelled = await server.request("POST", "/detokenize", json={"tokens": [1] * 100_000})
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert (spelled.status, spelled.error["code"], spelled.error["param"]) == (400, "invalid_value", "tokens")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(path: str) -> None:
+    text = text_model()
+    text.tokenizer._most_chars_per_token = 4
+    text.tokenizer.encode = None  # type: ignore[method-assign, assignment]
+    body = (
+        {"prompt": "x" * 513} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x" * 513}]}
+    )
+    async with serving(ScriptedEngine(), text=text) as server:
+        refused = await server.request("POST", path, json=body)
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+    assert refused.error["param"] in body
 
 
 async def test_a_deadline_holds_even_if_the_engine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

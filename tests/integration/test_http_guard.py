@@ -15,10 +15,11 @@ from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
 from roseinfer.server import guard
-from tests.unit.server.harness import ScriptedEngine, Server, says, serving
+from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, says, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "Hi"}'
+HIGH_WATER_BYTES = 64 * 1024  # asyncio's: a write that leaves more in the buffer waits
 
 
 @asynccontextmanager
@@ -107,6 +108,27 @@ async def test_a_reader_that_stalls_loses_its_request_and_no_other(stream: bool)
     if stream:
         assert engine.aborted == [timeline.request_id]
         assert timeline.client_disconnected
+
+
+async def test_what_a_reader_that_stalls_has_not_read_is_bounded_and_then_dropped() -> None:
+    """15 MB are due to it: the server encodes what its buffer takes, and the rest stays as the engine's few words."""
+    engine = ScriptedEngine()
+    async with serving(engine, write_timeout_s=0.6) as server, connected(server) as (_, writer):
+        payload = json.dumps({"prompt": "Hi", "stream": True}).encode()
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
+        await engine.received()
+        assert server.runner.server is not None
+        [connection] = server.runner.server.connections
+        engine.flood()
+        largest = 0
+        while not engine.aborted:  # the deadline's doing
+            if connection.transport is not None:
+                largest = max(largest, connection.transport.get_write_buffer_size())
+            await asyncio.sleep(0.01)
+        await server.service.wait_idle()
+    bound = 2 * HIGH_WATER_BYTES + len(HUGE_TEXT) + 1024  # what fits in the buffer, until aiohttp looks, one write more
+    assert HIGH_WATER_BYTES < largest <= bound
+    assert engine.aborted == [engine.requests[0].request_id]
 
 
 async def test_a_slow_reader_that_reads_is_left_alone() -> None:

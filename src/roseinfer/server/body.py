@@ -8,6 +8,7 @@ from aiohttp import web
 
 from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
 from roseinfer.server.exchange import EXCHANGE
+from roseinfer.server.long_body import check_num_values
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import BodyT, parse_body
 
@@ -17,14 +18,16 @@ INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to 
 
 
 async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
-    """Step 2. Raises NotJSON, BodyTooLarge, InvalidRequest or UnknownModel."""
+    """Step 2. Raises NotJSON, BodyTooLarge, InvalidRequest, PromptTooLong or UnknownModel."""
     service = request.app[SERVICE]
     _check_media_type(request)
     raw = await _read(request, service.config.max_body_bytes, service.config.body_timeout_s)
     if len(raw) <= INLINE_BYTES:
         body = parse_body(raw, body_type)
     else:
-        body = await asyncio.get_running_loop().run_in_executor(_decoder, parse_body, raw, body_type)
+        body = await asyncio.get_running_loop().run_in_executor(
+            _decoder, _parse_long, raw, body_type, service.client.info.max_model_len
+        )
     if body.model not in {None, service.model_name}:
         raise UnknownModel(
             f"The model `{body.model}` does not exist here; this is {service.model_name}.", param="model"
@@ -32,6 +35,11 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     if (exchange := request.get(EXCHANGE)) is not None:
         exchange.timelines[0].parsed_ns = time.monotonic_ns()
     return body
+
+
+def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
+    check_num_values(raw, max_model_len)
+    return parse_body(raw, body_type)
 
 
 def _check_media_type(request: web.Request) -> None:

@@ -42,7 +42,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     tools = None if tool_use is None else [tool.for_template() for tool in tool_use.tools]
     job = Job(
         body=body,
-        prompts=[await _encode_messages(body, tools, text_model)],
+        prompts=[await _encode_messages(body, tools, text_model, service.client.info.max_model_len)],
         prompt_names=["messages"],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -52,14 +52,17 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
 
 
-async def _encode_messages(body: ChatBody, tools: Sequence[object] | None, text_model: TextModel) -> list[int]:
-    """The template writes the special tokens itself, so none are added. Raises InvalidRequest."""
+async def _encode_messages(
+    body: ChatBody, tools: Sequence[object] | None, text_model: TextModel, max_model_len: int
+) -> list[int]:
+    """The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong."""
     template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
     messages = [message.for_template() for message in body.messages]
     if tools is None and sum(len(message.text) for message in body.messages) + len(messages) <= INLINE_CHARS:
         text = template.render(messages)
     else:
         text = await tokenizer.off_loop(template.render, messages, tools)
+    tokenizer.check_length([text], max_model_len, ["messages"])
     [token_ids] = await tokenizer.encode([text], add_special_tokens=False)
     return token_ids
 

@@ -30,7 +30,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     _check_length(body.prompt, service.client.info.max_model_len)
     wanted = requested_grammar(body)
     await check_grammar(wanted, service.grammars)
-    names, prompts = await _encode_prompts(body, text_model.tokenizer)
+    names, prompts = await _encode_prompts(body, text_model.tokenizer, service.client.info.max_model_len)
     _check_scores(body, sum(map(len, prompts)))
     job = Job(
         body=body,
@@ -86,11 +86,14 @@ def _check_length(prompt: str | Sequence[PromptPart], max_model_len: int) -> Non
     raise PromptTooLong(message, param="prompt")
 
 
-async def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
-    """What each prompt is called in errors, and its token ids. Raises InvalidRequest."""
+async def _encode_prompts(
+    body: CompletionBody, tokenizer: Tokenizer, max_model_len: int
+) -> tuple[list[str], list[list[int]]]:
+    """What each prompt is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong."""
     prompt = body.prompt
     if isinstance(prompt, str):
         _check_texts(["prompt"], [prompt])
+        tokenizer.check_length([prompt], max_model_len, ["prompt"])
         return ["prompt"], await tokenizer.encode([prompt], add_special_tokens=True)
     token_ids = [part for part in prompt if isinstance(part, int)]
     texts = [part for part in prompt if isinstance(part, str)]
@@ -105,6 +108,7 @@ async def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[l
     if id_lists:
         return names, id_lists
     _check_texts(names, texts)
+    tokenizer.check_length(texts, max_model_len, names)
     return names, await tokenizer.encode(texts, add_special_tokens=True)
 
 

@@ -10,7 +10,7 @@ import uuid
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.errors import CapacityError, MalformedRequest, RoseinferError, Unauthorized, UnknownRoute
+from roseinfer.errors import CapacityError, MalformedRequest, QueueTimeout, RoseinferError, Unauthorized, UnknownRoute
 from roseinfer.records import LifecycleState
 from roseinfer.server import sse
 from roseinfer.server.api_keys import Caller
@@ -28,6 +28,7 @@ QUIET_PATHS = PROBE_PATHS | {
 }  # asked every second; what they would say, the lifecycle logs
 SERVER = "roseinfer"  # in the place of aiohttp's and Python's versions
 CLIENT_CLOSED = 499  # nginx's word for it; nobody reads it but the log
+RESTART_S = "5"  # until an engine that has died is there again, if it comes back; nobody can count on its backlog
 FAREWELL_TIMEOUT_S = 1.0  # a client that does not read is not waited for with the last event
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -120,6 +121,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:  # noqa: BLE001 - one of the three places that catch all: it is logged, and told as ours
         _log.exception("unexpected error", extra={"request_id": request[REQUEST_ID]})
         failure = RoseinferError("Something went wrong inside the server; its log says more under this request's id.")
+    if isinstance(failure, QueueTimeout):
+        failure.retry_after_s = request.app[SERVICE].client.backlog.retry_after_s()
     if exchange is None:
         return error_response(failure, headers)
     exchange.fail(failure)
@@ -140,10 +143,10 @@ def error_response(
     response.headers["Server"] = SERVER
     if ledgers is not None:
         response.headers["Server-Timing"] = server_timing(ledgers)
-    if isinstance(error, CapacityError):
+    if isinstance(error, CapacityError | QueueTimeout):
         response.headers["Retry-After"] = str(error.retry_after_s)
     elif error.status == 503:
-        response.headers["Retry-After"] = "5"
+        response.headers["Retry-After"] = RESTART_S
     elif isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = error.challenge
     if error.status in {408, 413, 415}:

@@ -16,7 +16,8 @@ import msgspec
 import tokenizers
 from tokenizers import processors
 
-from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.errors import ConfigError, InvalidRequest, PromptTooLong
+from roseinfer.server.text_bounds import most_chars_per_token
 from roseinfer.server.tokenizer_config import TokenizerConfig
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
@@ -34,7 +35,7 @@ class Tokenizer:
     Its `encode` keeps the GIL: two megabytes would stop every stream for seconds.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, piece_bytes: Callable[[str], bytes]) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, piece_bytes: Callable[[str], bytes], content: bytes) -> None:
         inner.no_truncation()  # a checkpoint may ask for it; a prompt is never cut silently
         inner.no_padding()
         self._inner = inner
@@ -44,6 +45,7 @@ class Tokenizer:
         self._pieces = [b""] * (max(vocab.values(), default=-1) + 1)
         for piece, token_id in vocab.items():
             self._pieces[token_id] = piece_bytes(piece)
+        self._most_chars_per_token = most_chars_per_token(content, self._pieces)
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -66,7 +68,19 @@ class Tokenizer:
             raise ConfigError(f"tokenizer.json cannot be read: {error}.", param="model.path") from None
         if config is not None and config.adds_bos is not None:
             inner.post_processor = _frame(inner, config)
-        return cls(inner, _spelling(decoder))
+        return cls(inner, _spelling(decoder), content)
+
+    def check_length(self, texts: Sequence[str], max_model_len: int, names: Sequence[str]) -> None:
+        """Raise PromptTooLong for a text that is so long that it need not be encoded to know that it does not fit."""
+        if self._most_chars_per_token is None:
+            return
+        for name, text in zip(names, texts, strict=True):
+            if len(text) > self._most_chars_per_token * max_model_len:
+                message = (
+                    f"This model's context is {max_model_len} tokens, of {self._most_chars_per_token} characters at "
+                    f"most; the {len(text)} of `{name}` do not fit."
+                )
+                raise PromptTooLong(message, param=name)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text; with `add_special_tokens` also those the post-processor puts around a text."""

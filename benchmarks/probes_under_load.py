@@ -1,0 +1,199 @@
+"""A server under its worst bodies, into how long `/livez` takes on both ports: a row for each kind, one for them all.
+
+    python -m benchmarks.probes_under_load [--seconds 6] [--streams 8] [--only NAME]
+
+The embedded model is served by a process of its own. One client for each kind of body sends it again as soon as it has
+its answer, beside streams that never end; a probe in a process of its own asks each port a hundred times a second. The
+bodies are as long as the default limit lets in, two megabytes. Two rows more are about one request each, and tell its
+answer's time and what it cost in memory: a bomb of 256 MB behind a `Content-Encoding`, and one without.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gzip
+import http.client
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from benchmarks.overload import free_port, wait_ready
+
+PROBE_INTERVAL_S = 0.01
+BOMB_MB = 256
+HEADERS = {"Content-Type": "application/json"}
+
+
+def bodies() -> dict[str, tuple[str, bytes]]:
+    """By name: where it is sent, and two megabytes of it or nearly."""
+    text = "hello world " * 150_000
+    scattered = "".join(chr(0x4E00 + i % 20_000) for i in range(600_000))
+    told = {
+        "text": ("/v1/completions", {"prompt": text}),
+        "scattered text": ("/v1/completions", {"prompt": scattered}),
+        "token ids": ("/v1/completions", {"prompt": [1] * 650_000}),
+        "lists of token ids": ("/v1/completions", {"prompt": [[1] * 10_000] * 64}),
+        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        "many messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 55_000}),
+        "tokenize": ("/tokenize", {"prompt": text}),
+        "tokenize, spelled": ("/tokenize", {"prompt": text, "return_token_strs": True}),
+        "detokenize": ("/detokenize", {"tokens": [5] * 650_000}),
+        "unknown field": ("/v1/completions", {"prompt": "a", "x": [1.5] * 400_000}),
+    }
+    encoded = {
+        name: (path, json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
+        for name, (path, body) in told.items()
+    }
+    assert max(len(body) for _, body in encoded.values()) <= 2 << 20
+    return encoded | {
+        "brackets": ("/v1/completions", b"[" * 2_000_000),
+        "a number": ("/v1/completions", b'{"prompt": "a", "seed": ' + b"9" * 2_000_000 + b"}"),
+    }
+
+
+def probe(port: int, seconds: float, results: Connection) -> None:
+    """Ask for `/livez` over one connection, and send the latencies back, in milliseconds."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    latencies, end_s = [], time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        began_s = time.perf_counter()
+        connection.request("GET", "/livez")
+        response = connection.getresponse()
+        response.read()
+        latencies.append((time.perf_counter() - began_s) * 1e3)
+        assert response.status == 200, response.status
+        time.sleep(PROBE_INTERVAL_S)
+    results.send(latencies)
+
+
+class Load:
+    """Clients of one server that do not rest."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+        self.statuses: Counter[int] = Counter()
+
+    async def hammer(self, path: str, body: bytes) -> None:
+        while True:
+            async with self._session.post(self._url + path, data=body, headers=HEADERS) as response:
+                await response.read()
+                self.statuses[response.status] += 1
+
+    async def stream(self) -> None:
+        body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        while True:
+            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+                async for _ in response.content:
+                    pass
+
+
+@contextlib.asynccontextmanager
+async def running(*work: Any) -> Any:
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def probed(ports: tuple[int, int], seconds: float) -> list[list[float]]:
+    """The latencies at each port, asked from processes of their own."""
+    context = multiprocessing.get_context("spawn")
+    readers = []
+    for port in ports:
+        reader, writer = context.Pipe(duplex=False)
+        context.Process(target=probe, args=(port, seconds, writer), daemon=True).start()
+        writer.close()
+        readers.append(reader)
+    return [await asyncio.to_thread(reader.recv) for reader in readers]
+
+
+def row(name: str, latencies: list[list[float]], statuses: Counter[int]) -> str:
+    cells = [f"{np.percentile(port, percentile):.1f}" for port in latencies for percentile in (50, 99, 100)]
+    answers = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
+    return f"| {name} | {answers or '–'} | " + " | ".join(cells) + " |"
+
+
+async def measure(arguments: argparse.Namespace, ports: tuple[int, int], pid: int) -> None:
+    url = f"http://127.0.0.1:{ports[0]}"
+    kinds = {name: body for name, body in bodies().items() if arguments.only in (None, name)}
+    print("| load | its answers | API port p50 ms | p99 | max | ops port p50 ms | p99 | max |")
+    print("|---" * 8 + "|", flush=True)
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        quiet = Load(session, url)
+        async with running(*(quiet.stream() for _ in range(arguments.streams))):
+            runs: dict[str, list[tuple[str, bytes]]] = {"streams alone": []}
+            runs |= {name: [body] for name, body in kinds.items()}
+            runs |= {"all at once": list(kinds.values())} if arguments.only is None else {}
+            for name, sent in runs.items():
+                load = Load(session, url)
+                async with running(*(load.hammer(*body) for body in sent)):
+                    latencies = await probed(ports, arguments.seconds)
+                print(row(name, latencies, load.statuses), flush=True)
+        if arguments.only is None:
+            await drop_bombs(session, url, pid)
+
+
+async def drop_bombs(session: aiohttp.ClientSession, url: str, pid: int) -> None:
+    bomb = gzip.compress(b" " * (BOMB_MB << 20), compresslevel=9)
+    for name, headers in {"announced": HEADERS | {"Content-Encoding": "gzip"}, "unannounced": HEADERS}.items():
+        before_mb, began_s = resident_mb(pid), time.perf_counter()
+        async with session.post(f"{url}/v1/completions", data=bomb, headers=headers) as response:
+            await response.read()
+        took_ms = (time.perf_counter() - began_s) * 1e3
+        grown_mb = resident_mb(pid) - before_mb
+        print(f"bomb of {BOMB_MB} MB in {len(bomb)} bytes, {name}: ", end="")
+        print(f"{response.status} after {took_ms:.1f} ms, {grown_mb:+.1f} MB resident")
+
+
+def resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@contextlib.contextmanager
+def served(*more: str) -> Iterator[tuple[tuple[int, int], int]]:
+    """A server of the embedded model, with more options: its two ports, and its process."""
+    ports = free_port(), free_port()
+    options = ["--port", str(ports[0]), "--ops-port", str(ports[1]), "--log-level", "error", *more]
+    process = subprocess.Popen([sys.executable, "-m", "roseinfer", "serve", *options])  # noqa: S603 - our own server
+    try:
+        yield ports, process.pid
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+async def main_async(arguments: argparse.Namespace) -> None:
+    with served() as (ports, pid):
+        async with asyncio.timeout(60):
+            await wait_ready(f"http://127.0.0.1:{ports[0]}")
+        await measure(arguments, ports, pid)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each run")
+    parser.add_argument("--streams", type=int, default=8, help="beside the bodies")
+    parser.add_argument("--only", choices=[*bodies()], help="one kind of body")
+    arguments = parser.parse_args()
+    print(json.dumps(vars(arguments)))
+    asyncio.run(main_async(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What a flood of cancels, or a log that nobody reads, leaves behind in a real server: nothing, and a count."""
+
+import array
+import fcntl
+import os
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import Server
+from tests.e2e.test_faults import reset, send_request
+
+pytestmark = pytest.mark.e2e
+
+NUM_CANCELS = 300  # of a flood; of each, the first third warms caches and allocators
+DROPPED = 'roseinfer_telemetry_dropped_total{signal="log_line"}'
+BLOCKS = "roseinfer_kv_cache_blocks{"
+
+
+def resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def num_descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def num_threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def flood(server: Server, num_cancels: int) -> None:
+    """Requests of different lengths that are left at once, after their first event, or reset."""
+    for index in range(num_cancels):
+        body = {"prompt": f"{index} " * (1 + index % 40), "max_tokens": 900, "stream": True, "ignore_eos": True}
+        connection = send_request(server, body)
+        if index % 3 == 0:
+            connection.recv(64)
+        if index % 2:
+            reset(connection)
+        else:
+            connection.close()
+
+
+def settled(server: Server) -> dict[str, float]:
+    return server.wait_metrics(
+        timeout_s=20.0,
+        roseinfer_http_inflight_streams=0,
+        roseinfer_num_requests_running=0,
+        roseinfer_num_requests_waiting=0,
+    )
+
+
+def num_blocks(samples: dict[str, float]) -> float:
+    """Of all states."""
+    return sum(value for name, value in samples.items() if name.startswith(BLOCKS))
+
+
+def test_a_flood_of_cancels_leaves_nothing_behind(start_server: StartServer) -> None:
+    server = start_server("--log-level", "error")
+    flood(server, NUM_CANCELS // 3)
+    samples = settled(server)
+    pids = server.process.pid, server.engine_pid()
+    before = [(num_descriptors(pid), num_threads(pid)) for pid in pids]
+    before_mb = [resident_mb(pid) for pid in pids]
+    flood(server, NUM_CANCELS)
+    after = settled(server)
+    assert after[BLOCKS + 'state="used"}'] == 0
+    assert num_blocks(after) == num_blocks(samples)
+    assert not [name for name in after if name.startswith("roseinfer_invariant_violations_total") and after[name]]
+    deadline = time.monotonic() + 10
+    while [(num_descriptors(pid), num_threads(pid)) for pid in pids] != before:
+        assert time.monotonic() < deadline, "descriptors or threads are left behind"
+        time.sleep(0.05)
+    grown_mb = [resident_mb(pid) - mb for pid, mb in zip(pids, before_mb, strict=True)]
+    assert max(grown_mb) < 20, f"a request that was cancelled leaves some {max(grown_mb) / NUM_CANCELS:.3f} MB"
+
+
+def test_a_log_that_nobody_reads_costs_lines_and_no_request(start_server: StartServer, tmp_path: Path) -> None:
+    """The sink blocks, then it goes: requests do not notice, and the lines that are lost are counted."""
+    os.mkfifo(tmp_path / "log")
+    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        server = start_server("--log-level", "debug")
+        for _ in range(40):  # two lines each, of 300 bytes
+            assert_answers(server)
+        assert num_waiting_bytes(reader) > 4096 - 1024, "the sink is full"
+        assert server.metrics()[DROPPED] == 0, "they wait in the queue"
+    finally:
+        os.close(reader)
+    assert_answers(server)
+    deadline = time.monotonic() + 10
+    while server.metrics()[DROPPED] < 80:
+        assert time.monotonic() < deadline, "lines are lost and not counted"
+        time.sleep(0.05)
+    assert_answers(server)
+    assert server.stop() == 0
+
+
+def assert_answers(server: Server) -> None:
+    status, reply = server.post("/v1/completions", {"prompt": "The", "max_tokens": 1, "ignore_eos": True})
+    assert (status, reply["usage"]["completion_tokens"]) == (200, 1)
+
+
+def num_waiting_bytes(reader: int) -> int:
+    told = array.array("i", [0])
+    fcntl.ioctl(reader, termios.FIONREAD, told)
+    return told[0]
