@@ -68,9 +68,8 @@ def problems(samples: Sequence[Sample], max_growth_mib: float = MAX_GROWTH_MIB) 
             found.append(f"{name} is {worst} at idle")
     steady = after_warm_up(samples)
     for name in ("num_descriptors", "num_tasks"):
-        counts = [getattr(sample, name) for sample in steady]
-        if statistics.median(counts[-NUM_MEDIAN:]) > min(counts[:NUM_MEDIAN]):
-            found.append(f"{name} went from {min(counts[:NUM_MEDIAN])} to {counts[-1]}")
+        if (grown := growth(steady, name)) > 0:
+            found.append(f"{name} grew by {grown:.0f}")
     for name in ("front_end_mib", "engine_mib"):
         if (grown := growth(steady, name)) >= max_growth_mib:
             found.append(f"{name} grew by {grown:.1f}")
