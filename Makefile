@@ -14,7 +14,7 @@ IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
 
 .NOTPARALLEL:
 .PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu
-.PHONY: bench-streaming docs constraints chart dashboards dashboard-preview loadtest
+.PHONY: bench-streaming docs constraints chart dashboards dashboard-preview loadtest audit soak
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,17 @@ bench-streaming: setup ## 64 streams, 20 ms apart, 128 tokens each, through the 
 
 loadtest: setup ## twenty seconds of Locust against `make serve`, report in build/loadtest; ARGS="--scenario burst"
 	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --html build/loadtest/report.html --json-file build/loadtest/report --result build/loadtest/result.json $(ARGS)
+
+soak: setup ## ten minutes of everything at once against one server; what grows or leaks fails; ARGS="--minutes 60"
+	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+audit: setup build/audit-venv/.installed ## bill of materials, licences, known weaknesses, into build/audit
+	$(BIN)/python tools/audit.py $(ARGS)
+
+build/audit-venv/.installed: tools/audit_requirements.txt
+	$(PYTHON) -m venv --clear build/audit-venv
+	build/audit-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tools/audit_requirements.txt
+	@touch $@
 
 docs: setup ## write the generated pages again
 	$(BIN)/python tools/generate_docs.py

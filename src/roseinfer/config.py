@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
+from reprlib import Repr
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -142,11 +143,23 @@ class Option:
             converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
             expected = f"Expected one of {', '.join(map(str, self.choices))}" if self.choices else str(error)
-            got = "" if "got" in expected else f", got {value!r}"
+            got = "" if "got" in expected else f", got {shown(value)}"
             raise ConfigError(expected + got, param=self.path) from None
         if isinstance(converted, float) and not math.isfinite(converted):
-            raise ConfigError(f"Expected a finite number, got {value!r}", param=self.path)
+            raise ConfigError(f"Expected a finite number, got {shown(value)}", param=self.path)
         return converted
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: Any) -> str:
+    """A value in a message: a few lines of YAML with aliases make one of gigabytes."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of too many digits"
 
 
 @cache

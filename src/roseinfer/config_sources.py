@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
-from roseinfer.config import ENVIRONMENT_PREFIX, Config, options
+from roseinfer.config import ENVIRONMENT_PREFIX, Config, options, shown
 from roseinfer.errors import ConfigError
 
 FOREIGN_VARIABLES = frozenset({"ROSEINFER_REQUIRE_ALL", "ROSEINFER_API_KEYS"})  # ours, but no part of the tree
@@ -20,6 +20,9 @@ FOREIGN_VARIABLES = frozenset({"ROSEINFER_REQUIRE_ALL", "ROSEINFER_API_KEYS"})  
 _SERVICE_LINK = re.compile(
     r"\w+(_SERVICE_(HOST|PORT)(_\w+)?=.*|_PORT(_\d+_[A-Z]+)?=\w+://.*|_PORT_\d+_[A-Z]+_(PROTO|PORT|ADDR)=.*)"
 )
+
+# What PyYAML lets through of a text that is none, of a date or number that is none, and of endless nesting.
+_UNREADABLE = (ValueError, AttributeError, LookupError, TypeError, RecursionError)
 
 
 class Given(NamedTuple):
@@ -77,7 +80,7 @@ def _from_file(file: Path) -> dict[str, Given]:
         tree = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", param=str(file)) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"is not YAML: {' '.join(str(error).split())}", param=str(file)) from None
     given = {}
     for section, values in _mapping(tree, str(file)).items():
@@ -93,7 +96,7 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
     if value is None:  # an empty file, or a section whose lines are all comments
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"expected a mapping, got {value!r}", param=where)
+        raise ConfigError(f"expected a mapping, got {shown(value)}", param=where)
     return value
 
 

@@ -354,6 +354,7 @@ class AsyncEngine:
         for output in step.outputs:
             entry = self._entries[output.request_id]
             if output.slot is not None:
+                self._lose_slot(entry)  # it was preempted, and came back in another
                 entry.slot = output.slot
                 self._by_slot[output.slot] = entry
             if output.token_ids:
@@ -384,7 +385,11 @@ class AsyncEngine:
         if finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
             self.backlog.measure_place(entry.timeline.token_ns[-1] - entry.timeline.scheduled_ns)
         self._forget(entry)
-        if entry.slot is not None and self._by_slot[entry.slot] is entry:  # it may have lost the slot to another
+        self._lose_slot(entry)
+
+    def _lose_slot(self, entry: _Entry) -> None:
+        """A preempted one may have lost it already: to one that has it now, or to one that has left since."""
+        if entry.slot is not None and self._by_slot.get(entry.slot) is entry:
             del self._by_slot[entry.slot]
 
     def _forget(self, entry: _Entry) -> None:

@@ -164,7 +164,7 @@ class Recording:
                 )
             meta = msgspec.json.decode(arrays["meta"].tobytes(), type=RecordingMeta)
             requests = msgspec.json.decode(arrays["requests"].tobytes(), type=list[RequestRecord])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"{name} is damaged: {error}.", param="recording") from None
         for table, dtype in (("steps", STEP_DTYPE), ("writes", WRITE_DTYPE), ("interruptions", INTERRUPTION_DTYPE)):
             if arrays[table].dtype != dtype or arrays[table].ndim != 1:

@@ -194,6 +194,35 @@ async def test_tokens_go_to_whoever_took_the_slot_last(client: AsyncEngine, tran
     assert client.num_unfinished == 1
 
 
+@pytest.mark.parametrize(
+    ("story", "left"),
+    [
+        ("a in 3, b in 3, b ends, a ends", "a request that was preempted, and aborted after its successor had ended"),
+        ("a in 3, a in 5, a ends", "a request that was preempted, and came back elsewhere"),
+        ("a in 3, b in 3, a in 5, b ends, a ends", "both"),
+        ("a in 3, b in 3, a in 3, b ends, a ends", "both, and the slot came back"),
+    ],
+)
+async def test_nothing_is_remembered_of(client: AsyncEngine, transport: ManualTransport, story: str, left: str) -> None:
+    timelines = [open_timeline(client, name) for name in "ab"]
+    stream = client.generate([make_request(name) for name in "ab"], timelines)
+    task = start_taking(stream)
+    await breathe()
+    record = transport.engine.step().record
+    times = EngineTimes(inbox_ns=1, scheduled_ns=1, num_cached_tokens=0, num_preemptions=0)
+    for words in (sentence.split() for sentence in story.split(", ")):
+        output = (
+            TokenOutput(words[0], [10], times=times, slot=int(words[2]))
+            if words[1] == "in"
+            else TokenOutput(words[0], [], None, FinishReason.ABORT, None, times)
+        )
+        transport.on_event(StepOutput(b"", b"", [output], record))
+    assert client.trouble is None
+    assert client._by_slot == {}, left
+    await task
+    await stream.aclose()
+
+
 def start_taking(stream: AsyncGenerator[list[TokenOutput], None]) -> asyncio.Task[list[TokenOutput]]:
     """Begin to wait for the stream's next outputs, as a handler does."""
 

@@ -1,0 +1,222 @@
+"""A server under everything at once for some minutes, into memory, descriptors, tasks and blocks: flat, or it fails.
+
+    python -m benchmarks.soak [--minutes 10] [--round-s 30] [--seed 0] [--out build/soak.json]
+
+The embedded model is served by processes of their own. In each round come streams, whole answers with every feature,
+clients that leave, slow readers, bad input, dribbled heads and probes, all at once; then all stop, and what the server
+still holds is read: after the last request has ended nothing may be left of it. Memory counts from the end of the
+warm-up, a fifth of the rounds. Exit status 1 says that something grew, leaked, broke or answered 5xx, and what.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.servers import free_port
+from benchmarks.soak_clients import Clients
+
+START_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 15.0  # slow readers may hold theirs until the server notices that they have gone
+WARM_UP_SHARE = 0.2
+MAX_GROWTH_MIB = 20.0
+NUM_MEDIAN = 3  # samples at either end, whose median is compared
+OPTIONS = {"--max-num-seqs": 16, "--server.max-inflight": 256, "--log-level": "error"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What the server holds when nobody asks for anything."""
+
+    after_s: float
+    front_end_mib: float  # resident memory
+    engine_mib: float
+    num_descriptors: int  # of both processes
+    num_tasks: int  # of the front end's event loop
+    num_requests: int  # in flight, running or waiting
+    num_used_blocks: int
+    num_missing_blocks: int  # of all, those that are neither used nor cached nor free
+    num_violations: int
+
+    def row(self) -> str:
+        values = (f"{value:.1f}" if isinstance(value, float) else f"{value}" for value in asdict(self).values())
+        return "| " + " | ".join(values) + " |"
+
+
+HEADINGS = (
+    *("after s", "front end MiB", "engine MiB", "descriptors", "tasks", "requests", "used blocks", "missing blocks"),
+    "violations",
+)
+
+
+def problems(samples: Sequence[Sample], max_growth_mib: float = MAX_GROWTH_MIB) -> list[str]:
+    """What is not flat, in words; the warm-up counts only for what may never be."""
+    found = []
+    for name in ("num_requests", "num_used_blocks", "num_missing_blocks", "num_violations"):
+        if worst := max(getattr(sample, name) for sample in samples):
+            found.append(f"{name} is {worst} at idle")
+    steady = after_warm_up(samples)
+    for name in ("num_descriptors", "num_tasks"):
+        if (grown := growth(steady, name)) > 0:
+            found.append(f"{name} grew by {grown:.0f}")
+    for name in ("front_end_mib", "engine_mib"):
+        if (grown := growth(steady, name)) >= max_growth_mib:
+            found.append(f"{name} grew by {grown:.1f}")
+    return found
+
+
+def after_warm_up(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """All but the first fifth."""
+    return samples[round(len(samples) * WARM_UP_SHARE) :]
+
+
+def growth(samples: Sequence[Sample], name: str) -> float:
+    """From the first few samples to the last few."""
+    values = [getattr(sample, name) for sample in samples]
+    return float(statistics.median(values[-NUM_MEDIAN:]) - statistics.median(values[:NUM_MEDIAN]))
+
+
+class Held:
+    """Reads what the server's processes hold, from /proc and from what the server itself says."""
+
+    def __init__(self, pid: int, url: str, ops_url: str) -> None:
+        self._url, self._ops_url = url, ops_url
+        self._pids = (pid, engine_of(pid))
+        self._began_s = time.monotonic()
+
+    async def sample(self) -> Sample:
+        """Waits until no request is left, or as long as one may take to end."""
+        async with aiohttp.ClientSession() as session:
+            deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+            while (values := await self._metrics(session)) and time.monotonic() < deadline_s:
+                if not num_requests(values):
+                    break
+                await asyncio.sleep(0.2)
+            async with session.get(f"{self._ops_url}/debug/invariants") as response:
+                num_tasks = (await response.json())["num_tasks"]
+        blocks = {state: values[f"roseinfer_kv_cache_blocks {state}"] for state in ("used", "cached", "free", "total")}
+        front_end, engine = (resident_mib(pid) for pid in self._pids)
+        return Sample(
+            after_s=time.monotonic() - self._began_s,
+            front_end_mib=front_end,
+            engine_mib=engine,
+            num_descriptors=sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self._pids),
+            num_tasks=num_tasks,
+            num_requests=num_requests(values),
+            num_used_blocks=round(blocks["used"]),
+            num_missing_blocks=round(blocks["total"] - blocks["used"] - blocks["cached"] - blocks["free"]),
+            num_violations=round(sum(values[name] for name in values if "invariant_violations" in name)),
+        )
+
+    async def _metrics(self, session: aiohttp.ClientSession) -> dict[str, float]:
+        """Name and its labels' values, without the model's -> value."""
+        async with session.get(f"{self._url}/metrics") as response:
+            page = await response.text()
+        return {
+            " ".join([sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")]): sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+        }
+
+
+def num_requests(values: dict[str, float]) -> int:
+    names = ("http_inflight_streams", "num_requests_running", "num_requests_waiting")
+    return round(sum(values[f"roseinfer_{name}"] for name in names))
+
+
+def resident_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"process {pid} says nothing about its memory")
+
+
+def engine_of(pid: int) -> int:
+    """The child that is the engine; another one may check grammars."""
+    children = {child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+    (engine,) = (child for child in children if b"grammar" not in Path(f"/proc/{child}/cmdline").read_bytes())
+    return int(engine)
+
+
+@contextmanager
+def serving(port: int, ops_port: int) -> Iterator[subprocess.Popen[bytes]]:
+    options = {"--port": port, "--ops-port": ops_port, **OPTIONS}
+    command = [sys.executable, "-m", "roseinfer", "serve", *(str(word) for pair in options.items() for word in pair)]
+    process = subprocess.Popen(command)  # noqa: S603 - our own server
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+async def wait_ready(url: str) -> None:
+    """Raises TimeoutError."""
+    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"{url}/readyz") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientConnectionError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+async def soak(arguments: argparse.Namespace, pid: int, url: str, ops_url: str) -> tuple[Clients, list[Sample]]:
+    """Rounds of load, each with a sample after it."""
+    await wait_ready(url)
+    held, clients, samples = Held(pid, url, ops_url), Clients(url, arguments.seed), []
+    print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
+    for _ in range(max(2 * NUM_MEDIAN, round(arguments.minutes * 60 / arguments.round_s))):
+        await clients.run(arguments.round_s)
+        samples.append(await held.sample())
+        print(samples[-1].row(), flush=True)
+    return clients, samples
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help=f"at least {2 * NUM_MEDIAN} rounds are run")
+    parser.add_argument("--round-s", type=float, default=30.0, help="load between two samples")
+    parser.add_argument("--max-growth-mib", type=float, default=MAX_GROWTH_MIB, help="of either process")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("build/soak.json"), metavar="FILE")
+    arguments = parser.parse_args()
+    port, ops_port = free_port(), free_port()
+    with serving(port, ops_port) as process:
+        url, ops_url = (f"http://127.0.0.1:{number}" for number in (port, ops_port))
+        clients, samples = asyncio.run(soak(arguments, process.pid, url, ops_url))
+    found = problems(samples, arguments.max_growth_mib)
+    if clients.num_server_errors:
+        found.append(f"{clients.num_server_errors} answers were 5xx")
+    if clients.num_faults:
+        found.append(f"{clients.num_faults} clients saw a fault, the first ones: " + "; ".join(clients.faults[:5]))
+    if process.returncode:
+        found.append(f"the server's exit status is {process.returncode}")
+    told = {"answers": dict(sorted(clients.statuses.items())), "faults": clients.faults, "problems": found}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({**told, "samples": [asdict(sample) for sample in samples]}, indent=1))
+    steady = after_warm_up(samples)
+    print(
+        f"{clients.statuses.total()} exchanges, {clients.num_server_errors} answers 5xx, growth after the warm-up: "
+        f"front end {growth(steady, 'front_end_mib'):+.1f} MiB, engine {growth(steady, 'engine_mib'):+.1f} MiB; "
+        f"slowest /livez {clients.slowest_probe_s * 1e3:.0f} ms"
+    )
+    print("\n".join(found) or "flat")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,52 @@
+"""Whatever a configuration file holds, it is a configuration or one sentence that names the place: nothing else."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roseinfer.config import options
+from roseinfer.config_sources import load
+from roseinfer.errors import ConfigError
+from tests.fuzz.mutations import corpus, mutated
+
+NUM_MUTATIONS = 300
+KEPT = corpus("config")
+
+
+def check(file: Path, content: bytes) -> bool:
+    """The property; whether it was taken."""
+    file.write_bytes(content)
+    try:
+        load(file=file)
+    except ConfigError as error:
+        assert error.param
+        assert len(error.message) < 2000, error.message[:300]
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "content"), KEPT, ids=[name for name, _ in KEPT])
+def test_the_kept_ones(tmp_path: Path, name: str, content: bytes) -> None:
+    assert check(tmp_path / "config.yaml", content) == name.startswith("good")
+
+
+def test_ones_like_them(tmp_path: Path) -> None:
+    for content in mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1):
+        try:
+            check(tmp_path / "config.yaml", content)
+        except Exception as error:
+            raise AssertionError(f"keep this in the corpus: {content!r}") from error
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10) | st.dates() | st.binary(max_size=5)
+VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=5), SCALARS, max_size=3)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(options())), VALUES)
+def test_any_value_of_any_option(tmp_path: Path, path: str, value: object) -> None:
+    section, name = path.split(".")
+    check(tmp_path / "config.yaml", yaml.safe_dump({section: {name: value}}).encode())
