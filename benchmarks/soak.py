@@ -144,7 +144,9 @@ def resident_mib(pid: int) -> float:
 
 def engine_of(pid: int) -> int:
     """The child that is the engine; another one may check grammars."""
-    children = {child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+    children = {
+        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    }
     (engine,) = (child for child in children if b"grammar" not in Path(f"/proc/{child}/cmdline").read_bytes())
     return int(engine)
 

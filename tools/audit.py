@@ -81,7 +81,16 @@ def ask_for_advisories(command: Sequence[str], components: Sequence[dict[str, An
     # torch's "+cpu" is a build, not a version
     lines = [f"{component['name']}=={Version(component['version']).public}\n" for component in components]
     pins.write_text("".join(sorted(lines)))
-    options = ("--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json", "--timeout", str(TIMEOUT_S))
+    options = (
+        "--no-deps",
+        "--disable-pip",
+        "--progress-spinner",
+        "off",
+        "--format",
+        "json",
+        "--timeout",
+        str(TIMEOUT_S),
+    )
     asked = subprocess.run(  # noqa: S603 - our own arguments
         [*command, "--requirement", str(pins), *options], check=False, capture_output=True, text=True
     )
@@ -112,7 +121,9 @@ def read_advisories(answer: str) -> tuple[int, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tools", type=Path, default=ROOT / "build/audit-venv", metavar="DIR", help="their environment")
+    parser.add_argument(
+        "--tools", type=Path, default=ROOT / "build/audit-venv", metavar="DIR", help="their environment"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build/audit", metavar="DIR")
     options = parser.parse_args(arguments)
     bill = bill_of_materials(options.tools / "bin" / "cyclonedx-py", options.out / "sbom.json")

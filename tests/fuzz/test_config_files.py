@@ -41,7 +41,9 @@ def test_ones_like_them(tmp_path: Path) -> None:
             raise AssertionError(f"keep this in the corpus: {content!r}") from error
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10) | st.dates() | st.binary(max_size=5)
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10) | st.dates() | st.binary(max_size=5)
+)
 VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=5), SCALARS, max_size=3)
 
 

@@ -68,7 +68,12 @@ def test_any_payloads(payloads: list[bytes], cut: int) -> None:
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)
-VALUES = SCALARS | st.binary(max_size=8) | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=4), SCALARS, max_size=3)
+VALUES = (
+    SCALARS
+    | st.binary(max_size=8)
+    | st.lists(SCALARS, max_size=3)
+    | st.dictionaries(st.text(max_size=4), SCALARS, max_size=3)
+)
 TAGS = sorted(member.__name__ for union in (Command, Event) for member in union.__args__)
 NAMES = sorted({field for union in (Command, Event) for member in union.__args__ for field in member.__struct_fields__})
 

@@ -15,7 +15,20 @@ from tests.repo.tree import ROOT
 TOOLS = ROOT / "build" / "audit-venv"
 
 # What a server is made of may be used, changed and passed on by anybody; another licence is a decision to take.
-PERMISSIVE = ("apache", "mit", "bsd", "isc", "psf", "python-2.0", "zlib", "unlicense", "0bsd", "hpnd", "cnri", "mpl-2.0")
+PERMISSIVE = (
+    "apache",
+    "mit",
+    "bsd",
+    "isc",
+    "psf",
+    "python-2.0",
+    "zlib",
+    "unlicense",
+    "0bsd",
+    "hpnd",
+    "cnri",
+    "mpl-2.0",
+)
 
 
 @pytest.fixture(scope="module")

@@ -59,9 +59,7 @@ class Vocabulary:
             tokenizer = llguidance.LLTokenizer(source, eos_token=eos or None)
             if tokenizer.vocab_size < vocab_size:  # rows of the head that no token belongs to
                 tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=eos or None)
-        except (
-            BaseException
-        ) as error:  # the library's panics are no Exceptions; a server without it still serves
+        except BaseException as error:  # the library's panics are no Exceptions; a server without it still serves
             if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
                 raise
             raise ValueError(f"the library of grammars gave up: {error}") from None
