@@ -29,6 +29,7 @@ from roseinfer.records import Phases, Watch
 VOCAB_SIZE = 50257
 MAX_MODEL_LEN = 1024
 NUM_WARM_STEPS = 50
+MAX_STEPS = 700  # then the longest sequences meet the end of the context
 PARTS = ("schedule", "commit", "record", "encode", "total")
 
 
@@ -126,6 +127,8 @@ def main() -> None:
     parser.add_argument("--pipeline-depth", type=int, default=0, choices=[0, 1])
     parser.add_argument("--evict-mib", type=int, default=0, help="that a step reads, as a model reads its weights")
     arguments = parser.parse_args()
+    if not 0 < arguments.steps <= MAX_STEPS:
+        parser.error(f"--steps must be 1 to {MAX_STEPS}: the sequences are over then")
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {arguments.steps} steps, microseconds a step")
     print("| rows |" + "".join(f" {part} |" for part in PARTS))
     print("|---|" + "---|" * len(PARTS))

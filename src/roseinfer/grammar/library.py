@@ -55,14 +55,9 @@ class Vocabulary:
         source = (checkpoint_dir / "tokenizer.json").read_text(encoding="utf-8")
         _check_lengths(source)
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        try:
-            tokenizer = llguidance.LLTokenizer(source, eos_token=eos or None)
-            if tokenizer.vocab_size < vocab_size:  # rows of the head that no token belongs to
-                tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=eos or None)
-        except BaseException as error:  # the library's panics are no Exceptions; a server without it still serves
-            if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
-                raise
-            raise ValueError(f"the library of grammars gave up: {error}") from None
+        tokenizer = llguidance.LLTokenizer(source, eos_token=eos or None)
+        if tokenizer.vocab_size < vocab_size:  # rows of the head that no token belongs to
+            tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=eos or None)
         return cls(tokenizer, vocab_size)
 
     def compile(self, grammar: Grammar) -> "Compiled":

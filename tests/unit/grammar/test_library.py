@@ -176,15 +176,3 @@ def test_a_vocabulary_that_the_library_cannot_hold_is_refused(tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="a token has 256 characters"):
         Vocabulary.load(tmp_path, 2048, [0])
-
-
-def test_a_panic_of_the_library_is_an_error_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Panic(BaseException):
-        pass
-
-    def panic(*_: object, **__: object) -> None:
-        raise Panic("assertion failed")
-
-    monkeypatch.setattr("roseinfer.grammar.library.llguidance.LLTokenizer", panic)
-    with pytest.raises(ValueError, match="gave up: assertion failed"):
-        Vocabulary.load(DEMO, 2048, [0])
