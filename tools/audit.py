@@ -2,8 +2,8 @@
 
     python tools/audit.py [--tools build/audit-venv] [--out build/audit]
 
-Writes `sbom.json` (CycloneDX; scope `required` is what a server needs, `excluded` what only tests and development do) and
-`licences.md`, and asks the package index for advisories. Exit status 1: a package has a known weakness. An index that
+Writes `sbom.json` (CycloneDX; scope `required` is what a server needs, `excluded` what only tests and development do)
+and `licences.md`, and asks the package index for advisories. Exit status 1: a package has a known weakness. An index that
 has no advisories ends the search with one sentence, and is no failure. CycloneDX's and PyPA's programs do the work, in
 an environment of their own, so that they are no part of what they describe.
 """
@@ -21,6 +21,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
 from pin_constraints import ROOT, closure
 
 TIMEOUT_S = 15  # of one question to the package index
@@ -55,8 +56,8 @@ def licence_of(component: dict[str, Any]) -> str:
     if names:
         return ", ".join(dict.fromkeys(names))
     distribution = importlib.metadata.distribution(component["name"])
-    if said := distribution.metadata.get("License"):
-        return said.splitlines()[0]
+    if said := distribution.metadata.json.get("license"):
+        return str(said).splitlines()[0]
     texts = [file for file in distribution.files or () if file.name.upper().startswith(("LICENSE", "COPYING"))]
     lines = [line.strip() for file in texts for line in file.read_text().splitlines()]
     return next(filter(None, lines), "unknown")
