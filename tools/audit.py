@@ -2,8 +2,8 @@
 
     python tools/audit.py [--tools build/audit-venv] [--out build/audit]
 
-Writes `sbom.json` (CycloneDX; scope `required` is what a server needs, `excluded` what only tests and development do)
-and `licences.md`, and asks the package index for advisories. Exit status 1: a package has a known weakness. An index that
+Writes `sbom.json` (CycloneDX; scope `required` is what a server needs, `excluded` what is for tests and development) and
+`licences.md`, and asks the package index for advisories. Exit status 1: a package has a known weakness. An index that
 has no advisories ends the search with one sentence, and is no failure. CycloneDX's and PyPA's programs do the work, in
 an environment of their own, so that they are no part of what they describe.
 """
@@ -108,7 +108,8 @@ def read_advisories(answer: str) -> tuple[int, str]:
     if not asked:
         return 0, NO_ADVISORIES
     lines = [
-        f"{package['name']} {package['version']}: {weakness['id']}, fixed in {', '.join(weakness['fix_versions']) or '–'}"
+        f"{package['name']} {package['version']}: {weakness['id']}, "
+        f"fixed in {', '.join(weakness['fix_versions']) or 'no version yet'}"
         for package in asked
         for weakness in package["vulns"]
     ]

@@ -20,7 +20,7 @@ NUM_ENGINES = 200
 KEPT = corpus("frame")
 DECODERS: tuple[msgspec.msgpack.Decoder[object], ...] = (
     msgspec.msgpack.Decoder(Command),
-    msgspec.msgpack.Decoder(Event),  # type: ignore[arg-type]
+    msgspec.msgpack.Decoder(Event),
 )
 # What the loops at both ends take for a peer that has gone wrong. A deep nesting ends in the first.
 REFUSALS = (RecursionError, ValueError, msgspec.MsgspecError)
