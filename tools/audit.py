@@ -2,7 +2,7 @@
 
     python tools/audit.py [--tools build/audit-venv] [--out build/audit]
 
-Writes `sbom.json` (CycloneDX; scope `required` is what a server needs, `excluded` what is for tests and development) and
+Writes `sbom.json` (CycloneDX; scope `required` is what a server needs, `excluded` what tests and development do) and
 `licences.md`, and asks the package index for advisories. Exit status 1: a package has a known weakness. An index that
 has no advisories ends the search with one sentence, and is no failure. CycloneDX's and PyPA's programs do the work, in
 an environment of their own, so that they are no part of what they describe.
@@ -27,7 +27,7 @@ from pin_constraints import ROOT, closure
 TIMEOUT_S = 15  # of one question to the package index
 NO_ADVISORIES = (
     "advisories: skipped, for the package index that can be reached from here offers no advisory data; "
-    "run `make audit` where https://pypi.org answers."
+    "run `make audit` where PyPI answers."
 )
 
 
