@@ -32,6 +32,9 @@ IDLE_TIMEOUT_S = 15.0  # slow readers may hold theirs until the server notices t
 WARM_UP_SHARE = 0.2
 MAX_GROWTH_MIB = 20.0
 NUM_MEDIAN = 3  # samples at either end, whose median is compared
+MIN_ROUNDS = 2 * NUM_MEDIAN
+COUNTS = ("num_descriptors", "num_tasks")
+SIZES = ("front_end_mib", "engine_mib")
 OPTIONS = {"--max-num-seqs": 16, "--server.max-inflight": 256, "--log-level": "error"}
 
 
@@ -62,17 +65,12 @@ HEADINGS = (
 
 def problems(samples: Sequence[Sample], max_growth_mib: float = MAX_GROWTH_MIB) -> list[str]:
     """What is not flat, in words; the warm-up counts only for what may never be."""
-    found = []
-    for name in ("num_requests", "num_used_blocks", "num_missing_blocks", "num_violations"):
-        if worst := max(getattr(sample, name) for sample in samples):
-            found.append(f"{name} is {worst} at idle")
-    steady = after_warm_up(samples)
-    for name in ("num_descriptors", "num_tasks"):
-        if (grown := growth(steady, name)) > 0:
-            found.append(f"{name} grew by {grown:.0f}")
-    for name in ("front_end_mib", "engine_mib"):
-        if (grown := growth(steady, name)) >= max_growth_mib:
-            found.append(f"{name} grew by {grown:.1f}")
+    never = ("num_requests", "num_used_blocks", "num_missing_blocks", "num_violations")
+    worst = {name: max(getattr(sample, name) for sample in samples) for name in never}
+    found = [f"{name} is {value} at idle" for name, value in worst.items() if value]
+    grown = {name: growth(after_warm_up(samples), name) for name in (*COUNTS, *SIZES)}
+    found += [f"{name} grew by {grown[name]:.0f}" for name in COUNTS if grown[name] > 0]
+    found += [f"{name} grew by {grown[name]:.1f}" for name in SIZES if grown[name] >= max_growth_mib]
     return found
 
 
@@ -181,7 +179,7 @@ async def soak(arguments: argparse.Namespace, pid: int, url: str, ops_url: str) 
     await wait_ready(url)
     held, clients, samples = Held(pid, url, ops_url), Clients(url, arguments.seed), []
     print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
-    for _ in range(max(2 * NUM_MEDIAN, round(arguments.minutes * 60 / arguments.round_s))):
+    for _ in range(max(MIN_ROUNDS, round(arguments.minutes * 60 / arguments.round_s))):
         await clients.run(arguments.round_s)
         samples.append(await held.sample())
         print(samples[-1].row(), flush=True)
@@ -190,7 +188,7 @@ async def soak(arguments: argparse.Namespace, pid: int, url: str, ops_url: str) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help=f"at least {2 * NUM_MEDIAN} rounds are run")
+    parser.add_argument("--minutes", type=float, default=10.0, help=f"at least {MIN_ROUNDS} rounds are run")
     parser.add_argument("--round-s", type=float, default=30.0, help="load between two samples")
     parser.add_argument("--max-growth-mib", type=float, default=MAX_GROWTH_MIB, help="of either process")
     parser.add_argument("--seed", type=int, default=0)

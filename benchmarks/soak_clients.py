@@ -197,6 +197,12 @@ class Clients:
         await loop.sock_connect(connection, (self._host, int(self._port)))
         if body is not None:
             content = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+            fields = (
+                "Host: x",
+                "Connection: close",
+                "Content-Type: application/json",
+                f"Content-Length: {len(content)}",
+            )
+            head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields))
             await loop.sock_sendall(connection, head.encode() + b"\r\n\r\n" + content[: None if is_whole else 40])
         return connection

@@ -2,7 +2,7 @@
 
     python tools/audit.py [--tools build/audit-venv] [--out build/audit]
 
-Writes `sbom.json` (CycloneDX; scope `required` is what a server needs, `excluded` what only tests and development do) and
+Writes `sbom.json` (CycloneDX; scope `required` is what a server needs, `excluded` what tests and development do) and
 `licences.md`, and asks the package index for advisories. Exit status 1: a package has a known weakness. An index that
 has no advisories ends the search with one sentence, and is no failure. CycloneDX's and PyPA's programs do the work, in
 an environment of their own, so that they are no part of what they describe.
@@ -21,12 +21,13 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
 from pin_constraints import ROOT, closure
 
 TIMEOUT_S = 15  # of one question to the package index
 NO_ADVISORIES = (
     "advisories: skipped, for the package index that can be reached from here offers no advisory data; "
-    "run `make audit` where https://pypi.org answers."
+    "run `make audit` where PyPI answers."
 )
 
 
@@ -55,8 +56,8 @@ def licence_of(component: dict[str, Any]) -> str:
     if names:
         return ", ".join(dict.fromkeys(names))
     distribution = importlib.metadata.distribution(component["name"])
-    if said := distribution.metadata.get("License"):
-        return said.splitlines()[0]
+    if said := distribution.metadata.json.get("license"):
+        return str(said).splitlines()[0]
     texts = [file for file in distribution.files or () if file.name.upper().startswith(("LICENSE", "COPYING"))]
     lines = [line.strip() for file in texts for line in file.read_text().splitlines()]
     return next(filter(None, lines), "unknown")
@@ -107,7 +108,8 @@ def read_advisories(answer: str) -> tuple[int, str]:
     if not asked:
         return 0, NO_ADVISORIES
     lines = [
-        f"{package['name']} {package['version']}: {weakness['id']}, fixed in {', '.join(weakness['fix_versions']) or '–'}"
+        f"{package['name']} {package['version']}: {weakness['id']}, "
+        f"fixed in {', '.join(weakness['fix_versions']) or 'no version yet'}"
         for package in asked
         for weakness in package["vulns"]
     ]

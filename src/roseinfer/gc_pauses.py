@@ -47,9 +47,13 @@ class GcPauses:
             self._start_ns = None
             self.total_ns += end_ns - start_ns
             self._pauses_ns.append(end_ns - start_ns)
-            for listener in self.listeners:
-                listener(start_ns, end_ns)
-            self._on_end()
+            try:
+                for listener in self.listeners:
+                    listener(start_ns, end_ns)
+            except RecursionError:  # collected at the bottom of somebody's nesting: this pause is not told
+                pass
+            finally:
+                self._on_end()
 
     def take(self) -> list[int]:
         """Nanoseconds of each collection that ended since the last `take`."""

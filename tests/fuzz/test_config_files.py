@@ -22,8 +22,9 @@ def check(file: Path, content: bytes) -> bool:
     try:
         load(file=file)
     except ConfigError as error:
-        assert error.param
-        assert len(error.message) < 2000, error.message[:300]
+        param, message = error.param, error.message
+        assert param
+        assert len(message) < 2000, message[:300]
         return False
     return True
 

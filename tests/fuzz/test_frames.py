@@ -1,4 +1,4 @@
-"""Whatever bytes come over the engine's link, they become messages or an error at once: no crash, no wait, no memory."""
+"""Whatever bytes come over the engine's link, they become messages or an error: no crash, no wait, no memory."""
 
 import contextlib
 import socket
@@ -19,8 +19,8 @@ NUM_MUTATIONS = 4000
 NUM_ENGINES = 200
 KEPT = corpus("frame")
 DECODERS: tuple[msgspec.msgpack.Decoder[object], ...] = (
-    msgspec.msgpack.Decoder(Command),  # type: ignore[arg-type]  # a union is a type here
-    msgspec.msgpack.Decoder(Event),  # type: ignore[arg-type]
+    msgspec.msgpack.Decoder(Command),
+    msgspec.msgpack.Decoder(Event),
 )
 # What the loops at both ends take for a peer that has gone wrong. A deep nesting ends in the first.
 REFUSALS = (RecursionError, ValueError, msgspec.MsgspecError)

@@ -27,8 +27,9 @@ def check(content: bytes) -> bool:
             warnings.simplefilter("ignore")  # of NumPy, about sums of numbers that nobody measured
             drawn = render(VIEW, content)
     except InvalidRequest as error:
-        assert error.param == "recording"
-        assert 0 < len(error.message) < 2000
+        param, message = error.param, error.message
+        assert param == "recording"
+        assert 0 < len(message) < 2000
         return False
     msgspec.json.decode(drawn)
     return True

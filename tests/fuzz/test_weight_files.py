@@ -28,9 +28,10 @@ def check(directory: Path, head: bytes) -> None:
     try:
         build(directory)
     except ConfigError as error:
-        assert error.param == "model.path"
-        assert "\n" not in error.message
-        assert len(error.message) < 2000
+        param, message = error.param, error.message
+        assert param == "model.path"
+        assert "\n" not in message
+        assert len(message) < 2000
     finally:
         path.write_bytes(good)
 

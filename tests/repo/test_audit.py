@@ -1,13 +1,14 @@
-"""`make audit`: a bill of what is installed, the licences in it, and an end that says whether anything is known weak."""
+"""`make audit`: a bill of what is installed, the licences in it, and whether anything is known to be weak."""
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-import audit
 import pytest
 from packaging.utils import canonicalize_name
 
+import audit
 from tests.conftest import requires_all
 from tests.repo.test_constraints import declared, pins
 from tests.repo.tree import ROOT
@@ -68,7 +69,7 @@ def test_every_package_of_a_server_has_a_permissive_licence(folder: Path) -> Non
     assert len(table) == 2 + len(components)
 
 
-def answer(*packages: dict[str, object]) -> str:
+def answer(*packages: Mapping[str, object]) -> str:
     return json.dumps({"dependencies": packages, "fixes": []})
 
 
