@@ -79,7 +79,7 @@ def test_an_engine_that_dies_is_started_again_once(start_server: StartServer) ->
     os.kill(first, signal.SIGKILL)
     for stream in streams:
         assert last_event(read_all(stream))["error"]["code"] == "engine_dead"
-    assert server.status("/livez") == 200, "whoever kills us now ends a restart"
+    until(lambda: server.status("/livez") == 200, 5, "whoever kills us now ends a restart")
     until(lambda: server.status("/readyz") == 200, 60, "it never came back")
     assert server.engine_pid() != first
     assert niceness(server.engine_pid()) == nice, "the second engine is nicer than the first"
@@ -172,8 +172,11 @@ def written_files(pid: int) -> set[str]:
     """Files of the file system that the process has open to write."""
     found = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        path = os.readlink(entry)
-        flags = int(Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0], 8)
+        try:
+            path = os.readlink(entry)
+            flags = int(Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0], 8)
+        except FileNotFoundError:  # it was a connection, and is closed by now
+            continue
         if path.startswith("/") and not path.startswith(("/dev/", "/memfd:")) and flags & (os.O_WRONLY | os.O_RDWR):
             found.add(path)
     return found

@@ -28,7 +28,7 @@ def test_one_streamed_request_is_counted_once_everywhere(start_server: StartServ
     assert parts.pop("request_duration") == 2  # the refused one ended too
     assert set(parts.values()) == {1}  # a body that does not fit counts as refused, not as received
     assert samples["roseinfer_inter_token_latency_seconds_count"] == 11
-    assert 1 <= samples["roseinfer_stream_gap_seconds_count"] <= 11  # tokens that are due together share a write
+    assert samples["roseinfer_stream_gap_seconds_count"] <= 11  # tokens that are due together share a write
     assert samples["roseinfer_generation_tokens_total"] == 12
     assert samples['roseinfer_requests_total{finish_reason="length"}'] == 1
     assert samples['roseinfer_requests_total{finish_reason="rejected"}'] == 1

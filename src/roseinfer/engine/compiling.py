@@ -42,7 +42,10 @@ class Compiling:
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a sequence that has ended. False for one that is not here."""
-        return self._sequences.pop(sequence, None) is not None
+        constraint = self._sequences.pop(sequence, None)
+        if constraint is not None:
+            constraint.pending.cancel()  # else whoever asks and leaves fills the compiler's queue
+        return constraint is not None
 
     def take(self) -> list[tuple[Sequence, bool]]:
         """Those that are done, and whether their grammar can be used."""

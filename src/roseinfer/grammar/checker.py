@@ -54,8 +54,7 @@ class GrammarChecker:
         self._is_closed = False
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
-        """Raises InvalidRequest that names the field `param`, at once or from the future; Overloaded at once."""
-        check_bounds(grammar, param)
+        """Raises Overloaded at once, and from the future InvalidRequest that names the field `param`."""
         if not self._places.acquire(blocking=False):
             raise Overloaded(f"{MAX_WAITING} grammars wait to be checked already.")
         future = self._thread.submit(self._check, grammar, param)
@@ -71,6 +70,7 @@ class GrammarChecker:
         self._stop()
 
     def _check(self, grammar: Grammar, param: str) -> None:
+        check_bounds(grammar, param)
         verdict = self._verdicts.get(grammar)
         if verdict is None:
             verdict = self._ask(grammar)
@@ -103,13 +103,13 @@ class GrammarChecker:
     def _start(self) -> "subprocess.Popen[bytes]":
         if self._is_closed:
             raise NotReady("The server is shutting down.")
+        info = self._info()  # before there is a child, which would be left without its setup
         # -P: nothing from the working directory
         command = [sys.executable, "-P", "-m", "roseinfer.grammar.checker"]
         pipe = subprocess.PIPE
         child = self._child = subprocess.Popen(  # noqa: S603
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        info = self._info()
         setup = Setup(info.checkpoint_dir, info.vocab_size, info.eos_token_ids, self._config.compile_memory_mib << 20)
         try:
             problem = self._exchange(child, msgspec.msgpack.encode(setup), START_TIMEOUT_S).decode()

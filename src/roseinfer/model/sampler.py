@@ -91,7 +91,7 @@ class Sampler:
         for rows in np.split(edited, range(GROUP, len(edited), GROUP)):
             of_rows, where = slots[rows], positions[rows]
             drawn = self._backend.tokens(self._edits.edited(logits, rows, of_rows, where), of_rows, where)
-            self._edits.note(drawn, of_rows, where)
+            self._edits.note(drawn.clamp(min=0), of_rows, where)  # a row that failed drew NO_TOKEN, which is no index
             tokens[torch.from_numpy(rows).to(self._device)] = drawn
         return tokens
 

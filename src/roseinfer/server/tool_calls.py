@@ -17,6 +17,7 @@ ToolFormat = Literal["hermes", "llama3_json"]
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _ARGUMENT_KEYS = ("arguments", "parameters")
+MAX_RESCANNED_CHARS = 512  # of a call that turns out to be none: in more than that no other is looked for
 
 
 @dataclass(slots=True)
@@ -148,8 +149,11 @@ class ToolCallParser:
         self.num_calls += call.is_told and not was_told
         if call.is_refused and not call.is_told:
             self._call = None
-            self._say(self._blanks + self._opening, parts)  # and what follows may hold the next tag
             self._has_said = True
+            if len(call.raw) > MAX_RESCANNED_CHARS:
+                self._say(self._blanks + self._opening + call.raw, parts)
+                return rest
+            self._say(self._blanks + self._opening, parts)  # and what follows may hold the next tag
             return call.raw
         if call.scanner.is_done or call.scanner.is_malformed:
             self._call, self._is_after_call, self._expects_closing = None, True, bool(self._opening)

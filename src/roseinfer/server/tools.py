@@ -52,6 +52,10 @@ class ToolUse:
                 raise InvalidRequest(
                     f"`tools` has no function {choice.function.name}.", param="tool_choice.function.name"
                 )
+        for at, tool in enumerate(body.tools):
+            if (tool.function.parameters or _NO_PARAMETERS).get("type", "object") != "object":
+                param = f"tools[{at}].function.parameters"
+                raise InvalidRequest(f"`{param}` must be of type object: arguments are one.", param=param)
         is_forced = choice != "auto"
         if (wanted := requested_grammar(body)) is not None:
             param = wanted[1].partition(".")[0]

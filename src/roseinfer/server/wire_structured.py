@@ -48,7 +48,8 @@ class StructuredOutputs(Part, frozen=True, kw_only=True):
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        if sum(bool(getattr(self, name)) for name in self.__struct_fields__) != 1:
+        given = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(value is not None for value in given) != 1:
             raise ValueError("exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed")
 
 
