@@ -50,12 +50,14 @@ def test_objectives_are_those_of_the_values(spec: Object) -> None:
     assert "(1 - 0.9995)" in burns["Availability"]
 
 
-def test_a_start_and_a_drain_may_take_as_long_as_the_pod_lets_them(helm: HelmProcess) -> None:
-    values = {"prometheusRule": {"enabled": True}, "probes": {"startup": {"periodSeconds": 2}}}
+def test_a_long_start_and_a_long_drain_are_told_before_kubernetes_ends_them(helm: HelmProcess) -> None:
+    lifecycle = {"drainTimeoutSeconds": 90}
+    values = {"prometheusRule": {"enabled": True}, "probes": {"startup": {"periodSeconds": 2}}, "lifecycle": lifecycle}
     release = helm.render(values)
     rules = rules_of(release.one("PrometheusRule")["spec"])
-    assert rules["RoseinferStuckStarting"]["for"] == "1200s"
-    assert rules["RoseinferStuckDraining"]["for"] == f"{release.pod['spec']['terminationGracePeriodSeconds']}s"
+    assert rules["RoseinferStuckStarting"]["for"] == "600s", "of 1200"
+    assert rules["RoseinferStuckDraining"]["for"] == "45s", "of 90"
+    assert release.pod["spec"]["terminationGracePeriodSeconds"] > 90
 
 
 def test_every_rule_is_about_this_release(spec: Object) -> None:

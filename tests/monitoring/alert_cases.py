@@ -178,15 +178,15 @@ OTHERS = (
         silent=_state(loading="1x8 0x60", ready="0x8 1x60"),
         at=14,
         labels=POD,
-        told="10.0.0.7:8001 roseinfer-0 has been starting for more than 600 s.",
+        told="10.0.0.7:8001 roseinfer-0 has been starting for more than 300 s, half of what a start may take.",
     ),
     AlertCase(
         alert="RoseinferStuckDraining",
         fires=_state(draining="1x60"),
-        silent=_state(draining="0x3 1x1 0x60"),
+        silent=_state(draining="0x3 1x0 0x60"),
         at=5,
         labels={**POD, "state": "draining"},
-        told="10.0.0.7:8001 roseinfer-0 has been draining for more than 150 s.",
+        told="10.0.0.7:8001 roseinfer-0 has been draining for more than 60 s, half of what a drain may take.",
     ),
     AlertCase(
         alert="RoseinferTargetMissing",

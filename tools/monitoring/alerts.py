@@ -94,8 +94,10 @@ def _engine(parameters: Parameters) -> list[Rule]:
         _alert(
             parameters,
             "EngineStalled",
-            f"time() - {last} > 30\nand {running} > 0",
-            wait="1m",
+            # Against the moment of the scrape, not of the rule: a step of half of what the engine's own watchdog allows
+            # (engine.step_timeout_s, 30 s) is seen by a scrape every 15 s, and before the engine is ended for it.
+            f"timestamp({last}) - {last} > 15\nand {running} > 0",
+            wait="0m",
             severity=PAGE,
             dashboard="engine",
             summary="An engine with running requests makes no steps",
@@ -197,8 +199,8 @@ def _lifecycle(parameters: Parameters) -> list[Rule]:
             wait=f"{parameters.start_s}s",
             severity=TICKET,
             dashboard="rollout",
-            summary="A server does not become ready",
-            told=f"{pod} has been starting for more than {parameters.start_s} s.",
+            summary="A server takes long to become ready",
+            told=f"{pod} has been starting for more than {parameters.start_s} s, half of what a start may take.",
         ),
         _alert(
             parameters,
@@ -207,8 +209,8 @@ def _lifecycle(parameters: Parameters) -> list[Rule]:
             wait=f"{parameters.drain_s}s",
             severity=TICKET,
             dashboard="rollout",
-            summary="A server does not finish draining",
-            told=f"{pod} has been draining for more than {parameters.drain_s} s.",
+            summary="A server takes long to drain, and may cut streams",
+            told=f"{pod} has been draining for more than {parameters.drain_s} s, half of what a drain may take.",
         ),
         _alert(
             parameters,

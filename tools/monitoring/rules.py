@@ -36,8 +36,8 @@ class Parameters:
     gpu_selector: str = ""  # matchers of the GPUs' series
     runbook: str = "docs/operations.md"
     grafana: str = ""  # what stands before /d/roseinfer-…
-    start_s: str = "600"  # a start may take so long
-    drain_s: str = "150"  # and a drain
+    start_s: str = "300"  # half of what a start may take: when all of it is over, the server is ended, and starts again
+    drain_s: str = "60"  # half of what a drain may take
     objectives: tuple[Objective, ...] = field(default=OBJECTIVES)
 
     def over(self, window: str) -> Queries:

@@ -64,8 +64,8 @@ say whose it is in exported_namespace, or in namespace where labels are honoured
   | replace "@GPU_SELECTOR@" (printf "exported_namespace=~\"%s|\"" .Release.Namespace)
   | replace "@RUNBOOK@" .Values.prometheusRule.runbook
   | replace "@GRAFANA@" (.Values.prometheusRule.grafana | trimSuffix "/")
-  | replace "@START_SECONDS@" (include "roseinfer.startupSeconds" .)
-  | replace "@DRAIN_SECONDS@" (include "roseinfer.graceSeconds" .)
+  | replace "@START_SECONDS@" (div (include "roseinfer.startupSeconds" . | int) 2 | toString)
+  | replace "@DRAIN_SECONDS@" (div (include "roseinfer.drainSeconds" . | int) 2 | toString)
   | replace "@TTFT_SECONDS@" (include "roseinfer.bound" $slo.ttft.thresholdSeconds)
   | replace "@ITL_SECONDS@" (include "roseinfer.bound" $slo.itl.thresholdSeconds)
   | replace "@TTFT_OBJECTIVE@" (toString $slo.ttft.objective)
