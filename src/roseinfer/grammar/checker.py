@@ -73,8 +73,9 @@ class GrammarChecker:
         check_bounds(grammar, param)
         verdict = self._verdicts.get(grammar)
         if verdict is None:
-            verdict = self._ask(grammar)
-            self._remember(grammar, verdict)
+            verdict, is_lasting = self._ask(grammar)
+            if is_lasting:
+                self._remember(grammar, verdict)
         else:
             self._verdicts.move_to_end(grammar)
         if verdict:
@@ -87,18 +88,21 @@ class GrammarChecker:
             oldest, _ = self._verdicts.popitem(last=False)
             self._num_verdict_bytes -= _VERDICT_BYTES + len(oldest.source)
 
-    def _ask(self, grammar: Grammar) -> str:
-        """What is wrong with the grammar; empty when nothing is."""
+    def _ask(self, grammar: Grammar) -> tuple[str, bool]:
+        """What is wrong with the grammar, empty when nothing is; and whether it will be wrong another time.
+
+        That a child was slow, or ended, may be due to the machine, or to the grammars before.
+        """
         child = self._child or self._start()
         try:
             answer = self._exchange(child, msgspec.msgpack.encode(grammar), self._config.compile_timeout_s)
         except TimeoutError:
             self._stop()
-            return f"The grammar takes more than {self._config.compile_timeout_s:g} s to compile."
+            return f"The grammar takes more than {self._config.compile_timeout_s:g} s to compile.", False
         except (EOFError, BrokenPipeError):
             self._stop()
-            return "The grammar is too large or too complex to compile."
-        return answer.decode()
+            return "The grammar is too large or too complex to compile.", False
+        return answer.decode(), True
 
     def _start(self) -> "subprocess.Popen[bytes]":
         if self._is_closed:

@@ -26,7 +26,9 @@ _FACTS = ("on_lifecycle", "on_start", "on_step", "on_write", "on_finish", "on_re
 
 
 class Hub(Observer):
-    """The observer that stands for all others. Each hears all facts in their order."""
+    """The observer that stands for all others. Each hears all facts in their order, but the beginnings of requests at
+    once.
+    """
 
     def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0) -> None:
         """With `max_delay_s`, steps and writes wait so long at most; facts then have to come on an event loop."""
@@ -56,14 +58,20 @@ class Hub(Observer):
         self._num_steps += 1
         if not self._max_delay_s or self._num_steps >= MAX_STEPS:
             self.catch_up()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._max_delay_s, self.catch_up)
+        else:
+            self._catch_up_soon()
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
         if self._are_writes_heard:
             self._writes.add(timeline, delivery)
         if self._is_each_write_heard:
             self._facts.append(("on_write", (timeline, delivery)))
+        if self._max_delay_s:
+            self._catch_up_soon()
+
+    def _catch_up_soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._max_delay_s, self.catch_up)
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         self.catch_up()

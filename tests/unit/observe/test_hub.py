@@ -120,6 +120,19 @@ async def test_they_do_not_wait_for_long() -> None:
     await asyncio.wait_for(was_told.wait(), 10)
 
 
+async def test_a_write_after_the_last_step_does_not_wait_for_long_either() -> None:
+    was_told = asyncio.Event()
+
+    class Bell(Tally):
+        def on_writes(self, writes: Writes) -> None:
+            was_told.set()
+
+    Hub([Bell()], max_delay_s=0.001).on_write(
+        make_timeline(), Delivery(Arrival(1, 2, 3), 4, 5, 6, was_paused=False, index=0)
+    )
+    await asyncio.wait_for(was_told.wait(), 10)
+
+
 @pytest.mark.parametrize("fact", ["finish r-1", "ready"])
 async def test_what_ends_something_has_the_others_told_first(fact: str) -> None:
     tally, timeline = Tally(), make_timeline()
