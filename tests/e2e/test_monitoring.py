@@ -34,7 +34,7 @@ phases:
   - {kind: steady, users: 4, duration_s: 6}
 rate_per_user: 2
 prompt_tokens: 8-32
-max_tokens: 24
+max_tokens: 200
 long_prompts: {share: 0.1, prompt_tokens: 300, max_tokens: 8}
 objective: {ttft_ms: 60000, tpot_ms: 60000}
 """
