@@ -24,7 +24,7 @@ from roseinfer.engine.engine import Engine
 from roseinfer.engine.link import encode_frame
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.messages import EngineInfo, Request, SamplingParams
-from roseinfer.records import Phases, Watch
+from roseinfer.stopwatch import Phases, Watch
 
 VOCAB_SIZE = 50257
 MAX_MODEL_LEN = 1024

@@ -37,10 +37,11 @@ from roseinfer.observe.flight import Flight
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
 from roseinfer.observe.metrics import Metrics
 from roseinfer.priority import be_nicer
-from roseinfer.records import NO_TIMES, UNWATCHED, BlockedBy, Observer, Phases, PhaseTimes, StepRecord, Watch
+from roseinfer.records import NO_TIMES, BlockedBy, Observer, PhaseTimes, StepRecord
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
+from roseinfer.stopwatch import UNWATCHED, Phases, Watch
 
 PARTS = ("schedule", "launch", "stage", "forward", "sample", "wait", "commit")  # of a step on a CPU
 

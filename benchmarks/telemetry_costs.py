@@ -28,7 +28,8 @@ from roseinfer.observe.otlp import Encoder
 from roseinfer.observe.recording import ClockPair
 from roseinfer.observe.spans import Span
 from roseinfer.observe.tracing import Tracing
-from roseinfer.records import BlockedBy, FinishReason, Phases, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.stopwatch import Phases
 
 MS = 1_000_000
 PARTS = ("schedule", "launch", "stage", "forward", "wait", "commit")

@@ -38,7 +38,8 @@ from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.nvtx import make_marker
 from roseinfer.priority import be_nicer
-from roseinfer.records import LifecycleState, Observer, Phases
+from roseinfer.records import LifecycleState, Observer
+from roseinfer.stopwatch import Phases
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from roseinfer.engine.batch import Launched, ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.transport import ProcessTransport
 from roseinfer.observe.causes import Gap, gaps_of
-from roseinfer.records import Cause, Watch
+from roseinfer.records import Cause
+from roseinfer.stopwatch import Watch
 from tests.integration.faulty_engine import LATENCY_S
 from tests.integration.live_server import LiveServer
 from tests.unit.engine.harness import make_engine

@@ -13,7 +13,7 @@ from roseinfer.engine.engine import Engine
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.messages import Request, SamplingParams
 from roseinfer.observe.nvtx import make_marker
-from roseinfer.records import Phases
+from roseinfer.stopwatch import Phases
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.fake_model import BLOCK_SIZE, NUM_BLOCKS, make_runner
 

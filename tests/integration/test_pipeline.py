@@ -18,7 +18,8 @@ from roseinfer.engine.engine import Engine
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.messages import PromptLogprobs, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
-from roseinfer.records import FinishReason, Phases
+from roseinfer.records import FinishReason
+from roseinfer.stopwatch import Phases
 from tests.unit.engine.harness import Transcript, run_to_end
 
 NUM_SLOTS = 8

@@ -19,8 +19,9 @@ from roseinfer.grammar.compiler import GrammarCompiler
 from roseinfer.grammar.library import Vocabulary
 from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
-from roseinfer.records import FinishReason, Phases
+from roseinfer.records import FinishReason
 from roseinfer.server.tokenizer import Tokenizer
+from roseinfer.stopwatch import Phases
 from tests.unit.engine.harness import Transcript, run_to_end
 
 BLOCK_SIZE: Literal[8] = 8

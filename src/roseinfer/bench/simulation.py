@@ -27,7 +27,8 @@ from roseinfer.engine.scheduler import Scheduler
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput, TokenOutput
 from roseinfer.observe.recording import STEP_DTYPE, ClockPair, Recording, RecordingMeta, RequestRecord, step_row
-from roseinfer.records import FinishReason, Phases, RequestTimeline, StepRecord
+from roseinfer.records import FinishReason, RequestTimeline, StepRecord
+from roseinfer.stopwatch import Phases
 
 
 class Setup(NamedTuple):

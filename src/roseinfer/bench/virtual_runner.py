@@ -12,7 +12,8 @@ from roseinfer.bench.cost_model import CostModel
 from roseinfer.bench.load import FIRST_TOKEN_ID, hash64
 from roseinfer.bench.load_options import LAUNCH_PARTS, Delay
 from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch
-from roseinfer.records import Cause, Watch
+from roseinfer.records import Cause
+from roseinfer.stopwatch import Watch
 
 
 class VirtualClock:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from roseinfer.engine.constraint import TokenMasks
 from roseinfer.messages import SamplingParams, TokenLogprobs
-from roseinfer.records import Watch
+from roseinfer.stopwatch import Watch
 
 Int32Array = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.intp]  # what numpy indexes with at once; int32 it converts first, at four times the cost

@@ -12,7 +12,8 @@ from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.steps import NOTHING, Outcome
 from roseinfer.gc_pauses import GcPauses
 from roseinfer.messages import AtRest, EngineInfo, Request, StepOutput
-from roseinfer.records import NO_TIMES, Phases, StepRecord, Stopwatch
+from roseinfer.records import NO_TIMES, StepRecord
+from roseinfer.stopwatch import Phases, Stopwatch
 
 _COMPILING_WAIT_S = 0.005  # for a grammar, before commands are looked at again
 

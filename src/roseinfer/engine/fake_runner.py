@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from roseinfer.engine.batch import Int32Array, SampledTokens, ScheduledBatch, ScoredRow, Scores, SlotBinding
 from roseinfer.messages import TokenLogprobs
-from roseinfer.records import UNWATCHED, Watch
+from roseinfer.stopwatch import UNWATCHED, Watch
 
 
 class _FakeLaunched:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from roseinfer.model.stream import Event, Stream
-from roseinfer.records import UNWATCHED, Watch
+from roseinfer.stopwatch import UNWATCHED, Watch
 
 IntArray = npt.NDArray[np.integer[Any]]
 

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from roseinfer.model.stream import Graph, Stream
-from roseinfer.records import UNWATCHED, Watch
+from roseinfer.stopwatch import UNWATCHED, Watch
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

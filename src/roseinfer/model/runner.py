@@ -24,7 +24,8 @@ from roseinfer.model.sampler import Sampler
 from roseinfer.model.sampling_logprobs import PromptScores
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
 from roseinfer.model.stream import Stream, open_stream
-from roseinfer.records import UNWATCHED, LifecycleState, Watch
+from roseinfer.records import LifecycleState
+from roseinfer.stopwatch import UNWATCHED, Watch
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
 _MAX_WARM_ROWS = 1024  # beyond, a step takes many times as long as the building of its kernels

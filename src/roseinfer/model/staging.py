@@ -16,7 +16,7 @@ from roseinfer.engine.batch import Int32Array, ScheduledBatch
 from roseinfer.model.arena import Arena, Arenas, Field, IntArray
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
 from roseinfer.model.stream import Stream
-from roseinfer.records import UNWATCHED, Watch
+from roseinfer.stopwatch import UNWATCHED, Watch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ on a dashboard leads to its frame in Nsight.
 import logging
 from typing import Protocol
 
-from roseinfer.records import PhaseTimes, RangeMarker
+from roseinfer.records import PhaseTimes
+from roseinfer.stopwatch import RangeMarker
 
 logger = logging.getLogger(__name__)
 

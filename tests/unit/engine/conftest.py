@@ -4,7 +4,7 @@ import pytest
 
 from roseinfer.engine.batch import Launched, ScheduledBatch
 from roseinfer.engine.engine import Engine
-from roseinfer.records import Watch
+from roseinfer.stopwatch import Watch
 from tests.unit.engine.harness import RecordBatches
 
 

@@ -11,7 +11,8 @@ from roseinfer.engine.engine import Engine
 from roseinfer.engine.fake_runner import FakeRunner
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput
-from roseinfer.records import FinishReason, Phases
+from roseinfer.records import FinishReason
+from roseinfer.stopwatch import Phases
 
 RecordBatches = Callable[[Engine], list[ScheduledBatch]]
 VOCAB_SIZE = 97

@@ -12,7 +12,8 @@ from roseinfer.bench.virtual_runner import VirtualClock, VirtualRunner
 from roseinfer.engine.backlog import MAX_RETRY_AFTER_S, Backlog
 from roseinfer.engine.engine import Engine
 from roseinfer.messages import Request
-from roseinfer.records import FinishReason, Phases
+from roseinfer.records import FinishReason
+from roseinfer.stopwatch import Phases
 from tests.unit.engine.harness import VOCAB_SIZE, make_engine, make_request
 
 NUM_PLACES = 8

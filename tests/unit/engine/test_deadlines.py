@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from roseinfer.engine.deadlines import MIN_SWEPT
 from roseinfer.engine.engine import Engine
 from roseinfer.messages import Request
-from roseinfer.records import FinishReason, Phases
+from roseinfer.records import FinishReason
+from roseinfer.stopwatch import Phases
 from tests.unit.engine.harness import RecordBatches, Transcript, make_engine, make_request, run_alone, run_to_end
 
 

@@ -12,7 +12,8 @@ import pytest
 from roseinfer.engine.batch import Launched, SampledTokens, ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.messages import Request
-from roseinfer.records import FinishReason, StepRecord, Watch
+from roseinfer.records import FinishReason, StepRecord
+from roseinfer.stopwatch import Watch
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roseinfer.engine.batch import Launched, ScheduledBatch
-from roseinfer.records import Watch
+from roseinfer.stopwatch import Watch
 from tests.unit.engine.harness import make_engine, make_request
 
 GOLDEN = Path(__file__).parent / "golden"

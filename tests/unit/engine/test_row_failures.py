@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from roseinfer.engine.batch import NO_TOKEN, Launched, SampledTokens, ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.steps import MAX_FAILURES_IN_A_ROW, UnattributableFailure
-from roseinfer.records import FinishReason, Watch
+from roseinfer.records import FinishReason
+from roseinfer.stopwatch import Watch
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
 
 PREFIX = list(range(1, 41))  # five blocks of eight

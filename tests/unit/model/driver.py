@@ -11,7 +11,7 @@ import numpy as np
 
 from roseinfer.engine.batch import Launched, Runner, ScheduledBatch, SlotBinding
 from roseinfer.messages import EngineInfo, SamplingParams
-from roseinfer.records import UNWATCHED
+from roseinfer.stopwatch import UNWATCHED
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import pytest
 
 from roseinfer.observe.nvtx import RANGES, Attributes, make_marker
-from roseinfer.records import Phases, PhaseTimes
+from roseinfer.records import PhaseTimes
+from roseinfer.stopwatch import Phases
 
 
 class Prepared:

@@ -1,0 +1,118 @@
+"""Marks around the parts of a step in, their nanoseconds out. Knows no engine and no model; both mark with it."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, Self
+
+from roseinfer.records import PhaseTimes
+
+
+class RangeMarker(Protocol):
+    """Marks the start and the end of a named range for an attached profiler."""
+
+    def push(self, name: str, payload: int) -> None: ...
+
+    def pop(self) -> None: ...
+
+
+class Watch(Protocol):
+    """What measures the parts of a step: `with watch("forward"):`."""
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """The part, a field of `PhaseTimes`, begins here; the `with` that follows ends it."""
+
+
+class Unwatched:
+    """A watch that measures nothing."""
+
+    def __call__(self, name: str) -> Self:  # noqa: ARG002
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+UNWATCHED = Unwatched()
+_CAPTURE = "capture"
+
+
+def _nobody(_: bool) -> None: ...
+
+
+class Phases:
+    """Makes the stopwatch of each step. One instance serves one engine; with a marker it also opens ranges."""
+
+    def __init__(self, marker: RangeMarker | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock = clock
+        self.marker = marker
+        self.on_capture: Callable[[bool], None] = _nobody  # told when the recording of a CUDA graph begins, and ends
+
+    def begin(self, step_id: int) -> "Stopwatch":
+        return Stopwatch(step_id, self.clock, self.marker, self.on_capture)
+
+    def whole(self, step_id: int) -> AbstractContextManager[None]:
+        """A range around all that the engine does until it tells of this step; it measures nothing."""
+        return UNWATCHED if self.marker is None else _Range(self.marker, "step", step_id)
+
+
+class _Range:
+    """`with` on a marker."""
+
+    __slots__ = ("_marker", "_name", "_payload")
+
+    def __init__(self, marker: RangeMarker, name: str, payload: int) -> None:
+        self._marker, self._name, self._payload = marker, name, payload
+
+    def __enter__(self) -> None:
+        self._marker.push(self._name, self._payload)
+
+    def __exit__(self, *_: object) -> None:
+        self._marker.pop()
+
+
+class Stopwatch:
+    """One step's times: `with watch("launch"):` adds its nanoseconds and, with a marker, opens a range.
+
+    The names are the fields of `PhaseTimes`. A class and no generator, which would cost several times as much.
+    """
+
+    __slots__ = ("_clock", "_elapsed", "_marker", "_on_capture", "_open", "start_ns", "step_id")
+
+    def __init__(
+        self,
+        step_id: int,
+        clock: Callable[[], int],
+        marker: RangeMarker | None,
+        on_capture: Callable[[bool], None] = _nobody,
+    ) -> None:
+        self.step_id = step_id
+        self.start_ns = clock()
+        self._clock = clock
+        self._marker = marker
+        self._on_capture = on_capture
+        self._elapsed: dict[str, int] = {}
+        self._open: list[tuple[str, int]] = []  # phases begun and not ended, and when
+
+    def __call__(self, name: str) -> Self:
+        """The phase begins here; the `with` that follows ends it."""
+        if self._marker is not None:
+            self._marker.push(name, self.step_id)
+        if name == _CAPTURE:
+            self._on_capture(True)
+        self._open.append((name, self._clock()))
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        name, begin_ns = self._open.pop()
+        self._elapsed[name] = self._elapsed.get(name, 0) + self._clock() - begin_ns
+        if name == _CAPTURE:
+            self._on_capture(False)
+        if self._marker is not None:
+            self._marker.pop()
+
+    def times(self) -> PhaseTimes:
+        return PhaseTimes(**self._elapsed)
