@@ -1,4 +1,4 @@
-"""What every test may use, and the rule that under ROSEINFER_REQUIRE_ALL=1 nothing is skipped."""
+"""What every test may use; the rule that under ROSEINFER_REQUIRE_ALL=1 nothing is skipped; who is tried twice."""
 
 import os
 import shutil
@@ -11,6 +11,9 @@ import pytest
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.build import build_kernels, find_compiler
 from roseinfer.model.kernels.levels import LEVELS
+
+# Here servers, proxies and browsers run, and a machine that stands still for a second can fail what is right.
+REAL_PROCESSES = {Path(__file__).parent / folder for folder in ("deploy", "e2e", "integration")}
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
@@ -56,6 +59,13 @@ def built_kernels(kernels_dir: Path) -> BuiltKernels:
         return kernels_dir
 
     return build
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test among real processes is tried a second time before it has failed; the summary names it."""
+    for item in items:
+        if item.path.parent in REAL_PROCESSES:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def _refuse_skip(report: Report) -> Report:

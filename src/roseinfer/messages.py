@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from roseinfer.errors import InvalidRequest, PromptTooLong
+from roseinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, PromptTooLong
 from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord, Violation
 
 GREEDY_BELOW = 1e-5  # dividing logits by such a temperature could overflow float32; the likeliest has all the mass
@@ -242,6 +242,14 @@ class EngineFailure(msgspec.Struct, frozen=True, tag=True, gc=False):
     traceback: str = ""
     is_config_error: bool = False
     param: str | None = None
+
+    def as_error(self) -> EngineError | ConfigError:
+        """What clients may read, with the engine's own words as a note for the log."""
+        if self.is_config_error:
+            return ConfigError(self.message, param=self.param)
+        error = EngineFailed("The engine failed.")
+        error.add_note(f"{self.message}\n{self.traceback}".rstrip())
+        return error
 
 
 class ProfileEnded(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -233,6 +233,15 @@ class RequestTimeline:
         """That of the newest token."""
         return self.arrivals[-1] if self.arrivals else None
 
+    def stamp(self, times: EngineTimes) -> None:
+        """Copy in what the engine reports."""
+        self.inbox_ns = times.inbox_ns
+        self.scheduled_ns = times.scheduled_ns
+        self.num_cached_tokens = times.num_cached_tokens
+        self.num_preemptions = times.num_preemptions
+        self.preempted_ns = times.preempted_ns
+        self.resumed_ns = times.resumed_ns
+
 
 class Advanced(list[RequestTimeline]):
     """The timelines that got a token in a step. Facts may be told late: a timeline may hold newer tokens by then."""

@@ -11,9 +11,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 
 # A longer file is named here and says why it is one, in a comment that begins like this.
-LONG_FILES = {"observe/catalogue.py", "config_sections.py", "engine/scheduler.py", "engine/client.py"} | {
-    "tests/unit/server/harness.py"
-}
+LONG_FILES = {"observe/catalogue.py", "config_sections.py", "engine/scheduler.py"} | {"tests/unit/server/harness.py"}
 EXPLANATION = "# Over 350 lines because "
 
 

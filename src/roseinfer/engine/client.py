@@ -1,12 +1,9 @@
 """The front end's side of the engine: streams of token outputs by request id, and the timelines that go with them."""
 
-# Over 350 lines because the protocol that the server sees and its one implementation are read side by side.
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -39,86 +36,11 @@ from roseinfer.messages import (
     StepOutput,
     TokenOutput,
 )
-from roseinfer.records import (
-    Advanced,
-    Arrival,
-    EngineTimes,
-    FinishReason,
-    Invariant,
-    Observer,
-    RequestTimeline,
-    Violation,
-)
+from roseinfer.records import Advanced, Arrival, FinishReason, Invariant, Observer, RequestTimeline, Violation
 
 _MANY_PLACES = 1 << 20
 PAUSE_FACTOR = 10  # a collection, or the capture of a graph, may take so many times what a step may
 _CODES = {FinishReason.ERROR: SequenceFailed.code or "", FinishReason.TIMEOUT: RequestTimeout.code or ""}
-
-
-class EngineClient(Protocol):
-    """What the server needs of an engine, wherever it runs. All methods belong to one event loop."""
-
-    async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
-        """Start the engine and wait until it is warm. One that has died may be started again.
-
-        Raises ConfigError for a value the user gave, EngineFailed or EngineDead otherwise.
-        """
-
-    @property
-    def info(self) -> EngineInfo:
-        """What the engine reported when it became ready. Raises NotReady before."""
-
-    @property
-    def backlog(self) -> Backlog:
-        """What the engine has been given, and how long the next request would wait."""
-
-    @property
-    def trouble(self) -> str | None:
-        """None while the engine is alive and makes progress; else one phrase: it died, or no step came in time."""
-
-    @property
-    def account(self) -> Account:
-        """What the engine does, and since when."""
-
-    async def wait_dead(self) -> EngineError:
-        """Return once the engine has died, with the reason; pending for as long as it lives."""
-
-    def give_up(self, reason: str) -> None:
-        """It makes no progress: let it count as dead, and end it if that can be done."""
-
-    def open_timeline(self, timeline: RequestTimeline) -> None:
-        """A request was received: tell the observers. Each opened timeline must be closed exactly once."""
-
-    def generate(
-        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
-    ) -> AsyncGenerator[list[TokenOutput], None]:
-        """Run the requests and yield their outputs as they come, all that is due in one list.
-
-        `timelines[i]`, already open, belongs to `requests[i]` and gets the engine's stamps. The generator ends after
-        the last request finished. Closing it early (cancellation, `aclose`) aborts whatever has not finished. Raises
-        EngineFailed or EngineDead when the engine goes down.
-        """
-
-    def abort(self, request_id: str) -> None:
-        """End one request; its last output, with reason abort, still comes through `generate`."""
-
-    def holds(self, request_id: str) -> bool:
-        """The engine has the request and has not told its end: nobody else may use the id yet."""
-
-    def close_timeline(self, timeline: RequestTimeline) -> None:
-        """The server's part is over: every stamp and, unless the engine's own holds, the finish reason is set.
-
-        The observers hear of it as soon as the engine's part has ended too.
-        """
-
-    def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
-        """Have the next steps profiled; what is returned comes true once the trace has been written, or never will be.
-
-        Raises Conflict while another profile is under way, EngineDead when the engine is not running.
-        """
-
-    async def close(self) -> None:
-        """Stop the engine. Idempotent."""
 
 
 @dataclass(slots=True)
@@ -318,7 +240,7 @@ class AsyncEngine:
             case AtRest():
                 self.observer.on_rest([*event.violations, *self._disagreements(event)])
             case EngineFailure():
-                self._go_down(self._as_error(event))
+                self._go_down(event.as_error())
 
     def _disagreements(self, engine: AtRest) -> Iterator[Violation]:
         """The engine has nothing to do: nor may anybody here wait for it, unless what it should do is on its way."""
@@ -365,7 +287,7 @@ class AsyncEngine:
                 entry.timeline.arrivals.extend([arrival] * len(output.token_ids))
                 advanced.append(entry.timeline)
             if output.times is not None:
-                _stamp(entry.timeline, output.times)
+                entry.timeline.stamp(output.times)
             if entry.mailbox is not None:
                 entry.mailbox.put(output)
             if output.finish_reason is not None:
@@ -406,14 +328,6 @@ class AsyncEngine:
     def _on_death(self, reason: str) -> None:
         self._go_down(EngineDead(reason))
 
-    def _as_error(self, failure: EngineFailure) -> EngineError | ConfigError:
-        """What clients may read, with the engine's own words as a note for the log."""
-        if failure.is_config_error:
-            return ConfigError(failure.message, param=failure.param)
-        error = EngineFailed("The engine failed.")
-        error.add_note(f"{failure.message}\n{failure.traceback}".rstrip())
-        return error
-
     def _go_down(self, error: EngineError | ConfigError) -> None:
         """Tell whoever waits for the start, for an output or for the end."""
         assert self._started is not None
@@ -434,12 +348,3 @@ class AsyncEngine:
                 if entry.mailbox is not None:
                     entry.mailbox.fail(dead)
                 self._conclude(entry)
-
-
-def _stamp(timeline: RequestTimeline, times: EngineTimes) -> None:
-    timeline.inbox_ns = times.inbox_ns
-    timeline.scheduled_ns = times.scheduled_ns
-    timeline.num_cached_tokens = times.num_cached_tokens
-    timeline.num_preemptions = times.num_preemptions
-    timeline.preempted_ns = times.preempted_ns
-    timeline.resumed_ns = times.resumed_ns

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.engine.client import EngineClient
+from roseinfer.engine.engine_client import EngineClient
 from roseinfer.errors import EngineError, InvalidRequest, RequestTimeout, RoseinferError
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.server.api_keys import Caller

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from aiohttp import web
 
 from roseinfer.config import Config
-from roseinfer.engine.client import EngineClient
+from roseinfer.engine.engine_client import EngineClient
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer

@@ -8,7 +8,7 @@ from pathlib import Path
 from aiohttp import web
 
 from roseinfer.config import Config
-from roseinfer.engine.client import EngineClient
+from roseinfer.engine.engine_client import EngineClient
 from roseinfer.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestAborted
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.api_keys import ApiKeys, Caller

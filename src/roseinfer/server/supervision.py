@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from roseinfer.config import EngineConfig
-from roseinfer.engine.client import EngineClient
+from roseinfer.engine.engine_client import EngineClient
 from roseinfer.errors import EngineError
 
 LOOK_INTERVAL_S = 0.5
