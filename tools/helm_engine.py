@@ -48,7 +48,7 @@ CUSTOM_KINDS = {
         kind: f"{kind.lower()}s" for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule")
     },
     "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
-    "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
+    "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes", "BackendTLSPolicy": "backendtlspolicies"},
     "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
 }
 

@@ -16,7 +16,6 @@ from tests.chart.helm_process import Object, Rendered
 Check = Callable[[Rendered], list[str]]
 
 FAREWELL_S = 5.0  # what the server needs after the drain, besides the delivery of spans
-OURS = {"server", "prefetch", "stream", "wait-for-model"}  # containers; others come from the values
 PROBES = {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
 
 
@@ -184,7 +183,10 @@ def monitors_find_their_port(release: Rendered) -> list[str]:
 
 
 def pods_are_restricted(release: Rendered) -> list[str]:
-    """The `restricted` level of Kubernetes' pod security standards, a read-only root, and no token of the cluster."""
+    """The `restricted` level of Kubernetes' pod security standards, a read-only root, and no token of the cluster.
+
+    Containers that come from the values too: one that is refused keeps the whole pod out of a restricted namespace.
+    """
     complaints = []
     for name, pod in pods(release):
         context = pod["spec"].get("securityContext", {})
@@ -195,8 +197,6 @@ def pods_are_restricted(release: Rendered) -> list[str]:
         if pod["spec"].get("enableServiceLinks", True):
             complaints.append(f"{name}: a Service of the namespace becomes variables, ROSEINFER_PORT for one")
     for name, container, _ in containers(release):
-        if container["name"] not in OURS:
-            continue
         context = container.get("securityContext", {})
         is_tight = context.get("readOnlyRootFilesystem") and context.get("allowPrivilegeEscalation") is False
         if not is_tight or context.get("capabilities", {}).get("drop") != ["ALL"]:
@@ -226,6 +226,35 @@ def mounts_have_volumes(release: Rendered) -> list[str]:
     return complaints
 
 
+def any_keda_accepts_the_fallback(release: Rendered) -> list[str]:
+    """Before 2.18 its webhook refuses a fallback beside a trigger of another type than AverageValue."""
+    return [
+        f"trigger {trigger['name']} is of the type {trigger.get('metricType')}"
+        for scaled in release.of("ScaledObject")
+        for trigger in scaled["spec"]["triggers"]
+        if "fallback" in scaled["spec"] and trigger.get("metricType") != "AverageValue"
+    ]
+
+
+def routes_speak_as_pods_do(release: Rendered) -> list[str]:
+    """Where pods have a certificate, whoever routes to them is told to speak TLS, and nobody else is."""
+    policies = [each["spec"] for each in release.of("BackendTLSPolicy")]
+    verified = {(ref["name"], ref["sectionName"]) for policy in policies for ref in policy["targetRefs"]}
+    tls = configured(release).server.tls_cert_file is not None
+    ports = {each["metadata"]["name"]: each["spec"]["ports"][0]["name"] for each in release.of("Service")}
+    complaints = []
+    for route in release.of("HTTPRoute"):
+        for backend in route["spec"]["rules"][0]["backendRefs"]:
+            name = backend["name"]
+            if tls != ((name, ports.get(name)) in verified):
+                complaints.append(f"the Gateway does not speak to {name} as its pods do")
+    for ingress in release.of("Ingress"):
+        annotations = ingress["metadata"].get("annotations", {})
+        if tls and not any(key.endswith("/backend-protocol") and "HTTPS" in annotations[key] for key in annotations):
+            complaints.append("the Ingress speaks plain HTTP to pods that speak TLS")
+    return complaints
+
+
 def names_fit(release: Rendered) -> list[str]:
     """Names that become labels or hosts have 63 characters at most."""
     kinds = {"Service", "Deployment", "Job", "Pod"}
@@ -247,5 +276,7 @@ CHECKS: tuple[Check, ...] = (
     monitors_find_their_port,
     pods_are_restricted,
     mounts_have_volumes,
+    any_keda_accepts_the_fallback,
+    routes_speak_as_pods_do,
     names_fit,
 )

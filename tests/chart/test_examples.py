@@ -9,10 +9,13 @@ import pytest
 import yaml
 
 from monitoring import scaling
+from roseinfer.config import options
+from roseinfer.config_sources import build, gather
+from roseinfer.flags import Parser, add_config_flags, values_given
 from roseinfer.observe.catalogue import CATALOGUE
 from tests.chart.checks import CHECKS, Check, configured
 from tests.chart.conftest import ExampleOf
-from tests.chart.helm_process import CHART, NEWEST, OLDEST, HelmProcess, examples
+from tests.chart.helm_process import CHART, NEWEST, OLDEST, ROOT, HelmProcess, Object, examples
 
 NAMES = [path.name.removesuffix("-values.yaml") for path in examples()]
 
@@ -182,10 +185,53 @@ def test_with_a_certificate_the_api_speaks_tls_and_the_probes_do_not(example: Ex
     assert release.one("Pod")["spec"]["containers"][0]["command"][2].startswith("https:")
 
 
+def test_a_certificate_of_the_programs_own_options_is_one_too(helm: HelmProcess) -> None:
+    files = {"tls_cert_file": "/tls/a.crt", "tls_key_file": "/tls/a.key"}
+    release = helm.render({"config": {"server": files}})
+    assert release.one("Service", "demo-roseinfer")["spec"]["ports"][0]["name"] == "https"
+    assert "curl -N -k https:" in release.notes
+
+
+def test_the_gateway_asks_pods_for_the_certificates_name(helm: HelmProcess, example: ExampleOf) -> None:
+    validation = example("http-route-tls").one("BackendTLSPolicy")["spec"]["validation"]
+    authority = {"group": "", "kind": "ConfigMap", "name": "example-authority"}
+    assert validation == {"hostname": "llm.example.com", "caCertificateRefs": [authority]}
+    values = yaml.safe_load((CHART / "ci" / "http-route-tls-values.yaml").read_text())
+    del values["httpRoute"]["backendTLS"]["caConfigMap"]
+    policy = helm.render(values).one("BackendTLSPolicy")["spec"]["validation"]
+    assert policy == {"hostname": "llm.example.com", "wellKnownCACertificates": "System"}
+
+
+def test_values_win_over_what_the_image_has_in_its_environment(helm: HelmProcess, tmp_path: Path) -> None:
+    """The image's variables are stronger than the file, so the command has to repeat what the file says of them."""
+    variables = re.findall(r"(ROSEINFER_\w+)=(\S+)", (ROOT / "Dockerfile").read_text())
+    by_variable = {option.variable: path for path, option in options().items()}
+    paths = [by_variable[name] for name, _ in variables]
+    assert "runner.kernels_dir" in paths
+    config: Object = {}
+    for index, path in enumerate(paths):
+        section, name = path.split(".")
+        config.setdefault(section, {})[name] = f"192.0.2.{index}"
+    release = helm.render({"config": config})
+    file = tmp_path / "config.yaml"
+    file.write_text(release.config_text)
+    _, command, *flags = [
+        str(file) if word == "/etc/roseinfer/config.yaml" else word for word in release.server["command"]
+    ]
+    parser = Parser()
+    add_config_flags(parser)
+    parsed = parser.parse_args(flags)
+    found = build(gather(values_given(parsed), dict(variables), parsed.config)).config
+    assert command == "serve"
+    assert [getattr(getattr(found, path.split(".")[0]), path.split(".")[1]) for path in paths] == [
+        f"192.0.2.{index}" for index in range(len(paths))
+    ]
+
+
 def test_under_nsight_the_server_is_what_it_runs(example: ExampleOf) -> None:
     release = example("profiling")
     command = release.server["command"]
-    assert command[0] == "/nsight/bin/nsys"
+    assert command[0] == "/nsight/target-linux-x64/nsys"
     assert "--capture-range=cudaProfilerApi" in command
     assert command[command.index("roseinfer") :][:2] == ["roseinfer", "serve"]
     config = configured(release)
@@ -205,7 +251,8 @@ def test_templates_in_values_are_filled_in(example: ExampleOf) -> None:
 
 
 def test_a_long_name_is_cut(helm: HelmProcess) -> None:
-    release = helm.render({"modelCache": {"enabled": True, "prefetchJob": {"enabled": True}}}, release="a" * 53)
+    values = {"enabled": True, "accessModes": ["ReadWriteMany"], "prefetchJob": {"enabled": True}}
+    release = helm.render({"modelCache": values}, release="a" * 53)
     assert all(len(found["metadata"]["name"]) <= 63 for found in release.objects)
 
 
@@ -216,3 +263,15 @@ def test_notes_have_the_command(example: ExampleOf) -> None:
     assert "port-forward service/demo-roseinfer 8000:8080" in example("load-balancer").notes
     assert "curl -N -k https://127.0.0.1:8000" in example("tls").notes
     assert "names no monitor" not in example("service-monitor").notes
+    assert "Nothing scrapes it yet" in example("default").notes
+    assert "Nothing scrapes it yet" not in example("keda").notes
+
+
+def test_notes_say_which_links_of_alerts_lead_nowhere(helm: HelmProcess, example: ExampleOf) -> None:
+    rules = {"enabled": True, "grafana": "https://example.com/grafana"}
+    assert "Links of alerts" not in example("default").notes
+    told = helm.render({"prometheusRule": {"enabled": True}}).notes
+    assert "Links of alerts lead nowhere: prometheusRule.runbook and prometheusRule.grafana are no address" in told
+    assert "nowhere: prometheusRule.runbook is no address" in helm.render({"prometheusRule": rules}).notes
+    rules["runbook"] = "https://example.com/operations"
+    assert "Links of alerts" not in helm.render({"prometheusRule": rules}).notes

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.chart.helm_process import HelmProcess, Object, Refused
+from tests.chart.helm_process import CHART, HelmProcess, Object, Refused
 
 MISTAKES = [  # values, what the message has to contain
     ("{replicaCuont: 2}", "additional properties 'replicaCuont' not allowed"),
@@ -32,7 +32,8 @@ MISTAKES = [  # values, what the message has to contain
     ("{metrics: {compat: tgi}}", "at '/metrics/compat'"),
     ("{prometheusRule: {slo: {ttft: {thresholdSeconds: 0.3}}}}", "at '/prometheusRule/slo/ttft/thresholdSeconds'"),
     ("{prometheusRule: {slo: {itl: {objective: 99}}}}", "at '/prometheusRule/slo/itl/objective'"),
-    ("{tracing: {protocol: grpc}}", "at '/tracing/protocol'"),
+    ("{tracing: {protocol: grpc}}", "at '/tracing': additional properties 'protocol'"),
+    ("{httpRoute: {backendTLS: {hostname: 'https://a'}}}", "at '/httpRoute/backendTLS/hostname'"),
     ("{networkPolicy: {metricsFrom: [{}]}}", "at '/networkPolicy/metricsFrom/0'"),
     ("{networkPolicy: {metricsFrom: [{podSelectr: {}}]}}", "at '/networkPolicy/metricsFrom/0'"),
     ("{inferencePool: {failureMode: Open}}", "at '/inferencePool/failureMode'"),
@@ -64,6 +65,18 @@ CONTRADICTIONS = [
     ("{gpu: {count: 1}, config: {runner: {device: cpu}}}", "gpu.count is 1 and config.runner.device is cpu"),
     ("{config: {runner: {device: cuda}}}", "config.runner.device is cuda and gpu.count is 0"),
     ("{replicaCount: 2, modelCache: {enabled: true}}", "modelCache.accessModes is ReadWriteOnce"),
+    (
+        "{replicaCount: 2, modelCache: {enabled: true, accessModes: [ReadWriteOncePod]}}",
+        "modelCache.accessModes is ReadWriteOncePod",
+    ),
+    (
+        "{modelCache: {enabled: true, prefetchJob: {enabled: true}}}",
+        "modelCache.prefetchJob.enabled and modelCache.accessModes is ReadWriteOnce: job and pods may come",
+    ),
+    (
+        "{modelCache: {enabled: true, accessModes: [ReadOnlyMany], prefetchJob: {enabled: true}}}",
+        "modelCache.prefetchJob.enabled and modelCache.accessModes is ReadOnlyMany",
+    ),
     ("{profiling: {enabled: true}}", "profiling.enabled needs apiKeys.existingSecret"),
     ("{profiling: {nsys: {enabled: true}}}", "profiling.nsys.enabled needs profiling.enabled"),
     ("{tracing: {enabled: true}}", "tracing.enabled needs tracing.endpoint"),
@@ -87,6 +100,13 @@ CONTRADICTIONS = [
     ("{pdb: {minAvailable: 1}}", "pdb needs one of minAvailable and maxUnavailable"),
     ("{metrics: {serviceMonitor: {enabled: true}}}", "networkPolicy.metricsFrom is empty"),
     ("{metrics: {serviceMonitor: {enabled: true}, podMonitor: {enabled: true}}}", "scraped twice"),
+    (
+        "{metrics: {podMonitor: {enabled: true}, scrapedElsewhere: true}}",
+        "metrics.scrapedElsewhere beside metrics.serviceMonitor.enabled or metrics.podMonitor.enabled",
+    ),
+    ("{autoscaling: {type: hpa}}", "autoscaling.type is hpa and nothing scrapes the operations port"),
+    ("{autoscaling: {type: keda, keda: {serverAddress: a}}}", "say by metrics.scrapedElsewhere"),
+    ("{autoscaling: {type: hpa}, metrics: {scrapedElsewhere: true}}", "networkPolicy.metricsFrom is empty"),
     ("{metrics: {compat: vllm}}", "it needs prometheusRule.enabled"),
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, apiKeys: {existingSecret: s}}",
@@ -99,6 +119,19 @@ CONTRADICTIONS = [
     ("{inferencePool: {enabled: true}}", "inferencePool.enabled needs inferencePool.endpointPickerRef.name"),
     ("{httpRoute: {enabled: true}}", "httpRoute.enabled needs httpRoute.parentRefs"),
     ("{ingress: {enabled: true}}", "ingress.enabled needs ingress.hosts"),
+    (
+        "{ingress: {enabled: true, hosts: [a]}, tls: {existingSecret: s}}",
+        "ingress.enabled with tls.existingSecret: the proxy would speak plain HTTP",
+    ),
+    (
+        "{httpRoute: {enabled: true, parentRefs: [{name: a}]}, tls: {existingSecret: s}}",
+        "httpRoute.enabled with tls.existingSecret needs httpRoute.backendTLS.hostname",
+    ),
+    (
+        "{httpRoute: {enabled: true, parentRefs: [{name: a}]}, config: {server: {tls_cert_file: /a}}}",
+        "needs httpRoute.backendTLS.hostname",
+    ),
+    ("{httpRoute: {backendTLS: {hostname: a}}}", "httpRoute.backendTLS.hostname without httpRoute.enabled"),
 ]
 
 
@@ -122,9 +155,15 @@ def test_the_drain_may_come_from_the_programs_options(helm: HelmProcess) -> None
     assert helm.render(values).pod["spec"]["terminationGracePeriodSeconds"] == 15 + 25 + 2 + 5 + 5
 
 
+def test_a_claim_that_somebody_else_made_may_be_filled_by_the_job(helm: HelmProcess) -> None:
+    """Its access modes are not known here."""
+    values = {"modelCache": {"enabled": True, "existingClaim": "shared", "prefetchJob": {"enabled": True}}}
+    assert helm.render(values).of("Job")
+
+
 def test_a_cluster_without_the_operator_says_so(helm: HelmProcess) -> None:
     """An autoscaler that was asked for and is left out would look like one that has nothing to do."""
-    values = {"autoscaling": {"type": "keda", "keda": {"serverAddress": "http://localhost:9090"}}}
+    values = yaml.safe_load((CHART / "ci" / "keda-values.yaml").read_text())
     with pytest.raises(Refused, match=r'no matches for kind "ScaledObject" in version "keda.sh/v1alpha1"'):
         helm.render(values, apis=[])
 

@@ -142,6 +142,24 @@ DOCTORED: list[tuple[Check, str, Doctor]] = [
         "default",
         lambda r: r.server["volumeMounts"].append({"name": "tmp", "mountPath": "/models"}),
     ),
+    (
+        checks.pods_are_restricted,
+        "profiling",
+        lambda r: r.pod["spec"]["initContainers"][0].pop("securityContext"),
+    ),
+    (
+        checks.any_keda_accepts_the_fallback,
+        "keda",
+        lambda r: r.one("ScaledObject")["spec"]["triggers"][1].update(metricType="Value"),
+    ),
+    (checks.routes_speak_as_pods_do, "http-route-tls", lambda r: r.objects.remove(r.one("BackendTLSPolicy"))),
+    (
+        checks.routes_speak_as_pods_do,
+        "http-route-tls",
+        lambda r: r.one("BackendTLSPolicy")["spec"]["targetRefs"][0].update(sectionName="http"),
+    ),
+    (checks.routes_speak_as_pods_do, "ingress-tls", lambda r: r.one("Ingress")["metadata"].pop("annotations")),
+    (checks.routes_speak_as_pods_do, "ingress", lambda r: edit_config(r, "server", tls_cert_file="/a")),
     (checks.names_fit, "default", lambda r: r.one("Service", "-ops")["metadata"].update(name="a" * 64)),
 ]
 

@@ -113,6 +113,11 @@ def test_every_probe_is_answered_on_the_operations_port(pod: Pod) -> None:
     assert [pod.status(path) for path in ("/startupz", "/readyz", "/livez")] == [200] * 3
 
 
+def test_the_health_check_of_the_image_follows_the_server(pod: Pod) -> None:
+    """Its ports are of a file, and its API port speaks TLS."""
+    assert run("-m", "roseinfer.probe", pod.process.pid).returncode == 0
+
+
 def test_the_helm_test_streams_a_completion(pod: Pod) -> None:
     result = run(STREAM_ONE, pod.url, pod.key_file)
     assert result.returncode == 0, result.stderr

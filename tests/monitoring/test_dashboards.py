@@ -213,6 +213,19 @@ def test_the_runbook_has_no_section_of_an_alert_that_is_none() -> None:
     assert sorted(headings) == sorted(alert["alert"] for alert in ALERTS)
 
 
+def test_the_lines_of_the_runbook_say_whom_they_ask_and_with_which_key() -> None:
+    """Whoever was woken pastes them: server, key and pod are variables that the top of the runbook sets."""
+    runbook = (ROOT / "docs" / "operations.md").read_text().partition("## Runbook")[2]
+    setup, _, sections = runbook.partition("\n### ")
+    lines = re.findall(r"`((?:curl|kubectl|roseinfer) [^`]+ [^`]+)`", sections)
+    asking = [line for line in lines if line.startswith("curl")]
+    assert len(asking) >= 4
+    assert all('"$OPS/debug/' in line and '-H "Authorization: Bearer $KEY"' in line for line in asking)
+    assert all('--namespace "$NAMESPACE"' in line and '"$POD"' in line for line in lines if line.startswith("kubectl"))
+    used = {name for line in lines for name in re.findall(r"\$(\w+)", line)}
+    assert used <= set(re.findall(r"\b([A-Z_]+)=", setup))
+
+
 def test_the_rules_of_the_chart_are_the_same_with_placeholders() -> None:
     text = chart_rules()
     groups = text[text.index("groups:") :]

@@ -143,16 +143,21 @@ def test_the_demand_is_one_element_of_all_pods(tmp_path: Path) -> None:
 
 def test_the_guard_is_one_element_too(tmp_path: Path) -> None:
     name = "roseinfer_queue_wait_seconds_bucket"
-    waits = {
+    ready = {
+        series("roseinfer_lifecycle_state", {**POD, "pod": f"roseinfer-{pod}"}, state=state): f"{int(state == now)}x10"
+        for pod, now in enumerate(["ready", "ready", "loading"])
+        for state in ("loading", "ready")
+    }
+    waits = ready | {
         series(name, POD, le="1.0"): "0+0x10",
         series(name, POD, le="2.5"): "0+60x10",
         series(name, POD, le="+Inf"): "0+60x10",
     }
-    idle = dict.fromkeys(waits, "60x10")  # nobody came, so there is no quantile
+    idle = ready | {each: "60x10" for each in waits if each not in ready}  # nobody came, so there is no quantile
     evaluate(
         tmp_path,
         [
-            case("queue_wait.promql", waits, {5: 2.425}),
+            case("queue_wait.promql", waits, {5: 2 * 2.425}),  # the replica that loads takes no part
             case("queue_wait.promql", idle, {5: 0.0}),
             case("queue_wait.promql", {}, {5: 0.0}),
         ],

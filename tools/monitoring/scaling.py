@@ -1,7 +1,7 @@
 """The demand that an autoscaler follows: its query, its threshold and how fast it may act; knows no cluster.
 
-`demand` is what dashboards/autoscaling.promql holds. Of all servers together, waiting and running requests, so that a
-KEDA trigger or an HPA's external metric of type AverageValue divides it among the replicas.
+`demand` is what dashboards/autoscaling.promql holds, `queue_wait` dashboards/queue_wait.promql. Both are of all servers
+together, so that a KEDA trigger or an HPA's external metric of type AverageValue divides them among the replicas.
 """
 
 from monitoring.promql import Queries
@@ -22,5 +22,11 @@ def demand(over: Queries) -> str:
 
 
 def queue_wait(over: Queries) -> str:
-    """The guard beside it: seconds that all but one in twenty wait at most; 0 when nobody came, and without series."""
-    return f"{over.quantile(0.95, 'queue_wait_seconds')} > 0 or vector(0)"
+    """The guard beside it: seconds that all but one in twenty wait at most, times the servers that are ready.
+
+    0 when nobody came, and without series. The autoscaler divides an AverageValue among the replicas, which the product
+    undoes: as many are asked for as by the wait alone and the type Value, beside which KEDA before 2.18 refuses a
+    fallback.
+    """
+    ready = over.sum("lifecycle_state", state="ready")
+    return f"{over.quantile(0.95, 'queue_wait_seconds')} * {ready} > 0 or vector(0)"

@@ -84,6 +84,11 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- if and .Values.modelCache.prefetchJob.enabled (not .Values.modelCache.enabled) }}
 {{- fail "modelCache.prefetchJob.enabled needs modelCache.enabled: pods cannot see what a job fetched elsewhere" }}
 {{- end }}
+{{- with .Values.modelCache }}
+{{- if and .prefetchJob.enabled (not .existingClaim) (not (has "ReadWriteMany" .accessModes)) }}
+{{- fail (printf "modelCache.prefetchJob.enabled and modelCache.accessModes is %s: job and pods may come to different nodes, and each would wait for the other; take ReadWriteMany, or leave the job out, so that the pod fetches for itself" (.accessModes | join " and ")) }}
+{{- end }}
+{{- end }}
 {{- if and .Values.modelCache.readOnly (not .Values.modelCache.enabled) }}
 {{- fail "modelCache.readOnly needs modelCache.enabled: nothing would ever fill a cache of the pod's own" }}
 {{- end }}
@@ -99,8 +104,8 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- if and (not .Values.gpu.count) (eq $device "cuda") }}
 {{- fail "config.runner.device is cuda and gpu.count is 0: the pod would get no GPU" }}
 {{- end }}
-{{- if and .Values.modelCache.enabled (not .Values.modelCache.existingClaim) (eq (.Values.modelCache.accessModes | join ",") "ReadWriteOnce") (or (gt (.Values.replicaCount | int) 1) (ne .Values.autoscaling.type "none")) }}
-{{- fail "modelCache.accessModes is ReadWriteOnce, which is one node's, and there may be several replicas: take ReadWriteMany" }}
+{{- if and (include "roseinfer.oneNode" .) (not .Values.modelCache.existingClaim) (or (gt (.Values.replicaCount | int) 1) (ne .Values.autoscaling.type "none")) }}
+{{- fail (printf "modelCache.accessModes is %s, which is one node's, and there may be several replicas: take ReadWriteMany" (include "roseinfer.oneNode" .)) }}
 {{- end }}
 {{- if and .Values.profiling.enabled (not .Values.apiKeys.existingSecret) }}
 {{- fail "profiling.enabled needs apiKeys.existingSecret: off the loopback /debug/* is answered to those with a key only" }}
@@ -154,7 +159,14 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- if and $service $pod }}
 {{- fail "metrics.serviceMonitor.enabled and metrics.podMonitor.enabled: every sample would be scraped twice" }}
 {{- end }}
-{{- if and (or $service $pod) .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
+{{- $elsewhere := .Values.metrics.scrapedElsewhere }}
+{{- if and (or $service $pod) $elsewhere }}
+{{- fail "metrics.scrapedElsewhere beside metrics.serviceMonitor.enabled or metrics.podMonitor.enabled: every sample would be scraped twice" }}
+{{- end }}
+{{- if and (ne .Values.autoscaling.type "none") (not (or $service $pod $elsewhere)) }}
+{{- fail (printf "autoscaling.type is %s and nothing scrapes the operations port, so that demand would always be 0: enable metrics.serviceMonitor or metrics.podMonitor, or say by metrics.scrapedElsewhere that something else does" .Values.autoscaling.type) }}
+{{- end }}
+{{- if and (or $service $pod $elsewhere) .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
 {{- fail "networkPolicy.metricsFrom is empty, so that no monitor reaches the operations port: name Prometheus there" }}
 {{- end }}
 {{- if and (eq .Values.metrics.compat "vllm") (not .Values.prometheusRule.enabled) }}
@@ -169,7 +181,8 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret }}
 {{- fail "inferencePool.enabled with apiKeys.existingSecret: the picker reads /metrics of the API port without a key; check keys at the gateway" }}
 {{- end }}
-{{- if and .Values.inferencePool.enabled .Values.tls.existingSecret }}
+{{- $tls := eq (include "roseinfer.scheme" .) "https" }}
+{{- if and .Values.inferencePool.enabled $tls }}
 {{- fail "inferencePool.enabled with tls.existingSecret: the picker and the gateway speak plain HTTP to the pool; end TLS at the gateway" }}
 {{- end }}
 {{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPickerRef.name) }}
@@ -178,7 +191,16 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
 {{- fail "httpRoute.enabled needs httpRoute.parentRefs: which Gateway?" }}
 {{- end }}
+{{- if and .Values.httpRoute.enabled $tls (not .Values.httpRoute.backendTLS.hostname) }}
+{{- fail "httpRoute.enabled with tls.existingSecret needs httpRoute.backendTLS.hostname, the name in the certificate: the Gateway would speak plain HTTP to pods that speak TLS; or end TLS at the Gateway" }}
+{{- end }}
+{{- if and .Values.httpRoute.backendTLS.hostname (not (and .Values.httpRoute.enabled $tls)) }}
+{{- fail "httpRoute.backendTLS.hostname without httpRoute.enabled and tls.existingSecret: there is no TLS to verify" }}
+{{- end }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
 {{- fail "ingress.enabled needs ingress.hosts" }}
+{{- end }}
+{{- if and .Values.ingress.enabled $tls (not .Values.ingress.backendTLS) }}
+{{- fail "ingress.enabled with tls.existingSecret: the proxy would speak plain HTTP to pods that speak TLS; tell it by an annotation of its class, such as nginx.ingress.kubernetes.io/backend-protocol, and set ingress.backendTLS; or end TLS at the Ingress" }}
 {{- end }}
 {{- end }}

@@ -53,6 +53,14 @@ app.kubernetes.io/component: server
 {{- default (printf "%s-models" (include "roseinfer.fullname" .)) .Values.modelCache.existingClaim }}
 {{- end }}
 
+{{/* The access modes of a claim that one node alone can mount; empty where many can, or there is no claim. */}}
+{{- define "roseinfer.oneNode" -}}
+{{- $modes := .Values.modelCache.accessModes }}
+{{- if and .Values.modelCache.enabled (not (or (has "ReadWriteMany" $modes) (has "ReadOnlyMany" $modes))) }}
+{{- $modes | join " and " }}
+{{- end }}
+{{- end }}
+
 {{/* What the prefetch job leaves in the cache and pods wait for: one mark for each model and revision. */}}
 {{- define "roseinfer.prefetchId" -}}
 {{- $model := get (include "roseinfer.config" . | fromYaml) "model" | default dict }}
@@ -65,5 +73,5 @@ app.kubernetes.io/component: server
 
 {{/* `https` where the API port has a certificate, which the operations port never has. */}}
 {{- define "roseinfer.scheme" -}}
-{{- empty .Values.tls.existingSecret | ternary "http" "https" }}
+{{- include "roseinfer.option" (dict "context" . "section" "server" "name" "tls_cert_file" "default" "") | empty | ternary "http" "https" }}
 {{- end }}

@@ -31,11 +31,15 @@ exec:
 - serve
 - --config
 - /etc/roseinfer/config.yaml
-{{- /* The image has these two in its environment, which would win over the file. */}}
+{{- /* The image has these in its environment, which would win over the file. */}}
 - --host
 - {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "host" "default" "0.0.0.0") | quote }}
 - --server.ops-host
 - {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "ops_host" "default" "0.0.0.0") | quote }}
+{{- with include "roseinfer.option" (dict "context" . "section" "runner" "name" "kernels_dir" "default" "") }}
+- --runner.kernels-dir
+- {{ . | quote }}
+{{- end }}
 {{- end }}
 
 {{- define "roseinfer.env" -}}
@@ -176,8 +180,7 @@ exec:
 
 {{/* One GPU less for a moment costs less than one GPU more that is not there; the same of a claim for one node. */}}
 {{- define "roseinfer.strategy" -}}
-{{- $oneNode := and .Values.modelCache.enabled (eq (.Values.modelCache.accessModes | join ",") "ReadWriteOnce") }}
-{{- $spare := not (or .Values.gpu.count $oneNode) }}
+{{- $spare := not (or .Values.gpu.count (include "roseinfer.oneNode" .)) }}
 {{- $rolling := dict "maxSurge" (ternary 1 0 $spare) "maxUnavailable" (ternary 0 1 $spare) }}
 {{- toYaml (default (dict "type" "RollingUpdate" "rollingUpdate" $rolling) .Values.strategy) }}
 {{- end }}
