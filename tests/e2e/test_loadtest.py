@@ -27,7 +27,7 @@ from roseinfer import cli
 from roseinfer.bench import serve
 from roseinfer.bench.serve import fetch_recording
 from roseinfer.observe.buckets import TOKEN_S, WAIT_S
-from roseinfer.observe.recording import Recording, RequestRecord
+from roseinfer.observe.recording import Recording
 from tests.e2e.conftest import StartServer
 from tests.e2e.server import PATIENCE_S, Server, free_port
 

@@ -28,7 +28,6 @@ from tests.unit.server.harness import (
     write_checkpoint,
 )
 
-
 PATIENCE_S = 15.0  # shorter than a drain's default, which would be waited for by mistake
 
 

@@ -1,9 +1,9 @@
 """`roseinfer bench compare`: two servers, two sets of flags or two sets of results, into effects and a verdict.
 
 Runs are made in turn, A B B A A B ..., so that a machine that changes evenly hits both sides alike. Both runs of a
-round have the same prompts, and no two rounds do. Each run, repeated ones too, has a cache salt of its own, so its prompts
-are in no prefix cache, whoever has asked them before. A server that is started here is a new process for each run, since
-processes of one program differ among themselves too.
+round have the same prompts, and no two rounds do. Each run, repeated ones too, has a cache salt of its own, so its
+prompts are in no prefix cache, whoever has asked them before. A server that is started here is a new process for each
+run, since processes of one program differ among themselves too.
 """
 
 import argparse
@@ -183,7 +183,8 @@ def _run_once(
         for _ in range(MAX_ATTEMPTS):
             # A server that is up and has not served yet would become faster over the first rounds: that is a drift.
             _warm_up(turn, planned if side.is_up and index == 0 else planned[:NUM_WARM_UP], endpoint)
-            made = send(turn, planned, interval_ns, endpoint, f"round {index + 1}, {side.name}", cache_salt=fresh_salt())
+            label = f"round {index + 1}, {side.name}"
+            made = send(turn, planned, interval_ns, endpoint, label, cache_salt=fresh_salt())
             if made.is_valid:
                 break
     if turn.keep is not None:
