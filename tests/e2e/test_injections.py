@@ -111,6 +111,7 @@ def test_a_hung_engine_is_noticed_ended_and_started_again(start_server: StartSer
 def test_an_idle_engine_is_never_hung(start_server: StartServer) -> None:
     server = start_server("--engine.step-timeout-s", "1")
     assert answers(server)
+    until(lambda: bool(probe(server)["engine"]["activity"] == "idle"), "it has answered, and says so a moment later")
     os.kill(server.engine_pid(), signal.SIGSTOP)
     time.sleep(2.5)  # more than twice the limit, and nobody waits for anything
     assert probe(server)["engine"]["activity"] == "idle"
