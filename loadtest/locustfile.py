@@ -103,6 +103,7 @@ class Load:
         self.started_ns, self.unix_ns = time.monotonic_ns(), time.time_ns()
         self.cpu_s = time.process_time()
         self.ids = itertools.count()
+        self.bursts_ns: dict[int, int] = {}  # of each phase: when its first user has joined
 
     def _find_endpoint(self, key: str) -> Endpoint:
         try:
@@ -115,11 +116,11 @@ class Load:
             raise ConfigError(f"{self.url}/v1/models answers {answer.status}: {told}", param="--host")
         return read_models(self.url, key, answer.data)
 
-    def is_in_burst(self) -> bool:
-        """Whoever joins now asks at once."""
-        offset_s = (time.monotonic_ns() - self.started_ns) / 1e9
-        phase = self.scenario.phase_at(offset_s + JOIN_TOLERANCE_S)
-        return phase is not None and phase.kind == "burst"
+    def burst_ns(self) -> int | None:
+        """When whoever joins now is due with the first request, if this is a burst: all of them together."""
+        now_ns = time.monotonic_ns()
+        phase = self.scenario.phase_at((now_ns - self.started_ns) / 1e9 + JOIN_TOLERANCE_S)
+        return None if phase is None or phase.kind != "burst" else self.bursts_ns.setdefault(id(phase), now_ns)
 
     def body(self, source: random.Random) -> bytes:
         """Another request, encoded."""
@@ -187,12 +188,14 @@ class StreamingUser(User):
         if load is None:
             gevent.sleep(1.0)  # the test did not start, which has been told
             return
+        burst_ns = None if self._due_ns else load.burst_ns()
         if self._due_ns:
             _streams.spawn(self._stream, load, self._body, self._due_ns)
+        if burst_ns is None:
+            interval_ns = round(self._source.expovariate(load.scenario.rate_per_user) * 1e9)
+            self._due_ns = (self._due_ns or time.monotonic_ns()) + interval_ns
         else:
-            self._due_ns = time.monotonic_ns()
-        if self._body or not load.is_in_burst():
-            self._due_ns += round(self._source.expovariate(load.scenario.rate_per_user) * 1e9)
+            self._due_ns = burst_ns
         self._body = load.body(self._source)  # now, and not when it is due
 
     def _stream(self, load: Load, body: bytes, due_ns: int) -> None:

@@ -56,7 +56,7 @@ class ReceivingCollector:
     def trace_ids(self) -> set[str]:
         return {span.trace_id.hex() for span in self.spans()}
 
-    def wait_for(self, condition: Callable[[list[Span]], bool], timeout_s: float = 20.0) -> list[Span]:
+    def wait_for(self, condition: Callable[[list[Span]], bool], timeout_s: float = 60.0) -> list[Span]:
         """The spans, once the condition holds for them."""
         deadline = time.monotonic() + timeout_s
         while not condition(spans := self.spans()):

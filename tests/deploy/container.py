@@ -15,8 +15,8 @@ from typing import Any
 
 from tests.conftest import require_tool
 
-START_TIMEOUT_S = 60.0
-EXIT_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 180.0
+EXIT_TIMEOUT_S = 90.0
 NAMESPACES = ("pid", "mount", "ipc", "uts", "network")
 
 

@@ -21,14 +21,14 @@ import json, urllib.request
 body = json.dumps({"model": "roseinfer-demo", "prompt": "Once", "max_tokens": 8, "temperature": 0, "stream": True})
 request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body.encode())
 request.add_header("Content-Type", "application/json")
-for line in urllib.request.urlopen(request, timeout=30):
+for line in urllib.request.urlopen(request, timeout=60):
     print(line.decode(), end="")
 """
 STATUS = "print(open('/proc/1/status').read())"
 PORTS = """
 import urllib.request
 for port, path in ((8000, "/readyz"), (8001, "/metrics")):
-    print(urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).status)
+    print(urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60).status)
 """
 
 
@@ -73,7 +73,7 @@ def test_a_container_serves_without_root_and_without_a_writable_root(
     assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
 
     # As the service `locust` of deploy/compose, and headless.
-    once = ["--headless", "--run-time", "2s", "--only-summary", "--host", "http://127.0.0.1:8000"]
+    once = ["--headless", "--run-time", "4s", "--only-summary", "--host", "http://127.0.0.1:8000"]
     loaded = container.execute("locust", "--locustfile", "/loadtest/locustfile.py", *once)
     assert loaded.returncode == 0, loaded
     assert re.search(r"POST .* [1-9]\d* +0\(0.00%\)", loaded.stderr + loaded.stdout), loaded

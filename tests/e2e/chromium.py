@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-START_TIMEOUT_S = 30.0
-WAIT_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 60.0
 NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 KEY_CODES = {"ArrowLeft": 37, "ArrowRight": 39, "ArrowUp": 38, "ArrowDown": 40, "Escape": 27, "Tab": 9, "End": 35}
 

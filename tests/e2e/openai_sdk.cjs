@@ -49,9 +49,10 @@ async function cancelled() {
 
 async function retried() {
   const long = { model, prompt, max_tokens: 900, ignore_eos: true, stream: true };
-  const stream = await client.completions.create(long);
+  const patient = { maxRetries: 5 }; // who was left before is gone in a moment, and the place is free then
+  const stream = await client.completions.create(long, patient);
   for await (const _ of stream) break;
-  const holding = await client.completions.create(long); // the first is gone one step later
+  const holding = await client.completions.create(long, patient);
   const iterator = holding[Symbol.asyncIterator]();
   await iterator.next();
   attempts = [];

@@ -20,7 +20,8 @@ def test_runs_in_turn_and_the_same_again_from_what_was_kept(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = server.wait_metrics(roseinfer_num_requests_running=0)
-    load = ["--num-requests", "9", "--max-tokens", "40", "--slo-ttft-ms", "60000"]
+    load = ["--num-requests", "9", "--prompt-tokens", "33", "--max-tokens", "40", "--slo-ttft-ms", "60000"]
+    load.append("--equal-sides")
     files = ["--keep", str(tmp_path / "kept"), "--json", str(tmp_path / "live.json")]
     assert cli.main(["bench", "compare", server.url, server.url, *load, *files, "--rounds", str(NUM_ROUNDS)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -44,7 +45,7 @@ def test_runs_in_turn_and_the_same_again_from_what_was_kept(
 
 
 def test_a_server_that_is_started_serves_and_ends() -> None:
-    with serving("--runner.num-threads 1 --served-model-name ours", "--a", timeout_s=60) as url:
+    with serving("--runner.num-threads 1 --served-model-name ours", "--a", timeout_s=110) as url:
         assert find_endpoint(url, "").model == "ours"
     with pytest.raises(ConfigError, match="nothing answers"):
         find_endpoint(url, "")
@@ -53,7 +54,7 @@ def test_a_server_that_is_started_serves_and_ends() -> None:
 def test_a_server_that_does_not_start_says_why() -> None:
     with (
         pytest.raises(ConfigError, match=r"(?s)the server ended with 2: .*--runner.num-threads") as caught,
-        serving("--runner.num-threads many", "--b", timeout_s=60),
+        serving("--runner.num-threads many", "--b", timeout_s=110),
     ):
         pass
     assert caught.value.param == "--b"

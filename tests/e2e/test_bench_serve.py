@@ -77,12 +77,12 @@ def test_a_starved_generator_does_not_believe_itself(
 def test_a_burst_that_the_server_refuses_in_part_is_told(
     start_server: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, lines = bench(start_server("--server.max-inflight", "2"), "--num-requests 6 --max-tokens 100", capsys)
+    code, lines = bench(start_server("--server.max-inflight", "2"), "--num-requests 6 --max-tokens 900", capsys)
     assert code == 0
     complete, failed = (int(number) for number in re.findall(r"(\d+) (?:complete|failed)", value(lines, "Requests")))
     assert complete + failed == 6
     assert failed > 0
-    assert value(lines, "Completion tokens (total)") == str(complete * 100)
+    assert value(lines, "Completion tokens (total)") == str(complete * 900)
     assert re.match(rf"{failed} x 429: .*2 requests are being served already", value(lines, "Error"))
 
 

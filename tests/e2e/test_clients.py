@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from tests.conftest import require_tool, requires_all
-from tests.e2e.server import Server, running
+from tests.e2e.server import PATIENCE_S, Server, running
 
 pytestmark = pytest.mark.e2e
 MODEL = "roseinfer-demo"
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def is_idle(server: Server) -> bool:
     request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request, timeout=5) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         lines = response.read().decode().splitlines()
     gauges = ("http_inflight_streams", "num_requests_running", "num_requests_waiting")
     wanted = tuple(f"roseinfer_{name}{{" for name in gauges)

@@ -26,7 +26,7 @@ from tests.monitoring.expressions import measured, selectors
 
 pytestmark = pytest.mark.e2e
 
-WINDOW, SPAN = "90s", "90s"  # all of the run
+WINDOW, SPAN = "10m", "10m"  # all of the run, on a slow machine too
 TRACED = ("--tracing.ratio", "1")
 SCENARIO = """
 description: Streams, with long prompts among them.
@@ -77,7 +77,7 @@ def load(server: Server, folder: Path) -> None:
     locust = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), "--headless"]
     command = [*locust, "--only-summary", "--host", server.url, "--scenario", str(scenario), "--max-lag-share", "1"]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False
+        command, cwd=folder, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": -1})[0] == 400

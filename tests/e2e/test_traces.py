@@ -18,7 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from tests.collector import ReceivingCollector, attributes, receiving
 from tests.conftest import require_tool
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, free_port
+from tests.e2e.server import PATIENCE_S, Server, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -125,7 +125,7 @@ def test_a_dead_collector_does_not_delay_the_exit(start_server: StartServer) -> 
 
 def test_an_endpoint_that_is_none_ends_the_start(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--tracing.endpoint", "localhost:4318")
-    assert server.process.wait(30) == 2
+    assert server.process.wait(PATIENCE_S) == 2
     assert "tracing.endpoint" in server.log()
 
 
@@ -158,14 +158,14 @@ def prometheus(scraped_port: int, directory: Path) -> Iterator[str]:
             process.wait()
 
 
-def wait_exemplars(url: str, query: str, timeout_s: float = 30.0) -> list[dict[str, Any]]:
+def wait_exemplars(url: str, query: str, timeout_s: float = PATIENCE_S) -> list[dict[str, Any]]:
     """What `/api/v1/query_exemplars` finds, once it finds something."""
     deadline = time.monotonic() + timeout_s
     while True:
         now = time.time()
         arguments = urllib.parse.urlencode({"query": query, "start": now - 600, "end": now + 60})
         try:
-            with urllib.request.urlopen(f"{url}/api/v1/query_exemplars?{arguments}", timeout=5) as response:
+            with urllib.request.urlopen(f"{url}/api/v1/query_exemplars?{arguments}", timeout=PATIENCE_S) as response:
                 series = json.loads(response.read())["data"]
         except OSError:
             series = []

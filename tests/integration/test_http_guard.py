@@ -113,7 +113,7 @@ async def test_a_reader_that_stalls_loses_its_request_and_no_other(stream: bool)
 async def test_what_a_reader_that_stalls_has_not_read_is_bounded_and_then_dropped() -> None:
     """15 MB are due to it: the server encodes what its buffer takes, and the rest stays as the engine's few words."""
     engine = ScriptedEngine()
-    async with serving(engine, write_timeout_s=0.6) as server, connected(server) as (_, writer):
+    async with serving(engine, write_timeout_s=1.5) as server, connected(server) as (_, writer):
         payload = json.dumps({"prompt": "Hi", "stream": True}).encode()
         writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
         await engine.received()
@@ -134,7 +134,7 @@ async def test_what_a_reader_that_stalls_has_not_read_is_bounded_and_then_droppe
 async def test_a_slow_reader_that_reads_is_left_alone() -> None:
     engine = ScriptedEngine()
     async with (
-        serving(engine, write_timeout_s=0.5, idle_timeout_s=0.5) as server,
+        serving(engine, write_timeout_s=1.0, idle_timeout_s=1.0) as server,
         connected(server) as (reader, writer),
     ):
         payload = json.dumps({"prompt": "Hi", "stream": True}).encode()

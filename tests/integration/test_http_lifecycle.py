@@ -28,6 +28,8 @@ from tests.unit.server.harness import (
     write_checkpoint,
 )
 
+PATIENCE_S = 15.0  # shorter than a drain's default, which would be waited for by mistake
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -121,7 +123,7 @@ async def test_the_ports_answer_before_the_engine_does(tmp_path: Path) -> None:
 async def test_an_idle_server_leaves_at_once(tmp_path: Path, number: signal.Signals) -> None:
     async with running(tmp_path) as server:
         send(number)
-        assert await asyncio.wait_for(server.task, 2) == 0
+        assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
         assert server.engine.num_closes == 1
         assert server.listener.states[-1] is LifecycleState.DRAINING
 
@@ -144,13 +146,13 @@ async def test_a_drain_lets_streams_finish_and_refuses_new_requests(tmp_path: Pa
             events = await read_events(response)
         assert [event["choices"][0]["text"] for event in events[:-1]] == ["a", "b"]
         assert events[-1] == "[DONE]"
-        assert await asyncio.wait_for(server.task, 2) == 0
+        assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
 
 
 async def assert_cut(server: Running, response: aiohttp.ClientResponse) -> None:
     *_, last = await read_events(response)
     assert last["error"]["code"] == "not_ready", "an error event, and no [DONE] after it"
-    assert await asyncio.wait_for(server.task, 5) == 0
+    assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
     [timeline] = server.engine.closed
     assert (timeline.finish_reason, timeline.error_code) == (FinishReason.ABORT, "not_ready")
     assert not timeline.client_disconnected
@@ -199,7 +201,7 @@ async def test_a_client_that_does_not_read_cannot_hold_up_the_exit(tmp_path: Pat
         await server.engine.received()
         server.engine.flood()
         send(signal.SIGTERM)
-        assert await asyncio.wait_for(server.task, 5) == 0
+        assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
         writer.close()
         [timeline] = server.engine.closed
         assert (timeline.finish_reason, timeline.error_code) == (FinishReason.ABORT, "not_ready")
@@ -210,12 +212,12 @@ async def test_a_signal_while_loading(tmp_path: Path) -> None:
     async with running(tmp_path, is_warm=False) as server:
         await server.until("/livez", 200)
         send(signal.SIGTERM)
-        assert await asyncio.wait_for(server.task, 2) == 0
+        assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
         assert server.engine.num_closes == 1
 
 
 async def test_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "FAILED_LINGER_S", 0.5)
+    monkeypatch.setattr(lifecycle, "FAILED_LINGER_S", 1.5)
     async with running(tmp_path) as server:
         opening = asyncio.create_task(server.open())
         await server.engine.received()
@@ -226,7 +228,7 @@ async def test_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert last["error"]["code"] == "engine_dead"
         assert await server.status("/livez") == 503
         assert await server.status("/v1/completions", json={"prompt": "a"}) == 503
-        assert await asyncio.wait_for(server.task, 5) == 70
+        assert await asyncio.wait_for(server.task, PATIENCE_S) == 70
         assert server.listener.states[-1] is LifecycleState.FAILED
 
 
@@ -240,14 +242,14 @@ async def test_when_the_engine_dies_in_the_drain(tmp_path: Path, monkeypatch: py
         server.engine.die(EngineFailed("a step raised"))
         async with await opening as response:
             assert response.status == 500
-        assert await asyncio.wait_for(server.task, 5) == 70
+        assert await asyncio.wait_for(server.task, PATIENCE_S) == 70
 
 
 async def test_an_engine_that_cannot_start(tmp_path: Path) -> None:
     async with running(tmp_path, is_warm=False) as server:
         server.engine.start_error = EngineFailed("no such device")
         server.engine.started.set()
-        assert await asyncio.wait_for(server.task, 2) == 70
+        assert await asyncio.wait_for(server.task, PATIENCE_S) == 70
 
 
 async def start_error(config: ServerConfig, engine: ScriptedEngine) -> ConfigError:

@@ -5,7 +5,6 @@ import re
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, closing
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -119,13 +118,13 @@ def test_an_unknown_id_ends_at_once(llm: LLM) -> None:
 
 
 def test_leaving_a_stream_early_aborts_the_request(llm: LLM, engines: list[AsyncEngine], log: StepLog) -> None:
-    request_id = llm.submit("Hello", greedy(100))
+    request_id = llm.submit("Hello", greedy(110))
     with closing(llm.stream_tokens(request_id)) as pieces:  # type: ignore[type-var]
-        assert len(list(islice(pieces, 3))) == 3
+        assert next(iter(pieces))
     until(lambda: engines[0].num_unfinished == 0)
     timeline = llm.timeline(request_id)
     assert timeline.finish_reason is FinishReason.ABORT
-    assert len(timeline.token_ns) < 100
+    assert len(timeline.token_ns) < 110
     assert log.steps[-1].num_used_blocks == 0
 
 
@@ -331,8 +330,8 @@ def test_a_request_that_the_engine_could_not_finish_is_an_error(
                 yield [msgspec.structs.replace(out, finish_reason=out.finish_reason and reason) for out in outputs]
 
     monkeypatch.setattr(AsyncEngine, "generate", generate_in_vain)
-    request_id = llm.submit("Hello", greedy(5))
-    assert len(list(islice(llm.stream_tokens(request_id), 2))) == 2
+    request_id = llm.submit("Hello", greedy(110))
+    assert next(iter(llm.stream_tokens(request_id))), "what it had is told"
     request_id = llm.submit("Hello", greedy(5))
     with pytest.raises(error):
         llm.result(request_id)

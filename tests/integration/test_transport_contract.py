@@ -187,7 +187,7 @@ async def test_a_mistake_in_handling_an_event_ends_the_start_and_is_not_swallowe
         raise ZeroDivisionError("by hand")
 
     with pytest.raises(EngineFailed, match="could not be handled"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await start_engine("fake", broken)
     await until(lambda: any(isinstance(error, ZeroDivisionError) for error in told))
 
@@ -215,7 +215,7 @@ async def test_a_killed_engine_process_is_noticed_and_every_stream_ends(facts: F
     tasks = [asyncio.create_task(collect(engine, f"r{i}", max_tokens=450)) for i in range(4)]
     await until(lambda: bool(facts.records))
     os.kill(pid, signal.SIGKILL)
-    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 2.0)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30.0)
     assert [type(result) for result in results] == [EngineDead] * 4
     assert "signal 9" in str(engine.trouble)
     await engine.close()
@@ -254,7 +254,7 @@ async def test_the_engine_process_has_a_session_of_its_own(facts: Facts) -> None
         os.kill(pid, 0)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until the condition holds; fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # the condition is somebody else's state, there is no event to await

@@ -15,9 +15,11 @@ from roseinfer.engine.transport import ThreadTransport
 from roseinfer.observe.flight import Flight
 from roseinfer.observe.hub import Hub
 from roseinfer.records import RequestTimeline
+from tests.integration.faults import on_a_calm_machine
 from tests.unit.engine.harness import make_engine, make_request
 
-STEP_S = 0.004
+STEP_S = 0.006  # several looks at a request that waits for a step
+NUM_REQUESTS = 11
 
 
 @asynccontextmanager
@@ -64,26 +66,30 @@ async def until_waiting(flight: Flight, request_id: str, option: str = "") -> di
     ("limits", "option", "value"),
     [
         ({"max_active_seqs": 2}, "scheduler.max_active_seqs", 2),
-        ({"max_active_seqs": 8}, "scheduler.max_prefill_seqs", 2),
-        ({"num_blocks": 9, "max_active_seqs": 8}, "cache.num_blocks", 9),
+        ({"num_blocks": 256, "max_active_seqs": 16}, "scheduler.max_prefill_seqs", 2),
+        ({"num_blocks": 9, "max_active_seqs": 16}, "cache.num_blocks", 9),
     ],
 )
+@on_a_calm_machine
 async def test_the_limit_is_named(limits: dict[str, int], option: str, value: int) -> None:
     async with running(**limits) as (flight, client):
         tasks = [
-            asyncio.create_task(ask(client, f"r-{number}", num_prompt_tokens=24, max_tokens=20)) for number in range(5)
+            asyncio.create_task(ask(client, f"r-{number}", num_prompt_tokens=24, max_tokens=20))
+            for number in range(NUM_REQUESTS)
         ]
-        told = await until_waiting(flight, "r-4", option)
+        last = f"r-{NUM_REQUESTS - 1}"
+        told = await until_waiting(flight, last, option)
         assert told["stage"] == "waiting"
         assert (told["waiting"]["option"], told["waiting"]["value"]) == (option, value)
         assert str(value) in told["waiting"]["sentence"]
         assert told["waiting"]["is_place_exact"]
         await asyncio.gather(*tasks)
-        ended = flight.request("r-4")
+        ended = flight.request(last)
     assert ended is not None
     assert (ended["stage"], ended["waiting"]) == ("finished", None)
 
 
+@on_a_calm_machine
 async def test_places_and_an_estimate() -> None:
     async with running(max_active_seqs=2) as (flight, client):
         tasks = [asyncio.create_task(ask(client, f"r-{number:02}", max_tokens=5)) for number in range(40)]
@@ -98,6 +104,7 @@ async def test_places_and_an_estimate() -> None:
         places = [one["place"] for one in listed]
         await asyncio.gather(*tasks)
     estimate = waiting["estimate"]
+    assert estimate, "it was over before anybody looked"
     assert 0 <= estimate["low_seconds"] <= estimate["seconds"] <= estimate["high_seconds"] < 10
     assert estimate["num_starts"] >= 8
     assert places == list(range(len(places)))

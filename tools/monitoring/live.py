@@ -15,7 +15,7 @@ from typing import Any
 from monitoring.outputs import FOLDER, ROOT
 from monitoring.stand_ins import NAMESPACE, POD
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 RULE_FILES = [str(ROOT / FOLDER / "rules" / name) for name in ("recording.yaml", "alerts.yaml")]
 
 Sample = tuple[float, float]
@@ -65,7 +65,7 @@ class Prometheus:
     def rules(self) -> list[dict[str, Any]]:
         return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
 
-    def wait_for(self, expression: str, timeout_s: float = 30.0) -> list[tuple[dict[str, str], float]]:
+    def wait_for(self, expression: str, timeout_s: float = 60.0) -> list[tuple[dict[str, str], float]]:
         """What the expression has, once it has something."""
         deadline = time.monotonic() + timeout_s
         while not (found := self._try(expression)):

@@ -1,8 +1,9 @@
 """`roseinfer bench compare`: two servers, two sets of flags or two sets of results, into effects and a verdict.
 
 Runs are made in turn, A B B A A B ..., so that a machine that changes evenly hits both sides alike. Both runs of a
-round have the same prompts, and no two rounds do: a prefix cache has nothing from a round before. A server that is
-started here is a new process for each run, since processes of one program differ among themselves too.
+round have the same prompts, and no two rounds do. Each run, repeated ones too, has a cache salt of its own, so its
+prompts are in no prefix cache, whoever has asked them before. A server that is started here is a new process for each
+run, since processes of one program differ among themselves too.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from roseinfer.bench.launched import serving
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_client import find_endpoint
 from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, plan_of, take_scenario
-from roseinfer.bench.serve import key_of, send
+from roseinfer.bench.serve import fresh_salt, key_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
@@ -56,6 +57,7 @@ def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
     """Print the comparison. Returns the exit code: 1 when a metric is so that `--fail-on` names it."""
     thresholds = Thresholds(arguments.confidence, arguments.min_effect, arguments.max_drift)
     texts: list[str] = arguments.sides
+    _refuse_equal(arguments)
     if arguments.a is None and arguments.b is None and not any(text.startswith(_URL) for text in texts):
         comparison, header = _of_results(arguments, thresholds)
         settings: dict[str, Any] = {}
@@ -68,6 +70,23 @@ def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
         compare_report.write_json(arguments.json, comparison, {**header, **settings})
     found = {finding.outcome for finding in comparison.findings} | {comparison.outcome}
     return EXIT_FAILED if found & set(arguments.fail_on) else 0
+
+
+def _refuse_equal(arguments: argparse.Namespace) -> None:
+    """A side that is held against itself by mistake is noise, which would be read as an answer. Raises ConfigError."""
+    texts: list[str] = arguments.sides
+    launched = [] if arguments.a is None or arguments.b is None else [arguments.a.split(), arguments.b.split()]
+    if arguments.equal_sides:
+        if texts and not any(text.startswith(_URL) for text in texts):
+            raise ConfigError("needs servers: what was measured once says nothing of itself", param="--equal-sides")
+    elif (len(texts) == 2 and _plain(texts[0]) == _plain(texts[1])) or (launched and launched[0] == launched[1]):
+        told = "are the same; --equal-sides compares servers with themselves, which shows what is noise here"
+        raise ConfigError(told, param="--a and --b" if launched else "A and B")
+
+
+def _plain(text: str) -> str:
+    """A URL or a path without what makes no difference."""
+    return text.rstrip("/").lower() if text.startswith(_URL) else str(Path(text).resolve())
 
 
 def _of_results(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[Comparison, dict[str, Any]]:
@@ -137,7 +156,8 @@ def _of_servers(
 ) -> tuple[Comparison, dict[str, Any]]:
     """Make the runs, and tell of each."""
     planned = plan_of(arguments)
-    header = {"A": sides[0].what, "B": sides[1].what, "Load": describe(arguments, planned)}
+    b = f"{sides[1].what}, equal to A" if arguments.equal_sides else sides[1].what
+    header = {"A": sides[0].what, "B": b, "Load": describe(arguments, planned)}
     measured: dict[str, list[Measured]] = {side.name: [] for side in sides}
     models: dict[str, str] = {}
     for index in range(arguments.rounds):
@@ -163,7 +183,8 @@ def _run_once(
         for _ in range(MAX_ATTEMPTS):
             # A server that is up and has not served yet would become faster over the first rounds: that is a drift.
             _warm_up(turn, planned if side.is_up and index == 0 else planned[:NUM_WARM_UP], endpoint)
-            made = send(turn, planned, interval_ns, endpoint, f"round {index + 1}, {side.name}")
+            label = f"round {index + 1}, {side.name}"
+            made = send(turn, planned, interval_ns, endpoint, label, cache_salt=fresh_salt())
             if made.is_valid:
                 break
     if turn.keep is not None:
@@ -174,7 +195,7 @@ def _run_once(
 def _warm_up(turn: argparse.Namespace, planned: Sequence[PlannedRequest], endpoint: Endpoint) -> None:
     first = [msgspec.structs.replace(request, offset_ns=0) for request in planned]
     other_prompts = argparse.Namespace(**{**vars(turn), "seed": turn.seed + 1_000_000})
-    send(other_prompts, first, 0.0, endpoint, "warm-up")
+    send(other_prompts, first, 0.0, endpoint, "warm-up", cache_salt=fresh_salt())
 
 
 def _keep(turn: argparse.Namespace, side: Side, made: ServeRun, endpoint: Endpoint, index: int) -> None:

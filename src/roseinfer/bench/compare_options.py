@@ -27,6 +27,11 @@ def add_compare(parser: Parser) -> None:
     flags: dict[str, Any] = {"metavar": "FLAGS"}
     group.add_argument("--a", help="start `roseinfer serve FLAGS` for each run of A; --a='' for the defaults", **flags)
     group.add_argument("--b", help="and for each run of B", **flags)
+    group.add_argument(
+        "--equal-sides",
+        action="store_true",
+        help="A and B may be the same server, or the same flags: how far do runs of equals lie apart here?",
+    )
     group.add_argument("--both", default="", help="flags of both servers, such as the model", **flags)
     group.add_argument(
         "--start-timeout",

@@ -98,9 +98,10 @@ class Verdict(NamedTuple):
         return f"Load generator: {'valid' if self.is_valid else 'INVALID'}, {share}; {self.max_share:.1%} is allowed"
 
 
-def mean_interval_ns(offsets_ns: Sequence[int]) -> float:
-    """Between neighbouring requests; 0 for a burst."""
-    return (max(offsets_ns) - min(offsets_ns)) / (len(offsets_ns) - 1) if len(offsets_ns) > 1 else 0.0
+def mean_interval_ns(offsets_ns: Iterable[int]) -> float:
+    """Between neighbouring moments at which something is due; 0 for a burst, which is one moment."""
+    moments = set(offsets_ns)
+    return (max(moments) - min(moments)) / (len(moments) - 1) if len(moments) > 1 else 0.0
 
 
 def latency_pools(requests: Iterable[Observed]) -> list[Pool]:
@@ -117,9 +118,16 @@ def latency_pools(requests: Iterable[Observed]) -> list[Pool]:
 
 
 def lag_p99_ns(requests: Iterable[Observed]) -> float:
-    """The 99th percentile of the submit lag of whatever was sent; 0 when nothing was."""
-    lags = [request.submit_lag_ns for request in requests if request.sent_ns]
-    return d.percentile(lags, 99) if lags else 0.0
+    """The 99th percentile of the submit lag over all moments at which something was due; 0 when nothing was sent.
+
+    A moment's lag is that of the first request that went out: of those that are due together, the others have to wait
+    for it, and how long that takes is the burst's size and not a generator that is late.
+    """
+    lags: dict[int, int] = {}
+    for request in requests:
+        if request.sent_ns:
+            lags[request.intended_ns] = min(request.submit_lag_ns, lags.get(request.intended_ns, request.submit_lag_ns))
+    return d.percentile(list(lags.values()), 99) if lags else 0.0
 
 
 def duration_s(requests: Sequence[Observed]) -> float:

@@ -12,11 +12,15 @@ _WORDS = (
 
 
 class RequestForm(NamedTuple):
-    """What all requests of a load have in common. Without `stream_interval` the server's holds."""
+    """What all requests of a load have in common. Without `stream_interval` the server's holds.
+
+    With a `cache_salt` that no load had before, none finds its prompts in a prefix cache, but for those of its own.
+    """
 
     is_chat: bool
     ignore_eos: bool
     stream_interval: int | None
+    cache_salt: str = ""
 
     @property
     def path(self) -> str:
@@ -33,6 +37,8 @@ class RequestForm(NamedTuple):
         }
         if self.stream_interval is not None:
             body["stream_interval"] = self.stream_interval
+        if self.cache_salt:
+            body["cache_salt"] = self.cache_salt
         if not self.is_chat:
             return {**body, "prompt": list(token_ids), "max_tokens": max_tokens}
         content = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import io
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,9 +67,13 @@ def send(
     endpoint: Endpoint,
     label: str,
     pacer: Pacer | None = None,
+    cache_salt: str = "",
 ) -> ServeRun:
-    """Send the plan and wait for the last answer; `label` is what a person who waits reads."""
-    prepared = prepare(planned, endpoint, arguments)
+    """Send the plan and wait for the last answer; `label` is what a person who waits reads.
+
+    With a salt of its own a run finds nothing in the server's prefix cache but what it has put there itself.
+    """
+    prepared = prepare(planned, endpoint, arguments, cache_salt)
     with Progress(label, total=len(prepared)) as progress:
         seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
     return ServeRun(seen, Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share), objective_of(arguments))
@@ -100,8 +105,13 @@ def fetch_recording(ops_url: str, api_key: str, file: Path) -> None:
     say(f"Recording: {file}")
 
 
+def fresh_salt() -> str:
+    """That no run had before, of whatever command."""
+    return f"bench-{os.getpid()}-{time.time_ns():x}"
+
+
 def prepare(
-    planned: Sequence[PlannedRequest], endpoint: Endpoint, arguments: argparse.Namespace
+    planned: Sequence[PlannedRequest], endpoint: Endpoint, arguments: argparse.Namespace, cache_salt: str = ""
 ) -> list[PreparedRequest]:
     """The bodies, encoded before the clock starts. Raises ConfigError for a request that the server would refuse."""
     tokens = Tokens(arguments.seed, endpoint.vocab_size)
@@ -117,7 +127,7 @@ def prepare(
             )
         # Whoever goes away after a token has to see each one.
         interval = arguments.stream_interval if request.abort_after_tokens is None else 1
-        form = RequestForm(arguments.chat, arguments.ignore_eos, interval)
+        form = RequestForm(arguments.chat, arguments.ignore_eos, interval, cache_salt)
         body = form.body(endpoint.model, tokens.of(request.segments), request.max_tokens)
         prepared.append(
             PreparedRequest(

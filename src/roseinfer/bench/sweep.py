@@ -15,7 +15,7 @@ from roseinfer.bench.load_client import find_endpoint
 from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, plan_of
 from roseinfer.bench.observed import Objective, duration_s
 from roseinfer.bench.report import NS_PER_MS
-from roseinfer.bench.serve import EXIT_INVALID, key_of, send
+from roseinfer.bench.serve import EXIT_INVALID, fresh_salt, key_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.errors import ConfigError
@@ -54,12 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     say("=== rate sweep ===", f"URL: {endpoint.url}", f"Model: {endpoint.model}")
     points: list[Point] = []
     for index, rate in enumerate(arguments.sweep):
-        # Prompts of its own, so that no rate finds those of the one before in the prefix cache.
+        # Prompts of its own, and a salt, so that no rate finds those of another, or of a sweep before, in a cache.
         turn = argparse.Namespace(**{**vars(arguments), "rate": rate, "seed": arguments.seed + index})
         planned = plan_of(turn)
         if not points:
             say(f"Load: {describe(turn, planned)}, then more a second", header_line())
-        points.append(point_of(rate, send(turn, planned, interval_ns_of(turn, planned), endpoint, f"rate {rate:g}")))
+        interval_ns = interval_ns_of(turn, planned)
+        made = send(turn, planned, interval_ns, endpoint, f"rate {rate:g}", cache_salt=fresh_salt())
+        points.append(point_of(rate, made))
         say(line_of(points[-1]))
         if not points[-1].is_valid:
             break

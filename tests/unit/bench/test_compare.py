@@ -2,13 +2,20 @@
 
 import json
 import shlex
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roseinfer import cli
+from roseinfer.bench import compare as compare_runs
 from roseinfer.bench.compare_results import Measured, differences, in_turn, told
+from roseinfer.bench.endpoint import Endpoint
+from roseinfer.bench.load import PlannedRequest
+from roseinfer.bench.observed import Observed, Verdict
+from roseinfer.bench.serve_report import ServeRun
 
 NUM_RUNS = 8
 LOAD = {"rate": 20.0, "prompt_tokens": "16", "max_tokens": "32"}
@@ -175,11 +182,16 @@ def test_runs_of_bench_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("http://127.0.0.1:9", "A B: needs two URLs"),
         ("http://127.0.0.1:9 {folder}", "A B: needs two URLs"),
         ("--a=", "--a: --a and --b belong together, without anything else"),
-        ("--a= --b= http://127.0.0.1:9", "--a: --a and --b belong together, without anything else"),
-        ("http://127.0.0.1:9 http://127.0.0.1:9 --both x", "--both: needs --a and --b"),
-        ("http://127.0.0.1:9 http://127.0.0.1:9", "--url: nothing answers at http://127.0.0.1:9/v1/models"),
+        ("--a= --b=x http://127.0.0.1:9", "--a: --a and --b belong together, without anything else"),
+        ("http://127.0.0.1:9 http://127.0.0.1:7 --both x", "--both: needs --a and --b"),
+        ("http://127.0.0.1:9 http://127.0.0.1:7", "--url: nothing answers at http://127.0.0.1:9/v1/models"),
+        ("http://one:9 http://ONE:9/", "A and B: are the same; --equal-sides compares servers with themselves"),
+        ("--a='--x  1' --b='--x 1'", "--a and --b: are the same; --equal-sides compares servers with themselves"),
+        ("{folder} {folder}/../{name}", "A and B: are the same; --equal-sides compares"),
+        ("{folder} {folder} --equal-sides", "--equal-sides: needs servers"),
+        ("http://127.0.0.1:9 http://127.0.0.1:9 --equal-sides", "--url: nothing answers at http://127.0.0.1:9/v1"),
         ("{folder}/none {folder}", "A: {folder}/none cannot be read: No such file"),
-        ("{folder} {folder}", "A: {folder} holds no result"),
+        ("{folder} {folder}/none", "A: {folder} holds no result"),
         ("{folder}/text {folder}", "A: {folder}/text is not JSON"),
         ("{folder}/other {folder}", "A: {folder}/other is no result of roseinfer bench"),
         ('--a "--model \'x" --b=', "--a: No closing quotation"),
@@ -192,10 +204,47 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     (tmp_path / "text").write_text("a")
     (tmp_path / "other").write_text('{"settings": {}}')
-    assert compare(*shlex.split(command.format(folder=tmp_path))) == cli.EXIT_USAGE
+    assert compare(*shlex.split(command.format(folder=tmp_path, name=tmp_path.name))) == cli.EXIT_USAGE
     error = capsys.readouterr().err
     assert words.format(folder=tmp_path) in error
     assert error.count("\n") == 1
+
+
+def test_a_run_that_is_made_again_has_the_prompts_of_its_round_and_finds_none_of_them_cached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The generator was late in the first run of B. One server is both sides, so whatever was sent may be cached."""
+    sent: list[tuple[str, int, str]] = []
+
+    def send(turn: Namespace, planned: Sequence[PlannedRequest], *rest: Any, cache_salt: str) -> ServeRun:
+        label = rest[-1]
+        is_late = label == "round 1, B" and label not in [told for told, _, _ in sent]
+        sent.append((label, turn.seed, cache_salt))
+        began = len(sent) * 10**9
+        seen = [
+            Observed(
+                request_id=str(index),
+                intended_ns=began,
+                sent_ns=began,
+                token_ns=[began + 10**6, began + 2 * 10**6],
+                token_counts=[1, 1],
+                end_ns=began + 3 * 10**6,
+            )
+            for index in range(len(planned))
+        ]
+        return ServeRun(seen, Verdict(10.0 if is_late else 0.0, 1.0, 0.1), None)
+
+    monkeypatch.setattr(compare_runs, "send", send)
+    monkeypatch.setattr(compare_runs, "find_endpoint", lambda url, _: Endpoint(url, "", "tiny", 64, 100))
+    assert compare("http://one:9", "http://one:9", "--equal-sides", "--rounds", "6", "--num-requests", "3") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("Verdict: noise ")
+    assert "B: http://one:9, equal to A" in lines
+    runs = [(label, seed) for label, seed, _ in sent if label != "warm-up"]
+    assert [label for label, _ in runs[:4]] == ["round 1, A", "round 1, B", "round 1, B", "round 2, B"]
+    assert [seed for _, seed in runs] == [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    salts = [salt for _, _, salt in sent]
+    assert len({*salts}) == len(salts) == 2 * len(runs)
 
 
 def test_differences_are_named_and_a_long_list_is_cut() -> None:

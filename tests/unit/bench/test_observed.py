@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.observed import Objective, Observed, Verdict, latency_pools, mean_interval_ns
+from roseinfer.bench.observed import Objective, Observed, Verdict, lag_p99_ns, latency_pools, mean_interval_ns
 from roseinfer.bench.serve_report import RESIDUAL, ServeRun, ledger_parts_ns, lines_of, write_result
 from roseinfer.errors import ConfigError
 
@@ -74,8 +74,20 @@ def test_the_verdict_holds_the_lag_against_the_interval(
     assert verdict.line() == f"Load generator: {words}"
 
 
+def test_what_is_due_together_goes_out_one_after_the_other_and_that_is_not_late() -> None:
+    """Forty at one moment, a millisecond each, between two that are a little late."""
+
+    def sent(intended_ms: int, lag_ms: int) -> Observed:
+        return Observed(request_id="a", intended_ns=intended_ms * MS, sent_ns=(intended_ms + lag_ms) * MS)
+
+    seen = [sent(0, 2), *(sent(100, 1 + index) for index in range(40)), sent(200, 2)]
+    assert lag_p99_ns(seen) == 2 * MS
+    assert lag_p99_ns([sent(0, 2), *(sent(100, 50 + index) for index in range(40))]) > 49 * MS
+    assert lag_p99_ns([Observed(request_id="a", intended_ns=5)]) == 0
+
+
 def test_the_interval_of_a_trace_is_its_mean() -> None:
-    assert mean_interval_ns([0, 10, 80]) == 40
+    assert mean_interval_ns([0, 10, 80]) == mean_interval_ns([0, 10, 10, 10, 80]) == 40
     assert mean_interval_ns([0, 0]) == mean_interval_ns([7]) == 0
 
 

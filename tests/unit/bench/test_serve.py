@@ -10,7 +10,7 @@ import pytest
 from roseinfer.bench.endpoint import Endpoint
 from roseinfer.bench.load import PlannedRequest, Segment
 from roseinfer.bench.load_client import PreparedRequest
-from roseinfer.bench.serve import fetch_recording, prepare
+from roseinfer.bench.serve import fetch_recording, fresh_salt, prepare
 from roseinfer.errors import ConfigError, InvalidRequest
 from tests.unit.explain.operations_port import open_port
 
@@ -30,6 +30,15 @@ def test_a_body_asks_for_exactly_what_was_planned() -> None:
     assert (len(body["prompt"]), body["max_tokens"], body["stream"]) == (5, 9, True)
     assert request.offset_ns == 7
     assert "stream_interval" not in body
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_run_with_a_salt_shares_no_cache_with_others(chat: bool) -> None:
+    planned = PlannedRequest(offset_ns=0, segments=(Segment(1, 5),), max_tokens=9)
+    arguments = Namespace(seed=0, chat=chat, ignore_eos=True, stream_interval=None)
+    bodies = [msgspec.json.decode(prepare([planned], ENDPOINT, arguments, salt)[0].body) for salt in ("", "a")]
+    assert [body.get("cache_salt") for body in bodies] == [None, "a"]
+    assert fresh_salt() != fresh_salt()
 
 
 @pytest.mark.parametrize("stream_interval", [None, 8])
