@@ -220,7 +220,8 @@ class RunnerConfig:
         ),
     ] = _option("pinned")
     pipeline_depth: Annotated[
-        Literal[0, 1], Meta(description="Steps launched before the result of the one before has been read.")
+        Literal[0, 1],
+        Meta(description="Steps launched before the result of the one before has been read. On a CPU always 0."),
     ] = _option(0)
     batch_invariant: Annotated[
         bool,

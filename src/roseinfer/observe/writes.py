@@ -27,39 +27,43 @@ class Writes:
     def __init__(self) -> None:
         self.timelines: list[RequestTimeline] = []
         self.deliveries: list[Delivery] = []
-        self._values = array("q")
+        self._columns: dict[str, Column] = {}
 
     def __len__(self) -> int:
         return len(self.timelines)
 
     def add(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        """One more. The timeline holds its stamp already."""
-        index, arrival, was_paused = delivery.index, delivery.arrival, delivery.was_paused
+        """One more. The timeline holds its stamp already, and nobody has asked for columns."""
         self.timelines.append(timeline)
         self.deliveries.append(delivery)
-        self._values.extend(
-            (
-                timeline.serial,
-                timeline.write_ns[index - 1] if index else 0,
-                arrival.tokens_ns,
-                arrival.sent_ns,
-                arrival.read_ns,
-                delivery.resumed_ns,
-                delivery.encoded_ns,
-                delivery.written_ns,
-                was_paused,
-                not (was_paused or arrival.gc_ns or arrival.was_held),
-            )
-        )
 
     def columns(self) -> dict[str, Column]:
-        """Each of COLUMNS, `(num_writes,)`; no write can be added while they are in use."""
-        table = np.frombuffer(self._values, np.int64).reshape(-1, len(COLUMNS))
-        return dict(zip(COLUMNS, table.T, strict=True))
+        """Each of COLUMNS, `(num_writes,)`; made once, for all who ask, and not while a write waits to return."""
+        if not self._columns:
+            values = array("q")
+            for timeline, delivery in zip(self.timelines, self.deliveries, strict=True):
+                index, arrival, was_paused = delivery.index, delivery.arrival, delivery.was_paused
+                values.extend(
+                    (
+                        timeline.serial,
+                        timeline.write_ns[index - 1] if index else 0,
+                        arrival.tokens_ns,
+                        arrival.sent_ns,
+                        arrival.read_ns,
+                        delivery.resumed_ns,
+                        delivery.encoded_ns,
+                        delivery.written_ns,
+                        was_paused,
+                        not (was_paused or arrival.gc_ns or arrival.was_held),
+                    )
+                )
+            table = np.frombuffer(values, np.int64).reshape(-1, len(COLUMNS))
+            self._columns = dict(zip(COLUMNS, np.ascontiguousarray(table.T), strict=True))
+        return self._columns
 
 
 class WriteObserver(Observer):
-    """An observer that is told writes, together: before the next step is, and before the end of a request."""
+    """An observer that is told writes, together: after the steps that made their tokens, before ends of requests."""
 
     def on_writes(self, writes: Writes) -> None:
         """These writes have returned since it was told last."""
