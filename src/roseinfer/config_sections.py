@@ -468,7 +468,7 @@ class ObserveConfig:
             ge=16,
             le=1 << 20,
             description="Finished requests that it remembers, about nine bytes for each token; those in flight come "
-            "on top.",
+            "on top, and an eighth as many that were refused.",
         ),
     ] = _option(1024)
     capture_rules: Annotated[

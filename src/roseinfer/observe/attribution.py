@@ -29,7 +29,7 @@ Totals = tuple[int, ...]
 _NUM_RECENT = 1024  # steps that a late write, or a sequence that was left out for long, may ask for
 _FEW = 16
 _LEARN_EVERY = 16  # writes at least between two from which the usual parts of a wire gap are learned
-_LESSON_EVERY = 128  # where more are told together
+_LESSON_EVERY = 512  # where more are told together
 _NOTHING: Totals = (0,) * len(CAUSES)
 _INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 
@@ -110,7 +110,7 @@ class Attribution(WriteObserver):
         tokens_ns, resumed_ns = columns["tokens_ns"], columns["resumed_ns"]
         at_ns = np.maximum(columns["start_ns"], tokens_ns)
         told_ns = np.maximum(at_ns, columns["sent_ns"])
-        is_plain: Mask = is_candidate & (columns["is_plain"] != 0) & (told_ns <= resumed_ns)
+        is_plain: Mask = is_candidate & (columns["is_prompt"] > columns["was_paused"]) & (told_ns <= resumed_ns)
         is_plain &= told_ns >= self.interruptions.quiet_since_ns
         detokenize_ns, totals = columns["encoded_ns"] - resumed_ns, self.total_ns
         whole_ns = columns["written_ns"] - at_ns
