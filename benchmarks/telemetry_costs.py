@@ -28,7 +28,7 @@ from roseinfer.observe.otlp import Encoder
 from roseinfer.observe.recording import ClockPair
 from roseinfer.observe.spans import Span
 from roseinfer.observe.tracing import Tracing
-from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 from roseinfer.stopwatch import Phases
 
 MS = 1_000_000
@@ -126,7 +126,7 @@ def step_costs(repeat: int, num_rows: int) -> list[float]:
     """Of one step: nothing told, a span told."""
     quiet, _ = make_tracing(step_interval=0)
     loud, _ = make_tracing(step_interval=1)
-    advanced = [make_timeline(index, 2) for index in range(num_rows)]
+    advanced = Advanced.newest(make_timeline(index, 2) for index in range(num_rows))
     for tracing in (quiet, loud):
         for timeline in advanced:
             tracing.on_start(timeline)

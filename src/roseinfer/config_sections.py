@@ -220,7 +220,8 @@ class RunnerConfig:
         ),
     ] = _option("pinned")
     pipeline_depth: Annotated[
-        Literal[0, 1], Meta(description="Steps launched before the result of the one before has been read.")
+        Literal[0, 1],
+        Meta(description="Steps launched before the result of the one before has been read. On a CPU always 0."),
     ] = _option(0)
     batch_invariant: Annotated[
         bool,
@@ -467,7 +468,7 @@ class ObserveConfig:
             ge=16,
             le=1 << 20,
             description="Finished requests that it remembers, about nine bytes for each token; those in flight come "
-            "on top.",
+            "on top, and an eighth as many that were refused.",
         ),
     ] = _option(1024)
     capture_rules: Annotated[

@@ -252,6 +252,11 @@ class Advanced(list[RequestTimeline]):
         self.previous_ns = list(previous_ns)
 
     @property
+    def num_newcomers(self) -> int:
+        """How many of the tokens are the first of their request."""
+        return self.previous_ns.count(0)
+
+    @property
     def newcomers(self) -> "list[RequestTimeline]":
         """Those of which it is the first token."""
         return [each for each, previous_ns in zip(self, self.previous_ns, strict=True) if not previous_ns]

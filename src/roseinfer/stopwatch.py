@@ -36,6 +36,7 @@ class Unwatched:
 
 UNWATCHED = Unwatched()
 _CAPTURE = "capture"
+_ZEROS = dict.fromkeys(PhaseTimes.__struct_fields__, 0)
 
 
 def _nobody(_: bool) -> None: ...
@@ -50,7 +51,9 @@ class Phases:
         self.on_capture: Callable[[bool], None] = _nobody  # told when the recording of a CUDA graph begins, and ends
 
     def begin(self, step_id: int) -> "Stopwatch":
-        return Stopwatch(step_id, self.clock, self.marker, self.on_capture)
+        if self.marker is None:
+            return Stopwatch(step_id, self.clock, self.on_capture)
+        return _RangedStopwatch(step_id, self.clock, self.on_capture, self.marker)
 
     def whole(self, step_id: int) -> AbstractContextManager[None]:
         """A range around all that the engine does until it tells of this step; it measures nothing."""
@@ -73,32 +76,24 @@ class _Range:
 
 
 class Stopwatch:
-    """One step's times: `with watch("launch"):` adds its nanoseconds and, with a marker, opens a range.
+    """One step's times: `with watch("launch"):` adds its nanoseconds.
 
-    The names are the fields of `PhaseTimes`. A class and no generator, which would cost several times as much.
+    The names are the fields of `PhaseTimes`. Each step pays for this some seven times over: hence a class and no
+    generator, named arguments of `__exit__`, which are not gathered into a tuple, and no look at what is rarely there.
     """
 
-    __slots__ = ("_clock", "_elapsed", "_marker", "_on_capture", "_open", "start_ns", "step_id")
+    __slots__ = ("_clock", "_elapsed", "_on_capture", "_open", "start_ns", "step_id")
 
-    def __init__(
-        self,
-        step_id: int,
-        clock: Callable[[], int],
-        marker: RangeMarker | None,
-        on_capture: Callable[[bool], None] = _nobody,
-    ) -> None:
+    def __init__(self, step_id: int, clock: Callable[[], int], on_capture: Callable[[bool], None] = _nobody) -> None:
         self.step_id = step_id
         self.start_ns = clock()
         self._clock = clock
-        self._marker = marker
         self._on_capture = on_capture
-        self._elapsed: dict[str, int] = {}
+        self._elapsed = _ZEROS.copy()
         self._open: list[tuple[str, int]] = []  # phases begun and not ended, and when
 
     def __call__(self, name: str) -> Self:
         """The phase begins here; the `with` that follows ends it."""
-        if self._marker is not None:
-            self._marker.push(name, self.step_id)
         if name == _CAPTURE:
             self._on_capture(True)
         self._open.append((name, self._clock()))
@@ -106,13 +101,31 @@ class Stopwatch:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         name, begin_ns = self._open.pop()
-        self._elapsed[name] = self._elapsed.get(name, 0) + self._clock() - begin_ns
+        self._elapsed[name] += self._clock() - begin_ns
         if name == _CAPTURE:
             self._on_capture(False)
-        if self._marker is not None:
-            self._marker.pop()
 
     def times(self) -> PhaseTimes:
-        return PhaseTimes(**self._elapsed)
+        return PhaseTimes(*self._elapsed.values())
+
+
+class _RangedStopwatch(Stopwatch):
+    """One that opens a range for each phase as well."""
+
+    __slots__ = ("_marker",)
+
+    def __init__(
+        self, step_id: int, clock: Callable[[], int], on_capture: Callable[[bool], None], marker: RangeMarker
+    ) -> None:
+        super().__init__(step_id, clock, on_capture)
+        self._marker = marker
+
+    def __call__(self, name: str) -> Self:
+        self._marker.push(name, self.step_id)
+        return super().__call__(name)
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        super().__exit__(kind, error, traceback)
+        self._marker.pop()

@@ -99,7 +99,17 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     )
     phases = Phases(make_marker(enabled=config.observe.nvtx))
     profiler = TorchProfiler(info.device)
-    return Engine(scheduler, runner, phases, info, config.runner.pipeline_depth, profiler)
+    return Engine(scheduler, runner, phases, info, _pipeline_depth(config, info), profiler)
+
+
+def _pipeline_depth(config: Config, info: EngineInfo) -> int:
+    """A CPU computes while it launches: nothing would overlap, each token would come a step late, and the computing of
+    a step would lie in the gap that the step before ends, whose record does not know what made it long.
+    """
+    if config.runner.pipeline_depth and info.device == "cpu":
+        _log.warning("runner.pipeline_depth is 0 on a CPU, where there is nothing to overlap")
+        return 0
+    return config.runner.pipeline_depth
 
 
 def _build_grammars(config: Config, info: EngineInfo) -> Grammars | None:
@@ -194,7 +204,8 @@ def serve(config: Config, more_keys: str = "") -> int:
 
     observe = config.observe
     new_directory = partial(capture_files.profile_directory, observe.capture_dir, observe.capture_max_mib)
-    debug_routes = [*debug.routes(observation.flight), profile.route(new_directory)]
+    write_manifest = partial(capture_files.write_profile_manifest, observation.capture.facts)
+    debug_routes = [*debug.routes(observation.flight), profile.route(new_directory, write_manifest)]
     debug_routes.append(invariants.route(observation.integrity.report))
     checker = GrammarChecker(config.structured, lambda: client.info)
     instruments = Instruments(handle_metrics, observation.ledger, debug_routes, checker)

@@ -78,9 +78,10 @@ def test_a_server_explains_itself(
         assert response.status == 202
         directory = Path(json.loads(response.read())["directory"])
     stream(server, "third", max_tokens=5)
-    until((directory / "trace.json").exists)
+    until((directory / "manifest.json").exists)
+    assert (directory / "trace.json").exists()
     assert directory.parent == captures
 
     written = [content for file in captures.rglob("*") if file.is_file() for content in contents(file)]
-    assert len(written) == 3 + 5, "manifest and two traces, and the arrays of the recording"
+    assert len(written) == 4 + 5, "two manifests and two traces, and the arrays of the recording"
     assert not any(word.encode() in content for content in written for word in WORDS.split())

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from tests.unit.server.harness import Answer, ScriptedEngine, Server, serving
 
 
 @asynccontextmanager
-async def profiling() -> AsyncIterator[Server]:
+async def profiling(write_manifest: Callable[[Path, int], None] = lambda _path, _steps: None) -> AsyncIterator[Server]:
     """A server whose port answers `/debug/profile` alone."""
     async with serving(ScriptedEngine()) as server:
         app = web.Application(middlewares=[identify, answer_errors])
         app[SERVICE] = server.service
-        app.add_routes([route(lambda: Path("traces") / "new")])
+        app.add_routes([route(lambda: Path("traces") / "new", write_manifest)])
         runner = build_runner(app, 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -57,12 +57,33 @@ async def test_the_log_says_what_became_of_it(caplog: pytest.LogCaptureFixture) 
         with caplog.at_level(logging.INFO, "roseinfer.server.profile"):
             for error in ("", "OSError: no space"):
                 await profile(server)
-                server.engine.profiles[-1][2].set_result(ProfileEnded(20, error))
-                await asyncio.sleep(0)
+                await end_profile(server, error)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "a profile was written"),
         ("ERROR", "a profile could not be made: OSError: no space"),
     ]
+
+
+async def end_profile(server: Server, error: str = "") -> None:
+    """The engine says so, and all that follows from it has happened."""
+    server.engine.profiles[-1][2].set_result(ProfileEnded(20, error))
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "profile"))
+
+
+async def test_a_trace_gets_its_manifest_and_a_failure_none(caplog: pytest.LogCaptureFixture) -> None:
+    written: list[tuple[Path, int]] = []
+
+    def write_manifest(directory: Path, num_steps: int) -> None:
+        written.append((directory, num_steps))
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+
+    async with profiling(write_manifest) as server:
+        for error in ("", "OSError: no trace", ""):
+            await profile(server)
+            await end_profile(server, error)
+    assert written == [(Path("traces") / "new", 20)] * 2
+    assert "its manifest cannot be written: No space left on device" in caplog.text
 
 
 async def test_one_at_a_time() -> None:

@@ -17,6 +17,7 @@ _Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 _PositiveSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 _Rate = Annotated[float, Meta(gt=0, le=100_000)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
+_LagShare = Annotated[float, Meta(ge=0)]  # above 1 for those to whom only counts matter
 
 DEFAULT_NUM_REQUESTS = 64
 DEFAULT_COSTS = "default"
@@ -211,7 +212,7 @@ def add_max_lag_share(group: argparse._ArgumentGroup) -> None:
     """When the generator may no longer be believed."""
     group.add_argument(
         "--max-lag-share",
-        type=parser_of(_Share),
+        type=parser_of(_LagShare),
         default=0.1,
         metavar="SHARE",
         help="the report is invalid when the generator's own lag, p99, is a larger share of the interval; default: 0.1",

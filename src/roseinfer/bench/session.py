@@ -83,9 +83,13 @@ class Session:
         info, config = self.llm.info, self.llm.config
         threads = f"{info.num_threads} thread{'s' * (info.num_threads > 1)}, " if info.num_threads else ""
         runner = config.runner
-        launches = f"graphs {runner.cuda_graphs}, {runner.staging} staging, " if info.device == "cuda" else ""
+        launches = ""
+        if info.device == "cuda":
+            launches = (
+                f"graphs {runner.cuda_graphs}, {runner.staging} staging, pipeline depth {runner.pipeline_depth}, "
+            )
         return {
-            "Engine": f"{info.dtype}, {info.attention} attention, {launches}pipeline depth {runner.pipeline_depth}, "
+            "Engine": f"{info.dtype}, {info.attention} attention, {launches}"
             f"{config.engine.transport} transport, {info.num_blocks} blocks of {info.block_size}, "
             f"at most {config.scheduler.max_active_seqs} active",
             "Host": f"{platform.machine()}, {threads}Python {platform.python_version()}, "

@@ -76,6 +76,7 @@ def setup_of(
     max_model_len = config.model.max_model_len or (engine.max_model_len if engine else longest)
     enough = config.scheduler.limits.max_active_seqs * -(-max_model_len // config.cache.block_size)
     num_blocks = config.cache.num_blocks or (engine.num_blocks if engine else enough)
+    is_gpu = config.runner.device == "cuda" or (engine is not None and engine.device == "cuda")
     setup = Setup(
         scheduler=config.scheduler,
         cache=config.cache,
@@ -83,8 +84,8 @@ def setup_of(
         max_model_len=max_model_len,
         costs=costs,
         vocab_size=engine.vocab_size if engine else Setup._field_defaults["vocab_size"],
-        pipeline_depth=config.runner.pipeline_depth,
-        is_asynchronous=config.runner.device == "cuda" or (engine is not None and engine.device == "cuda"),
+        pipeline_depth=config.runner.pipeline_depth if is_gpu else 0,  # as the server has it
+        is_asynchronous=is_gpu,
         delays=tuple(arguments.inject),
         seed=arguments.seed,
     )

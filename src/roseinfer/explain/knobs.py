@@ -42,10 +42,11 @@ KNOBS = {
         "runner.staging", "`pinned` lets the copies run beside the host; `pageable` is there for comparison."
     ),
     Cause.SAMPLE_SYNC: Knob(
-        "runner.pipeline_depth", "1 launches the next step before the tokens of this one have been read."
+        "runner.pipeline_depth", "On a GPU, 1 launches the next step before the tokens of this one have been read."
     ),
     Cause.SCHEDULE: Knob(
-        "runner.pipeline_depth", "1 lets the engine's bookkeeping happen while the device computes the step after."
+        "runner.pipeline_depth",
+        "On a GPU, 1 lets the engine's bookkeeping happen while the device computes the step after.",
     ),
     Cause.KV_WAIT: Knob(
         "cache.num_blocks",

@@ -86,7 +86,7 @@ def _read(path: Path) -> Evidence:
             raise InvalidRequest(f"The directory holds no {RECORDING_NAME}, so it is no capture.")
         return Evidence(Recording.load(path / RECORDING_NAME))
     if path.suffix != ".json":
-        return Evidence(Recording.load(path))
+        return Evidence(Recording.load(path, "It"))  # the error's `param` names it
     result = BenchResult.read(path)
     if result.recording is not None:
         return Evidence(Recording.load(path.parent / result.recording))

@@ -8,7 +8,6 @@ gaps are those of the wire for streams, and those of the engine for requests tha
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -17,18 +16,20 @@ import numpy.typing as npt
 from roseinfer.observe import ledger
 from roseinfer.observe.causes import SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
 from roseinfer.observe.deliveries import LiveInterruptions, delivery_segments
+from roseinfer.observe.hub import Listeners
 from roseinfer.observe.recording import CAUSES
 from roseinfer.observe.step_gaps import GapSplitter, Segments, StepGap, StepGaps, segments_since
 from roseinfer.observe.writes import Column, WriteObserver, Writes
 from roseinfer.records import Advanced, Cause, Delivery, RequestTimeline, StepRecord
 
-OnSlowGap = Callable[[Gap, RequestTimeline], None]
 Mask = npt.NDArray[np.bool_]
 Totals = tuple[int, ...]
 """Nanoseconds of each of CAUSES."""
 
 _NUM_RECENT = 1024  # steps that a late write, or a sequence that was left out for long, may ask for
-_LEARN_EVERY = 16  # writes between those from which the usual parts of a wire gap are learned
+_FEW = 16
+_LEARN_EVERY = 16  # writes at least between two from which the usual parts of a wire gap are learned
+_LESSON_EVERY = 512  # where more are told together
 _NOTHING: Totals = (0,) * len(CAUSES)
 _INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 
@@ -44,7 +45,7 @@ class Attribution(WriteObserver):
     """The observer that names causes. `on_slow_gap` are told of each slow gap as soon as it has ended."""
 
     def __init__(self, *, slow_factor: float = SLOW_FACTOR, slow_min_ms: float = SLOW_MIN_NS / 1e6) -> None:
-        self.on_slow_gap: list[OnSlowGap] = []
+        self.on_slow_gap: Listeners[Gap, RequestTimeline] = Listeners()
         self.interruptions = LiveInterruptions()
         self.total_ns = dict.fromkeys(Cause, 0)
         self.num_slow_gaps = dict.fromkeys(Cause, 0)
@@ -76,18 +77,31 @@ class Attribution(WriteObserver):
 
     def on_writes(self, writes: Writes) -> None:
         """See WriteObserver."""
-        columns, usual = writes.columns(), self._usual_wire
+        columns, begin = writes.columns(), 0
+        while begin < len(writes):  # as long as little is known, a few at a time are judged by those before them
+            end = len(writes) if self._usual_wire.is_settled else min(begin + _FEW, len(writes))
+            self._judge_writes(
+                {name: column[begin:end] for name, column in columns.items()},
+                writes.timelines[begin:end],
+                writes.deliveries[begin:end],
+            )
+            begin = end
+
+    def _judge_writes(
+        self, columns: dict[str, Column], timelines: list[RequestTimeline], deliveries: list[Delivery]
+    ) -> None:
+        usual = self._usual_wire
         is_gap = columns["start_ns"] > 0  # not the first write of a request
         gaps_ns = columns["written_ns"] - columns["start_ns"]
         is_ordinary = is_gap & (gaps_ns <= usual.threshold_ns)
-        self._num_unlearned += len(writes)
+        self._num_unlearned += len(timelines)
         if self._num_unlearned >= _LEARN_EVERY:
             self._num_unlearned = 0
-            is_ordinary[-1] = False
+            is_ordinary[::-_LESSON_EVERY] = False
         is_ordinary = self._count_plain(columns, is_ordinary)
-        usual.take_all(gaps_ns[is_ordinary].tolist())
+        usual.take_all(gaps_ns[is_ordinary])
         for at in np.flatnonzero(is_gap & ~is_ordinary).tolist():
-            self._take_write(writes.timelines[at], writes.deliveries[at])
+            self._take_write(timelines[at], deliveries[at])
 
     def _count_plain(self, columns: dict[str, Column], is_candidate: Mask) -> Mask:
         """Count the tokens' way to the socket for those of the candidates on whose way nothing special happened, as is
@@ -96,7 +110,7 @@ class Attribution(WriteObserver):
         tokens_ns, resumed_ns = columns["tokens_ns"], columns["resumed_ns"]
         at_ns = np.maximum(columns["start_ns"], tokens_ns)
         told_ns = np.maximum(at_ns, columns["sent_ns"])
-        is_plain: Mask = is_candidate & (columns["is_plain"] != 0) & (told_ns <= resumed_ns)
+        is_plain: Mask = is_candidate & (columns["is_prompt"] > columns["was_paused"]) & (told_ns <= resumed_ns)
         is_plain &= told_ns >= self.interruptions.quiet_since_ns
         detokenize_ns, totals = columns["encoded_ns"] - resumed_ns, self.total_ns
         whole_ns = columns["written_ns"] - at_ns
@@ -166,13 +180,14 @@ class Attribution(WriteObserver):
             del self._shared_at[next(iter(self._shared_at))]
 
     def _take_tokens(self, gap: StepGap | None, advanced: Advanced) -> None:
-        for timeline in advanced.newcomers:
-            self._accounts[timeline.request_id] = _Account(self._shared, {})
+        if advanced.num_newcomers:
+            for timeline in advanced.newcomers:
+                self._accounts[timeline.request_id] = _Account(self._shared, {})
         if gap is None:
             return
         start_ns, is_slow = gap.start_ns, self._usual.is_slow(gap.duration_ns)
         num_shared = advanced.previous_ns.count(start_ns)  # nearly always all: their timelines are not looked at
-        if is_slow or num_shared + advanced.previous_ns.count(0) < len(advanced):
+        if is_slow or num_shared + advanced.num_newcomers < len(advanced):
             for timeline, previous_ns in zip(advanced, advanced.previous_ns, strict=True):
                 if previous_ns and previous_ns != start_ns:
                     self._take_own(timeline, previous_ns, gap)
@@ -216,5 +231,4 @@ class Attribution(WriteObserver):
 
     def _tell(self, gap: Gap, timeline: RequestTimeline) -> None:
         self.num_slow_gaps[gap.cause] += 1
-        for listener in self.on_slow_gap:
-            listener(gap, timeline)
+        self.on_slow_gap(gap, timeline)

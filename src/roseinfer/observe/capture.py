@@ -80,7 +80,7 @@ class BreachCapture(WriteObserver):
             for subject in ("gap", "ttft")
         }
         self._recorder = recorder
-        self._facts = capture_files.facts(config, version)
+        self.facts = capture_files.facts(config, version)  # of the server, as manifests have them
         self._clock = clock
         self._sleep = sleep
         self._rests_until_ns = 0
@@ -151,7 +151,7 @@ class BreachCapture(WriteObserver):
                 "breached_at": moment.isoformat(),
                 "breached_monotonic_ns": breach.now_ns,
                 "requests": [{"request_id": name, "trace_id": trace} for name, trace in breach.requests.items()],
-                **self._facts,
+                **self.facts,
                 "recording": capture_files.RECORDING_NAME,
                 "profile": await traced,
             }
@@ -176,7 +176,7 @@ class BreachCapture(WriteObserver):
             return {"error": f"not so many steps came within {PROFILE_TIMEOUT_S:g} s; the trace may come later"}
         if ended.error:
             return {"error": ended.error}
-        return {"num_steps": ended.num_steps, "trace": capture_files.TRACE_NAME}
+        return capture_files.profile_of(ended.num_steps)
 
     def _write(self, directory: Path, before: Snapshot, after: Snapshot, manifest: dict[str, Any]) -> None:
         """In a thread."""

@@ -77,6 +77,32 @@ def write(directory: Path, recording: Recording, manifest: Mapping[str, Any]) ->
     """The manifest comes last, and whole: a directory that has one is complete. Raises OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     recording.save(directory / RECORDING_NAME)
+    _write_manifest(directory, manifest)
+
+
+def write_profile_manifest(server: Mapping[str, Any], directory: Path, num_steps: int) -> None:
+    """That of a profile that somebody asked for, whose trace has been written: `server` is what `facts` says.
+
+    It has the keys of a breach's, so that whoever reads one reads the other. Raises OSError.
+    """
+    manifest = {
+        "rule": None,
+        "breached_at": None,
+        "breached_monotonic_ns": None,
+        "requests": [],
+        **server,
+        "recording": None,
+        "profile": profile_of(num_steps),
+    }
+    _write_manifest(directory, manifest)
+
+
+def profile_of(num_steps: int) -> dict[str, Any]:
+    """What a manifest says of a profile that was written."""
+    return {"num_steps": num_steps, "trace": TRACE_NAME}
+
+
+def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     scratch = directory / f".{MANIFEST_NAME}.part"
     scratch.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
     scratch.replace(directory / MANIFEST_NAME)

@@ -15,6 +15,7 @@ from roseinfer.observe.series import (
     AtFinish,
     AtScrape,
     AtStep,
+    AtWrites,
     InfoAtScrape,
     Label,
     OfCollections,
@@ -104,9 +105,9 @@ _LATENCIES = (
         "roseinfer_stream_gap_seconds",
         "seconds",
         TOKEN_S,
-        AtFinish(measures.stream_gaps_s),
+        AtWrites(measures.stream_gaps_s),
         "Socket write with tokens returned (t_write[i-1]) → next one of the request returned (t_write[i]): what the "
-        "client sees. Once per write but the first, when the request ends.",
+        "client sees. Once per write but the first of each request, observed as writes return.",
     ),
     _latency(
         "roseinfer_time_per_output_token_seconds",
@@ -177,19 +178,19 @@ _STEPS = (
     counter(
         "roseinfer_preemptions_total",
         "preemptions",
-        AtStep(lambda step, _: (step.num_preemptions,)),
+        AtStep(measures.counted(lambda step: step.num_preemptions)),
         "Times that a running sequence lost its KV blocks and has to compute them again.",
     ),
     counter(
         "roseinfer_prefix_cache_queries_total",
         "tokens",
-        AtStep(lambda step, _: (step.num_prefix_queried_tokens,)),
+        AtStep(measures.counted(lambda step: step.num_prefix_queried_tokens)),
         "Prompt tokens that were looked up in the prefix cache.",
     ),
     counter(
         "roseinfer_prefix_cache_hits_total",
         "tokens",
-        AtStep(lambda step, _: (step.num_prefix_hit_tokens,)),
+        AtStep(measures.counted(lambda step: step.num_prefix_hit_tokens)),
         "Prompt tokens that were found in the prefix cache; at most the tokens looked up.",
     ),
 )

@@ -5,13 +5,14 @@ stream: its moments before the token was known that made the second write due ar
 stages of that token's way to the socket. So parts always add up to their gap.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from itertools import pairwise
-from statistics import median
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from roseinfer.observe.deliveries import RecordedInterruptions, delivery_segments
 from roseinfer.observe.recording import CAUSES, Recording, RequestRecord, step_of
@@ -50,19 +51,25 @@ class Usual:
     def __init__(self, slow_factor: float = SLOW_FACTOR, slow_min_ns: int = SLOW_MIN_NS) -> None:
         self._factor = slow_factor
         self._min_ns = slow_min_ns
-        self._gaps: deque[int] = deque(maxlen=_NUM_USUAL)
+        self._gaps: npt.NDArray[np.int64] = np.zeros(_NUM_USUAL, np.int64)  # a ring
         self._num_seen = 0
         self._median_at = 1  # seen, when the median is next found
         self._num_lessons = 0  # from which the usual parts are known
         self._parts: dict[Cause, float] = {}
         self.threshold_ns: float = float("inf")  # beyond it a gap is slow
 
+    @property
+    def is_settled(self) -> bool:
+        """So many gaps were seen that a few more change little."""
+        return self._num_seen >= _NUM_USUAL
+
     def is_slow(self, gap_ns: int) -> bool:
         return gap_ns > self.threshold_ns
 
     def take(self, gap_ns: int, segments: Iterable[tuple[Cause, int]] = ()) -> None:
         """Learn from one more gap."""
-        self.take_all((gap_ns,))
+        self._gaps[self._num_seen % _NUM_USUAL] = gap_ns
+        self._count(1)
         if segments and not self.is_slow(gap_ns):
             self._num_lessons += 1
             parts = parts_of(segments)
@@ -70,13 +77,25 @@ class Usual:
                 usual = self._parts.get(cause, 0.0)
                 self._parts[cause] = usual + (parts.get(cause, 0) - usual) / min(self._num_lessons, 32)
 
-    def take_all(self, gaps_ns: Sequence[int]) -> None:
+    def take_all(self, gaps_ns: npt.NDArray[np.int64]) -> None:
         """Learn how long gaps are, and not what of."""
-        self._gaps.extend(gaps_ns)
-        self._num_seen += len(gaps_ns)
+        newest, end = gaps_ns[-_NUM_USUAL:], self._num_seen + len(gaps_ns)
+        self._gaps[np.arange(end - len(newest), end) % _NUM_USUAL] = newest
+        self._count(len(gaps_ns))
+
+    def _count(self, num_gaps: int) -> None:
+        """So many are in the ring."""
+        self._num_seen += num_gaps
         if self._num_seen >= self._median_at:
             self._median_at = self._num_seen + min(1 + self._num_seen // 16, _MEDIAN_EVERY)
-            self.threshold_ns = max(self._factor * median(self._gaps), self._min_ns)
+            self.threshold_ns = max(self._factor * self._median_ns(), self._min_ns)
+
+    def _median_ns(self) -> float:
+        """Of the ring, by a partial sort: what np.median does around it takes longer than that."""
+        count = min(self._num_seen, _NUM_USUAL)
+        low, high = (count - 1) // 2, count // 2
+        parted = np.partition(self._gaps[:count], (low, high))
+        return (int(parted[low]) + int(parted[high])) / 2
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
         """Name a gap by what is unusual about it."""

@@ -1,43 +1,76 @@
 """One fact in, the same fact to every observer that hears it; knows nothing of what they make of it.
 
-Steps and writes may wait a little and are then told together, several of each: an engine on the same processor leaves
-nothing in its caches, so that each telling pays for fetching all the code and the data that observers touch. Whatever
-ends a request, or asks what the observers know, has the others told first.
+Steps, writes and ends of requests may wait a little and are then told together, several of each: an engine on the same
+processor leaves nothing in its caches, so that each telling pays for fetching all the code and the data that observers
+touch. Whoever asks what the observers know, a change of the server's state and the end of a request that failed have
+what waits told first.
 
-An observer that raises is logged once, with its traceback, and hears nothing more: a fault in telemetry may cost
-telemetry, never a request. This is the one place in `observe/` that catches everything.
+An observer, or a listener, that raises is logged once, with its traceback, and hears nothing more: a fault in telemetry
+may cost telemetry, never a request. This is the one place in `observe/` that catches everything.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec
 
 from roseinfer.observe.writes import WriteObserver, Writes
-from roseinfer.records import Advanced, Delivery, LifecycleState, Observer, RequestTimeline, StepRecord, Violation
+from roseinfer.records import (
+    Advanced,
+    Delivery,
+    FinishReason,
+    LifecycleState,
+    Observer,
+    RequestTimeline,
+    StepRecord,
+    Violation,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_DELAY_S = 0.2
 MAX_STEPS = 8  # that wait: telling so many keeps the event loop for about a millisecond
+MAX_ENDS = 16  # that wait, for the same reason
 
 _FACTS = ("on_lifecycle", "on_start", "on_step", "on_write", "on_finish", "on_rest")
+_FAULTS = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT})
+_Facts = list[tuple[str, tuple[Any, ...]]]
+_What = ParamSpec("_What")
+
+
+class Listeners(Generic[_What]):
+    """Some who want to hear of one thing. None of them can fail whoever tells it."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[_What, None]] = []
+
+    def append(self, listener: Callable[_What, None]) -> None:
+        self._listeners.append(listener)
+
+    def __call__(self, *told: _What.args, **named: _What.kwargs) -> None:
+        for listener in self._listeners.copy():
+            try:
+                listener(*told, **named)
+            except Exception:
+                logger.exception("listener %s failed and is dropped; the others go on", _name_of(listener))
+                self._listeners.remove(listener)
 
 
 class Hub(Observer):
-    """The observer that stands for all others. Each hears all facts in their order, but the beginnings of requests at
-    once.
+    """The observer that stands for all others. Each hears at once that a request begins; of what was told to wait it
+    hears the steps, then the writes, all of them together, then the ends of requests.
     """
 
     def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0) -> None:
-        """With `max_delay_s`, steps and writes wait so long at most; facts then have to come on an event loop."""
+        """With `max_delay_s`, facts wait so long at most; they then have to come on an event loop."""
         self.spent_ns = 0  # by all observers
         self._max_delay_s = max_delay_s
         self._observers = [(observer, _heard_by(observer)) for observer in observers]
-        self._facts: list[tuple[str, tuple[Any, ...]]] = []  # not told yet
+        self._facts: _Facts = []  # steps, and writes one by one, not told yet
         self._num_steps = 0  # of them
-        self._writes = Writes()  # later than those
+        self._writes = Writes()  # likewise
+        self._ends: dict[str, RequestTimeline] = {}  # likewise, by request id
         self._timer: asyncio.TimerHandle | None = None
         self._find_who_hears_writes()
 
@@ -50,10 +83,11 @@ class Hub(Observer):
         self._tell([("on_lifecycle", (state,))])
 
     def on_start(self, timeline: RequestTimeline) -> None:
+        if timeline.request_id in self._ends:  # the client uses its id again
+            self.catch_up()
         self._tell([("on_start", (timeline,))])
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
-        self._gather_writes()
         self._facts.append(("on_step", (record, advanced)))
         self._num_steps += 1
         if not self._max_delay_s or self._num_steps >= MAX_STEPS:
@@ -74,8 +108,11 @@ class Hub(Observer):
             self._timer = asyncio.get_running_loop().call_later(self._max_delay_s, self.catch_up)
 
     def on_finish(self, timeline: RequestTimeline) -> None:
-        self.catch_up()
-        self._tell([("on_finish", (timeline,))])
+        self._ends[timeline.request_id] = timeline
+        if not self._max_delay_s or len(self._ends) >= MAX_ENDS or timeline.finish_reason in _FAULTS:
+            self.catch_up()
+        else:
+            self._catch_up_soon()
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         self.catch_up()
@@ -86,17 +123,17 @@ class Hub(Observer):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._gather_writes()
-        if self._facts:
-            facts, self._facts, self._num_steps = self._facts, [], 0
+        facts, self._facts, self._num_steps = self._facts, [], 0
+        if self._writes:
+            facts.append(("on_writes", (self._writes,)))
+            self._writes = Writes()
+        if self._ends:
+            facts += [("on_finish", (timeline,)) for timeline in self._ends.values()]
+            self._ends = {}
+        if facts:
             self._tell(facts)
 
-    def _gather_writes(self) -> None:
-        if self._writes:
-            self._facts.append(("on_writes", (self._writes,)))
-            self._writes = Writes()
-
-    def _tell(self, facts: list[tuple[str, tuple[Any, ...]]]) -> None:
+    def _tell(self, facts: _Facts) -> None:
         began_ns = time.monotonic_ns()
         for entry in self._observers.copy():
             observer, listeners = entry
@@ -117,3 +154,7 @@ def _heard_by(observer: Observer) -> dict[str, Callable[..., None]]:
         name: getattr(observer, name) for name in _FACTS if getattr(type(observer), name) is not getattr(Observer, name)
     }
     return heard | ({"on_writes": observer.on_writes} if isinstance(observer, WriteObserver) else {})
+
+
+def _name_of(listener: Callable[..., None]) -> str:
+    return getattr(listener, "__qualname__", type(listener).__name__)

@@ -5,14 +5,18 @@ through a bounded queue to a thread of their own: a reader of stderr that stalls
 request waits for it.
 """
 
+import contextlib
 import json
 import logging
 import os
 import queue
 import select
+import time
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
+
+import msgspec
 
 from roseinfer.config import ObserveConfig
 from roseinfer.observe import intervals
@@ -39,6 +43,9 @@ def escape(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: ts, level, logger, message, then the extra fields, `request_id` among them."""
 
@@ -52,7 +59,11 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        # ASCII only, so every control character but DEL is escaped already.
+        with contextlib.suppress(TypeError, ValueError):  # half of a surrogate pair, a key that is no text
+            # A fifth of the time that `json` takes. It escapes control characters, but of ASCII only, and not DEL.
+            line = _encode(fields)
+            if line.isascii() and b"\x7f" not in line:
+                return line.decode()
         return json.dumps(fields, default=str).replace("\x7f", "\\u007f")
 
 
@@ -73,12 +84,33 @@ def _word(value: object) -> str:
     return json.dumps(text, ensure_ascii=False) if not text or set(text) & set(' ="') else text
 
 
+class _Line(logging.LogRecord):
+    """A record that is nothing but its line: what the thread needs, while a copy of a whole record takes 10 µs."""
+
+    def __init__(self, text: str) -> None:
+        self.msg, self.args = text, None
+
+
+_Lines = queue.SimpleQueue[logging.LogRecord | None]
+
+
 class _LineQueue(QueueHandler):
     """Formats a record where it is logged and queues the line; counts it as dropped instead of waiting or raising."""
 
-    def __init__(self, lines: "queue.Queue[logging.LogRecord | None]") -> None:
+    def __init__(self, lines: _Lines, num_lines: int) -> None:
         super().__init__(lines)
+        self._lines = lines
+        self._num_lines = num_lines
         self.num_dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return _Line(self.format(record))
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Raises queue.Full. A queue in C has no bound of its own, and takes a line in a tenth of the time."""
+        if self._lines.qsize() >= self._num_lines:
+            raise queue.Full
+        self._lines.put(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802 - logging's name
         self.num_dropped += 1
@@ -92,9 +124,9 @@ class LogOutput(QueueListener):
     """
 
     def __init__(self, fd: int, formatter: logging.Formatter, num_lines: int = _QUEUE_LINES) -> None:
-        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(num_lines)
+        self._lines: _Lines = queue.SimpleQueue()
         super().__init__(self._lines)
-        self.handler = _LineQueue(self._lines)
+        self.handler = _LineQueue(self._lines, num_lines)
         self.handler.setFormatter(formatter)
         self._fd = fd
         self._num_unwritten = 0
@@ -122,10 +154,7 @@ class LogOutput(QueueListener):
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        try:
-            self._lines.put(None, timeout=timeout_s)
-        except queue.Full:
-            return
+        self._lines.put(None)
         thread.join(timeout_s)
 
 
@@ -176,6 +205,9 @@ class Logs(Observer):
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
+        level = logging.WARNING if is_fault else logging.INFO
+        if not requests.isEnabledFor(level):
+            return
         fields = {
             "request_id": timeline.request_id,
             "trace_id": timeline.trace_id or None,
@@ -189,7 +221,11 @@ class Logs(Observer):
             "queue_ms": _ms(intervals.queue_wait_ns(timeline)),
             "duration_ms": _ms(intervals.request_duration_ns(timeline)),
         }
-        requests.log(logging.WARNING if is_fault else logging.INFO, "request ended", extra=fields)
+        # By hand, since looking for the caller costs, and because it is told a little after it happened.
+        record = requests.makeRecord(requests.name, level, __file__, 0, "request ended", (), None, extra=fields)
+        if timeline.end_ns:
+            record.created = time.time() - (time.monotonic_ns() - timeline.end_ns) / NS_PER_S
+        requests.handle(record)
 
     def _begin(self, start_ns: int) -> None:
         self._start_ns = start_ns

@@ -1,4 +1,4 @@
-"""Facts in, numbers out: the functions from a step, a request or the server's state that the catalogue's rows use.
+"""Facts in, numbers out: the functions from a step, writes, a request or the server's state that the catalogue uses.
 
 Interval functions give nothing where a stamp is missing; nothing here is clamped, rounded or remembered.
 """
@@ -6,9 +6,12 @@ Interval functions give nothing where a stamp is missing; nothing here is clampe
 import platform
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from roseinfer.errors import EngineError, RoseinferError
-from roseinfer.observe import intervals
 from roseinfer.observe.series import ServerState
+from roseinfer.observe.writes import Writes
 from roseinfer.records import Advanced, FinishReason, LifecycleState, RequestTimeline, StepRecord
 
 # A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
@@ -47,12 +50,38 @@ def batch_size(step: StepRecord, _: Advanced) -> Sequence[float]:
 
 def token_gaps_s(step: StepRecord, advanced: Advanced) -> list[float]:
     """Inter-token latency of each of the step's tokens; none where it is the first of its request."""
-    tokens_ns = step.tokens_ns
-    return [(tokens_ns - previous_ns) / NS_PER_S for previous_ns in advanced.previous_ns if previous_ns]
+    tokens_ns, stamps = step.tokens_ns, advanced.previous_ns
+    newest_ns = max(stamps, default=0)
+    if newest_ns and (count := stamps.count(newest_ns)) + advanced.num_newcomers == len(stamps):
+        return [(tokens_ns - newest_ns) / NS_PER_S] * count  # nearly always: all that go on were in the step before
+    return [(tokens_ns - previous_ns) / NS_PER_S for previous_ns in stamps if previous_ns]
 
 
-def prefilled_tokens(_: StepRecord, advanced: Advanced) -> tuple[int]:
+def prefilled_tokens(_: StepRecord, advanced: Advanced) -> Sequence[float]:
+    if not advanced.num_newcomers:
+        return ()
     return (sum([timeline.num_prompt_tokens for timeline in advanced.newcomers]),)
+
+
+def counted(count_of: Callable[[StepRecord], int]) -> Callable[[StepRecord, Advanced], Sequence[float]]:
+    """The count as a step's one value, or no value where it is 0, as most are."""
+
+    def values(step: StepRecord, _: Advanced) -> Sequence[float]:
+        count = count_of(step)
+        return (count,) if count else ()
+
+    return values
+
+
+# --- of socket writes -----------------------------------------------------------------------------------------------
+
+
+def stream_gaps_s(writes: Writes) -> npt.NDArray[np.float64]:
+    """From each request's write before to this one; none where it is the first of its request. `(num_gaps,)`"""
+    columns = writes.columns()
+    start_ns = columns["start_ns"]
+    gaps_ns = (columns["written_ns"] - start_ns)[start_ns > 0]
+    return gaps_ns / NS_PER_S
 
 
 # --- of a request that ended ----------------------------------------------------------------------------------------
@@ -71,10 +100,6 @@ def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[
 def client_lag_s(timeline: RequestTimeline) -> Sequence[float]:
     lag_s = timeline.client_submit_lag_s
     return () if lag_s is None or lag_s < 0 else (lag_s,)
-
-
-def stream_gaps_s(timeline: RequestTimeline) -> Sequence[float]:
-    return [gap / NS_PER_S for gap in intervals.stream_gaps_ns(timeline)]
 
 
 def prompt_tokens(timeline: RequestTimeline) -> Sequence[float]:

@@ -27,20 +27,22 @@ from roseinfer.observe.series import (
     AtFinish,
     AtScrape,
     AtStep,
+    AtWrites,
     InfoAtScrape,
     OfCollections,
     OfScrapes,
     Row,
     ServerState,
 )
-from roseinfer.records import Advanced, Cause, LifecycleState, Observer, RequestTimeline, StepRecord, Violation
+from roseinfer.observe.writes import WriteObserver, Writes
+from roseinfer.records import Advanced, Cause, LifecycleState, RequestTimeline, StepRecord, Violation
 
 Values = Mapping[str, float | str | int | Histogram]
 Exemplars = Sequence[MetricExemplar | None]
 Bucket = tuple[str, float] | tuple[str, float, MetricExemplar]
 
 
-class Metrics(Collector, Observer):
+class Metrics(Collector, WriteObserver):
     """The observer that counts, and the collector that tells. Every series exists at 0 before the first request."""
 
     def __init__(
@@ -71,6 +73,9 @@ class Metrics(Collector, Observer):
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self._num_dropped_spans: Callable[[], int] = lambda: 0
         self._at_step = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtStep)]
+        self._at_writes = [
+            (row.source, self._cells[row.name][""]) for row in CATALOGUE if isinstance(row.source, AtWrites)
+        ]
         self._at_finish = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtFinish)]
         self._of_scrapes = [self._cells[row.name][""] for row in CATALOGUE if isinstance(row.source, OfScrapes)]
         self._of_collections = [self._cells[row.name][""] for row in CATALOGUE if isinstance(row.source, OfCollections)]
@@ -128,6 +133,11 @@ class Metrics(Collector, Observer):
                 if values := source.values(record, advanced):
                     self._state.num_refused_intervals += cells[source.label(record)].add(values)
             self._count_collections()
+
+    def on_writes(self, writes: Writes) -> None:
+        with self._lock:
+            for source, cell in self._at_writes:
+                self._state.num_refused_intervals += cell.add_array(source.values(writes))
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         with self._lock:

@@ -63,6 +63,7 @@ class Observation:
         return self.attribution.ledger(timeline, until_ns)
 
     def close(self) -> None:
-        """Deliver what was told, as far as the flush timeout of tracing allows."""
+        """Tell what waits, and deliver what was told, as far as the flush timeout of tracing allows."""
+        self.hub.catch_up()
         for observer in self._tracing:
             observer.close()

@@ -6,7 +6,7 @@ loop and snapshots are taken there, so there is no lock; interruptions may come 
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,15 @@ from roseinfer.observe.recording import (
     step_row,
 )
 from roseinfer.observe.writes import WriteObserver, Writes
-from roseinfer.records import Advanced, Cause, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Cause, FinishReason, RequestTimeline, StepRecord
 
 NUM_INTERRUPTIONS = 4096
 _SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: nothing that names a key or a host
+
+_REJECTED_DIVISOR = 8  # for so many finished requests that are remembered, one that was refused is too
+
+_Ended = tuple[int, str, bytes]
+"""When a request ended, its id, and its record."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RequestRecord).decode
@@ -84,6 +89,14 @@ class Ring:
         return self.newest(self.num_added - low)
 
 
+def _since(begin_ns: int, ended: Sequence[_Ended]) -> Iterator[bytes]:
+    """The records of those that ended no earlier, the newest first."""
+    for end_ns, _, content in reversed(ended):
+        if end_ns < begin_ns:
+            break
+        yield content
+
+
 @dataclass(frozen=True, slots=True)
 class Capture:
     """What a snapshot took from the recorder; becoming a recording costs it milliseconds, so not on the event loop."""
@@ -119,7 +132,9 @@ class FlightRecorder(WriteObserver):
         self._clock = clock
         self._in_flight: dict[str, RequestTimeline] = {}
         # Finished ones as msgpack: a tenth of the memory, and nothing that a garbage collection would walk through.
-        self._finished: deque[tuple[str, int, bytes]] = deque(maxlen=observe.recorder_requests)  # id, end, record
+        self._finished: deque[_Ended] = deque(maxlen=observe.recorder_requests)
+        # Apart, so that a flood of them pushes out none that had tokens.
+        self._rejected: deque[_Ended] = deque(maxlen=-(-observe.recorder_requests // _REJECTED_DIVISOR))
         self._steps = Ring(STEP_DTYPE, observe.recorder_steps)
         self._writes = Ring(WRITE_DTYPE, observe.recorder_writes)
         self._interruptions = Ring(INTERRUPTION_DTYPE, NUM_INTERRUPTIONS)
@@ -148,7 +163,8 @@ class FlightRecorder(WriteObserver):
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         del self._in_flight[timeline.request_id]
-        self._finished.append((timeline.request_id, timeline.end_ns, _encode(RequestRecord.of(timeline))))
+        ended = self._rejected if timeline.finish_reason is FinishReason.REJECTED else self._finished
+        ended.append((timeline.end_ns, timeline.request_id, _encode(RequestRecord.of(timeline))))
 
     def _take_interruptions(self) -> None:
         while self._interrupted:
@@ -169,9 +185,12 @@ class FlightRecorder(WriteObserver):
         """What is known of a request: of the one in flight, or else of the one that ended last under this id."""
         if found := self._in_flight.get(request_id):
             return RequestRecord.of(found)
-        ended = (content for ended_id, _, content in reversed(self._finished) if ended_id == request_id)
-        content = next(ended, None)
-        return None if content is None else _decode(content)
+        newest = (
+            next((ended for ended in reversed(kind) if ended[1] == request_id), None)
+            for kind in (self._finished, self._rejected)
+        )
+        found_ended = max((ended for ended in newest if ended is not None), default=None)
+        return None if found_ended is None else _decode(found_ended[2])
 
     def writes_of(self, serial: int) -> StructArray:
         """Those of one request that are still remembered."""
@@ -191,11 +210,7 @@ class FlightRecorder(WriteObserver):
         self._take_interruptions()
         steps = self._steps.newest(num_steps)
         begin_ns = 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0])
-        finished: list[bytes] = []
-        for _, end_ns, content in reversed(self._finished):
-            if end_ns < begin_ns:
-                break
-            finished.append(content)
+        finished = [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)]
         interruptions = self._interruptions.newest()
         return Capture(
             meta=self._meta(trigger),

@@ -81,14 +81,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, timeline: RequestTimeline) -> "RequestRecord":
-        digests = np.frombuffer(timeline.prefix_digests, np.int64).tolist()
-        same = {name: getattr(timeline, name) for name in _SAME_IN_TIMELINE}
-        return cls(prefix_digests=digests, **(same | {"token_ns": list(timeline.token_ns)}))
+        digests = np.frombuffer(timeline.prefix_digests, np.int64).tolist() if timeline.prefix_digests else []
+        same = dict(zip(_SAME_IN_TIMELINE, _same_in_timeline(timeline), strict=True))
+        return cls(prefix_digests=digests, token_ns=timeline.token_ns.copy(), **same)
 
 
 _SAME_IN_TIMELINE = tuple(
     name for name in RequestRecord.__struct_fields__ if name not in {"prefix_digests", "token_ns"}
 )
+_same_in_timeline = attrgetter(*_SAME_IN_TIMELINE)
 
 
 class ClockPair(msgspec.Struct, frozen=True):
@@ -142,13 +143,16 @@ class Recording:
         )
 
     @classmethod
-    def load(cls, path: Path) -> "Recording":
-        """Raises InvalidRequest for a file that is no recording, or one of another version."""
+    def load(cls, path: Path, name: str = "") -> "Recording":
+        """Raises InvalidRequest for a file that is no recording, or one of another version; `name` is what errors call
+        it, the path if that is empty.
+        """
+        name = name or str(path)
         try:
             with path.open("rb") as file:
-                return cls.read(file, str(path))
+                return cls.read(file, name)
         except OSError as error:
-            raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}.", param="recording") from None
+            raise InvalidRequest(f"{name} cannot be read: {error.strerror or error}.", param="recording") from None
 
     @classmethod
     def read(cls, file: BinaryIO, name: str = "The file") -> "Recording":

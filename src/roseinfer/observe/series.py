@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from roseinfer.messages import EngineInfo
+from roseinfer.observe.writes import Writes
 from roseinfer.records import Advanced, Cause, Invariant, LifecycleState, RequestTimeline, StepRecord
 
 
@@ -39,6 +43,13 @@ class AtStep:
 
     values: Callable[[StepRecord, Advanced], Sequence[float]]
     label: Callable[[StepRecord], str] = lambda _: ""
+
+
+@dataclass(frozen=True, slots=True)
+class AtWrites:
+    """Values taken from socket writes, some dozens of them at a time."""
+
+    values: Callable[[Writes], npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,7 @@ class OfCollections:
     """Seconds that each garbage collection of the front end took."""
 
 
-Source = AtStep | AtFinish | AtScrape | InfoAtScrape | OfScrapes | OfCollections
+Source = AtStep | AtWrites | AtFinish | AtScrape | InfoAtScrape | OfScrapes | OfCollections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

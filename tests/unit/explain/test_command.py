@@ -241,6 +241,7 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
         line = refusal(capsys, str(tmp_path / name))
         assert sentence in line, name
         assert line.startswith(f"roseinfer: {tmp_path / name}: ")
+        assert line.count(str(tmp_path / name)) == 1
 
 
 def test_a_recording_without_gaps(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,28 @@
 """What a living server tells of causes when it is asked later than usual."""
 
-from roseinfer.records import Cause, FinishReason
+import pytest
+
+from roseinfer.observe.causes import Gap
+from roseinfer.records import Cause, FinishReason, RequestTimeline
+from tests.unit.observe.facts import MS
 from tests.unit.observe.test_causes import Bench
+
+
+def test_a_listener_that_fails_costs_neither_the_causes_nor_other_listeners(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(gap: Gap, timeline: RequestTimeline) -> None:
+        raise RuntimeError("no space")
+
+    bench = Bench()
+    told = bench.slow
+    bench.attribution.on_slow_gap.append(fail)
+    bench.attribution.on_slow_gap.append(lambda gap, timeline: told.append((gap, timeline)))
+    bench.warm_up()
+    for _ in range(2):
+        bench.step(parts={"h2d": 80 * MS})
+        bench.step()
+    assert len(told) == 2 * 2 * bench.num_streams
+    assert bench.attribution.num_slow_gaps[Cause.H2D_COPY] == 2 * bench.num_streams
+    assert len(caplog.records) == 1
 
 
 def test_a_ledger_that_is_asked_for_late_still_names_causes() -> None:

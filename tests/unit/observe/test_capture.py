@@ -201,6 +201,19 @@ def test_a_profile_by_hand_makes_room_for_itself(tmp_path: Path) -> None:
     assert [directory.exists() for directory in directories] == [False, False, True, True]
 
 
+async def test_the_manifest_of_a_profile_by_hand_has_the_keys_of_a_breach(tmp_path: Path) -> None:
+    world = World(tmp_path, "1 gap over 60 ms in 10 s")
+    world.gap(70)
+    [directory] = await world.settle()
+    breach = manifest(directory)
+    capture_files.write_profile_manifest(world.capture.facts, tmp_path, 20)
+    by_hand = manifest(tmp_path)
+    assert by_hand.keys() == breach.keys()
+    assert by_hand["profile"] == {"num_steps": 20, "trace": "trace.json"}
+    assert by_hand["versions"] == breach["versions"]
+    assert by_hand["rule"] is None
+
+
 async def test_the_newest_capture_is_never_deleted(tmp_path: Path) -> None:
     world = World(tmp_path, "1 gap over 60 ms in 10 s", capture_cooldown_s=0, capture_max_mib=1e-6)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,25 @@ def test_buckets_count_what_is_at_most_their_bound(values: list[float]) -> None:
     by_hand = [sum(value <= bound for value in values) for bound in BOUNDS]
     assert histogram.cumulative_counts() == [*by_hand, len(values)]
     assert histogram.total == pytest.approx(sum(values))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.one_of(st.floats(min_value=-1, max_value=5), st.sampled_from([*BOUNDS, math.nan, math.inf]))))
+def test_an_array_is_counted_as_its_values_are(values: list[float]) -> None:
+    one_by_one, together = Histogram(BOUNDS), Histogram(BOUNDS)
+    assert together.add_array(np.array(values, np.float64)) == one_by_one.add(values)
+    assert together.counts == one_by_one.counts
+    assert together.total == pytest.approx(one_by_one.total)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([*BOUNDS, 7.0, -1.0]), st.integers(0, 5))
+def test_equal_values_are_counted_as_often_as_they_are_there(value: float, count: int) -> None:
+    histogram = Histogram(BOUNDS)
+    num_refused = histogram.add([value] * count)
+    assert num_refused == (count if value < 0 else 0)
+    assert sum(histogram.counts) == count - num_refused
+    assert histogram.total == pytest.approx(0.0 if num_refused else value * count)
 
 
 def test_nanoseconds_on_a_bound_fall_into_its_bucket() -> None:

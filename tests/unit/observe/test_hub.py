@@ -5,9 +5,18 @@ import logging
 
 import pytest
 
-from roseinfer.observe.hub import MAX_STEPS, Hub
+from roseinfer.observe.hub import MAX_ENDS, MAX_STEPS, Hub, Listeners
 from roseinfer.observe.writes import WriteObserver, Writes
-from roseinfer.records import Advanced, Arrival, Delivery, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import (
+    Advanced,
+    Arrival,
+    Delivery,
+    FinishReason,
+    LifecycleState,
+    Observer,
+    RequestTimeline,
+    StepRecord,
+)
 from tests.unit.observe.facts import make_step, make_timeline
 
 
@@ -102,9 +111,11 @@ async def test_steps_and_writes_wait_until_there_are_enough() -> None:
     step_and_write(hub, timeline, MAX_STEPS - 1)
     steps = [told for told in tally.told if told.startswith("step")]
     assert steps == [f"step {number} advanced 1" for number in range(MAX_STEPS)]
-    assert tally.told[:4] == ["step 0 advanced 1", "write r-1 at 6", "writes [0]", "step 1 advanced 1"]
+    assert tally.told[:3] == ["step 0 advanced 1", "write r-1 at 6", "step 1 advanced 1"]
+    indices = [number % 2 for number in range(MAX_STEPS)]
+    assert tally.told[-1] == f"writes {indices[:-1]}", "all of them together, after the steps"
     hub.catch_up()
-    assert tally.told[-1] == f"writes [{(MAX_STEPS - 1) % 2}]"
+    assert tally.told[-1] == f"writes {indices[-1:]}"
 
 
 async def test_they_do_not_wait_for_long() -> None:
@@ -134,8 +145,8 @@ async def test_a_write_after_the_last_step_does_not_wait_for_long_either() -> No
 
 
 @pytest.mark.parametrize("fact", ["finish r-1", "ready"])
-async def test_what_ends_something_has_the_others_told_first(fact: str) -> None:
-    tally, timeline = Tally(), make_timeline()
+async def test_what_is_urgent_has_the_others_told_first(fact: str) -> None:
+    tally, timeline = Tally(), make_timeline(finish_reason=FinishReason.ERROR)
     hub = Hub([tally], max_delay_s=60)
     step_and_write(hub, timeline, 1)
     if fact == "ready":
@@ -143,6 +154,56 @@ async def test_what_ends_something_has_the_others_told_first(fact: str) -> None:
     else:
         hub.on_finish(timeline)
     assert tally.told == ["step 1 advanced 1", "write r-1 at 6", "writes [1]", fact]
+
+
+async def test_ends_wait_too_and_are_told_last() -> None:
+    tally, timelines = Tally(), [make_timeline(request_id=f"r-{number}") for number in range(MAX_ENDS)]
+    hub = Hub([tally], max_delay_s=60)
+    for timeline in timelines[:-1]:
+        hub.on_finish(timeline)
+    step_and_write(hub, timelines[0], 1)
+    assert tally.told == []
+    hub.on_finish(timelines[-1])
+    ends = [f"finish r-{number}" for number in range(MAX_ENDS)]
+    assert tally.told == ["step 1 advanced 1", "write r-0 at 6", "writes [1]", *ends]
+
+
+async def test_an_end_does_not_wait_for_long() -> None:
+    was_told = asyncio.Event()
+
+    class Bell(Diary):
+        def on_finish(self, timeline: RequestTimeline) -> None:
+            was_told.set()
+
+    Hub([Bell()], max_delay_s=0.001).on_finish(make_timeline())
+    await asyncio.wait_for(was_told.wait(), 10)
+
+
+async def test_an_id_that_is_used_again_begins_after_it_has_ended() -> None:
+    diary, timeline = Diary(), make_timeline()
+    hub = Hub([diary], max_delay_s=60)
+    for _ in range(2):
+        hub.on_start(timeline)
+        hub.on_finish(timeline)
+    hub.catch_up()
+    assert diary.told == ["start r-1", "finish r-1"] * 2
+
+
+def test_a_listener_that_raises_is_dropped_and_the_others_hear_on(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[int] = []
+
+    def fail(number: int) -> None:
+        heard.append(-number)
+        raise RuntimeError("not again!")
+
+    listeners: Listeners[int] = Listeners()
+    listeners.append(fail)
+    listeners.append(heard.append)
+    listeners(1)
+    listeners(2)
+    assert heard == [-1, 1, 2]
+    [record] = caplog.records
+    assert "fail" in record.getMessage()
 
 
 def test_nothing_is_gathered_for_nobody() -> None:

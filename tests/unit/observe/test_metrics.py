@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from roseinfer.observe.catalogue import CATALOGUE
-from roseinfer.records import Advanced, FinishReason, LifecycleState
-from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline
+from roseinfer.records import Advanced, Arrival, Delivery, FinishReason, LifecycleState
+from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline, writes_of
 
 # Made by hand from the stamps of make_timeline, in milliseconds.
 ONCE_PER_REQUEST_MS = {
@@ -51,8 +51,11 @@ def test_a_finished_request_is_observed_once(name: str, expected_ms: int) -> Non
 
 
 def test_wire_gaps_are_observed_once_per_write_but_the_first() -> None:
-    metrics = make_metrics()
-    metrics.on_finish(make_timeline())
+    metrics, timeline = make_metrics(), make_timeline()
+    arrival = Arrival(1, 2, 3)
+    for index, written_ns in enumerate(timeline.write_ns):
+        metrics.on_writes(writes_of((timeline, Delivery(arrival, 4, 5, written_ns, was_paused=False, index=index))))
+    metrics.on_finish(timeline)
     page = Page(metrics)
     assert page.value("roseinfer_stream_gap_seconds_count") == 2
     assert page.value("roseinfer_stream_gap_seconds_sum") == pytest.approx(0.127)
@@ -89,7 +92,9 @@ def test_a_request_that_was_aborted_in_the_queue_has_only_the_parts_it_lived_thr
 
 def test_a_response_that_is_not_streamed_has_its_first_token_at_its_only_write() -> None:
     metrics = make_metrics()
-    metrics.on_finish(make_timeline(is_streamed=False, write_ns=[1190 * MS]))
+    timeline = make_timeline(is_streamed=False, write_ns=[1190 * MS])
+    metrics.on_writes(writes_of((timeline, Delivery(Arrival(1, 2, 3), 4, 5, 1190 * MS, was_paused=False, index=0))))
+    metrics.on_finish(timeline)
     page = Page(metrics)
     assert page.value("roseinfer_time_to_first_token_seconds_sum") == pytest.approx(0.19)
     assert page.value("roseinfer_stream_gap_seconds_count") == 0

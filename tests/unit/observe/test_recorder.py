@@ -94,6 +94,26 @@ def test_the_oldest_facts_are_forgotten() -> None:
     assert [request.serial for request in recording.requests] == newest
 
 
+def test_a_flood_of_refused_requests_pushes_out_none_that_had_tokens() -> None:
+    recorder = make_recorder(recorder_requests=16)
+    refused = {"finish_reason": FinishReason.REJECTED, "token_ns": [], "write_ns": []}
+    for number in range(116):
+        is_real = number < 16
+        timeline = make_timeline(request_id=f"r-{number}", serial=number, **({} if is_real else refused))
+        timeline.end_ns += number
+        recorder.on_start(timeline)
+        recorder.on_finish(timeline)
+    assert [request.serial for request in recorder.snapshot().requests] == [*range(16), 114, 115]
+    assert recorder.find("r-0") is not None
+    assert recorder.find("r-100") is None
+    again = make_timeline(request_id="r-115", serial=200, end_ns=1_000_000 * MS)
+    recorder.on_start(again)
+    recorder.on_finish(again)
+    found = recorder.find("r-115")
+    assert found is not None
+    assert found.serial == 200, "the one that ended last under this id"
+
+
 def test_a_part_begins_with_its_first_step() -> None:
     recorder = make_recorder()
     traffic = Traffic(recorder)
