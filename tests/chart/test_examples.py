@@ -121,7 +121,7 @@ def test_the_trigger_counts_this_releases_requests(example: ExampleOf) -> None:
     selector = 'namespace="serving",pod=~"demo-roseinfer-[a-z0-9]+-[a-z0-9]+"'
     assert selector in demand["metadata"]["query"]
     assert "$" not in demand["metadata"]["query"] + wait["metadata"]["query"]
-    assert demand["metadata"]["threshold"] == "32"  # 0.7 of 46
+    assert demand["metadata"]["threshold"] == "11"  # 0.7 of 17, rounded down
     pattern = re.search(r'pod=~"([^"]+)"', demand["metadata"]["query"])
     assert pattern
     assert re.fullmatch(pattern.group(1), "demo-roseinfer-5d8f9c7b6-x2x4z")

@@ -64,7 +64,7 @@ def test_replicas_follow_a_ramp_in_time() -> None:
 
 def test_a_burst_is_met_by_doubling() -> None:
     scaler, replicas = replay(lambda _: BUSY)
-    assert [count for _, count in replicas[:: scaling.SCALE_UP_PERIOD_S // SYNC_PERIOD_S]][:5] == [2, 4, 8, 10, 10]
+    assert [count for _, count in replicas[:: scaling.SCALE_UP_PERIOD_S // SYNC_PERIOD_S]][:6] == [2, 4, 8, 16, 28, 28]
     assert directions(scaler) == [1]
 
 

@@ -6,9 +6,9 @@ together, so that a KEDA trigger or an HPA's external metric of type AverageValu
 
 from monitoring.promql import Queries
 
-# 0.7 times the concurrency at the knee of a load test. 32 is a start for small models on one GPU, not a measurement:
-# docs/operations.md says how to find yours.
-DEMAND_THRESHOLD = 32.0
+# 0.7 times the concurrency at the knee of a load test, rounded down: 17 with the embedded model on two cores, of which
+# docs/fleet.md has the command and the spread.
+DEMAND_THRESHOLD = 11.0
 
 # How fast replicas may come and go, as in the `behavior` of a HorizontalPodAutoscaler. Up at once, since a queue grows
 # at once; down late and one by one, since a stream that is cut is worse than a replica too many.
