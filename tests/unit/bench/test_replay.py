@@ -1,6 +1,7 @@
 """What a recording says of its requests, as `bench replay` compares it."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from tests.unit.observe.facts import MS, make_timeline
 
 def recorded(num_forgotten: int, *, is_wire: bool = True) -> list[Observed]:
     """Two requests, the second of which came three seconds later; the oldest writes have been forgotten."""
-    later = {name: stamp + 3000 * MS for name, stamp in (("recv_ns", 1000 * MS), ("end_ns", 1191 * MS))}
+    later: dict[str, Any] = {name: stamp + 3000 * MS for name, stamp in (("recv_ns", 1000 * MS), ("end_ns", 1191 * MS))}
     later["token_ns"] = [stamp + 3000 * MS for stamp in make_timeline().token_ns]
     later["write_ns"] = [stamp + 3000 * MS for stamp in make_timeline().write_ns]
     timelines = [make_timeline(), make_timeline(request_id="r-2", serial=1, **later)]
