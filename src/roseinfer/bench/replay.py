@@ -63,15 +63,23 @@ def num_shared_tokens(plan: RecordedPlan) -> int:
 
 
 def recorded_requests(recording: Recording, records: Sequence[RequestRecord], *, is_wire: bool) -> list[Observed]:
-    """The recorded requests, as a client beside the server saw them, or by when the engine had the tokens."""
+    """The recorded requests, as a client beside the server saw them, or by when the engine had the tokens.
+
+    Times begin where the server's do, when the head of the request had arrived. The recorder forgets old writes before
+    it forgets their requests: one whose first write is gone has no time to first token, and counts as broken.
+    """
     written: dict[int, list[tuple[int, int]]] = defaultdict(list)  # serial -> when, and its newest token's stamp
     if is_wire:
         for row in recording.writes[["serial", "written_ns", "tokens_ns"]].tolist():
             written[row[0]].append(row[1:])
-    return [_recorded(record, written.get(record.serial, [])) for record in records]
+    since_ns = int(recording.writes["written_ns"][0]) if len(recording.writes) and is_wire else 0
+    return [_recorded(record, written.get(record.serial, []), since_ns) for record in records]
 
 
-def _recorded(record: RequestRecord, written: Sequence[tuple[int, int]]) -> Observed:
+def _recorded(record: RequestRecord, written: Sequence[tuple[int, int]], since_ns: int) -> Observed:
+    """`since_ns` is when the oldest write that is remembered returned."""
+    first_ns = record.token_ns[0] if record.token_ns else since_ns
+    is_cut = first_ns < since_ns and (not written or written[0][1] != first_ns)
     stamps, counts = list(record.token_ns), [1] * len(record.token_ns)
     if written:
         reached = [0, *(bisect_right(record.token_ns, tokens_ns) for _, tokens_ns in written)]
@@ -85,6 +93,7 @@ def _recorded(record: RequestRecord, written: Sequence[tuple[int, int]]) -> Obse
         token_counts=counts,
         end_ns=record.end_ns or (stamps[-1] if stamps else record.recv_ns),
         num_prompt_tokens=record.num_prompt_tokens,
+        error="its first write was forgotten" if is_cut else "",
         was_aborted=record.client_disconnected,
     )
 

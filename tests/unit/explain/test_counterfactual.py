@@ -45,6 +45,13 @@ MIXED = Workload(
     Arrivals(1e9 / 25, is_poisson=True), 120, None, Lengths(20, 200), Lengths(20, 100), 0.0, None, 5
 ).plan()
 FEW_ROWS = {"max_num_seqs": 8, "max_active_seqs": 16}
+TURNS = Workload(Arrivals(1e9 / 200), 40, None, Lengths(24, 30), Lengths(40, 60), 0.0, None, 5).plan()
+
+
+def make_small_pool() -> Setup:
+    """Two or three sequences fit, and computing a prompt again is cheap beside waiting for one of them to end."""
+    costs = CostModel(2 * MS, 0.1 * MS, 0.01 * MS, 100, 0.5 * MS)
+    return make_setup(max_num_seqs=8)._replace(costs=costs, num_blocks=8, max_model_len=128)
 
 
 def explained(setup: Setup, planned: list[PlannedRequest]) -> Explanation:
@@ -63,6 +70,7 @@ def saved_s(found: Explanation, cause: Cause) -> float:
         (Cause.PREFILL_OF_OTHERS, make_setup(), MIXED),
         (Cause.PREFILL_OF_OTHERS, make_setup(max_prefill_tokens=64), PROMPTS),
         (Cause.NOT_SELECTED, make_setup(**FEW_ROWS), ROWS),
+        (Cause.KV_WAIT, make_small_pool(), TURNS),
         (Cause.GC, make_setup(Delay(Cause.GC, 25, 20 * MS)), MIXED),
         *(
             (cause, make_setup(Delay(cause, 25, 20 * MS)), PROMPTS)
@@ -81,6 +89,28 @@ def test_p99_without_a_cause_is_that_of_the_world_without_it(
     assert cost_s > with_it.p50_s / 2, "the cause matters, or nothing would be tested"
     assert with_it.without[0].p99_s == pytest.approx(without_it.p99_s, abs=BAND * cost_s)
     assert saved_s(without_it, cause) < BAND * cost_s, "what does not exist cannot be saved"
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True], ids=["host", "device"])
+def test_kv_wait_and_preempted_together_are_what_a_larger_pool_saves(is_pipelined: bool) -> None:
+    """Whatever takes one of them away takes the other too, so that no world has `preempted` alone."""
+
+    def told_as_one(setup: Setup) -> Explanation:
+        recording = Simulation(setup).run(TURNS).recording()
+        gaps = gaps_of(recording, "engine")
+        for gap in gaps:
+            if preempted_ns := gap.parts.pop(Cause.PREEMPTED, 0):
+                gap.parts[Cause.KV_WAIT] = gap.parts.get(Cause.KV_WAIT, 0) + preempted_ns
+        return explain(gaps, recording, "simulated", "engine")
+
+    setup = make_small_pool()._replace(pipeline_depth=int(is_pipelined), is_asynchronous=is_pipelined)
+    shares = {found.cause: found.share for found in explained(setup, TURNS).causes}
+    assert shares[Cause.PREEMPTED] > BAND, "both matter"
+    with_them, without_them = told_as_one(setup), told_as_one(without(setup, Cause.PREEMPTED))
+    cost_s = with_them.p99_s - without_them.p99_s
+    assert cost_s > with_them.p50_s / 2
+    assert with_them.without[0].p99_s == pytest.approx(without_them.p99_s, abs=BAND * cost_s)
+    assert saved_s(without_them, Cause.KV_WAIT) < BAND * cost_s
 
 
 @pytest.mark.parametrize("planned", [PROMPTS, ROWS], ids=["prompts", "rows"])
