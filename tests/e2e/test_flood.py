@@ -84,20 +84,19 @@ def test_a_flood_of_cancels_leaves_nothing_behind(start_server: StartServer) -> 
 
 
 def test_long_texts_take_memory_one_at_a_time_and_give_it_back(start_server: StartServer) -> None:
-    """Half a megabyte that is half a million tokens, from four clients at once; then it is as if they had not come."""
+    """Each of four is 200,000 tokens, and some 60 MB while it is encoded; then it is as if they had not come."""
     server = start_server("--log-level", "error")
-    body = json.dumps({"prompt": "q7" * 250_000, "return_token_strs": True}).encode()
+    body = json.dumps({"prompt": "q7" * 100_000}).encode()
     server.post("/tokenize", {"prompt": "a"})
     pid = server.process.pid
     before_mb = resident_mb(pid)
     with ThreadPoolExecutor(4) as threads:
         statuses = [status for status, _ in threads.map(lambda _: server.post("/tokenize", body), range(4))]
-    assert set(statuses) <= {200, 429}
-    assert 200 in statuses
+    assert statuses == [200] * 4
     grown_mb, peak_mb = resident_mb(pid) - before_mb, peak_resident_mb(pid) - before_mb
-    print(f"four texts of half a megabyte: {peak_mb:.0f} MB more at the peak, {grown_mb:.0f} MB afterwards")
-    assert peak_mb < 800
-    assert grown_mb < 100
+    print(f"four texts of 200,000 tokens: {peak_mb:.0f} MB more at the peak, {grown_mb:.0f} MB afterwards")
+    assert grown_mb < 30
+    assert peak_mb < 130
 
 
 def test_a_log_that_nobody_reads_costs_lines_and_no_request(start_server: StartServer, tmp_path: Path) -> None:

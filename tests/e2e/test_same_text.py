@@ -62,13 +62,13 @@ def at_once(server: Server, ask: Ask) -> list[str]:
 def test_the_same_text_alone_and_in_any_company(start_server: StartServer) -> None:
     uncached = start_server("--dtype", "float32", "--no-cache.prefix-caching", "--max-num-seqs", "32")
     alone = [whole(uncached, body) for body in bodies()]
-    assert len(set(alone)) == NUM_REQUESTS
+    assert len(set(alone)) > NUM_REQUESTS / 2, "else much the same would be compared with itself"
     told = {"among 32": at_once(uncached, whole), "streamed": at_once(uncached, streamed)}
     assert uncached.metrics()[PREEMPTIONS] == 0
     assert uncached.stop() == 0
     crowded = start_server(
         *("--dtype", "float32", "--max-num-seqs", "32", "--scheduler.max-num-batched-tokens", "48"),
-        *("--max-model-len", "256", "--cache.num-blocks", "64"),
+        *("--max-model-len", "256", "--cache.num-blocks", "24"),
     )
     told["cut into chunks, preempted"] = at_once(crowded, whole)
     after = crowded.metrics()
