@@ -4,8 +4,11 @@
 
 The embedded model is served by processes of their own. In each round come streams, whole answers with every feature,
 clients that leave, slow readers, bad input, dribbled heads and probes, all at once; then all stop, and what the server
-still holds is read: after the last request has ended nothing may be left of it. Memory counts from the end of the
-warm-up, a fifth of the rounds. Exit status 1 says that something grew, leaked, broke or answered 5xx, and what.
+still holds is read: after the last request has ended nothing may be left of it. The last round is a flood: a hundred
+clients a second that send a request and go, for two rounds' time. Memory counts from the end of the warm-up, a fifth of
+the rounds; until then what a process remembers may fill up, and the report begins with how much that is. The cache of
+compiled grammars is an eighth of its default, so that it is full by then. Exit status 1 says that something grew,
+leaked, broke or answered 5xx, and what.
 """
 
 import argparse
@@ -26,6 +29,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.servers import free_port
 from benchmarks.soak_clients import Clients
+from roseinfer.config import Config
+from roseinfer.grammar.checker import VERDICT_CACHE_BYTES
+from roseinfer.observe.recording import STEP_DTYPE, WRITE_DTYPE
 
 START_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 15.0  # slow readers may hold theirs until the server notices that they have gone
@@ -35,7 +41,15 @@ NUM_MEDIAN = 3  # samples at either end, whose median is compared
 MIN_ROUNDS = 2 * NUM_MEDIAN
 COUNTS = ("num_descriptors", "num_tasks")
 SIZES = ("front_end_mib", "engine_mib")
-OPTIONS = {"--max-num-seqs": 16, "--server.max-inflight": 256, "--log-level": "error"}
+FLOOD_ROUNDS = 2
+GRAMMAR_CACHE_MIB = 4
+CONTEXT_TOKENS = 1024  # of the embedded model
+OPTIONS = {
+    "--max-num-seqs": 16,
+    "--server.max-inflight": 256,
+    "--structured.cache-mib": GRAMMAR_CACHE_MIB,
+    "--log-level": "error",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +97,19 @@ def growth(samples: Sequence[Sample], name: str) -> float:
     """From the first few samples to the last few."""
     values = [getattr(sample, name) for sample in samples]
     return float(statistics.median(values[-NUM_MEDIAN:]) - statistics.median(values[:NUM_MEDIAN]))
+
+
+def memories_mib() -> dict[str, float]:
+    """What each process remembers at most, and so may grow by until that is full; nothing else is to grow."""
+    observe = Config().observe
+    remembered = {
+        "front end: recorded steps": observe.recorder_steps * STEP_DTYPE.itemsize,
+        "front end: recorded writes": observe.recorder_writes * WRITE_DTYPE.itemsize,
+        "front end: recorded requests": observe.recorder_requests * CONTEXT_TOKENS * 9,
+        "front end: verdicts on grammars": VERDICT_CACHE_BYTES,
+        "engine: compiled grammars": GRAMMAR_CACHE_MIB << 20,
+    }
+    return {what: num_bytes / 2**20 for what, num_bytes in remembered.items()}
 
 
 class Held:
@@ -178,11 +205,15 @@ async def soak(arguments: argparse.Namespace, pid: int, url: str, ops_url: str) 
     """Rounds of load, each with a sample after it."""
     await wait_ready(url)
     held, clients, samples = Held(pid, url, ops_url), Clients(url, arguments.seed), []
+    print("Remembered at most: " + ", ".join(f"{what} {mib:.1f} MiB" for what, mib in memories_mib().items()))
     print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
     for _ in range(max(MIN_ROUNDS, round(arguments.minutes * 60 / arguments.round_s))):
         await clients.run(arguments.round_s)
         samples.append(await held.sample())
         print(samples[-1].row(), flush=True)
+    await clients.flood(FLOOD_ROUNDS * arguments.round_s)
+    samples.append(await held.sample())
+    print(samples[-1].row(), flush=True)
     return clients, samples
 
 
@@ -206,6 +237,7 @@ def main() -> int:
     if process.returncode:
         found.append(f"the server's exit status is {process.returncode}")
     told = {"answers": dict(sorted(clients.statuses.items())), "faults": clients.faults, "problems": found}
+    told |= {"remembered_mib": memories_mib()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({**told, "samples": [asdict(sample) for sample in samples]}, indent=1))
     steady = after_warm_up(samples)

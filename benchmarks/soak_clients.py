@@ -21,6 +21,7 @@ from tests.e2e.bad_inputs import cases
 MAX_REMEMBERED = 50  # faults that are kept as text; all are counted
 PROBE_INTERVAL_S = 1.0
 READ_BYTES = 256
+FLOOD_PER_S = 100
 EXCHANGE_TIMEOUT_S = 60.0  # of one exchange, which none comes near to
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
@@ -136,10 +137,25 @@ class Clients:
             if not await loop.sock_recv(connection, READ_BYTES):
                 break
         if self._random.random() < 0.2:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            reset_on_close(connection)
         connection.close()
         self.statuses["leave"] += 1
         await asyncio.sleep(self._random.uniform(0, 0.05))
+
+    async def flood(self, seconds: float) -> None:
+        """A hundred clients a second that send a request and go, every fifth with a reset."""
+        began_s = time.monotonic()
+        for number in range(round(seconds * FLOOD_PER_S)):
+            await asyncio.sleep(max(0.0, began_s + number / FLOOD_PER_S - time.monotonic()))
+            try:
+                connection = await self._connect(self._streamed())
+            except OSError as error:
+                self._fault(f"flood: {error}")
+                continue
+            if number % 5 == 0:
+                reset_on_close(connection)
+            connection.close()
+            self.statuses["flood"] += 1
 
     async def read_slowly(self) -> None:
         """Reads a few hundred bytes a second of a long stream, then stops reading, then goes."""
@@ -206,3 +222,8 @@ class Clients:
             head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields))
             await loop.sock_sendall(connection, head.encode() + b"\r\n\r\n" + content[: None if is_whole else 40])
         return connection
+
+
+def reset_on_close(connection: socket.socket) -> None:
+    """RST instead of FIN."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

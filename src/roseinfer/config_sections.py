@@ -353,6 +353,15 @@ class ServerConfig:
         Meta(ge=0, description="Longest time for streams to finish after SIGTERM; then they end with an error event."),
     ] = _option(25.0)
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Longest request body.")] = _option(2 * 1024 * 1024)
+    max_bodies_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Bodies of more than 64 KiB that are held at once, from their first byte to the last of their "
+            "answer; one that comes on top is answered 429, unless it is alone. 128 are half a megabyte for each of "
+            "`max_inflight`. `/tokenize` counts what it may answer too.",
+        ),
+    ] = _option(128)
     request_timeout_s: Annotated[
         float,
         Meta(ge=0, description="Longest time of a request without `timeout_s`; 0: as long as its client stays."),
@@ -370,7 +379,12 @@ class ServerConfig:
         ),
     ] = _option(15.0)
     head_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest time for the head of a request, from the connection or its first byte.")
+        float,
+        Meta(
+            gt=0,
+            description="Longest time for the head of a request, from the connection, whose TLS handshake is part of "
+            "it, or from its first byte.",
+        ),
     ] = _option(10.0)
     body_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest time for the body; then 408. 2 MiB in it is a slow telephone line.")
@@ -421,7 +435,8 @@ class StructuredConfig:
         int,
         Meta(
             ge=0,
-            description="Compiled grammars to keep in the engine, least recently used out first; 32 are some 200.",
+            description="Compiled grammars to keep in the engine, least recently used out first; 32 are some 200, or 28 "
+            "with expressions or lengths, which grow with use. The newest always stays.",
         ),
     ] = _option(32)
     tool_format: Annotated[

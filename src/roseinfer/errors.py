@@ -172,7 +172,7 @@ class CapacityError(RoseinferError):
 
 
 class Overloaded(CapacityError):
-    """`server.max_inflight` requests are being served already."""
+    """`server.max_inflight` requests are served already, or so many tokens, seconds of waiting or bytes of bodies."""
 
     status = 429
     error_type = "rate_limit_error"

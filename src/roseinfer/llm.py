@@ -24,7 +24,8 @@ import msgspec
 from roseinfer import wiring
 from roseinfer.config import Config
 from roseinfer.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestError, RoseinferError
-from roseinfer.messages import EngineInfo, Request, SamplingParams, StartupProgress, TokenOutput, check_request
+from roseinfer.grammar.checker import GrammarChecker
+from roseinfer.messages import EngineInfo, Grammar, Request, SamplingParams, StartupProgress, TokenOutput, check_request
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.server.choice import Choice, Delta, Telling
 from roseinfer.server.tokenizer import Tokenizer
@@ -69,8 +70,8 @@ class LLM:
     `model` is a checkpoint directory or a Hugging Face id; without one the configuration's `model.path` holds, which
     is the embedded model by default. `max_inflight` bounds what `submit` lets in: past it Overloaded is raised. With
     `tokenize_workers` = 0 a text prompt is tokenised inside `submit`; otherwise `submit` returns at once and so many
-    are tokenised at a time. Every id that `submit` returns must be given to `stream`, `stream_tokens`, `result` or
-    `abort`.
+    are tokenised at a time. A grammar is checked inside `submit`, as a server checks it. Every id that `submit` returns
+    must be given to `stream`, `stream_tokens`, `result` or `abort`.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class LLM:
             undo.callback(self._end_loop, thread)
             undo.callback(lambda: self._call(self._stop()))
             self.info: EngineInfo = self._call(self._client.start(on_progress))
-            self.tokenizer = Tokenizer.load(Path(self.info.checkpoint_dir))
-            undo.callback(self.tokenizer.close)
+            self.tokenizer = undo.enter_context(closing(Tokenizer.load(Path(self.info.checkpoint_dir))))
+            self._checker = undo.enter_context(closing(GrammarChecker(self.config.structured, lambda: self.info)))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -227,6 +228,8 @@ class LLM:
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
         choice = Choice(0, self.tokenizer, timeline, Telling(stop=stops))
         params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
+        if isinstance(params.grammar, Grammar):  # what else it may be, `check_request` tells
+            self._checker.check(params.grammar, "grammar").result()
         return _Stream(prompt, params, cache_salt, choice)
 
     def _check(self, stream: _Stream, token_ids: Sequence[int], name: str = "prompt") -> None:

@@ -188,9 +188,12 @@ def serve(config: Config, more_keys: str = "") -> int:
     from roseinfer.observe.observation import Observation
     from roseinfer.observe.rendering import RenderProcess
     from roseinfer.server import debug, invariants, lifecycle, profile
+    from roseinfer.server import memory as front_end_memory
     from roseinfer.server.instruments import Instruments
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    if config.engine.transport == "process":
+        front_end_memory.prefer_giving_back()
     renderer, gc_pauses = RenderProcess(), GcPauses()
     output = logs.configure(config.observe, sys.stderr)
     observation = Observation(config, __version__, renderer.render, gc_pauses, lambda: output.num_dropped)

@@ -69,4 +69,4 @@ def test_a_soak_of_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     told = json.loads(out.read_text())
     assert [problem for problem in told["problems"] if "grew" not in problem] == []
     kinds = {kind.split()[0] for kind in told["answers"]}
-    assert {"stream", "whole", "leave", "bad:", "probe"} <= kinds
+    assert {"stream", "whole", "leave", "bad:", "probe", "flood"} <= kinds

@@ -2,9 +2,11 @@
 
 import array
 import fcntl
+import json
 import os
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,11 @@ BLOCKS = "roseinfer_kv_cache_blocks{"
 
 def resident_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def peak_resident_mb(pid: int) -> float:
+    [line] = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 def num_descriptors(pid: int) -> int:
@@ -74,6 +81,22 @@ def test_a_flood_of_cancels_leaves_nothing_behind(start_server: StartServer) -> 
         time.sleep(0.05)
     grown_mb = [resident_mb(pid) - mb for pid, mb in zip(pids, before_mb, strict=True)]
     assert max(grown_mb) < 20, f"a request that was cancelled leaves some {max(grown_mb) / NUM_CANCELS:.3f} MB"
+
+
+def test_long_texts_take_memory_one_at_a_time_and_give_it_back(start_server: StartServer) -> None:
+    """Each of four is 200,000 tokens, and some 60 MB while it is encoded; then it is as if they had not come."""
+    server = start_server("--log-level", "error")
+    body = json.dumps({"prompt": "q7" * 100_000}).encode()
+    server.post("/tokenize", {"prompt": "a"})
+    pid = server.process.pid
+    before_mb = resident_mb(pid)
+    with ThreadPoolExecutor(4) as threads:
+        statuses = [status for status, _ in threads.map(lambda _: server.post("/tokenize", body), range(4))]
+    assert statuses == [200] * 4
+    grown_mb, peak_mb = resident_mb(pid) - before_mb, peak_resident_mb(pid) - before_mb
+    print(f"four texts of 200,000 tokens: {peak_mb:.0f} MB more at the peak, {grown_mb:.0f} MB afterwards")
+    assert grown_mb < 30
+    assert peak_mb < 130
 
 
 def test_a_log_that_nobody_reads_costs_lines_and_no_request(start_server: StartServer, tmp_path: Path) -> None:

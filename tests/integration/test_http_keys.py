@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -29,13 +30,13 @@ def write_certificate(directory: Path, name: str) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def running(directory: Path, monkeypatch: pytest.MonkeyPatch, **server: str) -> AsyncIterator[str]:
+async def running(directory: Path, monkeypatch: pytest.MonkeyPatch, **server: Any) -> AsyncIterator[str]:
     """The URL of a whole server over a scripted engine, which looks at its files many times a second."""
     monkeypatch.setattr(lifecycle, "WATCH_INTERVAL_S", 0.02)
     engine = ScriptedEngine(says("a"), engine_info(checkpoint_dir=str(write_checkpoint(directory))))
     engine.started.set()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    config = Config(server=ServerConfig(port=0, ops_port=0, **server))  # type: ignore[arg-type]
+    config = Config(server=ServerConfig(port=0, ops_port=0, **server))
     task = asyncio.create_task(lifecycle.run(config, engine, Listener(), INSTRUMENTS, url.set_result))
     try:
         yield await url

@@ -24,7 +24,7 @@ from roseinfer.errors import (
     SequenceFailed,
 )
 from roseinfer.llm import LLM
-from roseinfer.messages import Request, SamplingDefaults, SamplingParams, TokenOutput
+from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
 from tests.integration.fake_llm import expected_tokens, greedy, text_of, until, use_fake_engine, write_tokenizer
 
@@ -224,6 +224,32 @@ def test_params_that_cannot_run_are_refused_and_the_engine_lives(
             assert caught.value.message.endswith(".")
         assert engines[0].trouble is None
         assert len(llm.result(llm.submit("Hello", greedy(4))).token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        (Grammar("regex", "([)"), "The grammar cannot be used"),
+        (Grammar("regex", "a" * 10_000), "is 10000 bytes long"),
+        (Grammar("json_schema", '{"items":' * 70 + "{}" + "}" * 70), "nested more than 64 deep"),
+    ],
+    ids=["bad", "long", "nested"],
+)
+def test_a_grammar_that_cannot_be_used_is_refused_before_the_engine_hears_of_it(
+    llm: LLM, log: StepLog, grammar: Grammar, told: str
+) -> None:
+    for begin in (llm.submit, lambda prompt, params: llm.generate([prompt], params)):
+        with pytest.raises(InvalidRequest, match=told) as caught:
+            begin("Hello", greedy(2, grammar=grammar))
+        assert caught.value.param == "grammar"
+    assert log.steps == []
+
+
+def test_a_grammar_of_no_kind_is_refused_with_its_field(llm: LLM) -> None:
+    for wrong, param in ((Grammar("rhyme", "a"), "grammar.kind"), ("a+", "grammar")):  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest) as caught:
+            llm.submit("Hello", greedy(2, grammar=wrong))
+        assert caught.value.param == param
 
 
 def test_stop_is_a_text_or_several(llm: LLM) -> None:

@@ -96,16 +96,13 @@ def _of_results(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[
     a, b = (read_results([Path(text)], name) for text, name in zip(texts, "AB", strict=True))
     if differing := differences(a.settings, b.settings, arguments.varied):
         raise ConfigError(f"{told(differing)}; name with --varied what was varied", param="A B")
-    varied = {name: f"{of_a!r} and {of_b!r}" for name, (of_a, of_b) in differences(a.settings, b.settings).items()}
-    header = {"A": texts[0], "B": texts[1], **({"Varied": told_of(varied)} if varied else {})}
+    header = {"A": texts[0], "B": texts[1]}
+    if varied := differences(a.settings, b.settings):
+        header["Varied"] = ", ".join(f"{name}: {of_a!r} and {of_b!r}" for name, (of_a, of_b) in varied.items())
     pairs = in_turn(a.runs, b.runs)
     if pairs is None:
         return _judged(a.runs, b.runs, thresholds, is_paired=False), header
-    return _judged([one for one, _ in pairs], [other for _, other in pairs], thresholds, is_paired=True), header
-
-
-def told_of(varied: dict[str, str]) -> str:
-    return ", ".join(f"{name}: {values}" for name, values in varied.items())
+    return _judged([run for run, _ in pairs], [run for _, run in pairs], thresholds, is_paired=True), header
 
 
 def _judged(a: Sequence[Measured], b: Sequence[Measured], thresholds: Thresholds, *, is_paired: bool) -> Comparison:
@@ -155,31 +152,29 @@ def _of_servers(
     arguments: argparse.Namespace, sides: tuple[Side, Side], thresholds: Thresholds
 ) -> tuple[Comparison, dict[str, Any]]:
     """Make the runs, and tell of each."""
-    planned = plan_of(arguments)
     b = f"{sides[1].what}, equal to A" if arguments.equal_sides else sides[1].what
-    header = {"A": sides[0].what, "B": b, "Load": describe(arguments, planned)}
+    header = {"A": sides[0].what, "B": b, "Load": describe(arguments, plan_of(arguments))}
     measured: dict[str, list[Measured]] = {side.name: [] for side in sides}
     models: dict[str, str] = {}
     for index in range(arguments.rounds):
         turn = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + index})
         planned = plan_of(turn)
         for side in sides if index % 2 == 0 else sides[::-1]:
-            one = _run_once(turn, side, planned, models, index)
-            measured[side.name].append(one)
-            say(f"round {index + 1}/{arguments.rounds}, {side.name}: {_brief(one)}")
+            made, models[side.name] = _run_once(turn, side, planned, index)
+            measured[side.name].append(made)
+            say(f"round {index + 1}/{arguments.rounds}, {side.name}: {_brief(made)}")
     if len(set(models.values())) > 1 and "model" not in arguments.varied:
         raise ConfigError(f"serve different models: {' and '.join(models.values())}; or --varied model", param="A B")
     return _judged(measured["A"], measured["B"], thresholds, is_paired=True), header
 
 
 def _run_once(
-    turn: argparse.Namespace, side: Side, planned: Sequence[PlannedRequest], models: dict[str, str], index: int
-) -> Measured:
-    """A run of one side; again when the generator was late, since that says nothing of the server."""
+    turn: argparse.Namespace, side: Side, planned: Sequence[PlannedRequest], index: int
+) -> tuple[Measured, str]:
+    """A run of one side, and its model; again when the generator was late, since that says nothing of the server."""
     interval_ns = interval_ns_of(turn, planned)
     with side.open() as url:
         endpoint = find_endpoint(url, key_of(turn))
-        models[side.name] = endpoint.model
         for _ in range(MAX_ATTEMPTS):
             # A server that is up and has not served yet would become faster over the first rounds: that is a drift.
             _warm_up(turn, planned if side.is_up and index == 0 else planned[:NUM_WARM_UP], endpoint)
@@ -189,7 +184,7 @@ def _run_once(
                 break
     if turn.keep is not None:
         _keep(turn, side, made, endpoint, index)
-    return figures_of(made)
+    return figures_of(made), endpoint.model
 
 
 def _warm_up(turn: argparse.Namespace, planned: Sequence[PlannedRequest], endpoint: Endpoint) -> None:

@@ -102,7 +102,7 @@ def _read(file: Path, name: str) -> ResultSet:
         content = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", param=name) from None
-    except (ValueError, UnicodeDecodeError):
+    except ValueError:  # nor is what is no UTF-8
         raise ConfigError(f"{file} is not JSON", param=name) from None
     try:
         settings = _flat(content["settings"])
@@ -153,6 +153,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], varied: Iterable[str
 
 
 def told(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    """The first few of these settings, with both values, in one line."""
     shown = [f"{name} is {a!r} and {b!r}" for name, (a, b) in list(differing.items())[:_SHOWN]]
     return "; ".join(shown + [f"and {len(differing) - _SHOWN} more"] * (len(differing) > _SHOWN))
 

@@ -7,7 +7,7 @@ import msgspec
 from roseinfer.engine.batch import Launched, Runner, ScheduledBatch
 from roseinfer.engine.invariants import violations
 from roseinfer.engine.profiling import Profiler, StepProfile
-from roseinfer.engine.pulse import Activity, Pulse
+from roseinfer.engine.pulse import Pulse
 from roseinfer.engine.scheduler import Scheduler
 from roseinfer.engine.steps import NOTHING, Outcome
 from roseinfer.gc_pauses import GcPauses
@@ -63,17 +63,15 @@ class Engine:
         self.pulse = Pulse()
         phases.on_capture = self._note_capture
         self.gc_pauses = GcPauses(on_start=self._begin_collection, on_end=self._end_collection)
-        self._was_idle = True  # before the collection under way
         self._gc_ns = 0  # of collections up to the tokens of the step read last
 
     def _begin_collection(self) -> None:
         if self.phases.marker is not None:
             self.phases.marker.push("gc", self._told_id)
-        self._was_idle = self.pulse.read().activity is Activity.IDLE
         self.pulse.begin_collection()
 
     def _end_collection(self) -> None:
-        self.pulse.rest() if self._was_idle else self.pulse.begin_step()
+        self.pulse.end_collection()
         if self.phases.marker is not None:
             self.phases.marker.pop()
 

@@ -1,7 +1,7 @@
 """What an engine is doing at this moment, in memory that another process may read while the engine cannot answer.
 
-Knows no steps and no time limits: `client.py` judges. The writer stores two numbers and never waits; a reader may come
-at any time.
+Knows no steps and no time limits: `client.py` judges. Two write, and neither waits: the engine's thread what it does,
+and whichever thread a collection stops that there is one. A reader may come at any time.
 """
 
 import mmap
@@ -12,7 +12,7 @@ import time
 from enum import StrEnum
 from typing import NamedTuple
 
-PAGE_BYTES = 16
+PAGE_BYTES = 32
 
 
 class Activity(StrEnum):
@@ -25,48 +25,66 @@ class Activity(StrEnum):
     STUCK = "stuck"
 
 
-_CODES = (Activity.IDLE, Activity.STEPPING, Activity.GC, Activity.CAPTURING)
-_IDLE, _STEPPING, _GC, _CAPTURING = range(len(_CODES))
+_CODES = (Activity.IDLE, Activity.STEPPING, Activity.CAPTURING)
+_IDLE, _STEPPING, _CAPTURING = range(len(_CODES))
+_WHAT, _SINCE, _COLLECTING_SINCE, _COLLECTED = range(4)  # where each number is; the others are of nanoseconds
 
 
 class Account(NamedTuple):
     """An engine's account of itself."""
 
     activity: Activity
-    since_ns: int  # of the monotonic clock
+    since_ns: int  # of the monotonic clock, without the collections meanwhile
 
 
 class Pulse:
-    """Two int64 in shared memory: what, and since when. The moment is stored first, so it is never that of the past."""
+    """Four int64 in shared memory: what, since when, since when a collection is under way, and how long others took.
+
+    A collection interrupts what the engine does and ends none of it, whichever thread it came in. So it is told beside
+    that, and its time is left out of what the engine has taken; or one after another in a second thread would keep
+    an engine alive that hangs.
+    """
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self._page = (memory or memoryview(bytearray(PAGE_BYTES))).cast("q")
-        self._page[1] = time.monotonic_ns()
-        self._page[0] = _IDLE
+        self._begin(_IDLE)
 
     def rest(self) -> None:
         """Nothing to do, or nobody to tell."""
-        self._page[1] = time.monotonic_ns()
-        self._page[0] = _IDLE
+        self._begin(_IDLE)
 
     def begin_step(self) -> None:
-        self._page[1] = time.monotonic_ns()
-        self._page[0] = _STEPPING
-
-    def begin_collection(self) -> None:
-        """In the middle of a step, which `begin_step` says goes on, or of nothing."""
-        self._page[1] = time.monotonic_ns()
-        self._page[0] = _GC
+        self._begin(_STEPPING)
 
     def begin_capture(self) -> None:
-        self._page[1] = time.monotonic_ns()
-        self._page[0] = _CAPTURING
+        self._begin(_CAPTURING)
+
+    def _begin(self, code: int) -> None:
+        """The moment is stored first, so it is never that of the past."""
+        self._page[_SINCE] = time.monotonic_ns()
+        self._page[_COLLECTED] = 0
+        self._page[_COLLECTING_SINCE] = 0  # a collection would have stopped us
+        self._page[_WHAT] = code
+
+    def begin_collection(self) -> None:
+        """In the middle of whatever the engine does."""
+        self._page[_COLLECTING_SINCE] = time.monotonic_ns()
+
+    def end_collection(self) -> None:
+        """The engine goes on with what it did."""
+        if since_ns := self._page[_COLLECTING_SINCE]:
+            self._page[_COLLECTED] += time.monotonic_ns() - since_ns
+            self._page[_COLLECTING_SINCE] = 0
 
     def read(self) -> Account:
         while True:
-            code, since_ns = self._page[0], self._page[1]
-            if code == self._page[0]:
-                return Account(_CODES[code], since_ns)
+            code, collecting_since_ns = self._page[_WHAT], self._page[_COLLECTING_SINCE]
+            since_ns = self._page[_COLLECTED] + self._page[_SINCE]  # not the other way round: see _begin
+            if code == self._page[_WHAT]:
+                break
+        if collecting_since_ns:
+            return Account(Activity.GC, collecting_since_ns)
+        return Account(_CODES[code], since_ns)
 
 
 class SharedPage:

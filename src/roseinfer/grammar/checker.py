@@ -27,7 +27,7 @@ from roseinfer.messages import EngineInfo, Grammar
 MAX_WAITING = 32  # checks that wait for their turn; most take a millisecond
 START_TIMEOUT_S = 60.0  # of the child, which reads the vocabulary first
 VERDICT_CACHE_BYTES = 8 << 20
-_VERDICT_BYTES = 512
+_VERDICT_BYTES = 512  # beside its texts
 _HEADER_BYTES = 4
 
 
@@ -83,10 +83,9 @@ class GrammarChecker:
 
     def _remember(self, grammar: Grammar, verdict: str) -> None:
         self._verdicts[grammar] = verdict
-        self._num_verdict_bytes += _VERDICT_BYTES + len(grammar.source)
+        self._num_verdict_bytes += _num_bytes(grammar, verdict)
         while self._num_verdict_bytes > VERDICT_CACHE_BYTES:
-            oldest, _ = self._verdicts.popitem(last=False)
-            self._num_verdict_bytes -= _VERDICT_BYTES + len(oldest.source)
+            self._num_verdict_bytes -= _num_bytes(*self._verdicts.popitem(last=False))
 
     def _ask(self, grammar: Grammar) -> tuple[str, bool]:
         """What is wrong with the grammar, empty when nothing is; and whether it will be wrong another time.
@@ -141,6 +140,11 @@ class GrammarChecker:
             with contextlib.suppress(BrokenPipeError):  # of what it had not read
                 self._child.communicate()
             self._child = None
+
+
+def _num_bytes(grammar: Grammar, verdict: str) -> int:
+    """That a remembered verdict takes; a text of odd characters takes four for each."""
+    return _VERDICT_BYTES + sys.getsizeof(grammar.source) + sys.getsizeof(verdict)
 
 
 def _send(file: IO[bytes], message: bytes) -> None:

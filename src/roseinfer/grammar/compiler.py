@@ -11,12 +11,19 @@ from roseinfer.engine.constraint import Matcher
 from roseinfer.grammar.library import Compiled, Vocabulary
 from roseinfer.messages import Grammar
 
-ENTRY_BYTES = 128 << 10  # what a compiled grammar of a few properties takes, automata and all
+ENTRY_BYTES = 128 << 10  # what a compiled grammar of a few properties takes
 _BYTES_PER_SOURCE_BYTE = 32  # and what longer ones take more
+_GROWTH_BYTES = (
+    1 << 20
+)  # and what those with expressions or lengths gain while they are followed; at worst five times it
+_GROWING = ('"pattern', 'Length"', '"format"', '"minimum"', '"maximum"', '"multipleOf"')  # in a schema
 
 
 class GrammarCache:
-    """Compiled grammars, least recently used first, up to a number of bytes. One thread uses it."""
+    """Compiled grammars, least recently used first, up to a number of bytes. One thread uses it.
+
+    The newest stays however large it is: the other sequences of its request want it next.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -27,21 +34,27 @@ class GrammarCache:
         return len(self._entries)
 
     def get(self, grammar: Grammar) -> Compiled | None:
-        if grammar in self._entries:
+        compiled = self._entries.get(grammar)
+        if compiled is not None and compiled.is_worn:  # its sequences keep it to their end
+            del self._entries[grammar]
+            self.num_bytes -= entry_bytes(grammar)
+            return None
+        if compiled is not None:
             self._entries.move_to_end(grammar)
-        return self._entries.get(grammar)
+        return compiled
 
     def put(self, grammar: Grammar, compiled: Compiled) -> None:
         self._entries[grammar] = compiled
         self.num_bytes += entry_bytes(grammar)
-        while self.num_bytes > self._max_bytes:
+        while self.num_bytes > self._max_bytes and len(self._entries) > 1:
             oldest, _ = self._entries.popitem(last=False)
             self.num_bytes -= entry_bytes(oldest)
 
 
 def entry_bytes(grammar: Grammar) -> int:
     """About what a compiled grammar takes."""
-    return ENTRY_BYTES + _BYTES_PER_SOURCE_BYTE * len(grammar.source)
+    is_growing = grammar.kind in {"regex", "lark"} or any(word in grammar.source for word in _GROWING)
+    return ENTRY_BYTES + _BYTES_PER_SOURCE_BYTE * len(grammar.source) + (_GROWTH_BYTES if is_growing else 0)
 
 
 class GrammarCompiler:

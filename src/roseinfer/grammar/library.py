@@ -6,6 +6,7 @@ Knows no request, no cache and no thread.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar
 
 MAX_MESSAGE_CHARS = 200
+MAX_FOLLOWED_NS = (
+    50_000_000  # in which the worst expression grows by about 5 MiB; a usual one is done with growing before
+)
 MAX_TOKEN_CHARS = 255
 
 # Where the library's own default would allow half a gigabyte of automaton; the others are its defaults, written down
@@ -62,12 +66,14 @@ class Vocabulary:
 
     def compile(self, grammar: Grammar) -> "Compiled":
         """Takes between a millisecond and seconds, without the interpreter's lock. Raises InvalidRequest."""
+        began_ns = time.monotonic_ns()
         matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=_SILENT, limits=_LIMITS)
         compiled = Compiled(matcher, self._tokenizer.vocab_size, self.vocab_size)
         first = compiled.matcher()
         first.fill(np.zeros(-(-self.vocab_size // 32), np.uint32))  # much is only found out, and made, on the way
         if first.error:
             raise InvalidRequest(f"The grammar cannot be used: {first.error}.")
+        compiled.begin(time.monotonic_ns() - began_ns)
         return compiled
 
 
@@ -136,21 +142,39 @@ def _quote(text: str) -> str:
 
 
 class Compiled:
-    """A grammar that makes matchers, each at its beginning. They share what they find out about it."""
+    """A grammar that makes matchers, each at its beginning. They share what they find out about it.
+
+    So it grows while they are followed, and when it has as many states as the limits allow, none of them, also of those
+    that are made then, can go on. The library tells neither; the time that masks took bounds the one, and the matchers
+    notice the other.
+    """
 
     def __init__(self, template: llguidance.LLMatcher, num_bits: int, vocab_size: int) -> None:
         self._template = template
         self._num_bits = num_bits
         self._vocab_size = vocab_size
+        self._compile_ns = 0
+        self.followed_ns = 0
+        self.has_failed = False
+
+    def begin(self, compile_ns: int) -> None:
+        """It has been compiled, in so long; what its masks take counts from now on."""
+        self._compile_ns, self.followed_ns = compile_ns, 0
+
+    @property
+    def is_worn(self) -> bool:
+        """Whoever wants this grammar next should have it compiled anew."""
+        return self.has_failed or self.followed_ns > MAX_FOLLOWED_NS + 2 * self._compile_ns
 
     def matcher(self) -> "LibraryMatcher":
-        return LibraryMatcher(self._template.deep_copy(), self._num_bits, self._vocab_size)
+        return LibraryMatcher(self, self._template.deep_copy(), self._num_bits, self._vocab_size)
 
 
 class LibraryMatcher:
     """See `engine/constraint.py:Matcher`."""
 
-    def __init__(self, inner: llguidance.LLMatcher, num_bits: int, vocab_size: int) -> None:
+    def __init__(self, compiled: Compiled, inner: llguidance.LLMatcher, num_bits: int, vocab_size: int) -> None:
+        self._compiled = compiled
         self._inner = inner
         self._bits = np.zeros(-(-max(num_bits, vocab_size) // 32), np.uint32)
         self._last_word = np.uint32((1 << (vocab_size % 32)) - 1) if vocab_size % 32 else np.uint32(0xFFFFFFFF)
@@ -174,7 +198,10 @@ class LibraryMatcher:
         """See Matcher."""
         if self._inner.is_error():
             return
+        began_ns = time.monotonic_ns()
         self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._compiled.followed_ns += time.monotonic_ns() - began_ns
+        self._compiled.has_failed |= self._inner.is_error()
         allowed[:] = self._bits[: len(allowed)]
         allowed[-1] &= self._last_word
 

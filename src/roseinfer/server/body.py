@@ -9,6 +9,7 @@ from aiohttp import web
 from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
 from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.long_body import check_num_values
+from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import BodyT, parse_body
 
@@ -18,7 +19,7 @@ INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to 
 
 
 async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
-    """Step 2. Raises NotJSON, BodyTooLarge, InvalidRequest, PromptTooLong or UnknownModel."""
+    """Step 2. Raises NotJSON, BodyTooLarge, InvalidRequest, PromptTooLong, UnknownModel or Overloaded."""
     service = request.app[SERVICE]
     _check_media_type(request)
     raw = await _read(request, service.config.max_body_bytes, service.config.body_timeout_s)
@@ -54,6 +55,7 @@ async def _read(request: web.Request, limit: int, timeout_s: float) -> bytearray
     too_large = BodyTooLarge(f"The body is longer than {limit} bytes.")
     if (request.content_length or 0) > limit:
         raise too_large
+    _hold(request, request.content_length or 0)
     raw = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
@@ -61,8 +63,15 @@ async def _read(request: web.Request, limit: int, timeout_s: float) -> bytearray
                 raw += piece
                 if len(raw) > limit:
                     raise too_large
+                _hold(request, len(raw))
     except TimeoutError:
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except web.RequestPayloadError:
         raise InvalidRequest("The body ended early or is badly framed.") from None
     return raw
+
+
+def _hold(request: web.Request, num_bytes: int) -> None:
+    """Short bodies are bounded by the number of connections."""
+    if num_bytes > INLINE_BYTES:
+        request[PLACE].hold(num_bytes)

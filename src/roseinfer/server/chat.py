@@ -62,8 +62,7 @@ async def _encode_messages(
         text = template.render(messages)
     else:
         text = await tokenizer.off_loop(template.render, messages, tools)
-    tokenizer.check_length([text], max_model_len, ["messages"])
-    [token_ids] = await tokenizer.encode([text], add_special_tokens=False)
+    [token_ids] = await tokenizer.encode_prompts([text], max_model_len, ["messages"], add_special_tokens=False)
     return token_ids
 
 

@@ -93,8 +93,7 @@ async def _encode_prompts(
     prompt = body.prompt
     if isinstance(prompt, str):
         _check_texts(["prompt"], [prompt])
-        tokenizer.check_length([prompt], max_model_len, ["prompt"])
-        return ["prompt"], await tokenizer.encode([prompt], add_special_tokens=True)
+        return ["prompt"], await tokenizer.encode_prompts([prompt], max_model_len, ["prompt"], add_special_tokens=True)
     token_ids = [part for part in prompt if isinstance(part, int)]
     texts = [part for part in prompt if isinstance(part, str)]
     id_lists = [part for part in prompt if isinstance(part, list)]
@@ -108,8 +107,7 @@ async def _encode_prompts(
     if id_lists:
         return names, id_lists
     _check_texts(names, texts)
-    tokenizer.check_length(texts, max_model_len, names)
-    return names, await tokenizer.encode(texts, add_special_tokens=True)
+    return names, await tokenizer.encode_prompts(texts, max_model_len, names, add_special_tokens=True)
 
 
 def _check_texts(names: list[str], texts: list[str]) -> None:

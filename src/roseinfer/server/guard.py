@@ -3,13 +3,15 @@
 aiohttp bounds the lines of a head but has no deadline for a head, for a reader that stalls, or for the number of
 sockets. `Connection` is aiohttp's own protocol with the moments noted at which something was last owed by the client;
 `Guard` looks at all of them a few times in the shortest deadline and drops those that are late. The deadline of a body
-is `body.py`'s, because an answer is still possible there.
+is `body.py`'s, because an answer is still possible there. asyncio tells a protocol of a connection with TLS when its
+handshake is over; with `Handshake` it counts, and its deadline runs, from when it was accepted.
 """
 
 import asyncio
 import contextlib
 import logging
 import resource
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -55,20 +57,29 @@ class Connection(web.RequestHandler):
         self._idle_since: float | None = None  # None: a request is being answered
         self._full_since: float | None = None  # when its write buffer became full, if it still is
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def enter(self, transport: asyncio.Transport) -> bool:
+        """Take a place among the connections; where there is none, the socket is closed."""
         address = transport.get_extra_info("peername")
         self.peer = str(address[0]) if isinstance(address, tuple) else ""
         if not self._guard.enter(self):
             transport.abort()
-            return
+            return False
         self._socket = transport
-        super().connection_made(transport)
+        return True
 
-    def connection_lost(self, exc: BaseException | None) -> None:
+    def leave(self) -> None:
         if self._socket is not None:
             self._socket = None
             self._guard.leave(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if self._socket is not None or self.enter(transport):  # behind a handshake it has its place
+            self._socket = transport
+            super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -129,6 +140,45 @@ class Connection(web.RequestHandler):
         return response
 
 
+class Handshake(asyncio.Protocol):
+    """A socket that is to speak TLS, in the place of its connection until it does."""
+
+    def __init__(self, connection: Connection, context: ssl.SSLContext) -> None:
+        self._connection = connection
+        self._context = context
+        self._shaking: asyncio.Task[None] | None = None
+        self._early = b""  # what came with the handshake's last bytes
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if self._connection.enter(transport):
+            transport.pause_reading()  # until there is somebody to understand it
+            self._shaking = asyncio.get_running_loop().create_task(self._shake(transport))
+
+    def connection_lost(self, _: BaseException | None) -> None:
+        """Before the handshake began; `start_tls` would wait for it all the same."""
+        self._connection.leave()
+        if self._shaking is not None:
+            self._shaking.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+
+    async def _shake(self, transport: asyncio.Transport) -> None:
+        connection, secured = self._connection, None
+        with contextlib.suppress(OSError):  # ssl.SSLError, and the end of the handshake's time, are some
+            secured = await asyncio.get_running_loop().start_tls(
+                transport, self, self._context, server_side=True, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+            )
+        if secured is None:  # refused, overdue, or the client has gone
+            connection.leave()
+            return
+        secured.set_protocol(connection)
+        connection.connection_made(secured)
+        if self._early:
+            connection.data_received(self._early)
+
+
 def _first_line(text: str) -> str:
     """What aiohttp says of a head, without the piece of it that it quotes."""
     return text.partition("\n")[0].rstrip(" :.") or "malformed"
@@ -172,6 +222,8 @@ class Guard:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        for connection in [*self._connections]:  # handshakes, of which aiohttp does not know
+            connection.drop()
 
     async def _watch(self) -> None:
         config = self._config
@@ -204,8 +256,12 @@ class GuardedServer(web.Server):
         self._guard = guard
         self._options = options
 
-    def __call__(self) -> web.RequestHandler:
+    def connection(self) -> Connection:
+        """For one more socket."""
         return Connection(self._guard, self, **self._options)
+
+    def __call__(self) -> web.RequestHandler:
+        return self.connection()
 
 
 def _answering(handle: Handle) -> Handle:
@@ -260,16 +316,15 @@ class GuardedRunner(web.AppRunner):
         )
 
     async def listen(self, host: str, port: int, certificate: Certificate | None) -> asyncio.Server:
-        """Accept connections from now on, after a TLS handshake with a certificate. Raises OSError or UnicodeError.
+        """Accept connections from now on, with a certificate those that speak TLS. Raises OSError or UnicodeError.
 
-        Whoever calls it closes it. aiohttp's own sites leave a handshake a whole minute.
+        Whoever calls it closes it.
         """
-        assert self.server is not None, "listen before setup"
-        return await asyncio.get_running_loop().create_server(
-            self.server,
-            host,
-            port,
-            backlog=128,
-            ssl=certificate.context if certificate is not None else None,
-            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if certificate is not None else None,
-        )
+        server = self.server
+        assert isinstance(server, GuardedServer), "listen before setup"
+
+        def accept() -> asyncio.Protocol:
+            connection = server.connection()
+            return connection if certificate is None else Handshake(connection, certificate.context)
+
+        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=128)

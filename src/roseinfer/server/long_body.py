@@ -35,6 +35,8 @@ def _num_values(raw: bytes | bytearray, limit: int) -> int:
 def _refusal(raw: bytes | bytearray, limit: int, max_model_len: int) -> RequestError:
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return InvalidRequest("The body must be a JSON object.")
     except (ValueError, RecursionError):
         return InvalidRequest("The body is not valid JSON, or nested too deeply.")
     name = max(fields, key=lambda name: len(memoryview(fields[name])))

@@ -15,6 +15,7 @@ from roseinfer.records import LifecycleState
 from roseinfer.server import sse
 from roseinfer.server.api_keys import Caller
 from roseinfer.server.exchange import EXCHANGE, is_for_tokens
+from roseinfer.server.room import PLACE, Place
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire_answers import error_body, server_timing
 
@@ -77,6 +78,16 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if request.app[SERVICE].state in {LifecycleState.DRAINING, LifecycleState.FAILED}:
         response.headers["Connection"] = "close"
         response.force_close()
+
+
+@web.middleware
+async def make_room(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What a long body holds is free when its request has its answer."""
+    place = request[PLACE] = Place(request.app[SERVICE].room)
+    try:
+        return await handler(request)
+    finally:
+        place.leave()
 
 
 @web.middleware

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from aiohttp import web
@@ -15,10 +16,9 @@ from roseinfer.server.api_keys import ApiKeys, Caller
 from roseinfer.server.chat_template import ChatTemplate
 from roseinfer.server.exchange import Exchange
 from roseinfer.server.instruments import Ledger
+from roseinfer.server.room import Room
 from roseinfer.server.structured import GrammarCheck
 from roseinfer.server.tokenizer import Tokenizer
-
-MAX_ABANDONED = 65536  # many times what an engine can be late with
 
 _ORDER = list(LifecycleState)  # a server goes through the states in this order, and may leave some out
 
@@ -72,10 +72,11 @@ class Service:
         self.state = LifecycleState.STARTING
         self.has_been_ready = False
         self.observer = observer
+        self.room = Room(self.config.max_bodies_mib << 20)
         self._ledger = ledger
         self._text_model: TextModel | None = None
         self._exchanges: dict[str, Exchange] = {}
-        self._abandoned: dict[str, None] = {}  # keys not to be used again yet, oldest first
+        self._abandoned: dict[str, list[str]] = {}  # keys not to be used again yet, and what the engine has of them
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         observer.on_lifecycle(self.state)
@@ -148,10 +149,16 @@ class Service:
         if not self._exchanges:
             self._is_idle.set()
         if exchange.is_in_engine:
-            self._abandoned[exchange.key] = None
-            if len(self._abandoned) > MAX_ABANDONED:
-                del self._abandoned[next(iter(self._abandoned))]
+            self._abandoned[exchange.key] = [timeline.request_id for timeline in exchange.timelines]
+            self._forget_abandoned()
         exchange.close()
+
+    def _forget_abandoned(self) -> None:
+        """Look at the two oldest, for each one that comes: so there are few more than the engine has not ended yet."""
+        for key in list(islice(self._abandoned, 2)):
+            request_ids = self._abandoned.pop(key)
+            if any(map(self.client.holds, request_ids)):
+                self._abandoned[key] = request_ids  # to be looked at again
 
     def abort(self, request_id: str, caller: Caller | None) -> bool:
         """End the open exchanges of a caller with this id, given or of the answer, and say whether there was one."""

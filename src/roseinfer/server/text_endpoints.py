@@ -10,10 +10,16 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import TokenId
 from roseinfer.server.body import read_body
 from roseinfer.server.replies import DetokenizeReply, TokenizeReply
+from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
 from roseinfer.server.wire import ModelBody
 from roseinfer.server.wire_messages import Message
+
+# Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose
+# spelling is `"\u0000",` at worst.
+ID_BYTES = 8
+SPELLING_BYTES = 9
 
 
 class TokenizeBody(ModelBody, frozen=True, kw_only=True):
@@ -40,18 +46,18 @@ class DetokenizeBody(ModelBody, frozen=True, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(description="Token ids.")]
 
 
-async def tokenize(request: web.Request) -> web.Response:
-    """The ids that a text or a conversation becomes. Raises InvalidRequest."""
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """The ids that a text or a conversation becomes. Raises InvalidRequest or Overloaded."""
     service = request.app[SERVICE]
     text_model, max_model_len = service.text_model, service.client.info.max_model_len
     body = await read_body(request, TokenizeBody)
     text = await _text(body, text_model)
+    if len(text) > INLINE_CHARS:
+        num_bytes = len(text) * (1 if text.isascii() else 4)
+        request[PLACE].hold(num_bytes * (ID_BYTES + (SPELLING_BYTES if body.return_token_strs else 0)))
     add_special_tokens = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
-    [token_ids] = await text_model.tokenizer.encode([text], add_special_tokens=add_special_tokens)
-    work = (text_model.tokenizer, token_ids, max_model_len, body.return_token_strs)
-    if len(token_ids) <= INLINE_CHARS:
-        return _json(_reply(*work))
-    return _json(await text_model.tokenizer.off_loop(_reply, *work))
+    work = (text_model.tokenizer, text, add_special_tokens, max_model_len, body.return_token_strs)
+    return await _tell(request, await text_model.tokenizer.for_text(len(text), _tokenized, *work))
 
 
 async def _text(body: TokenizeBody, text_model: TextModel) -> str:
@@ -69,9 +75,24 @@ async def _text(body: TokenizeBody, text_model: TextModel) -> str:
     return await text_model.tokenizer.off_loop(render, messages)
 
 
-def _reply(tokenizer: Tokenizer, token_ids: list[int], max_model_len: int, with_strings: bool) -> bytes:
-    spelled = [tokenizer.spell(token_id).decode(errors="replace") for token_id in token_ids] if with_strings else None
+def _tokenized(
+    tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_model_len: int, with_strings: bool
+) -> bytes:
+    """All of it at once, so that of the ids of long texts there is one list at a time."""
+    token_ids = tokenizer.encode_here(text, add_special_tokens=add_special_tokens)
+    spelled = None
+    if with_strings:
+        spelling = {token_id: tokenizer.spell(token_id).decode(errors="replace") for token_id in set(token_ids)}
+        spelled = [spelling[token_id] for token_id in token_ids]
     return msgspec.json.encode(TokenizeReply(len(token_ids), max_model_len, token_ids, spelled))
+
+
+async def _tell(request: web.Request, content: bytes) -> web.StreamResponse:
+    """Write the answer here: what the request holds is free when the handler returns, and the answer is part of it."""
+    response = _json(content)
+    await response.prepare(request)
+    await response.write_eof()
+    return response
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -17,10 +17,12 @@ import tokenizers
 from tokenizers import processors
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptTooLong
+from roseinfer.server import memory
 from roseinfer.server.text_bounds import most_chars_per_token
 from roseinfer.server.tokenizer_config import TokenizerConfig
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
+LONG_CHARS = 128 * 1024  # encoding takes a few hundred bytes of memory for each token: longer texts wait for each other
 
 T = TypeVar("T")
 
@@ -40,6 +42,7 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
         vocab = inner.get_vocab(with_added_tokens=True)
         self._pieces = [b""] * (max(vocab.values(), default=-1) + 1)
@@ -82,21 +85,50 @@ class Tokenizer:
                 )
                 raise PromptTooLong(message, param=name)
 
+    async def encode_prompts(
+        self, texts: Sequence[str], max_model_len: int, names: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Token ids of each text. Raises PromptTooLong for one, called so in errors, that does not fit."""
+        self.check_length(texts, max_model_len, names)
+        return await self.for_text(sum(map(len, texts)), self._encode, texts, add_special_tokens, max_model_len, names)
+
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text; with `add_special_tokens` also those the post-processor puts around a text."""
-        if sum(map(len, texts)) <= INLINE_CHARS:
-            _check_characters(texts)
-            return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
-        return await self.off_loop(self._encode_batch, texts, add_special_tokens)
+        return await self.for_text(sum(map(len, texts)), self._encode, texts, add_special_tokens)
+
+    def encode_here(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The same of one text, in this thread: for work that `for_text` does."""
+        return self._encode([text], add_special_tokens)[0]
+
+    async def for_text(self, num_chars: int, work: Callable[..., T], *arguments: object) -> T:
+        """Do what takes so long as encoding so many characters: here, or in a thread if it is more than a moment."""
+        if num_chars <= INLINE_CHARS:
+            return work(*arguments)
+        if num_chars <= LONG_CHARS:
+            return await self.off_loop(work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._long_pool, _leaving_nothing, work, *arguments)
 
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
         """Run text work that takes more than about a millisecond on one of two threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
-    def _encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    def _encode(
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        max_model_len: int | None = None,
+        names: Sequence[str] = (),
+    ) -> list[list[int]]:
+        """With a `max_model_len` the texts have `names`, and no list is made of what does not fit."""
         _check_characters(texts)
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
         # "fast" leaves out the offsets, which nobody asks for and which take most of the time and the memory.
         encodings = self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        for name, num_tokens in zip(names, map(len, encodings), strict=max_model_len is not None):
+            if max_model_len is not None and num_tokens > max_model_len:
+                message = f"This model's context is {max_model_len} tokens; the {num_tokens} of `{name}` do not fit."
+                raise PromptTooLong(message, param=name)
         return [encoding.ids for encoding in encodings]
 
     def spell(self, token_id: int) -> bytes:
@@ -112,7 +144,15 @@ class Tokenizer:
         return b"".join(map(self.text_bytes, token_ids)).decode(errors="replace")
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _leaving_nothing(work: Callable[..., T], *arguments: object) -> T:
+    try:
+        return work(*arguments)
+    finally:
+        memory.give_back()
 
 
 def _check_characters(texts: Sequence[str]) -> None:

@@ -282,7 +282,9 @@ def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("The body is nested too deeply.") from None
     except msgspec.ValidationError as error:  # JSON, but not an object, or with a number no machine type holds
-        raise InvalidRequest(f"{locate(error)[0]}.", param=_oversized_field(raw)) from None
+        phrase, path = locate(error)
+        message = f"{phrase}." if path else "The body must be a JSON object."
+        raise InvalidRequest(message, param=_oversized_field(raw)) from None
     except ValueError:  # malformed, or not UTF-8
         raise InvalidRequest("The body is not valid JSON.") from None
 

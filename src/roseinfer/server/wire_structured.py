@@ -9,6 +9,8 @@ import msgspec
 from msgspec import Meta
 
 MAX_TOOLS = 128  # OpenAI's own bound
+_MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
+_SCHEMAS = frozenset({"schema", "parameters", "json"})  # fields in which null is a value
 
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1024)]
@@ -89,10 +91,6 @@ class NamedTool(Part, frozen=True, kw_only=True):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-
-
-_MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
-_SCHEMAS = {"schema", "parameters", "json"}  # where null is a value
 
 
 def without_nulls(value: object, level: int = 0) -> object:

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import llguidance
+import numpy as np
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.grammar.compiler import ENTRY_BYTES, GrammarCache, GrammarCompiler, entry_bytes
-from roseinfer.grammar.library import Vocabulary
+from roseinfer.grammar.compiler import GrammarCache, GrammarCompiler, entry_bytes
+from roseinfer.grammar.library import MAX_FOLLOWED_NS, Compiled, Vocabulary
 from roseinfer.messages import Grammar
 from tests.unit.grammar import vocabulary as checkpoint
 
@@ -31,16 +33,49 @@ def test_the_cache_drops_what_was_not_used_for_longest(vocabulary: Vocabulary) -
     assert cache.get(grammar(2)) is None
     assert cache.get(grammar(1)) is compiled[1]
     assert len(cache) == 3
-    cache.put(Grammar("regex", "b" * 8000), compiled[5])  # a longer one takes more room
+    cache.put(Grammar("regex", "b" * 40_000), compiled[5])  # a longer one takes more room
     assert len(cache) < 3
     assert cache.num_bytes <= 3 * entry_bytes(grammar(1))
 
 
 def test_two_thousand_grammars_leave_a_bounded_cache(vocabulary: Vocabulary) -> None:
-    compiler = GrammarCompiler(vocabulary, 20 * ENTRY_BYTES)
+    compiler = GrammarCompiler(vocabulary, 20 * entry_bytes(grammar(1)))
     for i in range(300):
         compiler.open(grammar(i + 1)).result()
     assert len(compiler._cache) <= 20
+    assert compiler._cache.num_bytes == sum(map(entry_bytes, compiler._cache._entries))
+
+
+def test_a_grammar_that_grew_to_its_limit_is_compiled_anew_for_the_next_one(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matchers of a cached grammar share its states, of which there are so many; 2**12 would be needed here."""
+    limits = llguidance.LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr("roseinfer.grammar.library._LIMITS", limits)
+    compiler, mask = GrammarCompiler(vocabulary, 1 << 20), np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32)
+    exploding, random = Grammar("regex", "(a|b)*a(a|b){12}x"), np.random.default_rng(0)
+    matcher = compiler.open(exploding).result()
+    while not matcher.has_failed:
+        matcher.fill(mask)
+        matcher.accept(int(random.choice([*b"ab"])))
+    again = compiler.open(exploding).result()
+    again.fill(mask)
+    assert not again.has_failed
+    assert compiler._cache.num_bytes == entry_bytes(exploding)
+
+
+def test_a_grammar_that_was_followed_for_long_is_compiled_anew(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have grown meanwhile, by more than the cache counts."""
+    cache, compiled = GrammarCache(1 << 30), vocabulary.compile(grammar(1))
+    cache.put(grammar(1), compiled)
+    compiled.matcher().fill(np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32))
+    assert compiled.followed_ns > 0
+    assert cache.get(grammar(1)) is compiled
+    monkeypatch.setattr(compiled, "followed_ns", MAX_FOLLOWED_NS + 10**12)
+    assert cache.get(grammar(1)) is None
+    assert (len(cache), cache.num_bytes) == (0, 0)
 
 
 def test_matchers_of_one_grammar_go_their_own_ways(vocabulary: Vocabulary) -> None:
@@ -59,4 +94,21 @@ def test_what_does_not_compile_is_an_error_of_its_own_future(vocabulary: Vocabul
     with pytest.raises(InvalidRequest):
         compiler.open(Grammar("regex", "(")).result()
     assert not compiler.open(Grammar("regex", "a")).result().is_over
-    assert len(compiler._cache) == 0
+
+
+def test_the_sequences_of_one_request_share_a_grammar_that_no_cache_could_hold(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of up to 512 would compile it again, for as long as `structured.compile_timeout_s` allows."""
+    compiled: list[Grammar] = []
+
+    def counting(each: Grammar) -> Compiled:
+        compiled.append(each)
+        return Vocabulary.compile(vocabulary, each)
+
+    monkeypatch.setattr(vocabulary, "compile", counting)
+    compiler = GrammarCompiler(vocabulary, 0)
+    for i in (1, 1, 1, 2, 2):
+        compiler.open(grammar(i)).result()
+    assert compiled == [grammar(1), grammar(2)]
+    assert len(compiler._cache) == 1

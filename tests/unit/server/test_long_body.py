@@ -43,6 +43,20 @@ def test_too_many_values_are_refused_with_their_field(body: Any, param: str | No
     assert error.param == param
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([1] * MANY, "The body must be a JSON object."),
+        (b'{"tokens": [1' + b",1" * MANY, "The body is not valid JSON, or nested too deeply."),
+    ],
+    ids=["an array", "cut short"],
+)
+def test_what_is_no_object_is_told_from_what_is_no_json(body: Any, message: str) -> None:
+    error = refusal(body)
+    assert isinstance(error, InvalidRequest)
+    assert error.message == message
+
+
 def test_one_prompt_of_too_many_token_ids_is_too_long_for_the_context() -> None:
     error = refusal(b'{"prompt": [ \n 1' + b",1" * MANY + b"]}")
     assert isinstance(error, PromptTooLong)

@@ -1,6 +1,7 @@
 """The states of a server go one way, and each is told once."""
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from roseinfer.config import Config
 from roseinfer.errors import EngineDead, NotReady
@@ -47,3 +48,18 @@ async def test_the_text_side_is_there_when_it_is_open() -> None:
         _ = service.text_model
     service.open(model := text_model())
     assert service.text_model is model
+
+
+async def test_a_key_is_remembered_as_long_as_the_engine_has_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients leave before the engine has heard of it; what the server remembers of them is not to grow with each."""
+    service, _ = make_service()
+    held: set[str] = set()
+    monkeypatch.setattr(service.client, "holds", held.__contains__)
+    request = make_mocked_request("POST", "/v1/completions")
+    for number in range(200):
+        held.add(f"r{number}")
+        service.close_exchange(service.open_exchange(request, f"r{number}"))
+        held.discard(f"r{number - 5}")
+    assert service.open_exchange(request, "r199").key.startswith("r199~"), "the engine has this one still"
+    assert service.open_exchange(request, "r190").key == "r190"
+    assert len(service._abandoned) < 20

@@ -3,15 +3,16 @@
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, processors
 
-from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.errors import ConfigError, InvalidRequest, PromptTooLong
 from roseinfer.server.detokenizer import Detokenizer
-from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
+from roseinfer.server.tokenizer import INLINE_CHARS, LONG_CHARS, Tokenizer
 from tests.unit.server.harness import BOS, EOS, TOOL, byte_tokenizer, ids, write_checkpoint
 
 
@@ -120,6 +121,44 @@ async def test_a_long_text_is_encoded_beside_the_event_loop_and_not_only_in_anot
         await asyncio.sleep(0.001)
     assert len((await encoding)[0]) == 500_000
     assert num_turns > 10
+    tokenizer.close()
+
+
+async def test_very_long_texts_wait_for_each_other_and_leave_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding takes a few hundred bytes for each token: two megabytes of text at a time are enough."""
+    tokenizer = wrap(byte_tokenizer())
+    num_given_back = num_at_work = 0
+    both = threading.Barrier(2)
+
+    def give_back() -> None:
+        nonlocal num_given_back
+        num_given_back += 1
+
+    def work(number: int) -> int:
+        nonlocal num_at_work
+        num_at_work += 1
+        assert num_at_work == 1
+        time.sleep(0.02)  # for another to come in, if it may
+        num_at_work -= 1
+        return number
+
+    monkeypatch.setattr("roseinfer.server.memory.give_back", give_back)
+    long = [tokenizer.for_text(LONG_CHARS + 1, work, number) for number in range(4)]
+    assert await asyncio.gather(*long) == [0, 1, 2, 3]
+    assert num_given_back == 4
+    short = [tokenizer.for_text(LONG_CHARS, both.wait, 10) for _ in range(2)]  # these meet
+    assert sorted(await asyncio.gather(*short)) == [0, 1]
+    assert num_given_back == 4
+    tokenizer.close()
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_without_a_list_of_its_ids() -> None:
+    tokenizer = wrap(byte_tokenizer())
+    texts, names = ["a" * 5000, "b" * 6000], ["prompt[0]", "prompt[1]"]
+    assert await tokenizer.encode_prompts(texts, 6000, names, add_special_tokens=True) == [*map(ids, texts)]
+    with pytest.raises(PromptTooLong, match="is 5999 tokens; the 6000 of") as caught:
+        await tokenizer.encode_prompts(texts, 5999, names, add_special_tokens=True)
+    assert caught.value.param == "prompt[1]"
     tokenizer.close()
 
 

@@ -1,0 +1,83 @@
+"""Bodies of two megabytes that are accepted, into what the front end's memory is at its peak and afterwards.
+
+    python -m benchmarks.long_bodies [--clients 4]
+
+The embedded model is served by processes of their own. Each kind of body is sent once alone and then by so many clients at
+once; a row tells the answers, the resident memory half a second after the last of them, and its peak meanwhile.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.overload import wait_ready
+from benchmarks.probes_under_load import HEADERS, resident_mb, served
+
+REST_S = 0.5
+TEXT = "hello world " * 150_000
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "words": ("/tokenize", {"prompt": TEXT}),
+    "words, spelled": ("/tokenize", {"prompt": TEXT, "return_token_strs": True}),
+    "a token for each byte": ("/tokenize", {"prompt": "q7" * 1_000_000}),
+    "scattered": ("/tokenize", {"prompt": "".join(chr(0x4E00 + i % 20_000) for i in range(600_000))}),
+    "metadata": ("/v1/completions", {"prompt": "a", "max_tokens": 1, "metadata": {"a": "x" * 2_000_000}}),
+}
+
+
+def peak_resident_mb(pid: int) -> float:
+    """Since `forget_peak`."""
+    [line] = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def forget_peak(pid: int) -> None:
+    """See clear_refs in proc(5)."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+async def measure(arguments: argparse.Namespace, url: str, pid: int) -> None:
+    print(f"resident at first: {resident_mb(pid):.0f} MB")
+    print("| body | clients | answers | s | resident afterwards MB | peak MB |\n" + "|---" * 6 + "|", flush=True)
+    timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+        async def ask(path: str, body: bytes) -> int:
+            async with session.post(url + path, data=body, headers=HEADERS) as response:
+                await response.read()
+                return response.status
+
+        for name, (path, fields) in KINDS.items():
+            body = json.dumps(fields, ensure_ascii=False).encode()
+            for num_clients in (1, arguments.clients):
+                forget_peak(pid)
+                began_s = time.monotonic()
+                statuses = Counter(await asyncio.gather(*(ask(path, body) for _ in range(num_clients))))
+                took_s = time.monotonic() - began_s
+                await asyncio.sleep(REST_S)
+                answers = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
+                sizes = f"{resident_mb(pid):.0f} | {peak_resident_mb(pid):.0f}"
+                print(f"| {name} | {num_clients} | {answers} | {took_s:.1f} | {sizes} |", flush=True)
+
+
+async def main_async(arguments: argparse.Namespace) -> None:
+    with served() as (ports, pid):
+        url = f"http://127.0.0.1:{ports[0]}"
+        async with asyncio.timeout(60):
+            await wait_ready(url)
+        await measure(arguments, url, pid)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=4, help="of the second run of each kind")
+    asyncio.run(main_async(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
