@@ -2,8 +2,8 @@
 
     python -m benchmarks.long_bodies [--clients 4]
 
-The embedded model is served by processes of their own. Each kind of body is sent once alone and then by so many clients at
-once; a row tells the answers, the resident memory half a second after the last of them, and its peak meanwhile.
+The embedded model is served by processes of their own. Each kind of body is sent once alone and then by so many clients
+at once; a row tells the answers, the resident memory half a second after the last of them, and its peak meanwhile.
 """
 
 import argparse

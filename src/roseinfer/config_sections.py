@@ -435,8 +435,8 @@ class StructuredConfig:
         int,
         Meta(
             ge=0,
-            description="Compiled grammars to keep in the engine, least recently used out first; 32 are some 200, or 28 "
-            "with expressions or lengths, which grow with use. The newest always stays.",
+            description="Compiled grammars to keep in the engine, least recently used out first; 32 are some 200, or "
+            "28 with expressions or lengths, which grow with use. The newest always stays.",
         ),
     ] = _option(32)
     tool_format: Annotated[
