@@ -53,7 +53,7 @@ class Listeners(Generic[_What]):
             try:
                 listener(*told, **named)
             except Exception:
-                logger.exception("listener %s failed and is dropped; the others go on", _name_of(listener))
+                logger.exception("%r failed and is dropped; the other listeners go on", listener)
                 self._listeners.remove(listener)
 
 
@@ -154,7 +154,3 @@ def _heard_by(observer: Observer) -> dict[str, Callable[..., None]]:
         name: getattr(observer, name) for name in _FACTS if getattr(type(observer), name) is not getattr(Observer, name)
     }
     return heard | ({"on_writes": observer.on_writes} if isinstance(observer, WriteObserver) else {})
-
-
-def _name_of(listener: Callable[..., None]) -> str:
-    return getattr(listener, "__qualname__", type(listener).__name__)
