@@ -1,23 +1,31 @@
-"""A server at its capacity and at four times that, as a table: what those let in see, and how fast the rest is refused.
+"""A server at its capacity and at four times that, as tables: what those let in see, and how fast the rest is refused.
 
-    python benchmarks/overload.py [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5] [--max-tokens 64]
+    python -m benchmarks.overload [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5] [--max-tokens 64] [--decoy]
 
-The embedded model is served by a process of its own. First a closed loop finds the capacity: twice as many clients as
-sequences run at once, each asking again when it has its answer. Then requests come at random moments (a Poisson
-process), as many a second as the capacity is, and `--factor` times as many. Clients do not come back when they are
-refused. Goodput counts the tokens of whole answers. Latencies are those of the requests that were let in, from the
-moment at which a request was due.
+The embedded model is served by a process of its own. A closed loop, twice as many clients as sequences run at once,
+each asking again when it has its answer, gives a first idea of the capacity. Its clients take turns with the server
+and may be what limits it; so requests that come at random moments (a Poisson process), twice as many a second, follow,
+and what is answered of them is the capacity. Then come as many a second as that, and `--factor` times as many. Clients
+do not come back when they are refused. Goodput counts the tokens of whole answers. Latencies are those of the requests
+that were let in, from the moment at which a request was due. A second table splits them: the client's own lateness,
+the parts of the server's ledger, and the way between the two.
+
+Client and server share the machine. What the client takes from the server for requests that are refused shows with
+`--decoy`: a third run sends as many requests as the overload, of which the server gets its capacity, and a process that
+does nothing else answers the others 429.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import multiprocessing
 import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +33,9 @@ import aiohttp
 import numpy as np
 
 WARM_S = 3.0
+HEADERS = {"x-roseinfer-ledger": "1"}
+REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}"
+PARTS = ("receive", "tokenize", "submit_lag", "queue_wait", "prefill")  # of a ledger, up to the first token
 
 
 @dataclass
@@ -35,6 +46,7 @@ class Seen:
     whole_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     retry_after_s: list[int] = field(default_factory=list)
+    parts_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ("late", *PARTS, "way")})
     num_failed: int = 0
     num_tokens: int = 0
     duration_s: float = 0.0
@@ -56,6 +68,20 @@ class Seen:
         ]
         return f"| {name} |" + "".join(f" {cell} |" for cell in cells)
 
+    def note_parts(self, late_s: float, first_s: float, ledger: dict[str, Any]) -> None:
+        """Of one answer: how late it was sent, its time to the first token, and what the server says of it."""
+        parts_s = {name: ledger["parts_ns"].get(name, 0) / 1e9 for name in PARTS}
+        way_s = first_s - late_s - sum(parts_s.values())
+        for name, part_s in {"late": late_s, **parts_s, "way": way_s}.items():
+            self.parts_s[name].append(part_s)
+
+    def slowest(self, name: str) -> list[float]:
+        """A part, of the twentieth whose first tokens took longest."""
+        limit_s = np.percentile(self.first_token_s, 95)
+        return [
+            part_s for part_s, whole_s in zip(self.parts_s[name], self.first_token_s, strict=True) if whole_s >= limit_s
+        ]
+
 
 HEADINGS = (
     *("run", "answered", "refused", "failed", "tokens/s"),
@@ -71,6 +97,8 @@ class Load:
     """One client session against one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, max_tokens: int) -> None:
+        self.decoy = 0.0  # the share of requests that go elsewhere, to `decoy_url`
+        self.decoy_url = ""
         self._session = session
         self._url = url
         self._max_tokens = max_tokens
@@ -86,27 +114,29 @@ class Load:
         }
 
     async def ask(self, seen: Seen, due_s: float) -> None:
-        body = self._body()
+        body, url = self._body(), self.decoy_url if self._random.random() < self.decoy else self._url
+        first_s, is_whole, ledger, late_s = 0.0, False, b"", time.monotonic() - due_s
         try:
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+            async with self._session.post(f"{url}/v1/completions", json=body, headers=HEADERS) as response:
                 if response.status == 429:
                     await response.read()
                     seen.refused_s.append(time.monotonic() - due_s)
                     seen.retry_after_s.append(int(response.headers["Retry-After"]))
                     return
-                first_s, is_whole = 0.0, False
                 async for line in response.content:
                     if line.startswith(b"data: ") and not first_s:
                         first_s = time.monotonic() - due_s
                     is_whole = is_whole or line.startswith(b"data: [DONE]")
+                    ledger = line if b'"roseinfer_ledger"' in line else ledger
         except aiohttp.ClientError:
-            is_whole, first_s = False, 0.0
+            is_whole = False
         if not is_whole:
             seen.num_failed += 1
             return
         seen.first_token_s.append(first_s)
         seen.whole_s.append(time.monotonic() - due_s)
         seen.num_tokens += body["max_tokens"]
+        seen.note_parts(late_s, first_s, json.loads(ledger.removeprefix(b"data: "))["roseinfer_ledger"][0])
 
     async def closed_loop(self, num_clients: int, duration_s: float) -> Seen:
         """Every client asks again as soon as it has its answer."""
@@ -136,21 +166,83 @@ async def measure(arguments: argparse.Namespace, url: str) -> None:
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
         load = Load(session, url, arguments.max_tokens)
         await load.closed_loop(arguments.max_num_seqs, WARM_S)
-        peak = await load.closed_loop(arguments.max_num_seqs + 8, arguments.seconds)
-        capacity = len(peak.whole_s) / peak.duration_s
-        at_capacity = await load.open_loop(capacity, arguments.seconds)
-        overloaded = await load.open_loop(capacity * arguments.factor, arguments.seconds)
-    print(f"capacity {capacity:.1f} requests/s, peak {peak.goodput:.0f} tokens/s")
+        closed = await load.closed_loop(2 * arguments.max_num_seqs, arguments.seconds / 2)
+        full = await load.open_loop(2 * len(closed.whole_s) / closed.duration_s, arguments.seconds / 2)
+        capacity, peak = len(full.whole_s) / full.duration_s, max(closed.goodput, full.goodput)
+        runs = {"at capacity": await load.open_loop(capacity, arguments.seconds)}
+        if arguments.decoy:
+            with decoy() as load.decoy_url:
+                load.decoy = 1 - 1 / arguments.factor
+                runs["the rest refused elsewhere"] = await load.open_loop(
+                    capacity * arguments.factor, arguments.seconds
+                )
+            load.decoy = 0.0
+        runs[f"{arguments.factor:g} times"] = await load.open_loop(capacity * arguments.factor, arguments.seconds)
+    print(f"capacity {capacity:.1f} requests/s, peak {peak:.0f} tokens/s, of the closed loop {closed.goodput:.0f}")
+    tell(runs, peak)
+
+
+def tell(runs: dict[str, Seen], peak: float) -> None:
+    """The runs, the first of which is the one at capacity and the last the overload."""
     print("| " + " | ".join(HEADINGS) + " |")
     print("|---" * len(HEADINGS) + "|")
-    print(at_capacity.row("at capacity"))
-    print(overloaded.row(f"{arguments.factor:g} times"))
+    for name, seen in runs.items():
+        print(seen.row(name))
+    print("\n| part of the TTFT, ms |" + "".join(f" {name}: p50 | p99 | mean of the slowest 5 % |" for name in runs))
+    print("|---" * (1 + 3 * len(runs)) + "|")
+    at_capacity, *_, overloaded = runs.values()
+    for part in at_capacity.parts_s:
+        cells = [
+            cell
+            for seen in runs.values()
+            for cell in (
+                *(f"{np.percentile(seen.parts_s[part], percentile) * 1e3:.1f}" for percentile in (50, 99)),
+                f"{np.mean(seen.slowest(part)) * 1e3:.1f}",
+            )
+        ]
+        print(f"| {part} | " + " | ".join(cells) + " |")
     ratios = [
         np.percentile(getattr(overloaded, name), 99) / np.percentile(getattr(at_capacity, name), 99)
         for name in ("first_token_s", "whole_s")
     ]
-    print(f"p99 against that at capacity: TTFT {ratios[0]:.2f}, whole {ratios[1]:.2f}; ", end="")
-    print(f"goodput against the peak: {overloaded.goodput / peak.goodput:.2f}")
+    print(f"\np99 against that at capacity: TTFT {ratios[0]:.2f}, whole {ratios[1]:.2f}; ", end="")
+    print(f"goodput against the peak: {overloaded.goodput / peak:.2f}")
+
+
+async def refuse(port: int) -> None:
+    """Answer 429 whatever comes, a request a read."""
+
+    class Refusal(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            self.transport.write(REFUSAL * data.count(b"POST /"))
+
+    server = await asyncio.get_running_loop().create_server(Refusal, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+def run_decoy(port: int) -> None:
+    asyncio.run(refuse(port))
+
+
+@contextlib.contextmanager
+def decoy() -> Iterator[str]:
+    """A process that refuses, and its address."""
+    port = free_port()
+    process = multiprocessing.get_context("spawn").Process(target=run_decoy, args=(port,), daemon=True)
+    process.start()
+    try:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.join()
 
 
 def free_port() -> int:
@@ -183,6 +275,8 @@ def serve_and(arguments: argparse.Namespace, work: Callable[[argparse.Namespace,
         "--server.max-inflight": 4096,
         "--log-level": "error",
     }
+    if arguments.num_threads:
+        options["--runner.num-threads"] = arguments.num_threads
     command = [sys.executable, "-m", "roseinfer", "serve", *(str(word) for pair in options.items() for word in pair)]
     process = subprocess.Popen(command)  # noqa: S603 - our own server
     try:
@@ -205,6 +299,8 @@ def main() -> None:
     parser.add_argument("--max-queue-wait-s", type=float, default=0.5)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer, on the average")
+    parser.add_argument("--num-threads", type=int, help="of the engine; default: the server's")
+    parser.add_argument("--decoy", action="store_true", help="one run more, in which the rest is refused elsewhere")
     arguments = parser.parse_args()
     print(json.dumps(vars(arguments)))
     serve_and(arguments, measure)

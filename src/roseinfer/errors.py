@@ -221,7 +221,7 @@ class RequestTimeout(EngineError):
 
 
 class QueueTimeout(RequestTimeout):
-    """The engine had not begun the request within `queue_timeout_s`; nothing was computed for it."""
+    """The engine had not begun the request by the sooner of its deadlines, `param`; nothing was computed for it."""
 
     status = 503
     code = "queue_timeout"

@@ -33,6 +33,8 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+MOST_URGENT = -100
+Priority = Annotated[int, Meta(ge=MOST_URGENT, le=100)]
 _TOKEN_ID_KEYS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}  # JSON has no other keys than strings
 LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300, extra_json_schema=_TOKEN_ID_KEYS)]
 

@@ -144,7 +144,9 @@ def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
 
 
 def _client(config: Config, observer: Observer) -> AsyncEngine:
-    backlog = Backlog(config.scheduler.limits.max_active_seqs)
+    scheduler = config.scheduler
+    priority_wait_s = scheduler.priority_wait_s if scheduler.admission == "priority" else 0.0
+    backlog = Backlog(scheduler.limits.max_active_seqs, priority_wait_s=priority_wait_s)
     return AsyncEngine(build_transport(config), observer, config.engine.step_timeout_s, backlog)
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from roseinfer.engine.backlog import Backlog
-from roseinfer.messages import Request, TokenOutput
+from roseinfer.messages import Request, SamplingParams, TokenOutput
 from roseinfer.records import EngineTimes, FinishReason
 from roseinfer.server import replies
 from roseinfer.server.openapi import OPERATIONS
@@ -49,8 +49,11 @@ async def test_a_conversation_becomes_the_tokens_that_a_chat_would_see() -> None
 async def test_there_and_back() -> None:
     async with serving(ScriptedEngine()) as server:
         for text in ("", "Hé ☃", "x" * (INLINE_CHARS + 1)):
-            tokens = await post(server, "/tokenize", prompt=text)
+            tokens = await post(server, "/tokenize", prompt=text, return_token_strs=True)
             assert tokens["count"] == len(tokens["tokens"]) == len(text.encode())
+            assert [piece.encode() for piece in tokens["token_strs"] if piece != "\ufffd"] == [
+                bytes([byte]) for byte in text.encode() if byte < 128
+            ]
             assert await post(server, "/detokenize", tokens=tokens["tokens"]) == {"prompt": text}
         assert await post(server, "/detokenize", tokens=[BOS, 72, 299]) == {"prompt": "<|bos|>H"}
 
@@ -181,10 +184,14 @@ async def test_the_engines_word_on_a_deadline(stream: bool) -> None:
         queued = await server.complete(stream=stream, queue_timeout_s=1)
         server.engine.reply = ends_late(7)
         late = await server.complete(stream=stream, timeout_s=1)
+        server.engine.reply = ends_late(0)
+        hurried = [await server.complete(timeout_s=1), await server.complete(timeout_s=1, queue_timeout_s=2)]
+    for answer in hurried:
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (503, "queue_timeout", "timeout_s")
     assert (queued.status, queued.error["code"], queued.error["param"]) == (503, "queue_timeout", "queue_timeout_s")
     assert int(queued.headers["Retry-After"]) >= 1
     assert (late.status, late.error["code"], late.error["param"]) == (504, "timeout", "timeout_s")
-    assert [timeline.finish_reason for timeline in server.engine.closed] == [FinishReason.TIMEOUT] * 2
+    assert [timeline.finish_reason for timeline in server.engine.closed] == [FinishReason.TIMEOUT] * 4
 
 
 async def test_who_waited_too_long_comes_back_when_the_backlog_has_gone() -> None:
@@ -192,7 +199,7 @@ async def test_who_waited_too_long_comes_back_when_the_backlog_has_gone() -> Non
     engine.backlog = Backlog(1)
     engine.backlog.measure_place(3_500_000_000)
     for index in range(4):
-        engine.backlog.add(f"before-{index}", 1, 1)
+        engine.backlog.add(Request(request_id=f"before-{index}", prompt_token_ids=[1], params=SamplingParams()))
     async with serving(engine, max_queue_wait_s=1000) as server:
         queued = await server.complete(queue_timeout_s=1)
     assert (queued.status, queued.headers["Retry-After"]) == (503, str(4 * 3.5)[:2])

@@ -42,6 +42,7 @@ class Telling:
     wants_logprobs: bool = False
     echo: Echo | None = None
     is_prompt_only: bool = False  # what is generated is left out
+    waits_by: str = "queue_timeout_s"  # the field that says by when the engine must have begun
 
 
 TEXT_ALONE = Telling()
@@ -159,10 +160,20 @@ class Choice:
 
     def _end(self, reason: FinishReason, times: EngineTimes | None) -> None:
         if reason not in {FinishReason.STOP, FinishReason.LENGTH}:
-            raise _failure(reason, has_begun=times is None or times.scheduled_ns > 0)
+            raise self._failure(reason, has_begun=times is None or times.scheduled_ns > 0)
         if text := self._detokenizer.flush():
             self._text.append(text)
         self._finish(FinishReason.STOP if self._detokenizer.stopped else reason)
+
+    def _failure(self, reason: FinishReason, *, has_begun: bool) -> EngineError:
+        if reason is FinishReason.TIMEOUT and not has_begun:
+            message = "The engine could not begin the request in the time it was given."
+            return QueueTimeout(message, param=self._telling.waits_by)
+        if reason is FinishReason.TIMEOUT:
+            return RequestTimeout("The request ran past its deadline.", param="timeout_s")
+        if reason is FinishReason.ERROR:
+            return SequenceFailed("The model could not compute this sequence.")
+        return EngineFailed("The engine ended the request before it was complete.")
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = self.timeline.finish_reason = reason
@@ -197,13 +208,3 @@ class Choice:
         self._text, self._scored, self._token_ids = [], [], []
         self._is_told = self.finish_reason is not None
         return delta
-
-
-def _failure(reason: FinishReason, *, has_begun: bool) -> EngineError:
-    if reason is FinishReason.TIMEOUT and not has_begun:
-        return QueueTimeout("The engine could not begin the request in the time it was given.", param="queue_timeout_s")
-    if reason is FinishReason.TIMEOUT:
-        return RequestTimeout("The request ran past its deadline.", param="timeout_s")
-    if reason is FinishReason.ERROR:
-        return SequenceFailed("The model could not compute this sequence.")
-    return EngineFailed("The engine ended the request before it was complete.")

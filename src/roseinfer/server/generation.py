@@ -71,7 +71,7 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     first = exchange.timelines[0]
     first.tokenized_ns, first.num_prompt_tokens = time.monotonic_ns(), len(job.prompts[0])
     requests = _requests(job, service, exchange)
-    service.admit_tokens(sum(len(r.prompt_token_ids) + r.params.max_tokens for r in requests))
+    service.admit_sequences(requests)
     exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=job.body.stream)
     generation = Generation(job, requests, service, exchange)
     reply = _Reply(dialect, service.model_name, generation)
@@ -134,14 +134,22 @@ def _params(job: Job, defaults: SamplingDefaults, num_left: int) -> SamplingPara
     )
 
 
-def _telling(job: Job, prompt_index: int) -> Telling:
+def _telling(job: Job, prompt_index: int, waits_by: str) -> Telling:
     return Telling(
         stop=job.body.stop_strings,
         includes_stop=job.body.include_stop_str_in_output,
         wants_logprobs=job.num_logprobs is not None,
         echo=None if job.echoes is None else job.echoes[prompt_index],
         is_prompt_only=job.max_tokens == 0,
+        waits_by=waits_by,
     )
+
+
+def _sooner_deadline(request: Request) -> str:
+    """The field that ends it first while it waits."""
+    queue_ns, whole_ns = request.queue_deadline_ns, request.deadline_ns
+    is_whole = queue_ns is None or (whole_ns is not None and whole_ns < queue_ns)
+    return "timeout_s" if is_whole else "queue_timeout_s"
 
 
 class Generation:
@@ -151,7 +159,8 @@ class Generation:
         body, tokenizer = job.body, service.text_model.tokenizer
         self.exchange = exchange
         self.include_usage = body.stream_options.include_usage
-        tellings = [_telling(job, prompt_index) for prompt_index in range(len(job.prompts))]
+        waits_by = _sooner_deadline(requests[0])  # all were given the same
+        tellings = [_telling(job, prompt_index, waits_by) for prompt_index in range(len(job.prompts))]
         self.choices = [
             Choice(i, tokenizer, timeline, tellings[i // job.num_sequences])
             for i, timeline in enumerate(exchange.timelines)

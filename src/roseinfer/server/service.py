@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ from aiohttp import web
 from roseinfer.config import Config
 from roseinfer.engine.engine_client import EngineClient
 from roseinfer.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestAborted
+from roseinfer.messages import MOST_URGENT, Request
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.api_keys import ApiKeys, Caller
 from roseinfer.server.chat_template import ChatTemplate
@@ -110,31 +112,39 @@ class Service:
         return self._text_model
 
     def admit(self) -> None:
-        """Raise NotReady, EngineDead or Overloaded unless one more exchange, open already, can be served."""
+        """Raise NotReady, EngineDead or Overloaded unless one more exchange, open already, can be served.
+
+        Nobody knows yet what it asks for; `admit_sequences` looks again when that is known.
+        """
         if self.state is LifecycleState.FAILED:
             raise EngineDead("The engine is gone.")
         if self.state is not LifecycleState.READY:
             raise NotReady(f"The server is {self.state}.", retry_after_s=5)
         if self.client.trouble is not None:
             raise EngineDead("The engine is dead or makes no progress.")
-        num_ahead, backlog = len(self._exchanges) - 1, self.client.backlog
-        if num_ahead >= self.config.max_inflight:
+        if len(self._exchanges) > self.config.max_inflight:
             message = f"{self.config.max_inflight} requests are being served already."
-            raise Overloaded(message, retry_after_s=backlog.retry_after_s(num_ahead=num_ahead))
-        limit_s = self.config.max_queue_wait_s
-        if (wait_s := backlog.predict_wait_s(num_ahead)) > limit_s:
-            message = f"The first token would take some {wait_s:.1f} s; {limit_s:g} s is the limit."
-            raise Overloaded(message, retry_after_s=backlog.retry_after_s(limit_s, num_ahead))
+            raise Overloaded(message, retry_after_s=self.client.backlog.retry_after_s())
+        self._check_wait(MOST_URGENT)
 
-    def admit_tokens(self, num_tokens: int) -> None:
-        """Raise Overloaded unless sequences of so many tokens, prompts and what they may generate, can be served too.
+    def admit_sequences(self, requests: Sequence[Request]) -> None:
+        """Raise Overloaded unless these, which come from one exchange and go to the engine now, can be served too.
 
-        Whoever is alone is served, however long it is.
+        Others may have gone there since `admit`, while the body came and its text was encoded. As for tokens, of
+        prompts and of what may be generated, whoever is alone is served, however many it wants.
         """
         limit, backlog = self.config.max_inflight_tokens, self.client.backlog
+        num_tokens = sum(len(request.prompt_token_ids) + request.params.max_tokens for request in requests)
         if limit is not None and backlog.num_sequences and backlog.num_tokens + num_tokens > limit:
             message = f"{backlog.num_tokens} tokens are being served already; with these it would be more than {limit}."
             raise Overloaded(message, retry_after_s=backlog.retry_after_s())
+        self._check_wait(requests[0].priority)
+
+    def _check_wait(self, priority: int) -> None:
+        limit_s, backlog = self.config.max_queue_wait_s, self.client.backlog
+        if (wait_s := backlog.predict_wait_s(priority)) > limit_s:
+            message = f"The first token would take some {wait_s:.1f} s; {limit_s:g} s is the limit."
+            raise Overloaded(message, retry_after_s=backlog.retry_after_s(limit_s, priority))
 
     def open_exchange(self, request: web.Request, request_id: str) -> Exchange:
         key = request_id

@@ -19,6 +19,7 @@ from roseinfer.messages import (
     MinTokens,
     NumLogprobs,
     Penalty,
+    Priority,
     RepetitionPenalty,
     StopTokenIds,
     Temperature,
@@ -153,7 +154,7 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
         ),
     ] = None
     priority: Annotated[
-        Annotated[int, Meta(ge=-100, le=100)],
+        Priority,
         Meta(description="Lower goes sooner, where the server's policy is `priority`; of equals the first to come."),
     ] = 0
     cache_salt: Annotated[

@@ -4,6 +4,7 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from roseinfer.messages import Request
 from roseinfer.records import FinishReason
 from roseinfer.stopwatch import Phases
 from tests.unit.engine.harness import VOCAB_SIZE, make_engine, make_request
+from tests.unit.observe.facts import make_step
 
 NUM_PLACES = 8
 COSTS = CostModel(
@@ -96,7 +98,7 @@ class World:
         request = make_request(name, prompt, max_tokens=generator.randint(20, 60))
         requests[name], came[name] = request, at_s
         self.predicted_s.append(wait_s)
-        backlog.add(name, len(prompt), request.params.max_tokens)
+        backlog.add(request)
         engine.add(request)
 
     @property
@@ -144,7 +146,7 @@ def test_predictions_come_true() -> None:
 def test_nothing_is_predicted_from_nothing() -> None:
     backlog = Backlog(2)
     for i in range(2):
-        backlog.add(f"r{i}", 1000, 1000)
+        backlog.add(make_request(f"r{i}", [1] * 1000, max_tokens=1000))
     assert backlog.predict_wait_s() == 0.0
     assert backlog.retry_after_s() == 1
 
@@ -154,10 +156,95 @@ def test_retry_after_is_the_excess_in_whole_seconds_and_bounded() -> None:
     backlog = Backlog(2, clock)
     backlog.measure_place(int(4e9))
     for i in range(6):
-        backlog.add(f"r{i}", 1, 1)
+        backlog.add(make_request(f"r{i}", [1], max_tokens=1))
     assert backlog.predict_wait_s() == pytest.approx(5 * 4 / 2)
     assert backlog.retry_after_s(limit_s=3.0) == 7
     assert backlog.retry_after_s(limit_s=100.0) == 2  # until one place is free
-    assert backlog.retry_after_s(num_ahead=1000) == MAX_RETRY_AFTER_S
+    for i in range(6, 60):
+        backlog.add(make_request(f"r{i}", [1], max_tokens=1))
+    assert backlog.retry_after_s() == MAX_RETRY_AFTER_S
+
+
+def crowded(clock: VirtualClock, *, priority_wait_s: float = 0.0) -> Backlog:
+    """Two places, held for a second each, of which both are taken by sequences that have begun."""
+    backlog = Backlog(2, clock, priority_wait_s)
+    backlog.measure_place(int(1e9))
+    for i in range(2):
+        backlog.add(make_request(f"running-{i}"))
+        backlog.note_first_token(f"running-{i}")
+    return backlog
+
+
+def test_an_engine_that_has_become_slow_is_noticed_by_who_waits() -> None:
+    backlog = crowded(clock := VirtualClock())
+    clock.advance(1)
+    backlog.add(make_request("waits"))
     clock.advance(int(20e9))
-    assert backlog.predict_wait_s() == pytest.approx(20), "it has become slow: the oldest has waited so long already"
+    assert backlog.predict_wait_s() == pytest.approx(20)
+
+
+def run_steps(backlog: Backlog, clock: VirtualClock, num_steps: int, step_ns: int, num_running: int = 2) -> None:
+    """Steps of one length, one after the other; `num_running` are left to do after each."""
+    for _ in range(num_steps):
+        start_ns = clock.now_ns
+        clock.advance(step_ns)
+        backlog.measure_step(make_step(start_ns=start_ns, end_ns=clock.now_ns, num_running=num_running))
+
+
+def test_an_engine_that_has_become_slow_is_noticed_a_few_steps_later() -> None:
+    backlog, ms = Backlog(2, clock := VirtualClock()), 1_000_000
+    run_steps(backlog, clock, 100, ms)
+    backlog.measure_place(50 * ms)
+    for i in range(5):
+        backlog.add(make_request(f"r{i}"))
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
+    run_steps(backlog, clock, 40, 4 * ms)
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.2 / 2, rel=0.05), "nobody has ended since, and yet"
+    clock.advance(32 * 12 * ms)  # the step that is under way takes long
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.8 / 2, rel=0.1)
+    run_steps(backlog, clock, 40, ms)
+    for i in range(5):
+        backlog.note_first_token(f"r{i}")
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05), "and that it is as quick as before"
+
+
+def test_a_rest_is_not_slowness() -> None:
+    backlog, ms = Backlog(2, clock := VirtualClock()), 1_000_000
+    run_steps(backlog, clock, 100, ms)
+    backlog.measure_place(50 * ms)
+    for _ in range(20):
+        run_steps(backlog, clock, 1, ms, num_running=0)
+        clock.advance(10_000 * ms)
+    for i in range(5):
+        backlog.add(make_request(f"r{i}"))
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
+
+
+def test_who_is_overtaken_waits_for_reasons_of_its_own_and_sheds_nobody() -> None:
+    """It is less urgent, say, or its grammar is being compiled."""
+    backlog = crowded(clock := VirtualClock())
+    clock.advance(1)
+    backlog.add(make_request("compiles"))
+    clock.advance(int(20e9))
+    backlog.add(make_request("overtakes"))
+    backlog.note_first_token("overtakes")
+    assert backlog.predict_wait_s() == pytest.approx(1.5), "four before it, two at once"
+    clock.advance(1)
+    backlog.add(make_request("waits"))
+    clock.advance(int(5e9))
+    assert backlog.predict_wait_s() == pytest.approx(5), "nobody who came later than this one has begun"
+
+
+def test_whom_a_newcomer_goes_before_is_not_in_its_way() -> None:
+    backlog = crowded(clock := VirtualClock(), priority_wait_s=1.0)
+    clock.advance(1)
+    for i in range(40):
+        backlog.add(msgspec.structs.replace(make_request(f"r{i}"), priority=10))
+    clock.advance(int(5e9))
+    assert backlog.predict_wait_s(priority=0) == pytest.approx(0.5), "until a place is free"
+    assert backlog.predict_wait_s() == backlog.predict_wait_s(priority=0)
+    assert backlog.predict_wait_s(priority=10) == pytest.approx(41 / 2)
+    clock.advance(int(25e9))
+    assert backlog.predict_wait_s(priority=0) == pytest.approx(41 / 2), (
+        "ten levels are worth less than they have waited"
+    )

@@ -1,0 +1,101 @@
+"""Who is let in while others are served: by places in the engine, by tokens, by what the last moment knows."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from roseinfer.engine.backlog import Backlog
+from roseinfer.messages import Request, SamplingParams
+from roseinfer.records import FinishReason
+from tests.unit.server.harness import Answer, ScriptedEngine, Server, says, serving
+
+
+def sequence(name: str, num_prompt_tokens: int = 1, max_tokens: int = 1) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(request_id=name, prompt_token_ids=[1] * num_prompt_tokens, params=params)
+
+
+def engine_of_one_place() -> ScriptedEngine:
+    """Who comes second waits for three seconds and a half."""
+    engine = ScriptedEngine()
+    engine.backlog = Backlog(1)
+    engine.backlog.measure_place(3_500_000_000)
+    return engine
+
+
+async def upload(server: Server, meanwhile: Callable[[], Awaitable[None]]) -> Answer:
+    """A completion whose head has been admitted when `meanwhile` happens, and its body not read."""
+    content = json.dumps({"prompt": "Hi"}).encode()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield content[:-1]
+        while not server.engine.opened:
+            await server.get("/livez")
+        await meanwhile()
+        yield content[-1:]
+
+    headers = {"Content-Type": "application/json"}
+    return await server.request("POST", "/v1/completions", data=pieces(), headers=headers)
+
+
+@asynccontextmanager
+async def stalled(server: Server) -> AsyncIterator[aiohttp.ClientResponse]:
+    """A stream that is over for the engine, and most of which nobody has read."""
+    engine = server.engine
+    opening = asyncio.create_task(server.open())
+    await engine.received()
+    engine.flood()
+    engine.say("", FinishReason.LENGTH)
+    async with await opening as response:
+        yield response
+
+
+async def test_who_only_sends_its_body_is_in_nobodys_way() -> None:
+    engine, others = engine_of_one_place(), list[Answer]()
+    engine.reply = says("a")
+    async with serving(engine, max_queue_wait_s=1) as server:
+
+        async def another() -> None:
+            others.append(await server.complete())
+
+        assert (await upload(server, another)).status == 200
+    assert [answer.status for answer in others] == [200]
+
+
+async def test_who_only_reads_is_in_nobodys_way() -> None:
+    engine = engine_of_one_place()
+    async with serving(engine, max_queue_wait_s=1) as server, stalled(server):
+        engine.reply = says("quick")
+        assert (await server.complete()).status == 200
+        assert len(server.service._exchanges) == 1, "the first one is not through: else this test says nothing"
+
+
+async def test_who_found_a_place_that_is_gone_when_its_body_has_come_is_refused() -> None:
+    engine = engine_of_one_place()
+    async with serving(engine, max_queue_wait_s=1) as server:
+
+        async def another_is_first() -> None:
+            engine.backlog.add(sequence("another"))
+
+        refused = await upload(server, another_is_first)
+    assert (refused.status, refused.error["code"], refused.headers["Retry-After"]) == (429, "overloaded", "4")
+    assert engine.requests == []
+    assert [timeline.finish_reason for timeline in engine.closed] == [FinishReason.REJECTED]
+
+
+async def test_tokens_of_prompts_and_of_what_may_be_generated_are_limited() -> None:
+    engine = ScriptedEngine(says("a"))
+    async with serving(engine, max_inflight_tokens=20) as server:
+        alone = await server.complete(max_tokens=100)
+        engine.backlog.add(sequence("another", num_prompt_tokens=4, max_tokens=6))
+        refused = [await server.complete(max_tokens=9), await server.complete(max_tokens=4, n=2)]
+        fitting = [await server.complete(max_tokens=8), await server.complete(max_tokens=3, n=2)]
+    assert [answer.status for answer in (alone, *fitting)] == [200] * 3, "whoever is alone is served, and whoever fits"
+    for answer in refused:
+        assert (answer.status, answer.error["code"], answer.error["type"]) == (429, "overloaded", "rate_limit_error")
+        assert "more than 20" in answer.error["message"]
+        assert answer.headers["Retry-After"] == "1"
+    assert len(engine.requests) == 1 + 1 + 2
