@@ -19,7 +19,7 @@ from tests.monitoring.autoscaler import SYNC_PERIOD_S, TOLERANCE, Autoscaler
 TARGET = scaling.DEMAND_THRESHOLD
 BUSY, IDLE = 300.0, 20.0
 RAMP_S, HOLD_S = 600.0, 1800.0  # up within ten minutes, busy for half an hour, then idle
-END_S = RAMP_S + HOLD_S + 7200.0
+END_S = RAMP_S + HOLD_S + 10_800.0
 
 Load = Callable[[float], float]
 """Seconds -> requests at once."""
