@@ -207,7 +207,8 @@ async def soak(arguments: argparse.Namespace, pid: int, url: str, ops_url: str) 
     held, clients, samples = Held(pid, url, ops_url), Clients(url, arguments.seed), []
     print("Remembered at most: " + ", ".join(f"{what} {mib:.1f} MiB" for what, mib in memories_mib().items()))
     print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
-    for _ in range(max(MIN_ROUNDS, round(arguments.minutes * 60 / arguments.round_s))):
+    end_s = time.monotonic() + arguments.minutes * 60  # a round waits for its last clients, so that rounds are no clock
+    while len(samples) < MIN_ROUNDS or time.monotonic() < end_s:
         await clients.run(arguments.round_s)
         samples.append(await held.sample())
         print(samples[-1].row(), flush=True)
