@@ -204,7 +204,8 @@ async def wait_ready(url: str) -> None:
 async def soak(arguments: argparse.Namespace, pid: int, url: str, ops_url: str) -> tuple[Clients, list[Sample]]:
     """Rounds of load, each with a sample after it."""
     await wait_ready(url)
-    held, clients, samples = Held(pid, url, ops_url), Clients(url, arguments.seed), []
+    held, clients = Held(pid, url, ops_url), Clients(url, arguments.seed)
+    samples: list[Sample] = []
     print("Remembered at most: " + ", ".join(f"{what} {mib:.1f} MiB" for what, mib in memories_mib().items()))
     print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
     end_s = time.monotonic() + arguments.minutes * 60  # a round waits for its last clients, so that rounds are no clock
