@@ -12,8 +12,9 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.build import build_kernels, find_compiler
 from roseinfer.model.kernels.levels import LEVELS
 
-# Here servers, proxies and browsers run, and a machine that stands still for a second can fail what is right.
-REAL_PROCESSES = {Path(__file__).parent / folder for folder in ("deploy", "e2e", "integration")}
+# Sockets, processes and clocks: a machine that stands still for a second can fail what is right.
+_TESTS = Path(__file__).parent
+ON_REAL_CLOCKS = {_TESTS / "deploy", _TESTS / "e2e", _TESTS / "integration", _TESTS / "chart" / "test_start.py"}
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
@@ -62,9 +63,9 @@ def built_kernels(kernels_dir: Path) -> BuiltKernels:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test among real processes is tried a second time before it has failed; the summary names it."""
+    """A test on a real clock is tried a second time before it has failed; the summary names it."""
     for item in items:
-        if item.path.parent in REAL_PROCESSES:
+        if {item.path, item.path.parent} & ON_REAL_CLOCKS:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 

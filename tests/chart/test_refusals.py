@@ -114,24 +114,26 @@ CONTRADICTIONS = [
     ),
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, tls: {existingSecret: s}}",
-        "inferencePool.enabled with tls.existingSecret",
+        "inferencePool.enabled with TLS on the API port",
     ),
     ("{inferencePool: {enabled: true}}", "inferencePool.enabled needs inferencePool.endpointPickerRef.name"),
     ("{httpRoute: {enabled: true}}", "httpRoute.enabled needs httpRoute.parentRefs"),
     ("{ingress: {enabled: true}}", "ingress.enabled needs ingress.hosts"),
     (
         "{ingress: {enabled: true, hosts: [a]}, tls: {existingSecret: s}}",
-        "ingress.enabled with tls.existingSecret: the proxy would speak plain HTTP",
+        "ingress.enabled with TLS on the API port: the proxy would speak plain HTTP",
     ),
     (
         "{httpRoute: {enabled: true, parentRefs: [{name: a}]}, tls: {existingSecret: s}}",
-        "httpRoute.enabled with tls.existingSecret needs httpRoute.backendTLS.hostname",
+        "httpRoute.enabled with TLS on the API port needs httpRoute.backendTLS.hostname",
     ),
     (
         "{httpRoute: {enabled: true, parentRefs: [{name: a}]}, config: {server: {tls_cert_file: /a}}}",
         "needs httpRoute.backendTLS.hostname",
     ),
     ("{httpRoute: {backendTLS: {hostname: a}}}", "httpRoute.backendTLS.hostname without httpRoute.enabled"),
+    ("{httpRoute: {backendTLS: {caConfigMap: a}}}", "httpRoute.backendTLS.caConfigMap needs"),
+    ("{ingress: {backendTLS: true}}", "ingress.backendTLS without ingress.enabled and TLS on the API port"),
 ]
 
 

@@ -183,7 +183,7 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- end }}
 {{- $tls := eq (include "roseinfer.scheme" .) "https" }}
 {{- if and .Values.inferencePool.enabled $tls }}
-{{- fail "inferencePool.enabled with tls.existingSecret: the picker and the gateway speak plain HTTP to the pool; end TLS at the gateway" }}
+{{- fail "inferencePool.enabled with TLS on the API port: the picker and the gateway speak plain HTTP to the pool; end TLS at the gateway" }}
 {{- end }}
 {{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPickerRef.name) }}
 {{- fail "inferencePool.enabled needs inferencePool.endpointPickerRef.name" }}
@@ -192,15 +192,21 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- fail "httpRoute.enabled needs httpRoute.parentRefs: which Gateway?" }}
 {{- end }}
 {{- if and .Values.httpRoute.enabled $tls (not .Values.httpRoute.backendTLS.hostname) }}
-{{- fail "httpRoute.enabled with tls.existingSecret needs httpRoute.backendTLS.hostname, the name in the certificate: the Gateway would speak plain HTTP to pods that speak TLS; or end TLS at the Gateway" }}
+{{- fail "httpRoute.enabled with TLS on the API port needs httpRoute.backendTLS.hostname, the name in the certificate: the Gateway would speak plain HTTP to pods that speak TLS; or end TLS at the Gateway" }}
 {{- end }}
 {{- if and .Values.httpRoute.backendTLS.hostname (not (and .Values.httpRoute.enabled $tls)) }}
-{{- fail "httpRoute.backendTLS.hostname without httpRoute.enabled and tls.existingSecret: there is no TLS to verify" }}
+{{- fail "httpRoute.backendTLS.hostname without httpRoute.enabled and TLS on the API port: there is no TLS to verify" }}
+{{- end }}
+{{- if and .Values.httpRoute.backendTLS.caConfigMap (not .Values.httpRoute.backendTLS.hostname) }}
+{{- fail "httpRoute.backendTLS.caConfigMap needs httpRoute.backendTLS.hostname, the name that is verified" }}
 {{- end }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
 {{- fail "ingress.enabled needs ingress.hosts" }}
 {{- end }}
 {{- if and .Values.ingress.enabled $tls (not .Values.ingress.backendTLS) }}
-{{- fail "ingress.enabled with tls.existingSecret: the proxy would speak plain HTTP to pods that speak TLS; tell it by an annotation of its class, such as nginx.ingress.kubernetes.io/backend-protocol, and set ingress.backendTLS; or end TLS at the Ingress" }}
+{{- fail "ingress.enabled with TLS on the API port: the proxy would speak plain HTTP to pods that speak TLS; tell it by an annotation of its class, such as nginx.ingress.kubernetes.io/backend-protocol, and set ingress.backendTLS; or end TLS at the Ingress" }}
+{{- end }}
+{{- if and .Values.ingress.backendTLS (not (and .Values.ingress.enabled $tls)) }}
+{{- fail "ingress.backendTLS without ingress.enabled and TLS on the API port: the proxy would speak TLS to pods that do not" }}
 {{- end }}
 {{- end }}
