@@ -59,7 +59,8 @@ def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
     if error.param is not None:
         source = f" (from {given[error.param].source})" if error.param in given else ""
         where = f"{error.param}{source}: "
-    print(f"roseinfer: {where}{error.message}", file=sys.stderr)
+    message = error.message.removeprefix(f"`{error.param}`").lstrip(": ") if where else error.message
+    print(f"roseinfer: {where}{message}", file=sys.stderr)
     return code
 
 

@@ -6,6 +6,7 @@ bounds and relations between values are checked whenever one is made.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -144,10 +145,23 @@ class Option:
         except msgspec.ValidationError as error:
             expected = f"Expected one of {', '.join(map(str, self.choices))}" if self.choices else str(error)
             got = "" if "got" in expected else f", got {shown(value)}"
-            raise ConfigError(expected + got, param=self.path) from None
+            message = expected + got if strict else misread(value, expected + got)
+            raise ConfigError(message, param=self.path) from None
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ConfigError(f"Expected a finite number, got {shown(value)}", param=self.path)
         return converted
+
+
+_READ_AS = {"int": "an integer", "float": "a number", "bool": "true or false"}
+_MISREAD = re.compile(r"Expected `(?P<kind>int|float|bool)( \| null)?`.*, got .*", re.DOTALL)
+
+
+def misread(value: object, phrase: str) -> str:
+    """What to say of a text that should be read as a number or a boolean; else what msgspec does."""
+    found = _MISREAD.fullmatch(phrase) if isinstance(value, str) else None
+    if found is None or (" `str`" not in phrase.rpartition(", got")[2]):
+        return phrase
+    return f"{shown(value)} is not {_READ_AS[found['kind']]}"
 
 
 _SHORT = Repr()

@@ -5,7 +5,7 @@ Order of precedence: defaults < file < environment < flags. Every error names th
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -13,6 +13,9 @@ import yaml
 
 from roseinfer.config import ENVIRONMENT_PREFIX, Config, options, shown
 from roseinfer.errors import ConfigError
+
+MAX_PROBLEM_CHARS = 300
+_LIKE = 0.6  # of 1, two names are alike: difflib's own measure
 
 FOREIGN_VARIABLES = frozenset({"ROSEINFER_REQUIRE_ALL", "ROSEINFER_API_KEYS"})  # ours, but no part of the tree
 
@@ -71,7 +74,7 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Given]:
         if name in by_variable:
             given[by_variable[name]] = Given(text, name)
         elif not _SERVICE_LINK.fullmatch(f"{name}={text}"):
-            raise ConfigError(f"names no option{_closest(name, by_variable)}", param=name)
+            raise ConfigError(f"names no option{closest(name, by_variable)}", param=name)
     return given
 
 
@@ -81,25 +84,50 @@ def _from_file(file: Path) -> dict[str, Given]:
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", param=str(file)) from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
-        raise ConfigError(f"is not YAML: {' '.join(str(error).split())}", param=str(file)) from None
+        raise ConfigError(f"is not YAML: {yaml_problem(error)}{_wanted(file)}", param=str(file)) from None
     given = {}
-    for section, values in _mapping(tree, str(file)).items():
+    for section, values in _mapping(tree, str(file), _wanted(file)).items():
         for name, value in _mapping(values, f"{file}: {section}").items():
             path = f"{section}.{name}"
             if path not in options():
-                raise ConfigError(f"names no option{_closest(path, options())}", param=f"{file}: {path}")
+                raise ConfigError(f"names no option{closest(path, options())}", param=f"{file}: {path}")
             given[path] = Given(value, str(file))
     return given
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
+def yaml_problem(error: Exception) -> str:
+    """Where PyYAML could not go on and why, in one line without its picture of the place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {_one_line(error.problem or error.context or '')}"
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"character {error.position + 1}: {_one_line(error.reason)}"
+    return _one_line(str(error))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:MAX_PROBLEM_CHARS]
+
+
+def _wanted(file: Path) -> str:
+    return "; a file of options is YAML, not TOML" if file.suffix == ".toml" else ""
+
+
+def _mapping(value: Any, where: str, note: str = "") -> dict[str, Any]:
     if value is None:  # an empty file, or a section whose lines are all comments
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"expected a mapping, got {shown(value)}", param=where)
+        raise ConfigError(f"expected a mapping, got {shown(value)}{note}", param=where)
     return value
 
 
-def _closest(name: str, known: Mapping[str, Any]) -> str:
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+def closest(name: str, known: Iterable[str], likeness: float = _LIKE) -> str:
+    """A question after the name that was meant, if there is one like it; a section in common is not enough."""
+    for match in difflib.get_close_matches(name, list(known), cutoff=likeness):
+        if difflib.SequenceMatcher(None, _leaf(name), _leaf(match)).ratio() >= _LIKE:
+            return f"; did you mean {match}?"
+    return ""
+
+
+def _leaf(name: str) -> str:
+    return re.split(r"\.|__", name)[-1]

@@ -10,7 +10,8 @@
     │   ├── CrossSite        403    a browser asks in the name of another site
     │   ├── UnknownModel     404
     │   ├── UnknownRequest   404    no request with this id is remembered
-    │   ├── UnknownRoute     404    no such path, or not with this method (405)
+    │   ├── UnknownRoute     404    no such path
+    │   ├── MethodNotAllowed 405    not with this method
     │   ├── BodyTimeout      408    the body did not come in time
     │   ├── Conflict         409    the same is going on already
     │   ├── BodyTooLarge     413
@@ -111,14 +112,17 @@ class UnknownRequest(RequestError):
 
 
 class UnknownRoute(RequestError):
-    """There is nothing at this path, or not for this method."""
+    """There is nothing at this path."""
 
     status = 404
     code = "unknown_route"
 
-    def __init__(self, message: str, *, status: int = 404) -> None:
-        super().__init__(message)
-        self.status = status  # 405 is the same mistake, told more precisely
+
+class MethodNotAllowed(RequestError):
+    """The path is served, but not for this method, which `Allow` names the others of."""
+
+    status = 405
+    code = "method_not_allowed"
 
 
 class BodyTimeout(RequestError):

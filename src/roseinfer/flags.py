@@ -4,7 +4,7 @@ It knows no option and no command by name, and imports nothing heavy: `roseinfer
 """
 
 import argparse
-import difflib
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,34 +13,52 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 from msgspec import Meta
 
-from roseinfer.config import Option, options
-from roseinfer.config_sources import Given
+from roseinfer.config import Option, misread, options
+from roseinfer.config_sources import Given, closest
 from roseinfer.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
+
+
+class _Formatter(argparse.HelpFormatter):
+    """argparse's, which shows of a boolean flag how to switch it off too."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, StoreGiven) and action.const == "true" and _is_own_flag(action):
+            return f"--[no-]{action.option_strings[0][2:]}"
+        return super()._format_action_invocation(action)
 
 
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is a ConfigError of one sentence, and no flag may be abbreviated."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         where, _, sentence = message.partition(": ")
         if where == "unrecognized arguments":
             argument = sentence.split()[0]
-            close = difflib.get_close_matches(argument.partition("=")[0], self._option_string_actions, n=1, cutoff=0.75)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            shown = [flag for flag in self._option_string_actions if "=" not in flag]
+            hint = closest(argument.partition("=")[0], shown, likeness=0.75) if argument.startswith("-") else ""
             raise ConfigError(f"is not an argument of {self.prog}{hint}", param=argument)
         if where.startswith("argument "):
             raise ConfigError(sentence, param=where.removeprefix("argument "))
         raise ConfigError(f"{message}; see {self.prog} --help")
 
+    def check_switches(self, arguments: Sequence[str], left_over: str) -> None:
+        """Raise ConfigError for a value that stands behind a boolean flag, which takes none there."""
+        for flag, value in itertools.pairwise(arguments):
+            if value == left_over and f"{flag}=false" in self._option_string_actions:
+                raise ConfigError(
+                    f"takes no value after a blank: write {flag}, {flag}=false or --no-{flag[2:]}", param=flag
+                )
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Like argparse's, but what is left over is told by the command that did not know it."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
+            parsed.parser.check_switches(args, rest[0])
             parsed.parser.error(f"unrecognized arguments: {rest[0]}")
         return parsed
 
@@ -98,6 +116,11 @@ def _add_option(group: argparse._ActionsContainer, option: Option, flag: str, *,
         add_alias(group, spelling, option.path, argparse.SUPPRESS, const=const)
 
 
+def _is_own_flag(action: argparse.Action) -> bool:
+    """Not an alias, which has no form that switches it off."""
+    return action.option_strings[0] == options()[action.dest].flag
+
+
 def values_given(arguments: argparse.Namespace) -> dict[str, Given]:
     """What the flags said, for each path of the tree that they named."""
     return {path: value for path, value in vars(arguments).items() if path in options()}
@@ -110,8 +133,9 @@ def parser_of(kind: Any) -> Callable[[str], Any]:
         try:
             return msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
-            expected, _, _ = str(error).partition(", got")  # of a text msgspec says only that it is one
-            raise argparse.ArgumentTypeError(f"{expected}, got {text!r}") from None
+            expected, _, got = str(error).partition(", got")  # of a text msgspec says only that it is one
+            message = misread(text, str(error)) if got else f"{expected}, got {text!r}"
+            raise argparse.ArgumentTypeError(message) from None
 
     return parse
 

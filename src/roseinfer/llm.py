@@ -26,6 +26,7 @@ from roseinfer.config import Config
 from roseinfer.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestError, RoseinferError
 from roseinfer.grammar.checker import GrammarChecker
 from roseinfer.messages import EngineInfo, Grammar, Request, SamplingParams, StartupProgress, TokenOutput, check_request
+from roseinfer.prompts import Prompt, as_prompts, as_token_ids
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.server.choice import Choice, Delta, Telling
 from roseinfer.server.tokenizer import Tokenizer
@@ -33,7 +34,6 @@ from roseinfer.server.tokenizer import Tokenizer
 NUM_KEPT_TIMELINES = 4096
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +146,15 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
     ) -> list[Completion]:
-        """Run all prompts as one batch and wait for all of them; nothing starts when one of them cannot run."""
-        streams = [self._new_stream(prompt, params, stop, cache_salt) for prompt in prompts]
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        """Run all prompts, or a single one, as one batch and wait; nothing starts when one of them cannot run."""
+        streams = [self._new_stream(prompt, params, stop, cache_salt) for prompt in as_prompts(prompts)]
+        texts = [stream.prompt for stream in streams if isinstance(stream.prompt, str)]
         encoded = iter(self._call(self.tokenizer.encode(texts, add_special_tokens=True)))
         for i, stream in enumerate(streams):
             self._check(stream, next(encoded) if isinstance(stream.prompt, str) else stream.prompt, f"prompts[{i}]")
@@ -234,7 +234,7 @@ class LLM:
 
     def _check(self, stream: _Stream, token_ids: Sequence[int], name: str = "prompt") -> None:
         """Give the stream its token ids. Raises RequestError when it cannot run."""
-        stream.prompt = list(token_ids)
+        stream.prompt = as_token_ids(token_ids, name)
         check_request(stream.params, stream.prompt, self.info, name)
         stream.timeline.tokenized_ns = time.monotonic_ns()
 

@@ -272,11 +272,16 @@ Event = StartupProgress | EngineInfo | StepOutput | EngineFailure | ProfileEnded
 
 
 def check_request(
-    params: SamplingParams, prompt_token_ids: Sequence[int], info: EngineInfo, name: str = "prompt"
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    info: EngineInfo,
+    name: str = "prompt",
+    limit_name: str = "max_tokens",
 ) -> None:
     """Whether the engine can run this: what the server and `LLM` both ask before it hears of a request.
 
-    Raises InvalidRequest that names the field, the prompt being called `name`, or PromptTooLong.
+    Raises InvalidRequest that names the field, the prompt being called `name`, or PromptTooLong, which names
+    `limit_name` where the prompt alone would leave room for a token.
     """
     _check(msgspec.structs.asdict(params), SamplingParams)
     if not prompt_token_ids:
@@ -293,7 +298,7 @@ def check_request(
         raise PromptTooLong(
             f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of `{name}` and the "
             f"{params.max_tokens} to be generated do not fit.",
-            param=name,
+            param=limit_name if len(prompt_token_ids) < info.max_model_len else name,
         )
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(

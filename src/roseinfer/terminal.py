@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from roseinfer.config import Config
-from roseinfer.errors import ConfigError, RequestError
+from roseinfer.errors import ConfigError, InvalidRequest, RequestError
 from roseinfer.llm import LLM
 from roseinfer.messages import SamplingParams
 from roseinfer.progress import show_loading
@@ -55,7 +55,9 @@ def start(config: Config) -> LLM:
 
 
 def generate(config: Config, prompt: str, sampling: Sampling) -> int:
-    """Stream the continuation of `prompt` to standard output."""
+    """Stream the continuation of `prompt` to standard output. Raises InvalidRequest before anything is loaded."""
+    if not prompt:
+        raise InvalidRequest("is empty", param="PROMPT")
     with start(config) as llm:
         _answer(llm, llm.encode(prompt), sampling, [])
     sys.stdout.write("\n")

@@ -90,6 +90,13 @@ async def test_a_template_that_refuses_is_the_callers_mistake() -> None:
     assert "system comes first" in answer.error["message"]
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_limit_that_does_not_fit_is_named_as_it_was_given(name: str) -> None:
+    async with serving(ScriptedEngine(says("x"))) as server:
+        answer = await server.chat(None, **{name: 1000})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", name)
+
+
 async def test_a_long_conversation_is_refused_with_the_numbers() -> None:
     async with serving(ScriptedEngine(says("x"))) as server:
         answer = await server.chat(messages=[{"role": "user", "content": "x" * 5000}])

@@ -77,15 +77,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repetition_penalty": 2.1}, "repetition_penalty"),
     ({"logit_bias": [5]}, "logit_bias"),
-    ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
-    ({"logit_bias": {"5": None}}, "logit_bias[...]"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"7": 1, "5": None}}, "logit_bias.5"),
     ({"logit_bias": {"five": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
     ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
     ({"store": True}, "store"),
-    ({"metadata": {"a": 1}}, "metadata[...]"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
     ({"user": 5}, "user"),
     ({"messages": []}, "messages"),
     ({"temprature": 1}, "temprature"),
@@ -147,6 +147,12 @@ async def test_a_prompt_and_completion_that_do_not_fit_are_refused_with_the_numb
         fits = await server.complete(prompt=[1] * 100, max_tokens=28)
         too_long = await server.complete(prompt=[1] * 100, max_tokens=29)
         by_default = await server.complete(prompt=[1] * 113)
+        prompt_alone = await server.complete(prompt=[1] * 128, max_tokens=1)
+    assert [answer.error["param"] for answer in (too_long, by_default, prompt_alone)] == [
+        "max_tokens",
+        "max_tokens",
+        "prompt",
+    ]
     assert fits.status == 200
     for answer, numbers in ((too_long, ("128", "100", "29")), (by_default, ("128", "113", "16"))):
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
@@ -173,7 +179,7 @@ async def test_an_unknown_model() -> None:
 async def test_unknown_routes(method: str, path: str, status: int) -> None:
     async with serving(ScriptedEngine(says("a"))) as server:
         answer = await server.request(method, path)
-    assert (answer.status, answer.error["code"]) == (status, "unknown_route")
+    assert (answer.status, answer.error["code"]) == (status, "method_not_allowed" if status == 405 else "unknown_route")
     assert ("Allow" in answer.headers) == (status == 405)
     assert server.engine.opened == []
 

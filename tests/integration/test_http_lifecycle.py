@@ -275,7 +275,7 @@ async def test_a_taken_port_is_named(name: str) -> None:
         config = ServerConfig(port=port, ops_port=0) if name == "port" else ServerConfig(port=0, ops_port=port)
         error = await start_error(config, ScriptedEngine())
     assert error.param == f"server.{name}"
-    assert str(port) in error.message
+    assert error.message == f"Cannot listen on {config.host}:{port}: Address already in use."
 
 
 async def test_an_address_that_is_not_ours_is_named() -> None:

@@ -161,7 +161,8 @@ def test_a_stop_token_is_counted_and_not_shown(llm: LLM) -> None:
         ([1, 1.5], 1, "[1]", InvalidRequest),
         ([True], 1, "[0]", InvalidRequest),
         ("x" * 129, 1, "", PromptTooLong),
-        ("x" * 100, 29, "", PromptTooLong),
+        (b"text", 1, "", InvalidRequest),
+        (5, 1, "", InvalidRequest),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -175,6 +176,21 @@ def test_a_prompt_that_cannot_run_is_refused(
         llm.generate(["fine", prompt], greedy(max_tokens))
     assert caught.value.param == f"prompts[1]{param}"
     assert llm.result(llm.submit("x" * 100, greedy(28))).finish_reason is FinishReason.LENGTH
+
+
+def test_a_limit_that_does_not_fit_is_named(llm: LLM) -> None:
+    with pytest.raises(PromptTooLong) as caught:
+        llm.submit("x" * 100, greedy(29))
+    assert caught.value.param == "max_tokens"
+
+
+def test_one_prompt_is_a_list_of_one(llm: LLM) -> None:
+    [listed] = llm.generate(["Hello"], greedy(4))
+    [[spelled], [as_ids]] = llm.generate("Hello", greedy(4)), llm.generate(llm.encode("Hello"), greedy(4))
+    assert listed.token_ids == spelled.token_ids == as_ids.token_ids
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(5, greedy(4))  # type: ignore[arg-type]
+    assert caught.value.param == "prompts"
 
 
 REJECTED: list[tuple[dict[str, object], str]] = [
@@ -223,7 +239,7 @@ def test_params_that_cannot_run_are_refused_and_the_engine_lives(
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [
-        (Grammar("regex", "([)"), "The grammar cannot be used"),
+        (Grammar("regex", "([)"), "The regular expression cannot be used: unclosed character class"),
         (Grammar("regex", "a" * 10_000), "is 10000 bytes long"),
         (Grammar("json_schema", '{"items":' * 70 + "{}" + "}" * 70), "nested more than 64 deep"),
     ],

@@ -101,10 +101,16 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["serve", "--max-num-seqs", "0"],
          "roseinfer: scheduler.max_num_seqs (from --max-num-seqs): Expected `int` >= 1, got '0'"),
         (["serve", "--scheduler.max-num-seqs", "x"],
-         "roseinfer: scheduler.max_num_seqs (from --scheduler.max-num-seqs): Expected `int`, got `str`"),
+         "roseinfer: scheduler.max_num_seqs (from --scheduler.max-num-seqs): 'x' is not an integer"),
         (["serve", "--max-num-seq", "4"],
          "roseinfer: --max-num-seq: is not an argument of roseinfer serve; did you mean --max-num-seqs?"),
         (["serve", "--port"], "roseinfer: --port: expected one argument"),
+        (["serve", "--port", "banana"], "roseinfer: server.port (from --port): 'banana' is not an integer"),
+        (["serve", "--scheduler.nope"], "roseinfer: --scheduler.nope: is not an argument of roseinfer serve"),
+        (["serve", "--cache.prefix-caching", "false"],
+         ("roseinfer: --cache.prefix-caching: takes no value after a blank: write --cache.prefix-caching, "
+          "--cache.prefix-caching=false or --no-cache.prefix-caching")),
+        (["generate", ""], "roseinfer: PROMPT: is empty"),
         (["serve", "extra"], "roseinfer: extra: is not an argument of roseinfer serve"),
         (["generate"], "roseinfer: the following arguments are required: PROMPT; see roseinfer generate --help"),
         (["generate", "x", "--max-tokens", "0"], "roseinfer: --max-tokens: Expected `int` >= 1, got '0'"),
@@ -114,7 +120,7 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["bench", "streaming", "--num-requests", "0"], "roseinfer: --num-requests: Expected `int` >= 1, got '0'"),
         (["bench", "streaming", "--prompt-repeats", "1,0"],
          "roseinfer: --prompt-repeats: Expected `int` >= 1, got '0'"),
-        (["bench", "streaming", "--prompt-repeats", ""], "roseinfer: --prompt-repeats: Expected `int`, got ''"),
+        (["bench", "streaming", "--prompt-repeats", ""], "roseinfer: --prompt-repeats: '' is not an integer"),
         (["bench", "streaming", "--prefill-max-batch-size", "0"],
          "roseinfer: scheduler.max_prefill_seqs (from --prefill-max-batch-size): Expected `int` >= 1, got '0'"),
         (["bench", "scheduler", "--max-batch-size", "-1"],
@@ -133,6 +139,9 @@ def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setenv("ROSEINFER_SERVER__PORT", "70000")
     line = error_line(capsys, "serve")
     assert line == "roseinfer: server.port (from ROSEINFER_SERVER__PORT): Expected `int` <= 65535, got '70000'"
+    monkeypatch.setenv("ROSEINFER_SERVER__PORT", "banana")
+    line = error_line(capsys, "serve")
+    assert line == "roseinfer: server.port (from ROSEINFER_SERVER__PORT): 'banana' is not an integer"
 
 
 @pytest.mark.parametrize("arguments", [[], ["nope"], ["bench"], ["bench", "nope"], ["config", "nope"]])
@@ -147,6 +156,7 @@ def test_an_unknown_or_missing_command_is_told(arguments: list[str], capsys: pyt
          "roseinfer: model.path (from --model): is not a directory"),
         (ConfigError("is taken", param="server.port"), 2, "roseinfer: server.port: is taken"),
         (PromptTooLong("It is too long.", param="prompt"), 2, "roseinfer: prompt: It is too long."),
+        (PromptTooLong("`prompt` is too long.", param="prompt"), 2, "roseinfer: prompt: is too long."),
         (EngineFailed("The engine failed."), 70, "roseinfer: The engine failed."),
         (EngineDead("The engine's process has ended."), 70, "roseinfer: The engine's process has ended."),
     ],
@@ -226,8 +236,12 @@ def test_help_begins_with_the_everyday_options_by_their_short_names(
     short = [option for option in options().values() if option.short_flag]
     shown = re.findall(r"^  (--[\w.-]+)", everyday, re.MULTILINE)
     assert shown == ["--config", *(option.short_flag for option in short)]
-    rest = re.findall(r"^  (--[\w.-]+)", "\n".join(sections), re.MULTILINE)
-    assert rest == [option.flag for option in options().values() if not option.short_flag]
+    rest = re.findall(r"^  (--[\w.[\]-]+)", "\n".join(sections), re.MULTILINE)
+    assert rest == [
+        f"--[no-]{option.path.replace('_', '-')}" if option.type is bool else option.flag
+        for option in options().values()
+        if not option.short_flag
+    ]
 
 
 def test_version_and_help_are_quick_to_load() -> None:

@@ -98,11 +98,11 @@ def test_nothing_given_is_the_default_tree() -> None:
     ("path", "text", "sentence"),
     [
         ("scheduler.max_num_seqs", "0", "Expected `int` >= 1, got '0'"),
-        ("scheduler.max_num_seqs", "many", "Expected `int`, got `str`"),
+        ("scheduler.max_num_seqs", "many", "'many' is not an integer"),
         ("scheduler.max_prefill_seqs", "0", "Expected `int` >= 1, got '0'"),
         ("cache.block_size", "17", "Expected one of 8, 16, 32, 64, got '17'"),
         ("cache.memory_utilization", "1.5", "Expected `float` <= 1.0, got '1.5'"),
-        ("cache.prefix_caching", "maybe", "Expected `bool`, got `str`"),
+        ("cache.prefix_caching", "maybe", "'maybe' is not true or false"),
         ("engine.step_timeout_s", "nan", "Expected `float` > 0.0, got 'nan'"),
     ],
 )
@@ -147,7 +147,10 @@ def test_values_at_the_edge_of_a_relation_are_fine() -> None:
         ("schedule: {max_num_seqs: 3}", "schedule.max_num_seqs", "did you mean scheduler.max_num_seqs?"),
         ("scheduler: 3", "scheduler", "expected a mapping, got 3"),
         ("- scheduler", "", "expected a mapping"),
-        ("a: [", "", "is not YAML"),
+        ("scheduler: {nope: 3}", "scheduler.nope", "names no option"),
+        ("a: [", "", "is not YAML: line 1, column 5: expected the node content, but found '<stream end>'"),
+        ("a: 1\nb: c: d", "", "is not YAML: line 2, column 5: mapping values are not allowed here"),
+        ("a: \x01", "", "is not YAML: character 4: special characters are not allowed"),
     ],
 )
 def test_a_file_that_does_not_fit_is_named(content: str, param: str, part: str, tmp_path: Path) -> None:
@@ -156,8 +159,18 @@ def test_a_file_that_does_not_fit_is_named(content: str, param: str, part: str, 
     with pytest.raises(ConfigError) as caught:
         load(file=file)
     assert caught.value.param == (f"{file}: {param}" if param else str(file))
+    assert caught.value.message.endswith(part) or not param
     assert part in caught.value.message
     assert "\n" not in caught.value.message
+    assert "^" not in caught.value.message
+
+
+@pytest.mark.parametrize("content", ["[server]\nport = 1\n", "port = 1\n"])
+def test_a_file_of_another_language_is_told_which_is_wanted(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"; a file of options is YAML, not TOML$"):
+        load(file=file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from roseinfer.bench.definitions import RequestTimes
 from roseinfer.errors import Overloaded
-from roseinfer.llm import LLM, Prompt
+from roseinfer.llm import LLM
 from roseinfer.messages import SamplingParams
 from roseinfer.progress import Progress
+from roseinfer.prompts import Prompt
 from roseinfer.records import Advanced, Observer, StepRecord
 
 

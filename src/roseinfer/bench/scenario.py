@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from roseinfer.bench.load import NS_PER_S, SHARED_KEY, PlannedRequest, Segment
 from roseinfer.bench.load_options import Lengths
+from roseinfer.config_sources import yaml_problem
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount, locate
 
@@ -191,7 +192,7 @@ def load_scenario(file: Path) -> Scenario:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", param=PARAM) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}", param=PARAM) from None
+        raise ConfigError(f"{file} is not YAML: {yaml_problem(error)}", param=PARAM) from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{file}: expected a mapping of fields, got {tree!r}"[:200], param=PARAM)
     try:

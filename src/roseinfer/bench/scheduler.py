@@ -7,7 +7,7 @@ from roseinfer.bench import report, session, workload
 from roseinfer.bench.report import Pool
 from roseinfer.bench.runs import Run, Schedule, run_offline, run_online
 from roseinfer.config_sources import LoadedConfig
-from roseinfer.llm import Prompt
+from roseinfer.prompts import Prompt
 
 
 def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

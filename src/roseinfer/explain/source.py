@@ -53,7 +53,8 @@ def get(url: str, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> 
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(reason, OSError) and reason.strerror:
             reason = reason.strerror
-        raise InvalidRequest(f"{_origin(url)} does not answer: {reason}.", param=url) from None
+        _origin(url)  # what is no URL is told as that
+        raise InvalidRequest(f"does not answer: {reason}.", param=url) from None
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> str:
@@ -62,8 +63,10 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
     said = ""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         said = str(json.loads(error.read())["error"]["message"])
+    if error.code == 404 and said.startswith("Not Found"):  # of a path, which the number says already
+        said = ""
     hint = " Is it the operations port (server.ops_port) of roseinfer?" if error.code == 404 else ""
-    return f"{_origin(url)} answered {error.code} for {path}{f': {said}' if said else '.'}{hint}"
+    return f"answered {error.code} for {path}{f': {said}'.rstrip('.') if said else ''}.{hint}"
 
 
 def _origin(url: str) -> str:
@@ -77,7 +80,7 @@ def _origin(url: str) -> str:
 
 def _fetch(url: str, api_key: str | None) -> Recording:
     content = get(f"{_origin(url)}/debug/recording", api_key)
-    return Recording.read(io.BytesIO(content), f"What {_origin(url)} sent")
+    return Recording.read(io.BytesIO(content), "What it sent")
 
 
 def _read(path: Path) -> Evidence:

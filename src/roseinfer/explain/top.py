@@ -64,7 +64,7 @@ def _take(server: LiveServer, samples: deque[Sample], window_s: float) -> Text:
     try:
         samples.append(server.sample())
     except InvalidRequest as error:
-        return Text(error.message, "bold red")
+        return Text(f"{error.param} {error.message}", "bold red")
     while len(samples) > 2 and samples[1].at_s <= samples[-1].at_s - window_s:
         samples.popleft()
     return _hint(server)

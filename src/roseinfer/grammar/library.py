@@ -6,6 +6,7 @@ Knows no request, no cache and no thread.
 """
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,20 @@ _JSON_OPTIONS = {
 }
 _SILENT = 0
 
+# What they are called who gave them.
+_KINDS = {
+    "json_schema": "schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "calls": "schema of a function",
+    "lark": "grammar",
+}
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_PICTURE = re.compile(r"\n +\d+ \| .*\n *\^ *(?=\n|$)")
+_BAD_EXPRESSION = re.compile(
+    r"regex parse error:\n    (?P<expression>.*)\n    (?P<before> *)\^+\nerror: (?P<reason>.*)"
+)
+
 
 class Vocabulary:
     """The tokens of a checkpoint, as the library wants them: 50,000 are read in 0.3 s and take 45 MB."""
@@ -72,7 +87,7 @@ class Vocabulary:
         first = compiled.matcher()
         first.fill(np.zeros(-(-self.vocab_size // 32), np.uint32))  # much is only found out, and made, on the way
         if first.error:
-            raise InvalidRequest(f"The grammar cannot be used: {first.error}.")
+            raise InvalidRequest(f"The {_KINDS[grammar.kind]} cannot be used: {first.why(grammar)}.")
         compiled.begin(time.monotonic_ns() - began_ns)
         return compiled
 
@@ -184,6 +199,10 @@ class LibraryMatcher:
         """Why the matcher cannot go on, in one line; empty while it can."""
         return _one_line(self._inner.get_error()) if self._inner.is_error() else ""
 
+    def why(self, grammar: Grammar) -> str:
+        """The error in the words of whoever wrote the grammar: of its own lines, without those that we put around."""
+        return _told(self._inner.get_error(), grammar)
+
     @property
     def is_over(self) -> bool:
         """See Matcher."""
@@ -208,6 +227,18 @@ class LibraryMatcher:
     def accept(self, token_id: int) -> None:
         """See Matcher."""
         self._inner.consume_token(token_id)
+
+
+def _told(message: str, grammar: Grammar) -> str:
+    """The library draws the place under a line of the text; an expression or a schema is only inside such a text."""
+    place = _PLACE.match(message)
+    where = f"line {place[1]}, column {place[2]}: " if place and grammar.kind == "lark" else ""
+    rest = message[place.end() :] if place else message
+    if found := _BAD_EXPRESSION.search(rest):
+        what = "" if grammar.kind == "regex" else "an expression in it: "
+        at = f" (character {len(found['before']) + 1})" if found["expression"] == grammar.source else ""
+        return where + what + _one_line(found["reason"]) + at
+    return where + _one_line(_PICTURE.sub("", rest))
 
 
 def _one_line(message: str) -> str:

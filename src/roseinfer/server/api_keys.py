@@ -32,7 +32,8 @@ def _read(path: Path, param: str) -> list[ApiKey]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The API key file cannot be read: {error}.", param=param) from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"The API key file {path} cannot be read: {reason}.", param=param) from None
     keys = parse_keys(lines, param)
     if not keys:
         raise ConfigError(f"The API key file holds no key: {path}.", param=param)

@@ -85,7 +85,8 @@ def read_chosen_template(path: str | None) -> str | None:
     try:
         source = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The chat template {path} cannot be read: {error}.", param="server.chat_template") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"The chat template {path} cannot be read: {reason}.", param="server.chat_template") from None
     _compile(source, "server.chat_template")
     return source
 

@@ -63,6 +63,7 @@ class Job:
     num_sequences: int  # of each prompt; the best `n` are told
     echoes: list[Echo] | None = None  # of each prompt, where it is told too
     grammar: Grammar | None = None
+    limit_name: str = "max_tokens"  # what that is called in an error
 
 
 async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.StreamResponse:
@@ -86,7 +87,7 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     requests: list[Request] = []
     for name, prompt in zip(job.prompt_names, job.prompts, strict=True):
         params = _params(job, info.sampling_defaults, info.max_model_len - len(prompt))
-        check_request(params, prompt, info, name)
+        check_request(params, prompt, info, name, job.limit_name)
         for i in range(job.num_sequences):
             requests.append(
                 Request(

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
@@ -227,7 +228,9 @@ async def _port(
             raise ConfigError(f"{host!r} is no host name.", param=f"{prefix}host") from None
         except OSError as error:
             param = f"{prefix}port" if error.errno in {errno.EADDRINUSE, errno.EACCES} else f"{prefix}host"
-            raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", param=param) from None
+            # asyncio puts the address, and the number of the error, into its text; a resolver's numbers are negative
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.", param=param) from None
         with contextlib.closing(listener):
             yield listener.sockets[0].getsockname()[1]
     finally:

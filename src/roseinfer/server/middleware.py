@@ -10,7 +10,15 @@ import uuid
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.errors import CapacityError, MalformedRequest, QueueTimeout, RoseinferError, Unauthorized, UnknownRoute
+from roseinfer.errors import (
+    CapacityError,
+    MalformedRequest,
+    MethodNotAllowed,
+    QueueTimeout,
+    RoseinferError,
+    Unauthorized,
+    UnknownRoute,
+)
 from roseinfer.records import LifecycleState
 from roseinfer.server import sse
 from roseinfer.server.api_keys import Caller
@@ -117,7 +125,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except RoseinferError as error:
         failure = error
     except web.HTTPException as error:  # the router's: 404, 405
-        failure = UnknownRoute(f"{error.reason}: {request.method} {request.path}", status=error.status)
+        kind = MethodNotAllowed if error.status == MethodNotAllowed.status else UnknownRoute
+        failure = kind(f"{error.reason}: {request.method} {request.path}")
         headers.update({"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
     except ConnectionError:
         if exchange is None:

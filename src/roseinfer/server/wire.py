@@ -4,9 +4,8 @@ What a struct accepts is the whole of what is accepted: an unknown field, a wron
 `InvalidRequest` that names the field. The field tables of docs/http-api.md are generated from the annotations here.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -27,8 +26,8 @@ from roseinfer.messages import (
     TokenId,
     TopK,
     TopP,
-    locate,
 )
+from roseinfer.server.wire_errors import decode_object, refusal
 from roseinfer.server.wire_messages import Message
 from roseinfer.server.wire_structured import (
     MAX_TOOLS,
@@ -257,7 +256,7 @@ BodyT = TypeVar("BodyT", bound=ModelBody)
 
 def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     """Read a request body. Raises InvalidRequest naming the field."""
-    fields = _decode_object(raw)
+    fields = decode_object(raw)
     present = {name: value for name, value in fields.items() if value is not None}
     for name, neutral in UNSERVED.get(body_type, {}).items():
         if name in present and not _is_one_of(present.pop(name), neutral):
@@ -274,49 +273,13 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     try:
         return msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except msgspec.ValidationError as error:
-        raise _named(error) from None
-
-
-def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except RecursionError:
-        raise InvalidRequest("The body is nested too deeply.") from None
-    except msgspec.ValidationError as error:  # JSON, but not an object, or with a number no machine type holds
-        phrase, path = locate(error)
-        message = f"{phrase}." if path else "The body must be a JSON object."
-        raise InvalidRequest(message, param=_oversized_field(raw)) from None
-    except ValueError:  # malformed, or not UTF-8
-        raise InvalidRequest("The body is not valid JSON.") from None
-
-
-def _oversized_field(raw: bytes | bytearray) -> str | None:
-    """The first field whose value does not decode; None when the body is not an object."""
-    try:
-        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except (ValueError, RecursionError):
-        return None
-    for name, value in fields.items():
-        try:
-            msgspec.json.decode(value)
-        except (ValueError, RecursionError):
-            return name
-    return None
+        refused = refusal(error, present, body_type)
+        if (
+            body_type is CompletionBody and refused.message == "`max_tokens`: Expected `int` >= 0."
+        ):  # alone it is no use
+            refused = InvalidRequest("`max_tokens`: Expected `int` >= 1, or 0 with `echo`.", param="max_tokens")
+        raise refused from None
 
 
 def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
-
-
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")
-_MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?")
-
-
-def _named(error: msgspec.ValidationError) -> InvalidRequest:
-    """What msgspec says of a value, as an error that names the field."""
-    for pattern, word in ((_UNKNOWN_FIELD, "Unknown field"), (_MISSING_FIELD, "Missing field")):
-        if found := pattern.fullmatch(str(error)):
-            path = ".".join(part for part in (found["path"], found["name"]) if part)
-            return InvalidRequest(f"{word} `{path}`.", param=path)
-    phrase, path = locate(error)
-    return InvalidRequest(f"`{path}`: {phrase}.", param=path or None)

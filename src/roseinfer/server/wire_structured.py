@@ -36,8 +36,10 @@ class ResponseFormat(Part, frozen=True, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
 
     def __post_init__(self) -> None:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("`json_schema` belongs to the type `json_schema`, and must be there with it")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("Object missing required field `json_schema`")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError("`json_schema` belongs to the type `json_schema` alone")
 
 
 class StructuredOutputs(Part, frozen=True, kw_only=True):

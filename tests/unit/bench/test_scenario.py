@@ -62,7 +62,7 @@ def test_each_kind_of_phase_is_shipped() -> None:
         ),
         (HEAD + "objective: {ttft_ms: 0}", "objective.ttft_ms: Expected `float` > 0"),
         (HEAD + "endpoint: embeddings", "endpoint: Invalid enum value 'embeddings'"),
-        ("[", "is not YAML"),
+        ("a: b: c", "is not YAML: line 1, column 5: mapping values are not allowed here"),
         ("3", "expected a mapping of fields, got 3"),
     ],
 )

@@ -283,11 +283,14 @@ def test_a_key_is_sent_when_there_is_one(
 
 
 def test_addresses_that_answer_something_else(port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "answered 404 for /debug/recording" in refusal(capsys, port.url)
+    told = f"{port.url}: answered 404 for /debug/recording. Is it the operations port (server.ops_port) of roseinfer?"
+    assert told in refusal(capsys, port.url)
+    port.answer("/debug/recording", b'{"error": {"message": "Not Found: GET /debug/recording"}}', status=404)
+    assert told in refusal(capsys, port.url)
     port.answer("/debug/recording", b'{"error": {"message": "The server is loading."}}', status=503)
     assert "answered 503 for /debug/recording: The server is loading." in refusal(capsys, port.url)
     port.answer("/debug/recording", b"<html>")
-    assert f"What {port.url} sent is no recording of roseinfer" in refusal(capsys, port.url)
+    assert f"{port.url}: What it sent is no recording of roseinfer" in refusal(capsys, port.url)
 
 
 @pytest.mark.parametrize("source", ["http://127.0.0.1:1", "http://", "http://[", "http://127.0.0.1:port"])

@@ -177,7 +177,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["http://127.0.0.1:1", "--once"], "http://127.0.0.1:1: http://127.0.0.1:1 does not answer"),
+        (["http://127.0.0.1:1", "--once"], "http://127.0.0.1:1: does not answer: Connection refused."),
         (["server:8001", "--once"], "server:8001: It is no URL"),
         (["http://127.0.0.1:1"], "needs a terminal; --once prints one frame anywhere"),
         (["http://127.0.0.1:1", "--interval", "0"], "--interval"),

@@ -140,3 +140,11 @@ def test_a_template_of_no_known_shape_is_named(tmp_path: Path, template: object)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(ConfigError, match="chat template cannot be read"):
         ChatTemplate.load(tmp_path)
+
+
+def test_a_chosen_template_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none cannot be read: No such file or directory\.$"):
+        read_chosen_template(str(tmp_path / "none"))
+    (tmp_path / "odd").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"odd cannot be read: it is not UTF-8\.$"):
+        read_chosen_template(str(tmp_path / "odd"))

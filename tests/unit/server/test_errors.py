@@ -11,10 +11,10 @@ from roseinfer.errors import (
     CapacityError,
     ConfigError,
     EngineError,
+    MethodNotAllowed,
     NotReady,
     RequestError,
     RoseinferError,
-    UnknownRoute,
 )
 from roseinfer.server.middleware import error_response
 
@@ -52,7 +52,7 @@ def test_an_error_of_a_request_is_4xx_and_one_of_ours_5xx() -> None:
 
 def test_what_an_error_carries() -> None:
     assert error_response(NotReady("Later.", retry_after_s=9)).headers["Retry-After"] == "9"
-    assert error_response(UnknownRoute("No.", status=405)).status == 405
+    assert error_response(MethodNotAllowed("No.")).status == 405
     nameless = error_response(RoseinferError("Unforeseen."))
     assert isinstance(nameless.body, bytes)
     assert (nameless.status, json.loads(nameless.body)["error"]["code"]) == (500, "internal_error")

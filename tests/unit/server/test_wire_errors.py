@@ -1,0 +1,99 @@
+"""What an error says of a body: what would do, and where it is at fault."""
+
+import json
+from typing import Any
+
+import pytest
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.server.wire import ChatBody, CompletionBody, parse_body
+
+MESSAGES = [{"role": "user", "content": "a"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
+
+
+def refused(body: dict[str, Any] | bytes) -> InvalidRequest:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(raw, ChatBody if b'"messages"' in raw else CompletionBody)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "message"),
+    [
+        ({"messages": [{"role": "boss", "content": "a"}]}, "messages[0].role",
+         "Expected one of 'assistant', 'developer', 'system', 'tool', 'user'; got 'boss'."),
+        ({"tool_choice": "boss"}, "tool_choice", "Expected one of 'auto', 'none', 'required'; got 'boss'."),
+        ({"tool_choice": {"type": "boss"}}, "tool_choice.type", "Expected 'function'; got 'boss'."),
+        ({"response_format": {"type": "yaml"}}, "response_format.type",
+         "Expected one of 'json_object', 'json_schema', 'text'; got 'yaml'."),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "b", "function": {}}]}]},
+         "messages[0].tool_calls[0].type", "Expected 'function'; got 'b'."),
+    ],
+)  # fmt: skip
+def test_a_closed_set_is_listed(field: dict[str, Any], param: str, message: str) -> None:
+    error = refused({"messages": MESSAGES, **field})
+    assert (error.param, error.message) == (param, f"`{param}`: {message}")
+
+
+@pytest.mark.parametrize("part", [IMAGE, dict(reversed(IMAGE.items())), {"type": "file"}])
+def test_content_that_is_no_text_is_told_as_that(part: dict[str, Any]) -> None:
+    error = refused({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]})
+    assert error.param == "messages[0].content[1].type"
+    assert error.message == f"`messages[0].content[1]`: Only text content is supported, not {part['type']!r}."
+
+
+def test_a_part_of_text_with_something_else_in_it_is_not_called_an_image() -> None:
+    error = refused({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "other": 1}]}]})
+    assert error.message == "Unknown field `messages[0].content[0].other`."
+
+
+def test_the_schema_that_is_missing_is_named() -> None:
+    error = refused({"prompt": "a", "response_format": {"type": "json_schema"}})
+    assert (error.param, error.message) == (
+        "response_format.json_schema",
+        "Missing field `response_format.json_schema`.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("bias", "param", "said"),
+    [
+        ({"1": 1, "five": 1}, "logit_bias", "'five'"),
+        ({"1": 1, "-1": 1}, "logit_bias", "'-1'"),
+        ({"1": 1, "5": 101}, "logit_bias.5", "Expected `float` <= 100.0."),
+    ],
+)
+def test_a_key_at_fault_is_named(bias: dict[str, Any], param: str, said: str) -> None:
+    error = refused({"prompt": "a", "logit_bias": bias})
+    assert error.param == param
+    assert said in error.message
+
+
+def test_a_limit_below_zero_is_told_the_least_that_makes_sense() -> None:
+    error = refused({"prompt": "a", "max_tokens": -1})
+    assert (error.param, error.message) == ("max_tokens", "`max_tokens`: Expected `int` >= 1, or 0 with `echo`.")
+
+
+def test_a_number_that_nothing_holds_is_told_with_its_field() -> None:
+    error = refused(b'{"prompt": "a", "temperature": 1e999}')
+    assert (error.param, error.message) == ("temperature", "`temperature`: Number out of range.")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "The body is empty; it must be a JSON object."),
+        (b" \n", "The body is empty; it must be a JSON object."),
+        (b'{"prompt": "a",}', "The body is not valid JSON: trailing comma in object (byte 15)."),
+        (b'{"prompt": "a"', "The body is not valid JSON: it ends too early (byte 14)."),
+        (b'{"prompt": "a\xff"}', "The body is not valid JSON: it is not UTF-8 (byte 13)."),
+        (b'{"prompt": "\\ud800"}',
+         "The body is not valid JSON: it ends too early (byte 20), or an escape is half of a surrogate pair."),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_is_told_with_the_place(raw: bytes, message: str) -> None:
+    for content in (raw, bytearray(raw)):
+        error = refused(bytes(content))
+        assert (error.param, error.message) == (None, message)
