@@ -191,7 +191,9 @@ def counts_of_step(count: int) -> tuple[Any, ...]:
 def step_record(watch: Stopwatch, counts: tuple[Any, ...]) -> StepRecord:
     """Made as the engine makes it, in the order of the fields."""
     end_ns = time.monotonic_ns()
-    return StepRecord(watch.step_id, watch.start_ns, watch.start_ns, end_ns, *counts, watch.times(), NO_TIMES)
+    stamps = watch.step_id, watch.start_ns, watch.start_ns, end_ns
+    values: tuple[Any, ...] = (*stamps, *counts, watch.times(), NO_TIMES)
+    return StepRecord(*values)
 
 
 def engine_share(num_steps: int = 20_000) -> None:
