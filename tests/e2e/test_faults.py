@@ -72,7 +72,7 @@ def test_a_killed_engine_ends_every_stream_and_the_process(start_server: StartSe
     ]
     for stream in streams:
         stream.recv(512)
-    killed_at_s = processor_s(server.process.pid)
+    killed_at, killed_at_s = time.monotonic(), processor_s(server.process.pid)
     os.kill(server.engine_pid(), signal.SIGKILL)
     for stream in streams:
         text = read_all(stream)
@@ -80,7 +80,8 @@ def test_a_killed_engine_ends_every_stream_and_the_process(start_server: StartSe
         assert b"[DONE]" not in text
     while server.status("/livez") == 200:
         time.sleep(0.02)
-    assert processor_s(server.process.pid) - killed_at_s < 2.0
+    assert processor_s(server.process.pid) - killed_at_s < 2.0, "of its own time, since the machine's may be others'"
+    assert time.monotonic() - killed_at < 15.0, "two seconds are promised: room for a busy machine, not for a timer"
     assert server.status("/livez") == 503
     assert server.status("/readyz") == 503
     assert server.post("/v1/completions", {"prompt": "x"})[0] == 503

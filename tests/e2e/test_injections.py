@@ -187,7 +187,7 @@ def written_files(pid: int) -> set[str]:
     return found
 
 
-def test_a_thousand_clients_that_leave_hold_nothing_two_seconds_later(start_server: StartServer) -> None:
+def test_a_thousand_clients_that_leave_hold_nothing_soon_after(start_server: StartServer) -> None:
     """Every fifth with a reset; queued, reading their prompt, streaming, or waiting for the whole."""
     server = start_server("--max-num-seqs", "16", "--server.max-inflight", "1024", "--server.max-queue-wait-s", "3600")
     for _ in range(4):
@@ -204,6 +204,7 @@ def test_a_thousand_clients_that_leave_hold_nothing_two_seconds_later(start_serv
         roseinfer_http_inflight_streams=0, roseinfer_num_requests_running=0, roseinfer_num_requests_waiting=0
     )
     freed_s = time.monotonic() - left_at
+    assert freed_s < 10.0, "two are the aim, on a machine that is not slower than usual"
     assert processor_s(*pids) - left_at_s < 2.0, "of its own time, since the machine's may be others'"
     assert samples['roseinfer_kv_cache_blocks{state="used"}'] == 0
     assert samples["roseinfer_requests_received_total"] == 1000
@@ -222,6 +223,7 @@ def test_a_drain_of_sixty_four_streams_loses_no_token(start_server: StartServer)
     signalled_at = time.monotonic()
     until(lambda: server.status("/readyz") != 200, "still ready")
     unready_s = time.monotonic() - signalled_at
+    assert unready_s < 5.0, "half a second is the aim, on a machine that is not slower than usual"
     texts = [read_all(stream) for stream in streams]
     assert all(b"data: [DONE]" in text and b'"finish_reason":"length"' in text for text in texts)
     num_tokens = sum(text.count(b'"completion_tokens":120') * 120 for text in texts)

@@ -2,8 +2,8 @@
 
 Runs are made in turn, A B B A A B ..., so that a machine that changes evenly hits both sides alike. Both runs of a
 round have the same prompts, and no two rounds do. Each run, repeated ones too, has a cache salt of its own, so its
-prompts are in no prefix cache, whoever has asked them before. A server that is started here is a new process for each
-run, since processes of one program differ among themselves too.
+prompts are in no prefix cache, whoever has asked them before; servers that are not ours are sent none. A server that is
+started here is a new process for each run, since processes of one program differ among themselves too.
 """
 
 import argparse
@@ -73,13 +73,19 @@ def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
 
 
 def _refuse_equal(arguments: argparse.Namespace) -> None:
-    """A side that is held against itself by mistake is noise, which would be read as an answer. Raises ConfigError."""
+    """A side that is held against itself by mistake is noise, which would be read as an answer; nor is another one
+    noise where equals were asked for. Raises ConfigError.
+    """
     texts: list[str] = arguments.sides
     launched = [] if arguments.a is None or arguments.b is None else [arguments.a.split(), arguments.b.split()]
+    sides = launched or [[_plain(text)] for text in texts]
+    is_equal = len(sides) == 2 and sides[0] == sides[1]
     if arguments.equal_sides:
         if texts and not any(text.startswith(_URL) for text in texts):
             raise ConfigError("needs servers: what was measured once says nothing of itself", param="--equal-sides")
-    elif (len(texts) == 2 and _plain(texts[0]) == _plain(texts[1])) or (launched and launched[0] == launched[1]):
+        if len(sides) == 2 and not is_equal:
+            raise ConfigError("needs A and B to be the same, and they differ", param="--equal-sides")
+    elif is_equal:
         told = "are the same; --equal-sides compares servers with themselves, which shows what is noise here"
         raise ConfigError(told, param="--a and --b" if launched else "A and B")
 

@@ -30,7 +30,7 @@ def add_compare(parser: Parser) -> None:
     group.add_argument(
         "--equal-sides",
         action="store_true",
-        help="A and B may be the same server, or the same flags: how far do runs of equals lie apart here?",
+        help="A and B are the same server, or the same flags: how far do runs of equals lie apart here?",
     )
     group.add_argument("--both", default="", help="flags of both servers, such as the model", **flags)
     group.add_argument(

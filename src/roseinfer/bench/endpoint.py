@@ -17,6 +17,7 @@ class Endpoint(NamedTuple):
     model: str
     max_model_len: int
     vocab_size: int
+    takes_salt: bool = False  # it is ours: another server may refuse a request with a field that it does not know
 
     @property
     def headers(self) -> dict[str, str]:
@@ -47,4 +48,5 @@ def read_models(url: str, api_key: str, body: bytes) -> Endpoint:
     if not models:
         raise ConfigError(f"{url}/v1/models names no model", param="--url")
     model = models[0]
-    return Endpoint(url, api_key, model.id, model.max_model_len, model.vocab_size or UNKNOWN_VOCAB_SIZE)
+    vocab_size = model.vocab_size or UNKNOWN_VOCAB_SIZE  # which only we tell
+    return Endpoint(url, api_key, model.id, model.max_model_len, vocab_size, takes_salt=bool(model.vocab_size))

@@ -72,14 +72,20 @@ def recorded_requests(recording: Recording, records: Sequence[RequestRecord], *,
     if is_wire:
         for row in recording.writes[["serial", "written_ns", "tokens_ns"]].tolist():
             written[row[0]].append(row[1:])
-    since_ns = int(recording.writes["written_ns"][0]) if len(recording.writes) and is_wire else 0
+    may_be_cut = is_wire and recording.meta.num_forgotten_writes != 0 and len(recording.writes)
+    since_ns = int(recording.writes["written_ns"][0]) if may_be_cut else 0
     return [_recorded(record, written.get(record.serial, []), since_ns) for record in records]
 
 
 def _recorded(record: RequestRecord, written: Sequence[tuple[int, int]], since_ns: int) -> Observed:
-    """`since_ns` is when the oldest write that is remembered returned."""
+    """`since_ns` is when the oldest write that is remembered returned, 0 where none was forgotten.
+
+    A write has the stamp of its newest token. So one that has another than the first token's is a later one, or had
+    several tokens: of a stream that is not known. An answer in one piece has one write.
+    """
     first_ns = record.token_ns[0] if record.token_ns else since_ns
-    is_cut = first_ns < since_ns and (not written or written[0][1] != first_ns)
+    has_first = bool(written) and (not record.is_streamed or written[0][1] == first_ns)
+    is_cut = first_ns < since_ns and not has_first
     stamps, counts = list(record.token_ns), [1] * len(record.token_ns)
     if written:
         reached = [0, *(bisect_right(record.token_ns, tokens_ns) for _, tokens_ns in written)]

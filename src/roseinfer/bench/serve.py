@@ -71,7 +71,8 @@ def send(
 ) -> ServeRun:
     """Send the plan and wait for the last answer; `label` is what a person who waits reads.
 
-    With a salt of its own a run finds nothing in the server's prefix cache but what it has put there itself.
+    With a salt of its own a run finds nothing in the server's prefix cache but what it has put there itself. It is left
+    out where the endpoint takes none.
     """
     prepared = prepare(planned, endpoint, arguments, cache_salt)
     with Progress(label, total=len(prepared)) as progress:
@@ -127,7 +128,7 @@ def prepare(
             )
         # Whoever goes away after a token has to see each one.
         interval = arguments.stream_interval if request.abort_after_tokens is None else 1
-        form = RequestForm(arguments.chat, arguments.ignore_eos, interval, cache_salt)
+        form = RequestForm(arguments.chat, arguments.ignore_eos, interval, cache_salt if endpoint.takes_salt else "")
         body = form.body(endpoint.model, tokens.of(request.segments), request.max_tokens)
         prepared.append(
             PreparedRequest(

@@ -212,12 +212,13 @@ class FlightRecorder(WriteObserver):
         begin_ns = 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0])
         finished = [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)]
         interruptions = self._interruptions.newest()
+        writes = self._writes.since("written_ns", begin_ns)
         return Capture(
-            meta=self._meta(trigger),
+            meta=self._meta(trigger, self._writes.num_added - len(writes)),
             in_flight=[RequestRecord.of(timeline) for timeline in self._in_flight.values()],
             finished=finished,
             steps=steps,
-            writes=self._writes.since("written_ns", begin_ns),
+            writes=writes,
             interruptions=interruptions[interruptions["end_ns"] > begin_ns],
         )
 
@@ -225,7 +226,7 @@ class FlightRecorder(WriteObserver):
         """Everything that is remembered; `trigger` says why it is saved, if a rule does it."""
         return self.capture(trigger=trigger).recording()
 
-    def _meta(self, trigger: str) -> RecordingMeta:
+    def _meta(self, trigger: str, num_forgotten_writes: int) -> RecordingMeta:
         sections = {name: msgspec.to_builtins(getattr(self.config, name)) for name in _SECTIONS}
         return RecordingMeta(
             version=self._version,
@@ -234,4 +235,5 @@ class FlightRecorder(WriteObserver):
             engine=self.engine_info,
             config=sections,
             trigger=trigger,
+            num_forgotten_writes=num_forgotten_writes,
         )

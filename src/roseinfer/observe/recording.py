@@ -109,6 +109,7 @@ class RecordingMeta(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineInfo | None
     config: dict[str, dict[str, Any]] = {}  # sections scheduler, cache, runner and engine of the configuration
     trigger: str = ""  # why it was saved, if a rule did it
+    num_forgotten_writes: int | None = None  # made before those that it holds; None where nobody counted them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

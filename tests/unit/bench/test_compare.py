@@ -189,6 +189,8 @@ def test_runs_of_bench_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--a='--x  1' --b='--x 1'", "--a and --b: are the same; --equal-sides compares servers with themselves"),
         ("{folder} {folder}/../{name}", "A and B: are the same; --equal-sides compares"),
         ("{folder} {folder} --equal-sides", "--equal-sides: needs servers"),
+        ("http://one:9 http://other:9 --equal-sides", "--equal-sides: needs A and B to be the same, and they differ"),
+        ("--a=--x --b=--y --equal-sides", "--equal-sides: needs A and B to be the same, and they differ"),
         ("http://127.0.0.1:9 http://127.0.0.1:9 --equal-sides", "--url: nothing answers at http://127.0.0.1:9/v1"),
         ("{folder}/none {folder}", "A: {folder}/none cannot be read: No such file"),
         ("{folder} {folder}/none", "A: {folder} holds no result"),

@@ -13,7 +13,7 @@ from tests.unit.bench.recordings import make_recording
 from tests.unit.observe.facts import MS, make_timeline
 
 
-def recorded(num_forgotten: int, *, is_wire: bool = True) -> list[Observed]:
+def recorded(num_forgotten: int, *, is_wire: bool = True, is_counted: bool = True) -> list[Observed]:
     """Two requests, the second of which came three seconds later; the oldest writes have been forgotten."""
     later: dict[str, Any] = {name: stamp + 3000 * MS for name, stamp in (("recv_ns", 1000 * MS), ("end_ns", 1191 * MS))}
     later["token_ns"] = [stamp + 3000 * MS for stamp in make_timeline().token_ns]
@@ -24,7 +24,8 @@ def recorded(num_forgotten: int, *, is_wire: bool = True) -> list[Observed]:
         for timeline in timelines
         for tokens_ns, written_ns in zip(timeline.token_ns, timeline.write_ns, strict=True)
     ]
-    recording = make_recording([RequestRecord.of(timeline) for timeline in timelines])
+    requests = [RequestRecord.of(timeline) for timeline in timelines]
+    recording = make_recording(requests, num_forgotten_writes=num_forgotten if is_counted else None)
     recording = replace(recording, writes=np.array(rows[num_forgotten:], WRITE_DTYPE))
     return recorded_requests(recording, recording.requests, is_wire=is_wire)
 
@@ -40,5 +41,40 @@ def test_times_begin_at_the_arrival_as_those_of_the_server_do() -> None:
 
 def test_a_request_whose_first_write_was_forgotten_has_no_time_to_first_token() -> None:
     for num_forgotten in (1, 3):
-        assert [request.is_complete for request in recorded(num_forgotten)] == [False, True]
+        for is_counted in (True, False):
+            found = recorded(num_forgotten, is_counted=is_counted)
+            assert [request.is_complete for request in found] == [False, True]
     assert all(request.is_complete for request in recorded(3, is_wire=False))
+
+
+def written_once(num_forgotten: int | None, *, is_streamed: bool, num_first: int) -> list[Observed]:
+    """Two requests at once, whose first writes have so many of their three tokens; the second is the slower one.
+
+    The oldest write that is kept returned later than both had their first token.
+    """
+    timelines = [make_timeline(request_id=f"r-{serial}", serial=serial, is_streamed=is_streamed) for serial in (0, 1)]
+    rows = []
+    for timeline in timelines:
+        for index in range(num_first - 1, 3):
+            tokens_ns, written_ns = timeline.token_ns[index], timeline.write_ns[index] + timeline.serial
+            rows.append((timeline.serial, tokens_ns, tokens_ns, tokens_ns, tokens_ns, tokens_ns, written_ns, False))
+    rows.sort(key=lambda row: row[-2])
+    requests = [RequestRecord.of(timeline) for timeline in timelines]
+    recording = make_recording(requests, num_forgotten_writes=num_forgotten)
+    recording = replace(recording, writes=np.array(rows, WRITE_DTYPE))
+    assert recording.writes["written_ns"][0] > timelines[1].token_ns[0]
+    return recorded_requests(recording, requests, is_wire=True)
+
+
+def test_a_first_write_of_two_tokens_was_not_forgotten_where_nothing_was() -> None:
+    for request in written_once(0, is_streamed=True, num_first=2):
+        assert (request.error, request.token_counts) == ("", [2, 1])
+    assert [request.error for request in written_once(1, is_streamed=True, num_first=2)] == [
+        "its first write was forgotten"
+    ] * 2, "or it was one of those that were"
+
+
+def test_an_answer_in_one_piece_has_its_only_write_whatever_was_forgotten() -> None:
+    for num_forgotten in (0, 1, None):
+        for request in written_once(num_forgotten, is_streamed=False, num_first=3):
+            assert (request.error, request.token_counts) == ("", [3])

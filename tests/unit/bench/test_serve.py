@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from roseinfer.bench.endpoint import Endpoint
+from roseinfer.bench.endpoint import Endpoint, read_models
 from roseinfer.bench.load import PlannedRequest, Segment
 from roseinfer.bench.load_client import PreparedRequest
 from roseinfer.bench.serve import fetch_recording, fresh_salt, prepare
 from roseinfer.errors import ConfigError, InvalidRequest
 from tests.unit.explain.operations_port import open_port
 
-ENDPOINT = Endpoint("http://127.0.0.1:8000", "", "tiny", max_model_len=64, vocab_size=100)
+ENDPOINT = Endpoint("http://127.0.0.1:8000", "", "tiny", max_model_len=64, vocab_size=100, takes_salt=True)
 
 
 def prepared(stream_interval: int | None = None, **changes: Any) -> tuple[PreparedRequest, dict[str, Any]]:
@@ -38,6 +38,10 @@ def test_a_run_with_a_salt_shares_no_cache_with_others(chat: bool) -> None:
     arguments = Namespace(seed=0, chat=chat, ignore_eos=True, stream_interval=None)
     bodies = [msgspec.json.decode(prepare([planned], ENDPOINT, arguments, salt)[0].body) for salt in ("", "a")]
     assert [body.get("cache_salt") for body in bodies] == [None, "a"]
+    other = read_models("http://other", "", b'{"data":[{"id":"m","max_model_len":64}]}')
+    assert "cache_salt" not in msgspec.json.decode(prepare([planned], other, arguments, "a")[0].body)
+    ours = read_models("http://ours", "", b'{"data":[{"id":"m","vocab_size":100}]}')
+    assert msgspec.json.decode(prepare([planned], ours, arguments, "a")[0].body)["cache_salt"] == "a"
     assert fresh_salt() != fresh_salt()
 
 

@@ -62,6 +62,7 @@ def test_a_snapshot_holds_the_facts() -> None:
     assert recording.steps[["step_id", "num_decode_seqs"]].tolist() == [(1, 2)]
     assert recording.writes[["serial", "written_ns"]].tolist() == [(0, 1063 * MS)]
     meta = recording.meta
+    assert meta.num_forgotten_writes == 0
     assert (meta.engine, meta.trigger, meta.version, meta.model_name) == (ENGINE, "by hand", "1.2.3", "roseinfer-demo")
     assert set(meta.config) == {"scheduler", "cache", "runner", "engine"}
 
@@ -91,6 +92,7 @@ def test_the_oldest_facts_are_forgotten() -> None:
     newest = list(range(24, 40))
     assert recording.steps["step_id"].tolist() == newest
     assert recording.writes["serial"].tolist() == newest
+    assert recording.meta.num_forgotten_writes == 24
     assert [request.serial for request in recording.requests] == newest
 
 
