@@ -93,7 +93,7 @@ async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, An
     ("body", "param"),
     [
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         (

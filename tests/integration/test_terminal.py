@@ -31,7 +31,7 @@ def test_generate_command_refuses_what_does_not_fit(
     engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "Hello", "--max-tokens", "500"]) == 2
-    assert capsys.readouterr().err.startswith("roseinfer: prompt: ")
+    assert capsys.readouterr().err.startswith("roseinfer: max_tokens: ")
 
 
 def test_chat_command_keeps_the_conversation_and_clears_it(
