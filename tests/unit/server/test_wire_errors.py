@@ -49,6 +49,13 @@ def test_a_part_of_text_with_something_else_in_it_is_not_called_an_image() -> No
     assert error.message == "Unknown field `messages[0].content[0].other`."
 
 
+@pytest.mark.parametrize("kind", [{}, [], 5])
+def test_a_part_whose_type_is_no_text_is_told_as_that(kind: object) -> None:
+    error = refused({"messages": [{"role": "user", "content": [{"text": "", "type": kind}]}]})
+    assert error.param == "messages[0].content[0].type"
+    assert "Expected `str`" in error.message
+
+
 def test_the_schema_that_is_missing_is_named() -> None:
     error = refused({"prompt": "a", "response_format": {"type": "json_schema"}})
     assert (error.param, error.message) == (
