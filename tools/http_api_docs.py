@@ -67,8 +67,8 @@ levels, and a number that does not fit its field are refused while decoding. So 
 of more than 64 KiB may hold 65536 values and two more for each token of the context; and where the vocabulary allows
 the proof, a text with more characters than the context can hold is refused without being encoded.
 
-The operations port has the probes and `/metrics` and needs no key for them; and it alone has these, of which
-[timeline.md](timeline.md) says more:
+The operations port has the probes and `/metrics` and needs no key for them, nor for `GET /`, which lists its paths; and
+it alone has these, of which [timeline.md](timeline.md) says more:
 
 | method and path | answers |
 |---|---|

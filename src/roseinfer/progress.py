@@ -68,16 +68,23 @@ class Progress:
                 bar.update(task, description=self._what, completed=self._done)
 
     def _show_lines(self) -> None:
-        told, told_at = "", 0.0
+        told, told_at, counted = "", 0.0, 0
         while True:
             now = time.monotonic()
             if self._what != told or (self._total is not None and now - told_at >= _PLAIN_INTERVAL_S):
                 told, told_at = self._what, now
-                counted = "" if self._total is None else f": {self._done}/{self._total}"
-                sys.stderr.write(f"roseinfer: {told}{counted}\n")
-                sys.stderr.flush()
+                counted = self._write(told)
             if self._over.wait(_PLAIN_REFRESH_S):
-                return
+                break
+        if self._total is not None and self._done != counted:  # or who reads it would think that it stopped there
+            self._write(told)
+
+    def _write(self, what: str) -> int:
+        """One plain line. Returns the count that it told."""
+        done = self._done
+        sys.stderr.write(f"roseinfer: {what}" + ("" if self._total is None else f": {done}/{self._total}") + "\n")
+        sys.stderr.flush()
+        return done
 
 
 @contextmanager

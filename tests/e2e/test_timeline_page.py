@@ -1,7 +1,9 @@
 """The timeline page in a real browser: loads alone, tells the cause of a clicked gap, obeys keys, fits a phone."""
 
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import combinations
 from pathlib import Path
 
 import msgspec
@@ -9,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from roseinfer.observe.flight import Flight
-from roseinfer.records import Advanced
+from roseinfer.records import Advanced, Cause
 from roseinfer.server import debug
 from roseinfer.server.app import build_ops_app, build_runner
 from roseinfer.server.instruments import Instruments
@@ -182,6 +184,63 @@ async def test_it_fits(chromium: str, width: int, scheme: str) -> None:
         assert await browser.evaluate(OVERFLOW) <= 0
         background = await browser.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert (background == "rgb(247, 246, 248)") == (scheme == "light")
+
+
+async def test_the_legend_lists_what_is_on_screen_in_colours_that_differ(chromium: str) -> None:
+    async with page(make_flight(), chromium) as browser:
+        await settle(browser)
+        legend = (await browser.evaluate("document.getElementById('legend').innerText")).splitlines()
+        assert {"step", "step with prompts", "prefill", "decode", "prefill of others"} <= set(legend)
+        assert not {"wait for KV blocks", "failed or cut", "garbage collection"} & set(legend), (
+            "none of it is in this flight"
+        )
+        await browser.evaluate(
+            "timeline.data.interruptions.push({...timeline.data.widest, cause: 'gc', request: null})"
+        )
+        await browser.press("f")
+        await browser.wait_for("document.getElementById('legend').innerText.includes('garbage collection')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_no_two_colours_are_alike(chromium: str, scheme: str) -> None:
+    phases = ["arrive", "queue", "prefill", "decode", "write", "step-prefill", "step-decode", "bad"]
+    names = [f"--{phase}" for phase in phases] + [f"--c-{cause}" for cause in Cause]
+    async with page(make_flight(), chromium) as browser:
+        await browser.prefer(color_scheme=scheme, reduced_motion="reduce")
+        told = await browser.evaluate(
+            f"(() => {{ const style = getComputedStyle(document.documentElement);"
+            f" return {names}.map((name) => style.getPropertyValue(name).trim()); }})()"
+        )
+    colours = {name: [int(code[at : at + 2], 16) for at in (1, 3, 5)] for name, code in zip(names, told, strict=True)}
+    alike = [pair for pair in combinations(names, 2) if math.dist(colours[pair[0]], colours[pair[1]]) < 30]
+    assert alike == []
+
+
+async def test_a_lane_with_nobody_in_sight_says_who_is_beside_it(chromium: str) -> None:
+    async with page(make_flight(), chromium) as browser:
+        left, right = await browser.evaluate(
+            "(() => { const { chart, data } = timeline, [start, end] = data.extent;"
+            " const first = [...data.requests.values()].find((one) => one.id === 'stream-0');"
+            " const texts = () => [...chart.absent.values()].map((one) => one.text);"
+            " first.end_ns = first.first_token_ns; chart.show(end - 1e6, end); chart.draw(); const left = texts();"
+            " chart.show(start, start + 1e6); chart.draw(); return [left, texts()]; })()"
+        )
+    assert left == ["‹ stream-0"]
+    assert {"› stream-5", "› long-prompt"} <= set(right)
+
+
+async def test_a_lane_of_which_nobody_is_remembered_is_closed(chromium: str) -> None:
+    async with page(make_flight(), chromium) as browser:
+        lanes = await browser.evaluate(
+            "(() => { const { data } = timeline, one = { ...data.steps.at(-1) };"
+            " const first = [...data.requests.values()].find((one) => one.id === 'stream-0'); first.end_ns = 1;"
+            " while (data.steps.length <= 4200) data.steps.push(one);"
+            " data.merge({ meta: data.meta, next: data.next, now_ns: data.now, step_fields: [], steps: [],"
+            " requests: [], gaps: [], interruptions: [] });"
+            " return [...data.requests.values()].map((one) => one.lane).sort((a, b) => a - b); })()"
+        )
+    assert lanes == list(range(len(lanes)))
+    assert len(lanes) == 6
 
 
 async def test_an_id_with_markup_is_text(chromium: str) -> None:

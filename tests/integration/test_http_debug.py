@@ -305,3 +305,13 @@ async def test_pages_that_wait_leave_other_threads_free(monkeypatch: pytest.Monk
         finally:
             is_over.set()
         assert {(await page).body for page in pages} == {b"{}"}
+
+
+async def test_the_operations_port_lists_what_it_has() -> None:
+    async with operations() as server:
+        told = (await server.ask("/")).body.decode().splitlines()
+    async with operations(ops_host="0.0.0.0") as server:  # noqa: S104 - what it is about
+        without_debug = (await server.ask("/")).body.decode().splitlines()
+    assert {"GET  /livez", "GET  /debug/timeline", "POST /debug/recording/view"} <= set(told)
+    assert "GET  /livez" in without_debug
+    assert not [line for line in without_debug if "/debug/" in line]

@@ -178,6 +178,13 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
     assert server.engine.opened == []
 
 
+async def test_who_asks_the_wrong_port_is_told_of_the_other() -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.get("/debug/timeline")
+    assert (answer.status, answer.error["code"]) == (404, "unknown_route")
+    assert "on the operations port" in answer.error["message"]
+
+
 @pytest.mark.parametrize(
     "headers",
     [

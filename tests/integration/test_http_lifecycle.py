@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -120,12 +121,16 @@ async def test_the_ports_answer_before_the_engine_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_an_idle_server_leaves_at_once(tmp_path: Path, number: signal.Signals) -> None:
+async def test_an_idle_server_leaves_at_once(
+    tmp_path: Path, number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, lifecycle.__name__)
     async with running(tmp_path) as server:
         send(number)
         assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
         assert server.engine.num_closes == 1
         assert server.listener.states[-1] is LifecycleState.DRAINING
+    assert told(caplog) == [("INFO", "drained, all requests have ended"), ("INFO", "stopped with exit code 0")]
 
 
 async def test_a_drain_lets_streams_finish_and_refuses_new_requests(tmp_path: Path) -> None:
@@ -159,7 +164,15 @@ async def assert_cut(server: Running, response: aiohttp.ClientResponse) -> None:
     assert server.engine.aborted == [timeline.request_id]
 
 
-async def test_after_the_drain_limit_streams_end_with_an_error_event(tmp_path: Path) -> None:
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """Level and message of what the lifecycle logged."""
+    return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == lifecycle.__name__]
+
+
+async def test_after_the_drain_limit_streams_end_with_an_error_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, lifecycle.__name__)
     async with running(tmp_path, drain_timeout_s=0.2) as server:
         opening = asyncio.create_task(server.open())
         await server.engine.received()
@@ -167,10 +180,16 @@ async def test_after_the_drain_limit_streams_end_with_an_error_event(tmp_path: P
         async with await opening as response:
             send(signal.SIGTERM)
             await assert_cut(server, response)
+    assert told(caplog) == [
+        ("WARNING", "drain timeout after 0.2 s: 1 request was cut"),
+        ("INFO", "stopped with exit code 0"),
+    ]
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_does_not_wait_for_the_limit(tmp_path: Path, second: signal.Signals) -> None:
+async def test_a_second_signal_does_not_wait_for_the_limit(
+    tmp_path: Path, second: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running(tmp_path, drain_timeout_s=3600) as server:
         opening = asyncio.create_task(server.open())
         await server.engine.received()
@@ -180,6 +199,7 @@ async def test_a_second_signal_does_not_wait_for_the_limit(tmp_path: Path, secon
             await server.until("/readyz", 503)
             send(second)
             await assert_cut(server, response)
+    assert ("WARNING", "second signal: 1 request was cut") in told(caplog)
 
 
 async def test_a_queued_request_is_told_with_a_status_when_time_is_up(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
          "roseinfer: --max-num-seq: is not an argument of roseinfer serve; did you mean --max-num-seqs?"),
         (["serve", "--port"], "roseinfer: --port: expected one argument"),
         (["serve", "extra"], "roseinfer: extra: is not an argument of roseinfer serve"),
+        (["bench", "serve", "http://h:1"],
+         "roseinfer: http://h:1: is not an argument of roseinfer bench serve; did you mean --url http://h:1?"),
         (["generate"], "roseinfer: the following arguments are required: PROMPT; see roseinfer generate --help"),
         (["generate", "x", "--max-tokens", "0"], "roseinfer: --max-tokens: Expected `int` >= 1, got '0'"),
         (["generate", "x", "--top-p", "1.5"], "roseinfer: --top-p: Expected `float` <= 1.0, got '1.5'"),

@@ -52,6 +52,14 @@ def test_a_count_moves_on() -> None:
         wait_for("run: 7/9", stderr)
 
 
+def test_the_last_line_has_the_last_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    with redirect_stderr(io.StringIO()) as stderr, Progress("requests", total=53) as shown:
+        wait_for("requests: 0/53", stderr)
+        shown.update(done=53)
+    assert stderr.getvalue() == "roseinfer: requests: 0/53\nroseinfer: requests: 53/53\n"
+
+
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("total", [None, 9])
 def test_on_a_terminal_one_line_lives(total: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

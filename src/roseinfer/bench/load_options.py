@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 from msgspec import Meta
 
+from roseinfer.errors import ConfigError
 from roseinfer.flags import Parser, Positive, add_config_flags, parser_of
 from roseinfer.messages import Seed, TokenCount
 from roseinfer.records import Cause
@@ -50,6 +51,7 @@ class Delay(NamedTuple):
 
 def add_serve(parser: Parser) -> None:
     """Flags of `bench serve`."""
+    parser.add_argument("stray", nargs="?", type=_refuse_stray, help=argparse.SUPPRESS)
     _add_server(parser)
     add_load(parser).add_argument(
         "--sweep",
@@ -59,6 +61,12 @@ def add_serve(parser: Parser) -> None:
     )
     add_sampling(parser)
     _add_report(parser)
+
+
+def _refuse_stray(text: str) -> NoReturn:
+    """Where `roseinfer explain` and `top` take a URL, this takes a flag. Raises ConfigError."""
+    hint = f"; did you mean --url {text}?" if text.startswith(("http://", "https://")) else ""
+    raise ConfigError(f"is not an argument of roseinfer bench serve{hint}", param=text)
 
 
 def add_simulate(parser: Parser) -> None:

@@ -104,7 +104,10 @@ def _ledger_lines(complete: Sequence[Observed]) -> list[str]:
     in_order = dict.fromkeys(name for parts in ledgers for name in parts)  # the server's own order
     names = sorted(in_order, key=lambda name: name == RESIDUAL)
     total = sum(value for parts in ledgers for value in parts.values())
-    lines = [f"--- where the time of {len(ledgers)} requests went: the server's ledger, and what it does not name ---"]
+    lines = [
+        f"--- where the time of {len(ledgers)} requests went: the server's ledger, and what it does not name ---",
+        "(shares are of these requests' whole time, from sending them to the end of their answers)",
+    ]
     for name in names:
         values = [parts.get(name, 0.0) for parts in ledgers]
         shown = "/".join(f"{d.percentile(values, percent) / NS_PER_MS:.2f}" for percent in (50, 95, 99))

@@ -7,7 +7,7 @@ import msgspec
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.explain import stories
-from roseinfer.explain.knobs import KNOBS
+from roseinfer.explain.knobs import knob_for, meaning_of
 from roseinfer.explain.modes import Mode, find_modes
 from roseinfer.explain.shares import CauseShare, Parts, Without
 from roseinfer.explain.stories import Story
@@ -29,6 +29,7 @@ class KnobAdvice(msgspec.Struct, frozen=True):
     option: str  # path in the configuration; empty where no option helps
     value: Any  # at the time of the recording; None where it is not known
     advice: str
+    meaning: str = ""  # of a value that is null
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +52,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     widest: list[Story]
     knobs: list[KnobAdvice]
     unexplained: CauseShare  # of p99 - p50, what has no name
+    unknown_share: float  # of the time of all gaps
 
 
 def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timing) -> Explanation:
@@ -76,12 +78,17 @@ def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timin
         causes=causes,
         without=[parts.without(share.cause) for share in causes],
         widest=stories.tell(gaps, recording, NUM_STORIES),
-        knobs=[_advice(share.cause, recording.meta.config) for share in causes if share.share >= _WORTH_A_KNOB],
+        knobs=[_advice(share.cause, recording) for share in causes if share.share >= _WORTH_A_KNOB],
         unexplained=unknown[0] if unknown else CauseShare(Cause.UNKNOWN, 0.0, 0.0),
+        unknown_share=parts.share_of_all(Cause.UNKNOWN),
     )
 
 
-def _advice(cause: Cause, config: dict[str, Any]) -> KnobAdvice:
-    knob = KNOBS[cause]
+def _advice(cause: Cause, recording: Recording) -> KnobAdvice:
+    config = recording.meta.config
+    longest = max((request.num_prompt_tokens for request in recording.requests), default=0)
+    knob = knob_for(cause, longest)
     section, _, name = knob.option.partition(".")
-    return KnobAdvice(cause, knob.option, config.get(section, {}).get(name), knob.advice)
+    options = config.get(section, {})
+    meaning = meaning_of(knob.option, options) if name in options and options[name] is None else ""
+    return KnobAdvice(cause, knob.option, options.get(name), knob.advice, meaning)

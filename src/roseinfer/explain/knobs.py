@@ -3,7 +3,8 @@
 A cause that no option of ours changes says so: it is the client's, the network's, the machine's or our own to mend.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from roseinfer.records import Cause
 
@@ -14,6 +15,22 @@ class Knob(NamedTuple):
     option: str
     advice: str
 
+
+SHORT_PROMPT_TOKENS = 64
+"""No longer than this a prompt is hardly worth cutting: what a step costs beside its tokens would come once a piece."""
+
+_DEFAULTS = {
+    "scheduler.max_prefill_tokens": ("no limit but max_num_batched_tokens", "max_num_batched_tokens"),
+    "scheduler.max_prefill_seqs": ("as many as max_num_seqs", "max_num_seqs"),
+    "cache.num_blocks": ("what the memory of cache.cpu_memory_mib or cache.memory_utilization holds", ""),
+}
+"""What null means, and the option of the same section whose value belongs to it."""
+
+_MANY_SHORT_PROMPTS = Knob(
+    "scheduler.max_prefill_seqs",
+    f"No prompt has more than {SHORT_PROMPT_TOKENS} tokens, so there is little to cut. A smaller value begins fewer of "
+    "them in one step: every stream waits less for them, and they wait longer for their first token.",
+)
 
 KNOBS = {
     Cause.DECODE: Knob(
@@ -94,3 +111,16 @@ KNOBS = {
     ),
 }
 """Every cause has its entry."""
+
+
+def knob_for(cause: Cause, longest_prompt: int) -> Knob:
+    """The cause's entry, or another where the longest prompt, in tokens, is too short for that one to help."""
+    if cause is Cause.PREFILL_OF_OTHERS and 0 < longest_prompt <= SHORT_PROMPT_TOKENS:
+        return _MANY_SHORT_PROMPTS
+    return KNOBS[cause]
+
+
+def meaning_of(option: str, section: Mapping[str, Any]) -> str:
+    """What null means as the option's value, in words; `section` has the options beside it. Empty if not known."""
+    words, other = _DEFAULTS.get(option, ("", ""))
+    return f"{words} {section[other]}" if other in section else words

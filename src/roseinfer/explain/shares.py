@@ -85,6 +85,11 @@ class Parts:
         ]
         return sorted(found, key=lambda share: -share.share)
 
+    def share_of_all(self, cause: Cause) -> float:
+        """Of the time of all gaps, usual or not, what went to a cause."""
+        total_ns = self._table.sum()
+        return float(self._table[:, CAUSES.index(cause)].sum() / total_ns) if total_ns else 0.0
+
     def without(self, cause: Cause) -> Without:
         """The counterfactual."""
         column = CAUSES.index(cause)

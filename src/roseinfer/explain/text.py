@@ -38,7 +38,10 @@ def lines(explanation: Explanation) -> Iterator[str]:
             yield from _knob(knob)
     yield ""
     left = found.unexplained
-    yield f"Unexplained: {ms(left.seconds)} of p99 - p50 ({percent(left.share)})."
+    yield (
+        f"Unexplained: {ms(left.seconds)} of p99 - p50 ({percent(left.share)}); "
+        f"{percent(found.unknown_share)} of the time of all gaps is unknown."
+    )
 
 
 def _modes(found: Explanation) -> Iterator[str]:
@@ -68,7 +71,8 @@ def _story(story: Story) -> Iterator[str]:
 
 def _knob(knob: KnobAdvice) -> Iterator[str]:
     name = knob.option or "no option"
-    now = f" (now {_value(knob.value)})" if knob.option and knob.value is not None else ""
+    value = knob.meaning or (_value(knob.value) if knob.value is not None else "")
+    now = f" (now {value})" if knob.option and value else ""
     yield f"  {knob.cause}: {name}{now}"
     yield from textwrap.wrap(knob.advice, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 

@@ -189,7 +189,8 @@ class Logs(Observer):
         self._gaps = Histogram(_FINE_S)
 
     def on_lifecycle(self, state: LifecycleState) -> None:
-        logger.info("server is %s", state.value)
+        words = "warming up" if state is LifecycleState.WARMUP else state.value
+        logger.info("server is %s", words, extra={"state": state.value})
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         if not self._interval_ns:

@@ -7,6 +7,7 @@ from aiohttp import web
 from roseinfer import __version__
 from roseinfer.errors import UnknownModel, UnknownRequest
 from roseinfer.records import LifecycleState
+from roseinfer.server import debug_guard
 from roseinfer.server.middleware import CALLER
 from roseinfer.server.service import SERVICE, Service
 
@@ -46,6 +47,18 @@ def _probe(service: Service, is_well: bool) -> web.Response:
 
 async def version(_request: web.Request) -> web.Response:
     return web.json_response({"version": __version__})
+
+
+async def list_paths(request: web.Request) -> web.Response:
+    """A line for each path of the operations port, as text; the pieces of a page are not told, nor what is off."""
+    is_off = debug_guard.is_off(request.app[SERVICE])
+    lines = [
+        f"{route.method:<4} {route.resource.canonical}\n"
+        for route in request.app.router.routes()
+        if route.method != "HEAD" and route.resource is not None
+        if not route.resource.canonical.startswith(debug_guard.PREFIX if is_off else "/debug/timeline/")
+    ]
+    return web.Response(text="".join(lines))
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -24,13 +24,14 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         *_operations(instruments.metrics),
     ]
     app = _application(service, routes)
-    app.middlewares.extend((middleware.authenticate, middleware.admit))
+    app.middlewares.extend((middleware.authenticate, middleware.admit, debug_guard.point_elsewhere))
     return app
 
 
 def build_ops_app(service: Service, instruments: Instruments) -> web.Application:
     """The operations port: probes and metrics again, for the cluster's own network, without a key; and `/debug/*`."""
-    app = _application(service, [*_operations(instruments.metrics), *instruments.debug_routes])
+    routes = [web.get("/", admin.list_paths), *_operations(instruments.metrics), *instruments.debug_routes]
+    app = _application(service, routes)
     app.middlewares.append(debug_guard.guard)
     return app
 

@@ -24,6 +24,7 @@ _SCRIPTS_AND_STYLES = (
     "page.css",
     "main.js",
     "chart.js",
+    "names.js",
     "overview.js",
     "pointer.js",
     "data.js",

@@ -6,7 +6,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.errors import CrossSite, Unauthorized, UnknownRoute
-from roseinfer.server.service import SERVICE
+from roseinfer.server.service import SERVICE, Service
 
 PREFIX = "/debug/"
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
@@ -20,6 +20,11 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def is_off(service: Service) -> bool:
+    """Nobody can be told from anybody else: not on the loopback, and no keys."""
+    return not is_loopback(service.config.ops_host) and service.api_keys is None
+
+
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """For `/debug/*`: off loopback a key is needed, and without configured keys it is off.
@@ -29,19 +34,27 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """
     if request.path.startswith(PREFIX):
         service = request.app[SERVICE]
-        if is_loopback(service.config.ops_host):
-            if not is_loopback(request.url.host or ""):
-                raise CrossSite("On the loopback the Host header must name it too.", param="Host")
-        elif service.api_keys is None:
+        if is_off(service):
             raise UnknownRoute(
                 "/debug/* is off: this port is not on the loopback and no API key is configured "
                 "(server.ops_host, server.api_key_file)."
             )
-        elif not service.api_keys.knows(request.headers.get("Authorization", "")):
+        if is_loopback(service.config.ops_host):
+            if not is_loopback(request.url.host or ""):
+                raise CrossSite("On the loopback the Host header must name it too.", param="Host")
+        elif service.api_keys is not None and not service.api_keys.knows(request.headers.get("Authorization", "")):
             message = "A valid API key is needed: `Authorization: Bearer <key>`, or as the password of Basic."
             raise Unauthorized(message, challenge='Basic realm="roseinfer", charset="UTF-8"')
         if request.method not in _SAFE_METHODS:
             _refuse_other_sites(request)
+    return await handler(request)
+
+
+@web.middleware
+async def point_elsewhere(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """For the API port, which has no `/debug/*`: a word on who has. Raises UnknownRoute."""
+    if request.path.startswith(PREFIX):
+        raise UnknownRoute(f"Not Found: {request.method} {request.path}. /debug/* is on the operations port.")
     return await handler(request)
 
 

@@ -69,9 +69,11 @@ async def run(
                     tasks.spawn(watch([keys.path], keys.read, keys.take, WATCH_INTERVAL_S))
                 if certificate is not None:
                     tasks.spawn(watch(certificate.paths, certificate.check, certificate.take, WATCH_INTERVAL_S))
-                return await _serve(service, load_text, signals, lambda: on_ready(url), Restarts(config.engine))
+                exit_code = await _serve(service, load_text, signals, lambda: on_ready(url), Restarts(config.engine))
         finally:
             await _close(service)
+        _log.info("stopped with exit code %d", exit_code)
+        return exit_code
 
 
 class _Signals:
@@ -165,8 +167,19 @@ async def _drain(service: Service, signals: _Signals, death: asyncio.Task[Engine
         await asyncio.wait(
             {idle, hurry, death}, timeout=service.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
+        if not death.done():  # of which `_fail` tells
+            _tell_drained(service.num_exchanges, None if hurry.done() else service.config.drain_timeout_s)
         service.interrupt_all(NotReady("The server is shutting down."))
         await asyncio.wait({idle}, timeout=FAREWELL_S)
+
+
+def _tell_drained(num_cut: int, limit_s: float | None) -> None:
+    """The log's word on what the drain left; without a limit a second signal has ended it."""
+    if not num_cut:
+        _log.info("drained, all requests have ended")
+        return
+    reason = "second signal" if limit_s is None else f"drain timeout after {limit_s:g} s"
+    _log.warning("%s: %d %s cut", reason, num_cut, "request was" if num_cut == 1 else "requests were")
 
 
 def _fail(service: Service, error: EngineError) -> int:

@@ -106,9 +106,13 @@ class Service:
         return self.state is LifecycleState.READY and self.client.trouble is None
 
     @property
+    def _doing(self) -> str:
+        return "warming up" if self.state is LifecycleState.WARMUP else self.state
+
+    @property
     def text_model(self) -> TextModel:
         if self._text_model is None:
-            raise NotReady(f"The server is {self.state}.")
+            raise NotReady(f"The server is {self._doing}.")
         return self._text_model
 
     def admit(self) -> None:
@@ -119,7 +123,7 @@ class Service:
         if self.state is LifecycleState.FAILED:
             raise EngineDead("The engine is gone.")
         if self.state is not LifecycleState.READY:
-            raise NotReady(f"The server is {self.state}.", retry_after_s=5)
+            raise NotReady(f"The server is {self._doing}.", retry_after_s=5)
         if self.client.trouble is not None:
             raise EngineDead("The engine is dead or makes no progress.")
         if len(self._exchanges) > self.config.max_inflight:
@@ -180,6 +184,11 @@ class Service:
         for exchange in found:
             exchange.interrupt(RequestAborted("The request was aborted by another one."))
         return bool(found)
+
+    @property
+    def num_exchanges(self) -> int:
+        """Requests for tokens that have no end yet."""
+        return len(self._exchanges)
 
     async def wait_idle(self) -> None:
         """Return once no exchange is open."""

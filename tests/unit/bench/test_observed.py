@@ -123,6 +123,7 @@ def test_a_report_line_by_line() -> None:
         "Throughput (requests): 50.00 requests/s",
         "Goodput (TTFT <= 10 ms): 50.00 requests/s, 1 of 3 (33.3%)",
         "--- where the time of 1 requests went: the server's ledger, and what it does not name ---",
+        "(shares are of these requests' whole time, from sending them to the end of their answers)",
         "queue p50/p95/p99: 3.00/3.00/3.00 ms, 15.0% of the time",
         "decode p50/p95/p99: 12.00/12.00/12.00 ms, 60.0% of the time",
         "network and client p50/p95/p99: 5.00/5.00/5.00 ms, 25.0% of the time",

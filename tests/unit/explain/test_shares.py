@@ -58,3 +58,8 @@ def test_equal_gaps_have_no_tail(count: int) -> None:
     parts = Parts([make_gap(QUIET)] * count)
     assert parts.shares() == []
     assert parts.without(Cause.DECODE).saved_s == 0
+
+
+def test_a_share_of_all_time_counts_usual_gaps_too() -> None:
+    parts = Parts([make_gap({Cause.DECODE: 9.0, Cause.UNKNOWN: 1.0})] * 99 + [make_gap({Cause.GC: 10.0})])
+    assert parts.share_of_all(Cause.UNKNOWN) == pytest.approx(0.099)

@@ -142,8 +142,10 @@ def test_a_fault_of_the_server_is_a_warning(caplog: pytest.LogCaptureFixture) ->
 
 def test_lifecycle_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    Logs(summary_interval_s=10.0).on_lifecycle(LifecycleState.DRAINING)
-    assert caplog.messages == ["server is draining"]
+    for state in (LifecycleState.WARMUP, LifecycleState.DRAINING):
+        Logs(summary_interval_s=10.0).on_lifecycle(state)
+    assert caplog.messages == ["server is warming up", "server is draining"]
+    assert [vars(record)["state"] for record in caplog.records] == ["warmup", "draining"]
 
 
 def run_steps(logs: Logs, start_ns: int, count: int) -> None:

@@ -52,3 +52,10 @@ def test_the_usage() -> None:
 
 def test_an_event() -> None:
     assert event(b"{}") == b"data: {}\n\n"
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_the_ledger_is_a_chunk_like_those_before_the_usage(include_usage: bool) -> None:
+    told = parse(template(include_usage=include_usage).ledger(b"[{}]"))
+    head = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": 'na"me'}
+    assert told == head | {"choices": [], "roseinfer_ledger": [{}]} | ({"usage": None} if include_usage else {})

@@ -1,5 +1,6 @@
 // Data and a window of time into pixels, and pixels back into gaps and steps. Knows no cause's words.
 
+import { drawNames } from "./names.js";
 import { drawOverview } from "./overview.js";
 import { colorOf } from "./words.js";
 
@@ -19,6 +20,8 @@ export class Chart {
     this.selected = null; // a gap
     this.step = null; // a step
     this.hover = null;
+    this.absent = new Map(); // lane -> who is beside the window, where nobody is in it
+    this.shown = new Set(); // names of the colours that the last drawing used
     this.readColors();
   }
 
@@ -132,6 +135,7 @@ export class Chart {
     this.resize();
     const context = this.canvas.getContext("2d");
     context.clearRect(0, 0, this.width, this.height);
+    this.shown = new Set();
     this.#drawLanes(context);
     context.save();
     context.beginPath();
@@ -143,14 +147,15 @@ export class Chart {
     this.#drawSelection(context);
     this.#drawAxis(context);
     context.restore();
-    this.#drawNames(context);
+    drawNames(this, context, AXIS + STEPS / 2);
     drawOverview(this);
   }
 
   #rect(context, name, start, end, y, height, least = 0) {
     const x = this.x(start),
       width = Math.max(this.x(end) - x, least);
-    if (x > this.width || x + width < this.gutter) return;
+    if (x > this.width || x + width < this.gutter || width <= 0) return;
+    this.shown.add(name);
     context.fillStyle = this.color(name);
     context.fillRect(x, y, width, height);
   }
@@ -242,10 +247,9 @@ export class Chart {
         bottom = y + height - 3,
         shown = [];
       for (let index = from; index < gaps.length && gaps[index].start < this.end; index += 1) shown.push(gaps[index]);
-      context.fillStyle = this.color("--write");
       for (const { start, known, end } of shown) {
         const begin = Math.max(start, known);
-        if ((end - begin) * scale > 0.3) context.fillRect(this.x(begin), bottom, (end - begin) * scale, 3);
+        if ((end - begin) * scale > 0.3) this.#rect(context, "--write", begin, end, bottom, 3);
       }
       context.fillStyle = this.color("--decode-edge");
       for (const { end } of shown) context.fillRect(this.x(end) - 0.5, y, 1, height);
@@ -254,8 +258,9 @@ export class Chart {
   }
 
   #drawEnd(context, request, y, height) {
-    if (request.end_ns === null) return;
+    if (request.end_ns === null || request.end_ns > this.end || request.end_ns < this.start) return;
     const isWell = request.finish_reason === "stop" || request.finish_reason === "length";
+    if (!isWell) this.shown.add("--bad");
     context.fillStyle = this.color(isWell ? "--soft" : "--bad");
     context.fillRect(this.x(request.end_ns) - 1, y, isWell ? 1.5 : 4, height);
   }
@@ -302,32 +307,6 @@ export class Chart {
       context.fillText(label, x + 3, AXIS / 2 - 1);
     }
   }
-
-  #drawNames(context) {
-    context.font = "11px system-ui, sans-serif";
-    context.textBaseline = "middle";
-    context.fillStyle = this.color("--soft");
-    const write = (text, y) => context.fillText(shorten(context, text, this.gutter - 12), 4, y);
-    write("steps", AXIS + STEPS / 2);
-    const names = new Map();
-    for (const request of this.data.requests.values()) {
-      if (request.recv_ns <= this.end && this.endOf(request) >= this.start) names.set(request.lane, request);
-    }
-    if (this.selected) names.set(this.selected.request.lane, this.selected.request);
-    for (const [lane, request] of names) {
-      const isChosen = request === this.selected?.request || request === this.hover;
-      context.fillStyle = this.color(isChosen ? "--ink" : "--soft");
-      context.font = `${isChosen ? "600 " : ""}${this.row < 12 ? 9 : 11}px system-ui, sans-serif`;
-      write(request.id, this.y(lane) + this.row / 2);
-    }
-  }
-}
-
-function shorten(context, text, width) {
-  if (context.measureText(text).width <= width) return text;
-  let length = Math.min(text.length, 40);
-  while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > width) length -= 1;
-  return `${text.slice(0, length)}…`;
 }
 
 /** The index of the first gap that ends after a moment. */

@@ -93,12 +93,22 @@ export class Data {
     const begin = this.steps[0].start_ns;
     for (const [serial, request] of this.requests)
       if (request.end_ns && request.end_ns < begin) this.requests.delete(serial);
+    this.#closeLanes();
     for (const request of this.requests.values()) {
       request.gaps = request.gaps.filter((gap) => gap.end >= begin);
       request.slow = request.slow.filter((gap) => gap.end >= begin);
     }
     this.slow = this.slow.filter((gap) => gap.end >= begin);
     this.interruptions = this.interruptions.filter((one) => one.end >= begin);
+  }
+
+  /** Lanes of which nobody is remembered would be empty for ever, since the first free one is taken. */
+  #closeLanes() {
+    const used = [...new Set([...this.requests.values()].map((request) => request.lane))].sort((a, b) => a - b);
+    if (used.length === this.lanes.length) return;
+    const place = new Map(used.map((lane, index) => [lane, index]));
+    for (const request of this.requests.values()) request.lane = place.get(request.lane);
+    this.lanes = used.map((lane) => this.lanes[lane]);
   }
 
   /** [start, end] of all that there is to see. */

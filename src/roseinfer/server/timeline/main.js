@@ -38,8 +38,13 @@ function redraw() {
   isDue = true;
   requestAnimationFrame(() => {
     isDue = false;
-    chart.draw();
+    draw();
   });
+}
+
+function draw() {
+  chart.draw();
+  renderLegend(find("legend"), chart.shown);
 }
 
 function refresh() {
@@ -117,7 +122,7 @@ function glide(change) {
       eased = 1 - (1 - share) ** 3;
     chart.start = from[0] + (to[0] - from[0]) * eased;
     chart.end = from[1] + (to[1] - from[1]) * eased;
-    chart.draw();
+    draw();
     if (share < 1) requestAnimationFrame(advance);
   };
   requestAnimationFrame(advance);
@@ -317,7 +322,6 @@ find("keys").append(
     element("dd", {}, meaning),
   ]),
 );
-renderLegend(find("legend"));
 renderDetail(find("detail"), data, null, null);
 renderFigures(find("figures"), data.distributions());
 globalThis.timeline = { data, chart, poll, state }; // for the browser's console

@@ -21,6 +21,7 @@ export function drawOverview(chart) {
     context.fillRect(x(step.start_ns), height - tall, Math.max(0.7, x(step.end_ns) - x(step.start_ns)), tall);
   }
   for (const gap of data.slow) {
+    chart.shown.add(colorOf(gap.cause));
     context.fillStyle = chart.color(colorOf(gap.cause));
     context.fillRect(x(gap.end) - 1, 3, 2.5, 6);
   }

@@ -19,18 +19,28 @@ function swatch(name) {
   return made;
 }
 
-export function renderLegend(list) {
-  const entries = [
-    ["--queue", "queue"],
-    ["--prefill", "prefill"],
-    ["--decode", "decode"],
-    ["--write", "write"],
-    ["--step-prefill", "step with prompts"],
-    ["--step-decode", "step"],
-  ];
+const PHASES = {
+  "--step-decode": "step",
+  "--step-prefill": "step with prompts",
+  "--arrive": "arriving",
+  "--queue": "queue",
+  "--prefill": "prefill",
+  "--decode": "decode",
+  "--write": "write",
+  "--bad": "failed or cut",
+};
+
+/** What is on screen: phases, and causes of slow gaps and of interruptions. `shown` holds the colours' names. */
+export function renderLegend(list, shown) {
+  const phases = Object.keys(PHASES).filter((name) => shown.has(name)),
+    causes = [...shown].filter((name) => name.startsWith("--c-")).sort();
+  const key = [...phases, ...causes].join();
+  if (list.dataset.key === key) return;
+  list.dataset.key = key;
   list.replaceChildren(
-    ...entries.map(([name, text]) => element("li", {}, swatch(name), text)),
-    element("li", {}, "a slow gap has the colour of its cause"),
+    ...phases.map((name) => element("li", {}, swatch(name), PHASES[name])),
+    ...(causes.length ? [element("li", {}, "slow gaps and pauses:")] : []),
+    ...causes.map((name) => element("li", {}, swatch(name), nameOf(name.slice("--c-".length)))),
   );
 }
 
