@@ -18,10 +18,10 @@ def sequence(name: str, num_prompt_tokens: int = 1, max_tokens: int = 1) -> Requ
     return Request(request_id=name, prompt_token_ids=[1] * num_prompt_tokens, params=params)
 
 
-def engine_of_one_place() -> ScriptedEngine:
+def engine_of_one_place(priority_wait_s: float = 0.0) -> ScriptedEngine:
     """Who comes second waits for three seconds and a half."""
     engine = ScriptedEngine()
-    engine.backlog = Backlog(1)
+    engine.backlog = Backlog(1, priority_wait_s=priority_wait_s)
     engine.backlog.measure_place(3_500_000_000)
     return engine
 
@@ -99,3 +99,27 @@ async def test_tokens_of_prompts_and_of_what_may_be_generated_are_limited() -> N
         assert "more than 20" in answer.error["message"]
         assert answer.headers["Retry-After"] == "1"
     assert len(engine.requests) == 1 + 1 + 2
+
+
+def crowd(engine: ScriptedEngine) -> None:
+    """Three are before a usual request, and one, which has its place, before an urgent one."""
+    for i in range(3):
+        engine.backlog.add(sequence(f"before-{i}"))
+
+
+async def test_where_priorities_count_who_is_to_come_back_is_told_its_own_wait() -> None:
+    engine = engine_of_one_place(priority_wait_s=1.0)
+    crowd(engine)
+    async with serving(engine, max_queue_wait_s=1000, max_inflight_tokens=20) as server:
+        usual, urgent = await server.complete(max_tokens=100), await server.complete(max_tokens=100, priority=-50)
+    assert [answer.status for answer in (usual, urgent)] == [429] * 2
+    assert [answer.headers["Retry-After"] for answer in (usual, urgent)] == ["11", "4"]
+
+
+async def test_whose_body_was_not_read_is_taken_for_a_usual_one() -> None:
+    engine = engine_of_one_place(priority_wait_s=1.0)
+    async with serving(engine, max_queue_wait_s=1000, max_inflight=1) as server, stalled(server):
+        crowd(engine)
+        refused = await server.complete()
+    assert (refused.status, refused.headers["Retry-After"]) == (429, "11")
+    assert "1 requests are being served" in refused.error["message"]

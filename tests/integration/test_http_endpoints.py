@@ -194,9 +194,10 @@ async def test_the_engines_word_on_a_deadline(stream: bool) -> None:
     assert [timeline.finish_reason for timeline in server.engine.closed] == [FinishReason.TIMEOUT] * 4
 
 
-async def test_who_waited_too_long_comes_back_when_the_backlog_has_gone() -> None:
+@pytest.mark.parametrize("priority_wait_s", [0.0, 1.0])
+async def test_who_waited_too_long_comes_back_when_the_backlog_has_gone(priority_wait_s: float) -> None:
     engine = ScriptedEngine(ends_late(0))
-    engine.backlog = Backlog(1)
+    engine.backlog = Backlog(1, priority_wait_s=priority_wait_s)
     engine.backlog.measure_place(3_500_000_000)
     for index in range(4):
         engine.backlog.add(Request(request_id=f"before-{index}", prompt_token_ids=[1], params=SamplingParams()))

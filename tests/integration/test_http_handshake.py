@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from roseinfer.server import guard
 from tests.integration.test_http_keys import running, write_certificate
 
 REQUEST = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -63,7 +62,6 @@ async def is_served(server: Secured) -> bool:
 async def test_who_never_shakes_hands_has_the_time_of_a_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(guard, "HANDSHAKE_TIMEOUT_S", NEVER_S)
     async with (
         secured(tmp_path, monkeypatch, head_timeout_s=0.2, max_connections=1) as server,
         silent(server.port, said) as reader,
@@ -74,7 +72,6 @@ async def test_who_never_shakes_hands_has_the_time_of_a_head(
 
 
 async def test_handshakes_that_are_not_over_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "HANDSHAKE_TIMEOUT_S", NEVER_S)
     async with (
         secured(tmp_path, monkeypatch, head_timeout_s=NEVER_S, max_connections=3) as server,
         AsyncExitStack() as stack,
@@ -87,6 +84,21 @@ async def test_handshakes_that_are_not_over_count(tmp_path: Path, monkeypatch: p
         await held.aclose()
         while not await is_served(server):
             pass
+
+
+async def test_a_handshake_may_take_as_long_as_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not asyncio's minute, and no constant of ours."""
+    loop, allowed_s = asyncio.get_running_loop(), list[float]()
+    start_tls = loop.start_tls
+
+    async def noting(*arguments: Any, ssl_handshake_timeout: float, **options: Any) -> asyncio.Transport | None:
+        allowed_s.append(ssl_handshake_timeout)
+        return await start_tls(*arguments, ssl_handshake_timeout=ssl_handshake_timeout, **options)
+
+    monkeypatch.setattr(loop, "start_tls", noting)
+    async with secured(tmp_path, monkeypatch, head_timeout_s=NEVER_S) as server:
+        assert await is_served(server)
+    assert allowed_s == [NEVER_S]
 
 
 async def test_a_refused_handshake_gives_its_place_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

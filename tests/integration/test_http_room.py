@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -58,6 +59,17 @@ async def test_a_body_counts_while_it_comes_and_no_longer_than_its_client_is_the
         while server.service.room.num_bytes:  # noqa: ASYNC110  # the same
             await asyncio.sleep(0.01)
         assert (await ask(server)).status == 200
+
+
+async def test_what_was_declared_and_has_not_come_is_not_held() -> None:
+    async with serving(ScriptedEngine(says("a")), max_bodies_mib=1) as server, AsyncExitStack() as stack:
+        for _ in range(8):
+            _, writer = await stack.enter_async_context(connected(server))
+            writer.write(HEAD + b"Content-Length: 900000\r\n\r\n")
+        while len(server.engine.opened) < 8:  # noqa: ASYNC110  # their heads have been read
+            await asyncio.sleep(0.01)
+        assert (await ask(server)).status == 200
+        assert server.service.room.num_bytes == 0
 
 
 async def test_a_body_that_comes_in_chunks_is_refused_where_the_room_ends() -> None:

@@ -107,27 +107,43 @@ class Backlog:
         self._place_s.add(held_s)
         num_steps = len(self._steps_s) - bisect_left(self._steps_s, self._busy_s - held_s)
         if num_steps > 1:
-            self._pace_s.add((self._busy_s - self._steps_s[-num_steps]) / (num_steps - 1))
+            self._pace_s.add((self._steps_s[-1] - self._steps_s[-num_steps]) / (num_steps - 1))
 
     def measure_step(self, record: StepRecord) -> None:
+        is_short_of_blocks = record.blocked_by is BlockedBy.KV_BLOCKS
+        self._num_usable_places = max(1, record.num_running) if is_short_of_blocks else self._num_places
+        if not record.num_decode_seqs + record.num_prefill_seqs:  # a rest: all that there is waits for its grammar
+            self._end_last_step()
+            return
         if record.num_prefill_tokens:
             # Weighted by tokens, so that the mean is time by tokens and not a mean of speeds.
             took_s = (record.end_ns - record.start_ns) / 1e9
             self._token_s.add(took_s / record.num_prefill_tokens, record.num_prefill_tokens)
-        if (last := self._last_step) is not None:  # before a rest it took what it took, and else until the next began
-            self._busy_s += ((record.start_ns if _left_work(last) else last.end_ns) - last.start_ns) / 1e9
+        if self._last_step is not None and _left_work(self._last_step):  # it lasted until this one began
+            self._busy_s += (record.start_ns - self._last_step.start_ns) / 1e9
+        else:
+            self._end_last_step()
         self._steps_s.append(self._busy_s)
         self._last_step = record
-        is_short_of_blocks = record.blocked_by is BlockedBy.KV_BLOCKS
-        self._num_usable_places = max(1, record.num_running) if is_short_of_blocks else self._num_places
+
+    def restart(self) -> None:
+        """Another engine takes the place of the one that died: the time between them was no step of either."""
+        self._end_last_step()
+        self._num_usable_places = self._num_places
+
+    def _end_last_step(self) -> None:
+        """It took what it took: a rest came after it."""
+        if (last := self._last_step) is not None:
+            self._busy_s += (last.end_ns - last.start_ns) / 1e9
+            self._last_step = None
 
     def _slowness(self, now_ns: int) -> float:
         """What a step takes now, against what it took while those held their places that have ended."""
-        if self._last_step is None or not self._pace_s.value or len(self._steps_s) < 2:
+        if not self._pace_s.value or len(self._steps_s) < 2:
             return 1.0
         num_steps = min(_NUM_RECENT, len(self._steps_s) - 1)
-        recent_s = self._busy_s - self._steps_s[-1 - num_steps]
-        if _left_work(self._last_step):  # the next is under way, and may take long
+        recent_s = self._steps_s[-1] - self._steps_s[-1 - num_steps]
+        if self._last_step is not None and _left_work(self._last_step):  # the next is under way, and may take long
             since_s = (now_ns - self._last_step.start_ns) / 1e9
             recent_s = max(recent_s, (recent_s + since_s) * num_steps / (num_steps + 1))
         return recent_s / num_steps / self._pace_s.value
@@ -136,12 +152,13 @@ class Backlog:
         """Seconds until a request that comes now would have its first token, but for reading its own prompt.
 
         Where priorities count, whoever it would go before is not in its way; while its own is not known, it is taken
-        for the most urgent there is. 0 before anything was measured.
+        for the most urgent there is. Before anything was measured it is 0, or what somebody without a place has waited.
         """
         now_ns = self._clock()
         turn_ns = now_ns + priority * self._level_ns
         behind = [each for each in self._unread.values() if each.turn_ns > turn_ns] if self._level_ns else []
-        # Some of those behind may have a place already: all places are taken if there are enough for them.
+        # Some of those behind may have a place already: all places are taken if there are enough for them. With three
+        # behind of which two read their prompts in the two places that there are, nobody is ahead by turn, and two are.
         num_ahead = max(self.num_sequences - len(behind), min(self.num_sequences, self._num_usable_places))
         num_queued = max(0, num_ahead + 1 - self._num_usable_places)
         place_s = num_queued * self._place_s.value * self._slowness(now_ns) / self._num_usable_places
@@ -157,8 +174,11 @@ class Backlog:
                 return (now_ns - each.since_ns) / 1e9
         return 0.0
 
-    def retry_after_s(self, limit_s: float = 0.0, priority: int = MOST_URGENT) -> int:
-        """Whole seconds after which a wait is likely to be within the limit: the excess; at least until one place."""
+    def retry_after_s(self, limit_s: float = 0.0, *, priority: int) -> int:
+        """Whole seconds after which a wait is likely to be within the limit: the excess; at least until one place.
+
+        `priority` is that of the request that is to come back.
+        """
         excess_s = self.predict_wait_s(priority) - limit_s
         place_s = self._place_s.value / self._num_usable_places
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(max(excess_s, place_s))))

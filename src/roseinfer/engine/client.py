@@ -118,6 +118,7 @@ class AsyncEngine:
         if self._dead is not None:
             await self._transport.close()
             self._by_slot.clear()
+            self.backlog.restart()
             self._info, self._num_submitted, self._step_offset = None, 0, self._last_step_id
         self._on_progress = on_progress
         self._started, self._dead = loop.create_future(), loop.create_future()
@@ -202,8 +203,7 @@ class AsyncEngine:
         return entry is not None and entry.is_in_engine
 
     def abort(self, request_id: str) -> None:
-        entry = self._entries.get(request_id)
-        if entry is not None and entry.is_in_engine:
+        if self.holds(request_id):
             self._transport.send(Abort(request_id))
 
     def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:

@@ -8,15 +8,13 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from roseinfer.engine.constraint import Matcher
-from roseinfer.grammar.library import Compiled, Vocabulary
+from roseinfer.grammar.library import Compiled, Vocabulary, can_grow
 from roseinfer.messages import Grammar
 
 ENTRY_BYTES = 128 << 10  # what a compiled grammar of a few properties takes
 _BYTES_PER_SOURCE_BYTE = 32  # and what longer ones take more
-_GROWTH_BYTES = (
-    1 << 20
-)  # and what those with expressions or lengths gain while they are followed; at worst five times it
-_GROWING = ('"pattern', 'Length"', '"format"', '"minimum"', '"maximum"', '"multipleOf"')  # in a schema
+# And what those with expressions or lengths gain while they are followed; at worst five times it.
+_GROWTH_BYTES = 1 << 20
 
 
 class GrammarCache:
@@ -53,8 +51,8 @@ class GrammarCache:
 
 def entry_bytes(grammar: Grammar) -> int:
     """About what a compiled grammar takes."""
-    is_growing = grammar.kind in {"regex", "lark"} or any(word in grammar.source for word in _GROWING)
-    return ENTRY_BYTES + _BYTES_PER_SOURCE_BYTE * len(grammar.source) + (_GROWTH_BYTES if is_growing else 0)
+    growth = _GROWTH_BYTES if can_grow(grammar) else 0
+    return ENTRY_BYTES + _BYTES_PER_SOURCE_BYTE * len(grammar.source) + growth
 
 
 class GrammarCompiler:

@@ -21,9 +21,8 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar
 
 MAX_MESSAGE_CHARS = 200
-MAX_FOLLOWED_NS = (
-    50_000_000  # in which the worst expression grows by about 5 MiB; a usual one is done with growing before
-)
+# In which the worst expression grows by about 5 MiB; a usual one is done with growing before.
+MAX_FOLLOWED_NS = 50_000_000
 MAX_TOKEN_CHARS = 255
 
 # Where the library's own default would allow half a gigabyte of automaton; the others are its defaults, written down
@@ -44,6 +43,9 @@ _JSON_OPTIONS = {
     "key_separator": ": ?",
     "lenient": False,
 }
+# What a schema holds that can grow. Half-quoted are words of which there are several: `patternProperties`, `minLength`
+# and `maxLength`, `exclusiveMinimum` and `exclusiveMaximum`. And an escape may spell any of them.
+_GROWING = ('"pattern', 'Length"', '"format"', '"minimum"', '"maximum"', '"exclusiveM', '"multipleOf"', "\\u")
 _SILENT = 0
 
 # What they are called who gave them.
@@ -83,13 +85,18 @@ class Vocabulary:
         """Takes between a millisecond and seconds, without the interpreter's lock. Raises InvalidRequest."""
         began_ns = time.monotonic_ns()
         matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=_SILENT, limits=_LIMITS)
-        compiled = Compiled(matcher, self._tokenizer.vocab_size, self.vocab_size)
+        compiled = Compiled(matcher, self._tokenizer.vocab_size, self.vocab_size, can_grow=can_grow(grammar))
         first = compiled.matcher()
         first.fill(np.zeros(-(-self.vocab_size // 32), np.uint32))  # much is only found out, and made, on the way
         if first.error:
             raise InvalidRequest(f"The {_KINDS[grammar.kind]} cannot be used: {first.why(grammar)}.")
         compiled.begin(time.monotonic_ns() - began_ns)
         return compiled
+
+
+def can_grow(grammar: Grammar) -> bool:
+    """Whether it may gain much while it is followed: it has expressions, lengths or numbers between bounds."""
+    return grammar.kind in {"regex", "lark"} or any(word in grammar.source for word in _GROWING)
 
 
 class _Words(msgspec.Struct, frozen=True):
@@ -160,12 +167,13 @@ class Compiled:
     """A grammar that makes matchers, each at its beginning. They share what they find out about it.
 
     So it grows while they are followed, and when it has as many states as the limits allow, none of them, also of those
-    that are made then, can go on. The library tells neither; the time that masks took bounds the one, and the matchers
-    notice the other.
+    that are made then, can go on. The library tells neither; the time that masks took bounds the one, where there is
+    something to bound, and the matchers notice the other.
     """
 
-    def __init__(self, template: llguidance.LLMatcher, num_bits: int, vocab_size: int) -> None:
+    def __init__(self, template: llguidance.LLMatcher, num_bits: int, vocab_size: int, *, can_grow: bool) -> None:
         self._template = template
+        self._can_grow = can_grow
         self._num_bits = num_bits
         self._vocab_size = vocab_size
         self._compile_ns = 0
@@ -179,7 +187,7 @@ class Compiled:
     @property
     def is_worn(self) -> bool:
         """Whoever wants this grammar next should have it compiled anew."""
-        return self.has_failed or self.followed_ns > MAX_FOLLOWED_NS + 2 * self._compile_ns
+        return self.has_failed or (self._can_grow and self.followed_ns > MAX_FOLLOWED_NS + 2 * self._compile_ns)
 
     def matcher(self) -> "LibraryMatcher":
         return LibraryMatcher(self, self._template.deep_copy(), self._num_bits, self._vocab_size)
@@ -226,7 +234,8 @@ class LibraryMatcher:
 
     def accept(self, token_id: int) -> None:
         """See Matcher."""
-        self._inner.consume_token(token_id)
+        if not self._inner.consume_token(token_id):
+            self._compiled.has_failed |= self._inner.is_error()
 
 
 def _told(message: str, grammar: Grammar) -> str:

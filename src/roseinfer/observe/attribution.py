@@ -110,8 +110,8 @@ class Attribution(WriteObserver):
         tokens_ns, resumed_ns = columns["tokens_ns"], columns["resumed_ns"]
         at_ns = np.maximum(columns["start_ns"], tokens_ns)
         told_ns = np.maximum(at_ns, columns["sent_ns"])
-        is_plain: Mask = is_candidate & (columns["is_prompt"] > columns["was_paused"]) & (told_ns <= resumed_ns)
-        is_plain &= told_ns >= self.interruptions.quiet_since_ns
+        is_plain: Mask = is_candidate & (columns["was_delayed"] == 0) & (columns["was_paused"] == 0)
+        is_plain &= (told_ns <= resumed_ns) & (told_ns >= self.interruptions.quiet_since_ns)
         detokenize_ns, totals = columns["encoded_ns"] - resumed_ns, self.total_ns
         whole_ns = columns["written_ns"] - at_ns
         schedule_ns = told_ns - at_ns

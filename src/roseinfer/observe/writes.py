@@ -10,10 +10,10 @@ import numpy.typing as npt
 from roseinfer.records import Arrival, Delivery, Observer, RequestTimeline
 
 _OWN = ("serial", "start_ns", "resumed_ns", "encoded_ns", "written_ns", "was_paused")
-_OF_ARRIVALS = ("tokens_ns", "sent_ns", "read_ns", "is_prompt")
+_OF_ARRIVALS = ("tokens_ns", "sent_ns", "read_ns", "was_delayed")
 COLUMNS = (*_OWN, *_OF_ARRIVALS)
-"""`serial` is the request's, `start_ns` when its write before this one returned, 0 for the first. `is_prompt` is 1
-unless a collection or a full outbox delayed the tokens on their way to the front end."""
+"""`serial` is the request's, `start_ns` when its write before this one returned, 0 for the first. `was_delayed` is
+1 if a collection or a full outbox delayed the tokens on their way to the front end."""
 
 Column = npt.NDArray[np.int64]
 
@@ -67,7 +67,7 @@ class Writes:
                 continue
             last = delivery.arrival
             counts.append(1)
-            values.extend((last.tokens_ns, last.sent_ns, last.read_ns, not (last.gc_ns or last.was_held)))
+            values.extend((last.tokens_ns, last.sent_ns, last.read_ns, bool(last.gc_ns or last.was_held)))
         return {name: column.repeat(counts) for name, column in _columns(_OF_ARRIVALS, values).items()}
 
 

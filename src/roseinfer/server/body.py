@@ -55,7 +55,6 @@ async def _read(request: web.Request, limit: int, timeout_s: float) -> bytearray
     too_large = BodyTooLarge(f"The body is longer than {limit} bytes.")
     if (request.content_length or 0) > limit:
         raise too_large
-    _hold(request, request.content_length or 0)
     raw = bytearray()
     try:
         async with asyncio.timeout(timeout_s):

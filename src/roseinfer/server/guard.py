@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import LineTooLong
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
 from roseinfer.server.middleware import error_response
-from roseinfer.server.tls import HANDSHAKE_TIMEOUT_S, Certificate
+from roseinfer.server.tls import Certificate
 
 MAX_LINE_BYTES = 8190  # of the request line, and of one header
 MAX_HEADERS = 128
@@ -143,9 +143,10 @@ class Connection(web.RequestHandler):
 class Handshake(asyncio.Protocol):
     """A socket that is to speak TLS, in the place of its connection until it does."""
 
-    def __init__(self, connection: Connection, context: ssl.SSLContext) -> None:
+    def __init__(self, connection: Connection, context: ssl.SSLContext, timeout_s: float) -> None:
         self._connection = connection
         self._context = context
+        self._timeout_s = timeout_s
         self._shaking: asyncio.Task[None] | None = None
         self._early = b""  # what came with the handshake's last bytes
 
@@ -168,7 +169,7 @@ class Handshake(asyncio.Protocol):
         connection, secured = self._connection, None
         with contextlib.suppress(OSError):  # ssl.SSLError, and the end of the handshake's time, are some
             secured = await asyncio.get_running_loop().start_tls(
-                transport, self, self._context, server_side=True, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+                transport, self, self._context, server_side=True, ssl_handshake_timeout=self._timeout_s
             )
         if secured is None:  # refused, overdue, or the client has gone
             connection.leave()
@@ -189,6 +190,7 @@ class Guard:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
+        self.handshake_timeout_s = config.head_timeout_s  # it is part of the head
         self.max_connections = min(config.max_connections, _spare_descriptors())
         self._connections: set[Connection] = set()
         self._by_peer: Counter[str] = Counter()
@@ -325,6 +327,8 @@ class GuardedRunner(web.AppRunner):
 
         def accept() -> asyncio.Protocol:
             connection = server.connection()
-            return connection if certificate is None else Handshake(connection, certificate.context)
+            if certificate is None:
+                return connection
+            return Handshake(connection, certificate.context, self.guard.handshake_timeout_s)
 
         return await asyncio.get_running_loop().create_server(accept, host, port, backlog=128)

@@ -142,7 +142,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         _log.exception("unexpected error", extra={"request_id": request[REQUEST_ID]})
         failure = RoseinferError("Something went wrong inside the server; its log says more under this request's id.")
     if isinstance(failure, QueueTimeout):
-        failure.retry_after_s = request.app[SERVICE].client.backlog.retry_after_s()
+        failure.retry_after_s = request.app[SERVICE].client.backlog.retry_after_s(priority=0)
     if exchange is None:
         return error_response(failure, headers)
     exchange.fail(failure)

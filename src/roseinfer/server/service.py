@@ -128,7 +128,7 @@ class Service:
             raise EngineDead("The engine is dead or makes no progress.")
         if len(self._exchanges) > self.config.max_inflight:
             message = f"{self.config.max_inflight} requests are being served already."
-            raise Overloaded(message, retry_after_s=self.client.backlog.retry_after_s())
+            raise Overloaded(message, retry_after_s=self.client.backlog.retry_after_s(priority=0))  # the usual one
         self._check_wait(MOST_URGENT)
 
     def admit_sequences(self, requests: Sequence[Request]) -> None:
@@ -141,14 +141,14 @@ class Service:
         num_tokens = sum(len(request.prompt_token_ids) + request.params.max_tokens for request in requests)
         if limit is not None and backlog.num_sequences and backlog.num_tokens + num_tokens > limit:
             message = f"{backlog.num_tokens} tokens are being served already; with these it would be more than {limit}."
-            raise Overloaded(message, retry_after_s=backlog.retry_after_s())
+            raise Overloaded(message, retry_after_s=backlog.retry_after_s(priority=requests[0].priority))
         self._check_wait(requests[0].priority)
 
     def _check_wait(self, priority: int) -> None:
         limit_s, backlog = self.config.max_queue_wait_s, self.client.backlog
         if (wait_s := backlog.predict_wait_s(priority)) > limit_s:
             message = f"The first token would take some {wait_s:.1f} s; {limit_s:g} s is the limit."
-            raise Overloaded(message, retry_after_s=backlog.retry_after_s(limit_s, priority))
+            raise Overloaded(message, retry_after_s=backlog.retry_after_s(limit_s, priority=priority))
 
     def open_exchange(self, request: web.Request, request_id: str) -> Exchange:
         key = request_id

@@ -6,8 +6,6 @@ from pathlib import Path
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
 
-HANDSHAKE_TIMEOUT_S = 10.0
-
 
 class Certificate:
     """A TLS context whose certificate can be exchanged: connections made from then on get the new one."""

@@ -125,10 +125,8 @@ class Tokenizer:
             return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
         # "fast" leaves out the offsets, which nobody asks for and which take most of the time and the memory.
         encodings = self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        for name, num_tokens in zip(names, map(len, encodings), strict=max_model_len is not None):
-            if max_model_len is not None and num_tokens > max_model_len:
-                message = f"This model's context is {max_model_len} tokens; the {num_tokens} of `{name}` do not fit."
-                raise PromptTooLong(message, param=name)
+        if max_model_len is not None:
+            _check_num_tokens(encodings, max_model_len, names)
         return [encoding.ids for encoding in encodings]
 
     def spell(self, token_id: int) -> bytes:
@@ -162,6 +160,13 @@ def _check_characters(texts: Sequence[str]) -> None:
         except UnicodeEncodeError:
             message = "The text holds a lone surrogate, which is no character."
             raise InvalidRequest(message, param="prompt") from None
+
+
+def _check_num_tokens(encodings: Sequence[tokenizers.Encoding], max_model_len: int, names: Sequence[str]) -> None:
+    for name, num_tokens in zip(names, map(len, encodings), strict=True):
+        if num_tokens > max_model_len:
+            message = f"This model's context is {max_model_len} tokens; the {num_tokens} of `{name}` do not fit."
+            raise PromptTooLong(message, param=name)
 
 
 def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.TemplateProcessing:

@@ -13,7 +13,7 @@ from roseinfer.bench.virtual_runner import VirtualClock, VirtualRunner
 from roseinfer.engine.backlog import MAX_RETRY_AFTER_S, Backlog
 from roseinfer.engine.engine import Engine
 from roseinfer.messages import Request
-from roseinfer.records import FinishReason
+from roseinfer.records import BlockedBy, FinishReason
 from roseinfer.stopwatch import Phases
 from tests.unit.engine.harness import VOCAB_SIZE, make_engine, make_request
 from tests.unit.observe.facts import make_step
@@ -148,7 +148,7 @@ def test_nothing_is_predicted_from_nothing() -> None:
     for i in range(2):
         backlog.add(make_request(f"r{i}", [1] * 1000, max_tokens=1000))
     assert backlog.predict_wait_s() == 0.0
-    assert backlog.retry_after_s() == 1
+    assert backlog.retry_after_s(priority=0) == 1
 
 
 def test_retry_after_is_the_excess_in_whole_seconds_and_bounded() -> None:
@@ -158,11 +158,11 @@ def test_retry_after_is_the_excess_in_whole_seconds_and_bounded() -> None:
     for i in range(6):
         backlog.add(make_request(f"r{i}", [1], max_tokens=1))
     assert backlog.predict_wait_s() == pytest.approx(5 * 4 / 2)
-    assert backlog.retry_after_s(limit_s=3.0) == 7
-    assert backlog.retry_after_s(limit_s=100.0) == 2  # until one place is free
+    assert backlog.retry_after_s(limit_s=3.0, priority=0) == 7
+    assert backlog.retry_after_s(limit_s=100.0, priority=0) == 2  # until one place is free
     for i in range(6, 60):
         backlog.add(make_request(f"r{i}", [1], max_tokens=1))
-    assert backlog.retry_after_s() == MAX_RETRY_AFTER_S
+    assert backlog.retry_after_s(priority=0) == MAX_RETRY_AFTER_S
 
 
 def crowded(clock: VirtualClock, *, priority_wait_s: float = 0.0) -> Backlog:
@@ -183,12 +183,16 @@ def test_an_engine_that_has_become_slow_is_noticed_by_who_waits() -> None:
     assert backlog.predict_wait_s() == pytest.approx(20)
 
 
-def run_steps(backlog: Backlog, clock: VirtualClock, num_steps: int, step_ns: int, num_running: int = 2) -> None:
+def run_steps(
+    backlog: Backlog, clock: VirtualClock, num_steps: int, step_ns: int, num_running: int = 2, num_decode_seqs: int = 2
+) -> None:
     """Steps of one length, one after the other; `num_running` are left to do after each."""
     for _ in range(num_steps):
         start_ns = clock.now_ns
         clock.advance(step_ns)
-        backlog.measure_step(make_step(start_ns=start_ns, end_ns=clock.now_ns, num_running=num_running))
+        backlog.measure_step(
+            make_step(start_ns=start_ns, end_ns=clock.now_ns, num_running=num_running, num_decode_seqs=num_decode_seqs)
+        )
 
 
 def test_an_engine_that_has_become_slow_is_noticed_a_few_steps_later() -> None:
@@ -220,6 +224,46 @@ def test_a_rest_is_not_slowness() -> None:
     assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
 
 
+@pytest.mark.parametrize("num_steps_after", [0, 1, 20])
+def test_an_outage_is_not_slowness(num_steps_after: int) -> None:
+    backlog, ms = Backlog(2, clock := VirtualClock()), 1_000_000
+    run_steps(backlog, clock, 100, ms)
+    backlog.measure_place(50 * ms)
+    clock.advance(10_000 * ms)  # it died in the middle of its work
+    backlog.restart()
+    clock.advance(10_000 * ms)  # and nobody came for a while
+    run_steps(backlog, clock, num_steps_after, ms)
+    for i in range(5):
+        backlog.add(make_request(f"r{i}"))
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
+    if num_steps_after:
+        backlog.measure_place(50 * ms)
+        assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
+
+
+def test_an_engine_that_is_started_again_has_all_its_places() -> None:
+    backlog = crowded(VirtualClock())
+    assert backlog.predict_wait_s() == pytest.approx(0.5)
+    backlog.measure_step(make_step(num_running=1, num_decode_seqs=1, blocked_by=BlockedBy.KV_BLOCKS))
+    assert backlog.predict_wait_s() == pytest.approx(2)
+    backlog.restart()
+    assert backlog.predict_wait_s() == pytest.approx(0.5)
+
+
+def test_steps_that_wait_for_a_grammar_say_nothing_of_what_a_step_takes() -> None:
+    backlog, ms = Backlog(2, clock := VirtualClock()), 1_000_000
+    run_steps(backlog, clock, 100, 50 * ms)
+    backlog.measure_place(2500 * ms)
+    run_steps(backlog, clock, 200, 5 * ms, num_decode_seqs=0)
+    for i in range(5):
+        backlog.add(make_request(f"r{i}"))
+    assert backlog.predict_wait_s() == pytest.approx(4 * 2.5 / 2, rel=0.05)
+    run_steps(backlog, clock, 40, 50 * ms)
+    assert backlog.predict_wait_s() == pytest.approx(4 * 2.5 / 2, rel=0.05), "nor is the time they took a step's"
+    backlog.measure_place(2000 * ms)
+    assert backlog.predict_wait_s() == pytest.approx(4 * 2.25 / 2, rel=0.05)
+
+
 def test_who_is_overtaken_waits_for_reasons_of_its_own_and_sheds_nobody() -> None:
     """It is less urgent, say, or its grammar is being compiled."""
     backlog = crowded(clock := VirtualClock())
@@ -233,6 +277,22 @@ def test_who_is_overtaken_waits_for_reasons_of_its_own_and_sheds_nobody() -> Non
     backlog.add(make_request("waits"))
     clock.advance(int(5e9))
     assert backlog.predict_wait_s() == pytest.approx(5), "nobody who came later than this one has begun"
+
+
+def test_who_has_waited_without_a_place_is_believed_before_anything_was_measured() -> None:
+    backlog = Backlog(2, clock := VirtualClock())
+    for i in range(3):
+        backlog.add(make_request(f"r{i}"))
+    clock.advance(int(7e9))
+    assert backlog.predict_wait_s() == pytest.approx(7)
+
+
+def test_a_place_that_somebody_less_urgent_has_is_taken_all_the_same() -> None:
+    backlog = Backlog(2, VirtualClock(), priority_wait_s=1.0)
+    backlog.measure_place(int(1e9))
+    for i in range(3):
+        backlog.add(msgspec.structs.replace(make_request(f"r{i}"), priority=10))
+    assert backlog.predict_wait_s(priority=0) == pytest.approx(0.5), "until a place is free"
 
 
 def test_whom_a_newcomer_goes_before_is_not_in_its_way() -> None:

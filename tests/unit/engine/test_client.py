@@ -112,6 +112,17 @@ async def test_a_request_refused_before_the_engine_ends_at_once(client: AsyncEng
     assert told.events == [("start", "a"), ("finish", FinishReason.REJECTED)]
 
 
+async def test_an_engine_that_is_started_again_has_no_step_under_way(
+    client: AsyncEngine, transport: ManualTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts: list[None] = []
+    monkeypatch.setattr(client.backlog, "restart", lambda: restarts.append(None))
+    transport.kill()
+    assert restarts == []
+    await client.start(lambda _: None)
+    assert restarts == [None]
+
+
 async def test_the_end_is_told_when_both_sides_have_ended(
     client: AsyncEngine, transport: ManualTransport, told: Told
 ) -> None:

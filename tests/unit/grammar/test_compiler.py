@@ -64,6 +64,40 @@ def test_a_grammar_that_grew_to_its_limit_is_compiled_anew_for_the_next_one(
     assert compiler._cache.num_bytes == entry_bytes(exploding)
 
 
+def test_a_grammar_that_met_its_limit_in_a_token_is_compiled_anew(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a mask before it, or behind one that was made in time."""
+    limits = llguidance.LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr("roseinfer.grammar.library._LIMITS", limits)
+    compiled, random = vocabulary.compile(Grammar("regex", "(a|b)*a(a|b){12}x")), np.random.default_rng(0)
+    matcher = compiled.matcher()
+    while not matcher.has_failed:
+        assert not compiled.is_worn
+        matcher.accept(int(random.choice([*b"ab"])))
+    assert compiled.is_worn
+
+
+@pytest.mark.parametrize(
+    ("schema", "wears_out"),
+    [
+        ('{"type": "object", "properties": {"n": {"type": "integer"}}}', False),
+        ('{"type": "string", "pattern": "a+"}', True),
+        ('{"type": "string", "p\\u0061ttern": "a+"}', True),
+        ('{"type": "object", "patternProperties": {"a+": {"type": "null"}}}', True),
+        ('{"type": "string", "minLength": 3}', True),
+        ('{"type": "integer", "exclusiveMinimum": 3}', True),
+    ],
+)
+def test_only_what_can_grow_wears_out_by_being_followed(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, schema: str, *, wears_out: bool
+) -> None:
+    """Many sequences together follow a usual one for long within a second, and would all wait for it to be compiled."""
+    compiled = vocabulary.compile(Grammar("json_schema", schema))
+    monkeypatch.setattr(compiled, "followed_ns", MAX_FOLLOWED_NS + 10**12)
+    assert compiled.is_worn == wears_out
+
+
 def test_a_grammar_that_was_followed_for_long_is_compiled_anew(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:

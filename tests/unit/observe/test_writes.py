@@ -20,9 +20,9 @@ def test_columns_hold_what_was_added() -> None:
     )
     rows = zip(*(writes.columns()[name].tolist() for name in COLUMNS), strict=True)
     assert list(rows) == [
-        (7, 0, 4, 5, 63 * MS, 0, 1, 2, 3, 1),
-        (7, 63 * MS, 14, 15, 90 * MS, 1, 11, 12, 13, 0),
-        (7, 63 * MS, 14, 15, 90 * MS, 0, 11, 12, 13, 0),
+        (7, 0, 4, 5, 63 * MS, 0, 1, 2, 3, 0),
+        (7, 63 * MS, 14, 15, 90 * MS, 1, 11, 12, 13, 1),
+        (7, 63 * MS, 14, 15, 90 * MS, 0, 11, 12, 13, 1),
     ]
     assert not len(Writes())
 
