@@ -181,7 +181,7 @@ def test_a_sweep_has_a_row_for_each_rate_and_a_knee(
         ("--prompt-tokens some", "--prompt-tokens: "),
         ("--rate 3 --interval-ms 3", "not allowed with"),
         ("--max-tokens 100000", "prompt: 16 and 100000 tokens to be generated do not fit"),
-        ("--api-key-file none", "--api-key-file: The API key file cannot be read: "),
+        ("--api-key-file none", "--api-key-file: The API key file none cannot be read: "),
         (
             "--num-requests 1 --max-tokens 1 --ops-url http://127.0.0.1:9 --recording a.npz",
             "--ops-url: nothing answers",

@@ -92,7 +92,7 @@ def _counts(outcome: dict[str, Any]) -> list[int]:
     ("call", "name", "status", "code", "param"),
     [
         ("badValue", "BadRequestError", 400, "invalid_value", "temperature"),
-        ("tooLong", "BadRequestError", 400, "context_length_exceeded", "prompt"),
+        ("tooLong", "BadRequestError", 400, "context_length_exceeded", "max_tokens"),
         ("badModel", "NotFoundError", 404, "model_not_found", "model"),
         ("badKey", "AuthenticationError", 401, "invalid_api_key", None),
     ],

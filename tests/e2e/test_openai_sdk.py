@@ -155,7 +155,7 @@ def test_token_ids_and_lists_of_prompts(client: OpenAI) -> None:
     [
         ({"prompt": ""}, openai.BadRequestError, "prompt"),
         ({"prompt": [1, 99999]}, openai.BadRequestError, "prompt[1]"),
-        ({"prompt": "x", "max_tokens": 5000}, openai.BadRequestError, "prompt"),
+        ({"prompt": "x", "max_tokens": 5000}, openai.BadRequestError, "max_tokens"),
         ({"prompt": "x", "max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"prompt": "x", "temperature": "warm"}, openai.BadRequestError, "temperature"),
         ({"prompt": "x", "extra_body": {"tempreature": 1}}, openai.BadRequestError, "tempreature"),

@@ -176,7 +176,7 @@ def test_scheduler_offline_has_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_prompt_that_does_not_fit_ends_the_benchmark_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "streaming", "--num-requests", "1", "--max-new-tokens", "500", "--warmup-runs", "0"]) == 2
-    assert capsys.readouterr().err.startswith("roseinfer: prompt: ")
+    assert capsys.readouterr().err.startswith("roseinfer: max_tokens: ")
 
 
 def test_a_json_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
