@@ -16,8 +16,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.overload import wait_ready
 from benchmarks.probes_under_load import HEADERS, resident_mb, served
+from benchmarks.servers import wait_ready
 
 REST_S = 0.5
 TEXT = "hello world " * 150_000

@@ -32,6 +32,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from benchmarks.servers import free_port, wait_ready
+
 WARM_S = 3.0
 HEADERS = {"x-roseinfer-ledger": "1"}
 REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}"
@@ -243,25 +245,6 @@ def decoy() -> Iterator[str]:
     finally:
         process.terminate()
         process.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-async def wait_ready(url: str) -> None:
-    async with aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(f"{url}/readyz") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientConnectionError:
-                pass
-            await asyncio.sleep(0.1)
 
 
 def serve_and(arguments: argparse.Namespace, work: Callable[[argparse.Namespace, str], Awaitable[None]]) -> None:

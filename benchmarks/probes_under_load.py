@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.overload import free_port, wait_ready
+from benchmarks.servers import free_port, wait_ready
 
 PROBE_INTERVAL_S = 0.01
 BOMB_MB = 256

@@ -4,6 +4,7 @@ A server that has been started is paused (SIGSTOP) whenever another one is measu
 only one of them has the processors.
 """
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import aiohttp
 
 from benchmarks import protocol
 from benchmarks.engine_options import precision_options, require_kernels
@@ -140,3 +143,16 @@ def vllm_version(venv: Path) -> str | None:
     )
     vllm, _, torch = told.stdout.strip().partition(" ")
     return f"vllm {vllm}, torch {torch}" if told.returncode == 0 else None
+
+
+async def wait_ready(url: str, timeout_s: float = 60.0) -> None:
+    """Return once `/readyz` there answers 200. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"{url}/readyz") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientConnectionError:
+                pass
+            await asyncio.sleep(0.1)

@@ -22,8 +22,8 @@ from statistics import mean, median
 import aiohttp
 import numpy as np
 
-from benchmarks.overload import wait_ready
 from benchmarks.probes_under_load import resident_mb, running, served
+from benchmarks.servers import wait_ready
 
 LOOK_S = 0.5  # between two looks at how many sequences the engine runs
 WARM_S = 3.0

@@ -27,13 +27,12 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.servers import free_port
+from benchmarks.servers import free_port, wait_ready
 from benchmarks.soak_clients import Clients
 from roseinfer.config import Config
 from roseinfer.grammar.checker import VERDICT_CACHE_BYTES
 from roseinfer.observe.recording import STEP_DTYPE, WRITE_DTYPE
 
-START_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 15.0  # slow readers may hold theirs until the server notices that they have gone
 WARM_UP_SHARE = 0.2
 MAX_GROWTH_MIB = 20.0
@@ -186,19 +185,6 @@ def serving(port: int, ops_port: int) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.terminate()
         process.wait(timeout=60)
-
-
-async def wait_ready(url: str) -> None:
-    """Raises TimeoutError."""
-    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(f"{url}/readyz") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientConnectionError:
-                pass
-            await asyncio.sleep(0.1)
 
 
 async def soak(arguments: argparse.Namespace, pid: int, url: str, ops_url: str) -> tuple[Clients, list[Sample]]:

@@ -15,6 +15,7 @@ from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
 from roseinfer.server import guard
+from tests.integration.live_server import closed
 from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, says, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -29,14 +30,6 @@ async def connected(server: Server) -> AsyncIterator[tuple[asyncio.StreamReader,
         yield reader, writer
     finally:
         writer.transport.abort()
-
-
-async def closed(reader: asyncio.StreamReader) -> bytes:
-    """What came until the server closed; the test's time limit is the bound."""
-    try:
-        return await reader.read()
-    except OSError:
-        return b""
 
 
 async def dribble(writer: asyncio.StreamWriter) -> None:

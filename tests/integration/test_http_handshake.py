@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.integration.live_server import closed
 from tests.integration.test_http_keys import running, write_certificate
 
 REQUEST = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -38,13 +39,6 @@ async def silent(port: int, said: bytes = b"") -> AsyncIterator[asyncio.StreamRe
         yield reader
     finally:
         writer.transport.abort()
-
-
-async def closed(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.read()
-    except OSError:
-        return b""
 
 
 async def is_served(server: Secured) -> bool:
