@@ -13,16 +13,29 @@ import json
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 RECIPE = 1
 VOCAB_SIZE = 50257
 END = "<|endoftext|>"
-NUM_LAYERS, WIDTH, NUM_HEADS, NUM_POSITIONS = 12, 768, 12, 1024
+NUM_LAYERS, WIDTH, HEAD_DIM, NUM_POSITIONS = 12, 768, 64, 1024
 MAX_CORPUS_BYTES = 32_000_000
 EMBEDDING_STD = 0.02
 # Three times what training begins with: with flat logits a greedy choice would be decided by rounding.
 MATRIX_STD = 0.06
+
+
+@dataclass(frozen=True, slots=True)
+class Gpt2Shape:
+    """Sizes of a GPT-2 with 1024 positions; heads are 64 wide."""
+
+    num_layers: int
+    width: int
+    vocab_size: int
+
+
+GPT2_SMALL = Gpt2Shape(NUM_LAYERS, WIDTH, VOCAB_SIZE)
 
 
 def default_directory() -> Path:
@@ -36,8 +49,8 @@ def make(directory: Path) -> Path:
     if not (directory / "config.json").is_file():
         directory.mkdir(parents=True, exist_ok=True)
         write_tokenizer(directory)
-        write_weights(directory)
-        write_config(directory)
+        write_weights(directory, GPT2_SMALL)
+        write_config(directory, GPT2_SMALL)
     return directory
 
 
@@ -84,50 +97,51 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
-def write_weights(directory: Path) -> None:
+def write_weights(directory: Path, shape: Gpt2Shape) -> None:
     """`model.safetensors` under GPT-2's names; linears are [inputs, outputs], as that checkpoint format has them."""
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
+    width = shape.width
 
-    def draw(name: str, *shape: int, std: float = MATRIX_STD) -> None:
-        tensors[f"transformer.{name}"] = torch.randn(shape, generator=generator) * std
+    def draw(name: str, *sizes: int, std: float = MATRIX_STD) -> None:
+        tensors[f"transformer.{name}"] = torch.randn(sizes, generator=generator) * std
 
     def norm(name: str) -> None:
-        tensors[f"transformer.{name}.weight"] = torch.ones(WIDTH)
-        tensors[f"transformer.{name}.bias"] = torch.zeros(WIDTH)
+        tensors[f"transformer.{name}.weight"] = torch.ones(width)
+        tensors[f"transformer.{name}.bias"] = torch.zeros(width)
 
     def linear(name: str, inputs: int, outputs: int) -> None:
         draw(f"{name}.weight", inputs, outputs)
         tensors[f"transformer.{name}.bias"] = torch.zeros(outputs)
 
-    draw("wte.weight", VOCAB_SIZE, WIDTH, std=EMBEDDING_STD)
-    draw("wpe.weight", NUM_POSITIONS, WIDTH, std=EMBEDDING_STD)
-    for i in range(NUM_LAYERS):
+    draw("wte.weight", shape.vocab_size, width, std=EMBEDDING_STD)
+    draw("wpe.weight", NUM_POSITIONS, width, std=EMBEDDING_STD)
+    for i in range(shape.num_layers):
         norm(f"h.{i}.ln_1")
-        linear(f"h.{i}.attn.c_attn", WIDTH, 3 * WIDTH)
-        linear(f"h.{i}.attn.c_proj", WIDTH, WIDTH)
+        linear(f"h.{i}.attn.c_attn", width, 3 * width)
+        linear(f"h.{i}.attn.c_proj", width, width)
         norm(f"h.{i}.ln_2")
-        linear(f"h.{i}.mlp.c_fc", WIDTH, 4 * WIDTH)
-        linear(f"h.{i}.mlp.c_proj", 4 * WIDTH, WIDTH)
+        linear(f"h.{i}.mlp.c_fc", width, 4 * width)
+        linear(f"h.{i}.mlp.c_proj", 4 * width, width)
     norm("ln_f")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_config(directory: Path) -> None:
+def write_config(directory: Path, shape: Gpt2Shape) -> None:
     """`config.json` last: it says that the directory is whole."""
     ends = {"bos_token_id": 0, "eos_token_id": 0}  # END is the trainer's first token
     (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
     described = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": shape.vocab_size,
         "n_positions": NUM_POSITIONS,
-        "n_embd": WIDTH,
-        "n_layer": NUM_LAYERS,
-        "n_head": NUM_HEADS,
+        "n_embd": shape.width,
+        "n_layer": shape.num_layers,
+        "n_head": shape.width // HEAD_DIM,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-05,
         "tie_word_embeddings": True,

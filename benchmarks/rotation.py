@@ -6,13 +6,13 @@ All but the one whose turn it is are paused. Each repeat has new prompts, the sa
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks import protocol
 from benchmarks.figures import Stream, medians, streams_of, summarise
-from benchmarks.workloads import WORKLOADS, PlannedRequest, Words, requests_of
+from benchmarks.workloads import WORKLOADS, PlannedRequest, Shape, Words, requests_of
 
 WARM_UP = "W1x32"  # run once by each entrant and not counted: what comes first in a process is slower
 
@@ -76,7 +76,13 @@ class Limits:
         return repeat == 0 or (repeat < self._most and elapsed * (repeat + 1) / repeat <= self._budget_s)
 
 
-def run(entrants: Sequence[Entrant], words: Words, workloads: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
+def run(
+    entrants: Sequence[Entrant],
+    words: Words,
+    workloads: Sequence[str],
+    limits: Limits,
+    shapes: Mapping[str, Shape] = WORKLOADS,
+) -> list[dict[str, Any]]:
     """All workloads in order; a row for each of an entrant's, with an `error` where it failed."""
     rows = []
     failures: dict[str, str] = {}
@@ -91,7 +97,7 @@ def run(entrants: Sequence[Entrant], words: Words, workloads: Sequence[str], lim
         repeat = 0
         while limits.allows(repeat):
             for entrant in takers:
-                streams = _take_turn(entrant, requests_of(workload, words, repeat), failures)
+                streams = _take_turn(entrant, requests_of(workload, words, repeat, shapes[workload]), failures)
                 if streams is not None:
                     repeats[entrant.name].append(summarise(streams))
             repeat += 1

@@ -43,9 +43,8 @@ DEFAULT_PEERS = Path.home() / ".cache" / "roseinfer" / "benchmarks" / "peers"
 class ServedEntrant:
     """A server, driven over HTTP."""
 
-    workloads: Sequence[str] = tuple(WORKLOADS)
-
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, workloads: Sequence[str] = tuple(WORKLOADS)) -> None:
+        self.workloads = workloads
         self.name = server.name
         self.pause, self.resume, self.peak_rss_mb = server.pause, server.resume, server.peak_rss_mb
         self._endpoint = server.endpoint

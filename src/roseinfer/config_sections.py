@@ -233,8 +233,9 @@ class RunnerConfig:
     num_threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Threads of the model on a CPU. Default: the cores this process may use; in bfloat16 at most "
-            "8, beyond which a row could depend on its neighbours."
+            description="Threads of the model on a CPU. Default: one for each 16 MiB of weights, up to the cores that "
+            "this process may use; in bfloat16 without kernels for AMX at most 8, beyond which a row could depend on "
+            "its neighbours."
         ),
     ] = _option(None)
 

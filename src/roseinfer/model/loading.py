@@ -44,6 +44,8 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     directory = resolve_checkpoint(config.model.path, config.model.revision)
     on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}")
     with Checkpoint(directory) as checkpoint:
+        if device_name == "cpu":
+            torch.set_num_threads(_num_threads(config.runner.num_threads, placement, checkpoint))
         model = build_model(checkpoint, placement)
         eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
         is_heeded = config.model.generation_config == "auto"
@@ -83,15 +85,19 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
 
 
 def _placement(config: Config) -> Placement:
-    """Device, types and kernels as configured; on a CPU the number of threads is set too."""
+    """Device, types and kernels as configured."""
     device = resolve_device(config.runner.device)
     dtype = resolve_dtype(config.model.dtype, device)
     kernels = load_kernels(config.runner) if device.type == "cpu" else None
-    placement = Placement(device, dtype, config.model.quantization, kernels)
-    if device.type == "cpu":
-        splits_sums = placement.linears == "onednn" and dtype == torch.bfloat16
-        torch.set_num_threads(resolve_num_threads(config.runner.num_threads, splits_sums=splits_sums))
-    return placement
+    return Placement(device, dtype, config.model.quantization, kernels)
+
+
+def _num_threads(configured: int | None, placement: Placement, checkpoint: Checkpoint) -> int:
+    bytes_each = 1 if placement.quantization == "int8" else placement.dtype.itemsize
+    splits_sums = placement.linears == "onednn" and placement.dtype == torch.bfloat16
+    return resolve_num_threads(
+        configured, num_weight_bytes=checkpoint.num_elements * bytes_each, splits_sums=splits_sums
+    )
 
 
 def _max_model_len(configured: int | None, model: CausalLM) -> int:

@@ -5,6 +5,7 @@ Whatever is wrong with a checkpoint is the choice of `model.path`: one sentence 
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -116,6 +117,11 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
         return frozenset(self._file_of)
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all tensors, by the files' headers."""
+        return sum(math.prod(self._open(file).get_slice(name).get_shape()) for name, file in self._file_of.items())
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """The ids that end a text: of generation_config.json, else of config.json; none when neither says.

@@ -9,6 +9,9 @@ import torch
 from roseinfer.errors import ConfigError
 from roseinfer.model import device
 
+MIB = 2**20
+LARGE = 2**40
+
 
 @pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,22 +63,33 @@ def test_cores_are_what_the_container_may_use(
 
 
 @pytest.mark.parametrize(
-    ("splits_sums", "num_cores", "expected"), [(False, 32, 32), (True, 32, 8), (True, 2, 2), (False, 2, 2)]
+    ("num_weight_bytes", "splits_sums", "num_cores", "expected"),
+    [
+        (LARGE, False, 32, 32),
+        (LARGE, True, 32, 8),  # more would make a row depend on its neighbours
+        (LARGE, True, 2, 2),
+        (LARGE, False, 2, 2),
+        (0, False, 32, 1),
+        (32 * MIB - 1, False, 32, 1),
+        (32 * MIB, False, 32, 2),
+        (32 * MIB, False, 1, 1),
+        (70 * MIB, True, 32, 4),
+    ],
 )
-def test_no_more_threads_than_keep_a_row_exact(
-    monkeypatch: pytest.MonkeyPatch, splits_sums: bool, num_cores: int, expected: int
+def test_threads_are_as_many_as_the_weights_keep_busy(
+    monkeypatch: pytest.MonkeyPatch, num_weight_bytes: int, splits_sums: bool, num_cores: int, expected: int
 ) -> None:
     monkeypatch.setattr(device, "num_usable_cores", lambda: num_cores)
-    assert device.default_num_threads(splits_sums=splits_sums) == expected
-    assert device.resolve_num_threads(None, splits_sums=splits_sums) == expected
+    num_threads = device.resolve_num_threads(None, num_weight_bytes=num_weight_bytes, splits_sums=splits_sums)
+    assert num_threads == expected
 
 
 @pytest.mark.parametrize(("configured", "splits_sums"), [(1, True), (8, True), (9, False), (64, False)])
 def test_threads_as_configured(configured: int, splits_sums: bool) -> None:
-    assert device.resolve_num_threads(configured, splits_sums=splits_sums) == configured
+    assert device.resolve_num_threads(configured, num_weight_bytes=0, splits_sums=splits_sums) == configured
 
 
 def test_more_threads_than_keep_a_row_exact_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"With 9 threads .* no more than 8 are exact") as caught:
-        device.resolve_num_threads(9, splits_sums=True)
+        device.resolve_num_threads(9, num_weight_bytes=LARGE, splits_sums=True)
     assert caught.value.param == "runner.num_threads"
