@@ -1,14 +1,16 @@
 """A server at its capacity and at four times that, as tables: what those let in see, and how fast the rest is refused.
 
-    python -m benchmarks.overload [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5] [--max-tokens 64] [--decoy]
+    python -m benchmarks.overload [--rounds 3] [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5] [--decoy]
 
 The embedded model is served by a process of its own. A closed loop, twice as many clients as sequences run at once,
 each asking again when it has its answer, gives a first idea of the capacity. Its clients take turns with the server
 and may be what limits it; so requests that come at random moments (a Poisson process), twice as many a second, follow,
-and what is answered of them is the capacity. Then come as many a second as that, and `--factor` times as many. Clients
-do not come back when they are refused. Goodput counts the tokens of whole answers. Latencies are those of the requests
-that were let in, from the moment at which a request was due. A second table splits them: the client's own lateness,
-the parts of the server's ledger, and the way between the two.
+and what is answered of them is the capacity. Then come as many a second as that, and `--factor` times as many. All of
+it is done in rounds, whose requests are counted together: at its capacity a queue is as often short as long, and a
+machine is not as fast all the time. Clients do not come back when they are refused. Goodput counts the tokens of whole
+answers; the peak is the better of the first two runs. Latencies are those of the requests that were let in, from the
+moment at which a request was due. A second table splits them: the client's own lateness, the parts of the server's
+ledger, and the way between the two.
 
 Client and server share the machine. What the client takes from the server for requests that are refused shows with
 `--decoy`: a third run sends as many requests as the overload, of which the server gets its capacity, and a process that
@@ -25,7 +27,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +39,7 @@ from benchmarks.servers import free_port, wait_ready
 WARM_S = 3.0
 HEADERS = {"x-roseinfer-ledger": "1"}
 REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}"
+CAPACITY_RUNS, AT_CAPACITY = ("closed loop", "twice that"), "at capacity"
 PARTS = ("receive", "tokenize", "submit_lag", "queue_wait", "prefill")  # of a ledger, up to the first token
 
 
@@ -56,6 +59,16 @@ class Seen:
     @property
     def goodput(self) -> float:
         return self.num_tokens / self.duration_s
+
+    def count_in(self, other: "Seen") -> None:
+        """What another run of the same kind saw."""
+        for name in ("first_token_s", "whole_s", "refused_s", "retry_after_s"):
+            getattr(self, name).extend(getattr(other, name))
+        for name, parts_s in other.parts_s.items():
+            self.parts_s[name].extend(parts_s)
+        self.num_failed += other.num_failed
+        self.num_tokens += other.num_tokens
+        self.duration_s += other.duration_s
 
     def row(self, name: str) -> str:
         cells = [
@@ -168,47 +181,68 @@ async def measure(arguments: argparse.Namespace, url: str) -> None:
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
         load = Load(session, url, arguments.max_tokens)
         await load.closed_loop(arguments.max_num_seqs, WARM_S)
-        closed = await load.closed_loop(2 * arguments.max_num_seqs, arguments.seconds / 2)
-        full = await load.open_loop(2 * len(closed.whole_s) / closed.duration_s, arguments.seconds / 2)
-        capacity, peak = len(full.whole_s) / full.duration_s, max(closed.goodput, full.goodput)
-        runs = {"at capacity": await load.open_loop(capacity, arguments.seconds)}
-        if arguments.decoy:
-            with decoy() as load.decoy_url:
-                load.decoy = 1 - 1 / arguments.factor
-                runs["the rest refused elsewhere"] = await load.open_loop(
-                    capacity * arguments.factor, arguments.seconds
-                )
-            load.decoy = 0.0
-        runs[f"{arguments.factor:g} times"] = await load.open_loop(capacity * arguments.factor, arguments.seconds)
-    print(f"capacity {capacity:.1f} requests/s, peak {peak:.0f} tokens/s, of the closed loop {closed.goodput:.0f}")
-    tell(runs, peak)
+        tell([{name: seen async for name, seen in one_round(load, arguments)} for _ in range(arguments.rounds)])
 
 
-def tell(runs: dict[str, Seen], peak: float) -> None:
-    """The runs, the first of which is the one at capacity and the last the overload."""
+async def one_round(load: Load, arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Seen]]:
+    """The runs in order; the capacity is this round's."""
+    closed = await load.closed_loop(2 * arguments.max_num_seqs, arguments.seconds / 2)
+    yield CAPACITY_RUNS[0], closed
+    full = await load.open_loop(2 * len(closed.whole_s) / closed.duration_s, arguments.seconds / 2)
+    yield CAPACITY_RUNS[1], full
+    capacity = len(full.whole_s) / full.duration_s
+    yield AT_CAPACITY, await load.open_loop(capacity, arguments.seconds)
+    overload = capacity * arguments.factor
+    if arguments.decoy:
+        with decoy() as load.decoy_url:
+            load.decoy = 1 - 1 / arguments.factor
+            yield "the rest refused elsewhere", await load.open_loop(overload, arguments.seconds)
+        load.decoy = 0.0
+    yield f"{arguments.factor:g} times", await load.open_loop(overload, arguments.seconds)
+
+
+def tell(rounds: list[dict[str, Seen]]) -> None:
+    """All rounds together, and how far they are apart. The overload is the last run of each."""
+    runs = {name: Seen() for name in rounds[0]}
+    for one in rounds:
+        for name, seen in one.items():
+            runs[name].count_in(seen)
     print("| " + " | ".join(HEADINGS) + " |")
     print("|---" * len(HEADINGS) + "|")
     for name, seen in runs.items():
         print(seen.row(name))
-    print("\n| part of the TTFT, ms |" + "".join(f" {name}: p50 | p99 | mean of the slowest 5 % |" for name in runs))
-    print("|---" * (1 + 3 * len(runs)) + "|")
-    at_capacity, *_, overloaded = runs.values()
-    for part in at_capacity.parts_s:
+    compared = {name: seen for name, seen in runs.items() if name not in CAPACITY_RUNS}
+    print(
+        "\n| part of the TTFT, ms |" + "".join(f" {name}: p50 | p99 | mean of the slowest 5 % |" for name in compared)
+    )
+    print("|---" * (1 + 3 * len(compared)) + "|")
+    for part in ("late", *PARTS, "way"):
         cells = [
             cell
-            for seen in runs.values()
+            for seen in compared.values()
             for cell in (
                 *(f"{np.percentile(seen.parts_s[part], percentile) * 1e3:.1f}" for percentile in (50, 99)),
                 f"{np.mean(seen.slowest(part)) * 1e3:.1f}",
             )
         ]
         print(f"| {part} | " + " | ".join(cells) + " |")
-    ratios = [
-        np.percentile(getattr(overloaded, name), 99) / np.percentile(getattr(at_capacity, name), 99)
-        for name in ("first_token_s", "whole_s")
-    ]
-    print(f"\np99 against that at capacity: TTFT {ratios[0]:.2f}, whole {ratios[1]:.2f}; ", end="")
-    print(f"goodput against the peak: {overloaded.goodput / peak:.2f}")
+    print("\n| against | all rounds | each |\n|---|---|---|")
+    for name, of in AGAINST.items():
+        print(f"| {name} | {of(runs):.2f} | {', '.join(f'{of(one):.2f}' for one in rounds)} |")
+
+
+def p99_ratio(runs: dict[str, Seen], latency: str) -> float:
+    """Of the overload, against that at capacity."""
+    overloaded = list(runs.values())[-1]
+    at_capacity = np.percentile(getattr(runs[AT_CAPACITY], latency), 99)
+    return float(np.percentile(getattr(overloaded, latency), 99) / at_capacity)
+
+
+AGAINST: dict[str, Callable[[dict[str, Seen]], float]] = {
+    "p99 of the TTFT at capacity": lambda runs: p99_ratio(runs, "first_token_s"),
+    "p99 of whole answers at capacity": lambda runs: p99_ratio(runs, "whole_s"),
+    "peak of goodput": lambda runs: list(runs.values())[-1].goodput / max(runs[name].goodput for name in CAPACITY_RUNS),
+}
 
 
 async def refuse(port: int) -> None:
@@ -277,7 +311,8 @@ def serve_and(arguments: argparse.Namespace, work: Callable[[argparse.Namespace,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run but the first two, which take half")
     parser.add_argument("--factor", type=float, default=4.0, help="arrivals against the capacity")
     parser.add_argument("--max-queue-wait-s", type=float, default=0.5)
     parser.add_argument("--max-num-seqs", type=int, default=16)
