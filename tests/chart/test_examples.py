@@ -83,9 +83,14 @@ def test_the_image_is_the_one_for_the_device(example: ExampleOf) -> None:
     assert example("gpu").server["image"] == f"roseinfer:{version}-cuda"
 
 
-def test_without_a_gpu_threads_are_as_many_as_cores(example: ExampleOf) -> None:
-    assert configured(example("default")).runner.num_threads == 2
-    assert configured(example("extras")).runner.num_threads == 3
+def test_without_a_gpu_threads_are_as_many_as_cores(helm: HelmProcess, example: ExampleOf) -> None:
+    def num_threads(**values: object) -> int | None:
+        return configured(helm.render({"config": {"model": {"path": "gpt2"}}, **values})).runner.num_threads
+
+    assert num_threads() == 2  # of the request
+    assert num_threads(resources={"limits": {"cpu": "3500m", "memory": "6Gi"}}) == 3
+    assert num_threads(config={"model": {"path": "gpt2"}, "runner": {"num_threads": 1}}) == 1
+    assert configured(example("default")).runner.num_threads is None  # the embedded model is too small for two
     assert configured(example("gpu")).runner.num_threads is None
 
 
