@@ -234,8 +234,8 @@ class RunnerConfig:
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Threads of the model on a CPU. Default: one for each 16 MiB of weights, up to the cores that "
-            "this process may use; in bfloat16 without kernels for AMX at most 8, beyond which a row could depend on "
-            "its neighbours."
+            "this process may use; in bfloat16 without kernels that multiply it (levels `avx512_bf16` and `amx`) at "
+            "most 8, beyond which a row could depend on its neighbours."
         ),
     ] = _option(None)
 

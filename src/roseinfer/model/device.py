@@ -54,9 +54,9 @@ def resolve_num_threads(configured: int | None, *, num_weight_bytes: int, splits
         return max(1, min(most, num_weight_bytes // _WEIGHT_BYTES_PER_THREAD))
     if splits_sums and configured > _MAX_EXACT_BFLOAT16_THREADS:
         raise ConfigError(
-            f"With {configured} threads a request's tokens could depend on what else runs: in bfloat16 without the "
-            f"compiled kernels for AMX no more than {_MAX_EXACT_BFLOAT16_THREADS} are exact. Take --dtype float32, or "
-            "run `roseinfer kernels build` where the processor has AMX.",
+            f"With {configured} threads a request's tokens could depend on what else runs: in bfloat16 without "
+            f"compiled kernels that multiply it no more than {_MAX_EXACT_BFLOAT16_THREADS} are exact. Take --dtype "
+            "float32, or run `roseinfer kernels build` where the processor has AMX or AVX-512 in bfloat16.",
             param="runner.num_threads",
         )
     return configured

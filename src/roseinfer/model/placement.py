@@ -41,7 +41,7 @@ class Placement:
             return "torch"
         if self.dtype == torch.bfloat16 and self.has_tiles:
             return "amx"
-        if self.dtype == torch.float32 and self.kernels is not None:
+        if self.kernels is not None and (self.dtype == torch.float32 or self.has_pairs):
             return "registers"
         return "onednn" if hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"
 
@@ -49,6 +49,11 @@ class Placement:
     def has_tiles(self) -> bool:
         """Whether the kernels multiply on AMX tiles."""
         return self.kernels is not None and self.kernels.has("roseinfer_linear_bfloat16")
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the kernels multiply pairs of bfloat16 in registers."""
+        return self.kernels is not None and self.kernels.has("roseinfer_linear_bfloat16_pairs")
 
     def padded_rows(self, num_rows: int) -> int:
         """The next number of rows that linears are to be run with: most kinds take any, oneDNN prefers few.

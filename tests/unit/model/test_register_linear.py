@@ -1,60 +1,88 @@
-"""The float32 linear of our own at every level that this processor has."""
+"""The linears in registers, at every type and level of them that this processor has."""
+
+import math
+from typing import Literal
 
 import pytest
 import torch
 from torch.nn import functional
 
 from roseinfer.model.activation import ACTIVATIONS
+from roseinfer.model.device import DTYPES
 from roseinfer.model.register_linear import RegisterLinear
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_HERE, Setup
 from tests.unit.model.test_linear import random, reference
 
 pytestmark = pytest.mark.skipif(not LEVELS_HERE, reason="no level of the kernels runs on this processor")
-every_level = pytest.mark.parametrize("level", LEVELS_HERE)
+Dtype = Literal["float32", "bfloat16"]
+PAIR_LEVELS = ("avx512_bf16", "amx")  # these have pairs of bfloat16 in registers; `amx` has tiles too, and prefers them
+KINDS: list[tuple[Dtype, str]] = [
+    *(("float32", level) for level in LEVELS_HERE),
+    *(("bfloat16", level) for level in LEVELS_HERE if level in PAIR_LEVELS),
+]
+every_kind = pytest.mark.parametrize(("dtype", "level"), KINDS)
 
-# Inputs and outputs: less than a piece, less than a panel, edges of both, several chunks, a vocabulary.
+# Inputs and outputs: less than a piece, less than a panel, edges of both, odd rows, several chunks, a vocabulary.
 SHAPES = [(3, 1), (8, 17), (100, 48), (763, 49), (1543, 95), (3072, 145), (37, 50257)]
 
 
 def linear_of(
-    built_kernels: BuiltKernels, level: str, num_inputs: int, num_outputs: int, *, has_bias: bool = True
+    built_kernels: BuiltKernels, kind: tuple[Dtype, str], num_inputs: int, num_outputs: int, *, has_bias: bool = True
 ) -> RegisterLinear:
-    placement = Setup("float32", "none", level).placement(built_kernels)
+    dtype, level = kind
+    placement = Setup(dtype, "none", level).placement(built_kernels)
     weight, bias = random(num_outputs, num_inputs, seed=1), random(num_outputs, seed=2)
-    return RegisterLinear(weight, bias if has_bias else None, "none", placement)
+    return RegisterLinear(weight.to(placement.dtype), bias if has_bias else None, "none", torch.float32, placement)
 
 
-@every_level
+def rows_of(num_rows: int, num_inputs: int, dtype: Dtype, seed: int = 3) -> torch.Tensor:
+    return random(num_rows, num_inputs, seed=seed).to(DTYPES[dtype])
+
+
+@every_kind
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_sums_are_near_those_in_float64(built_kernels: BuiltKernels, level: str, has_bias: bool) -> None:
+def test_sums_are_near_those_in_float64(built_kernels: BuiltKernels, dtype: Dtype, level: str, has_bias: bool) -> None:
+    """Products of bfloat16 are exact in float32, so both types' sums have the roundings of float32."""
     for num_inputs, num_outputs in SHAPES:
-        linear = linear_of(built_kernels, level, num_inputs, num_outputs, has_bias=has_bias)
-        weight, bias = random(num_outputs, num_inputs, seed=1).double(), random(num_outputs, seed=2).double()
+        linear = linear_of(built_kernels, (dtype, level), num_inputs, num_outputs, has_bias=has_bias)
+        weight = random(num_outputs, num_inputs, seed=1).to(DTYPES[dtype]).double()
+        bias = random(num_outputs, seed=2).double()
         for num_rows in (1, 6, 70):
-            x = random(num_rows, num_inputs, seed=3)
+            x = rows_of(num_rows, num_inputs, dtype)
             expected = functional.linear(x.double(), weight, bias if has_bias else None)
             # A sum of n products of about 1 is about √n, and so is what its n roundings add up to, in their unit.
             torch.testing.assert_close(linear(x).double(), expected, atol=3e-7 * num_inputs, rtol=1e-6)
 
 
-@every_level
-def test_activations_follow_the_sum(built_kernels: BuiltKernels, level: str) -> None:
-    placement = Setup("float32", "none", level).placement(built_kernels)
-    weight, bias, x = random(61, 40, seed=1) / 4, random(61, seed=2), random(9, 40, seed=3)
+@every_kind
+def test_activations_follow_the_sum(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
+    placement = Setup(dtype, "none", level).placement(built_kernels)
+    weight, bias, x = (random(61, 40, seed=1) / 4).to(placement.dtype), random(61, seed=2), rows_of(9, 40, dtype)
     for activation in ACTIVATIONS:
-        linear = RegisterLinear(weight, bias, activation, placement)
+        linear = RegisterLinear(weight, bias, activation, torch.float32, placement)
         expected = reference(x, weight, bias, activation)
         torch.testing.assert_close(linear(x).double(), expected, atol=3e-6, rtol=1e-5)
 
 
-@every_level
+@every_kind
+def test_a_result_of_the_weights_type_is_rounded_once(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
+    placement = Setup(dtype, "none", level).placement(built_kernels)
+    weight, bias, x = random(61, 40, seed=1).to(placement.dtype), random(61, seed=2), rows_of(9, 40, dtype)
+    whole = RegisterLinear(weight, bias, "gelu", torch.float32, placement)
+    rounded = RegisterLinear(weight, bias, "gelu", placement.dtype, placement)
+    assert torch.equal(rounded(x), whole(x).to(placement.dtype))
+
+
+@every_kind
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_row_is_the_same_alone_and_among_others(built_kernels: BuiltKernels, level: str, num_threads: int) -> None:
+def test_a_row_is_the_same_alone_and_among_others(
+    built_kernels: BuiltKernels, dtype: Dtype, level: str, num_threads: int
+) -> None:
     torch.set_num_threads(num_threads)
     for num_inputs, num_outputs in SHAPES[:-1]:
-        linear = linear_of(built_kernels, level, num_inputs, num_outputs)
-        x = random(513, num_inputs)
+        linear = linear_of(built_kernels, (dtype, level), num_inputs, num_outputs)
+        x = rows_of(513, num_inputs, dtype)
         whole = linear(x)
         for num_rows in (1, 2, 7, 64):
             for first in (0, 130, 513 - num_rows):
@@ -62,19 +90,33 @@ def test_a_row_is_the_same_alone_and_among_others(built_kernels: BuiltKernels, l
                 assert torch.equal(linear(x[rows]), whole[rows]), (num_inputs, num_outputs, num_rows)
 
 
+@every_kind
+def test_what_is_not_finite_stays_in_its_row(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
+    linear = linear_of(built_kernels, (dtype, level), 101, 50)  # odd: what fills a row up must not spread either
+    x = rows_of(5, 101, dtype)
+    clean = linear(x)
+    x[1, 100], x[3, 7] = math.nan, math.inf
+    out = linear(x)
+    assert torch.isnan(out[1]).all()
+    assert torch.isinf(out[3]).all()
+    assert torch.equal(out[[0, 2, 4]], clean[[0, 2, 4]])
+
+
 def test_every_level_sums_in_the_same_order(built_kernels: BuiltKernels) -> None:
     """One chain over the inputs, in ascending order, whatever the width of a register."""
     for num_inputs, num_outputs in SHAPES[:-1]:
-        x = random(21, num_inputs)
-        sums = [linear_of(built_kernels, level, num_inputs, num_outputs)(x) for level in LEVELS_HERE]
-        assert all(torch.equal(of_level, sums[0]) for of_level in sums)
+        for dtype in ("float32", "bfloat16"):
+            kinds = [kind for kind in KINDS if kind[0] == dtype]
+            x = random(21, num_inputs).to(DTYPES[dtype])
+            sums = [linear_of(built_kernels, kind, num_inputs, num_outputs)(x) for kind in kinds]
+            assert all(torch.equal(of_level, sums[0]) for of_level in sums)
 
 
-@every_level
-def test_nothing_but_the_outputs_is_written(built_kernels: BuiltKernels, level: str) -> None:
-    linear = linear_of(built_kernels, level, 30, 50)
+@every_kind
+def test_nothing_but_the_outputs_is_written(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
+    linear = linear_of(built_kernels, (dtype, level), 30, 50)
     guarded = torch.full((9, 50), 7.0)
-    x = random(5, 30)
+    x = rows_of(5, 30, dtype)
     linear._multiply(linear._address, x.data_ptr(), 5, guarded[2:].data_ptr())
     assert torch.equal(guarded[2:7], linear(x))
     assert (guarded[[0, 1, 7, 8]] == 7.0).all()

@@ -1,15 +1,16 @@
-// y = activation(x W^T + b) in float32, in registers, the weight packed once. Knows nothing of layers.
+// y = activation(x W^T + b) in float32 or bfloat16, in registers, the weight packed once. Knows nothing of layers.
 //
-// Beside gemm.cpp because there are no tiles of float32: here a product is a register's and not a tile's, rows are read
-// where they lie, and AVX2 will do. What both do to a sum at the end is in activation.h.
+// Beside gemm.cpp because there are no tiles of float32, and processors that multiply bfloat16 without tiles: here a
+// product is a register's and not a tile's, rows are read where they lie, and for float32 AVX2 will do. What both do to
+// a sum at the end is in activation.h.
 //
-// An output is one chain of fused multiply-adds over k, in ascending order, from 0: a sum that has to wait in memory is
-// a float32 there as in its register. Rows do not mix. So an output's bits depend on its row of x and its row of W
-// alone: not on the number of rows, on how they are cut into blocks, or on the threads, which share out panels and rows
-// and never k.
+// What is multiplied is words of 4 bytes, each one input in float32 or two in bfloat16. An output is one chain of
+// multiply-adds over its words, in ascending order, from 0: a sum that has to wait in memory is a float32 there as in
+// its register. Rows do not mix. So an output's bits depend on its row of x and its row of W alone: not on the number
+// of rows, on how they are cut into blocks, or on the threads, which share out panels and rows and never k.
 //
-// Packed weight: panels of kPanel outputs, one below the other; in a panel, for each input, the weights of its outputs.
-// Outputs past the weight's edge are 0.
+// Packed weight: panels of kPanel outputs, one below the other; in a panel, for each word, those of its outputs.
+// Outputs past the weight's edge, and an odd row's last bfloat16, are 0.
 
 #include <omp.h>
 
@@ -20,28 +21,29 @@
 
 namespace {
 
-constexpr int64_t kLineFloats = 16;  // a cache line
+constexpr int64_t kLineWords = 16;  // a cache line
 
 constexpr int kVectors = 3;                   // registers of outputs side by side: 8 rows of 3 sums, 3 weights and a
 constexpr int kBlockRows = LANES / 2;         // number of x fill 28 of AVX-512's 32 registers; 4 rows AVX2's 16
 constexpr int64_t kPanel = kVectors * LANES;  // register_linear.py rounds up to 48
-constexpr int64_t kChunk = 768;               // inputs of a panel, at most, that rows pass before the next one does:
+constexpr int64_t kChunk = 768;               // words of a panel, at most, that rows pass before the next one does:
                                               // 144 KiB in the second cache, and as much on its way there
 constexpr int64_t kPiece = 8;                 // of them, how many between two turns of asking for what is to come:
 constexpr int64_t kAheadLines = 3;            // so many lines each of
-constexpr int64_t kStreams = kPiece * kPanel / kLineFloats / kAheadLines;  // places, which memory likes more than one
+constexpr int64_t kStreams = kPiece * kPanel / kLineWords / kAheadLines;  // places, which memory likes more than one
 constexpr int64_t kMaxRows = 128;             // whose share of a chunk, 384 KiB, stays in the second cache too; it
 constexpr int64_t kMaxPanels = 8;             // serves so many panels, at most, before the next chunk has its turn,
 constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that wait for it
 constexpr int64_t kWorthThreads = 1 << 16;    // multiply-adds; below, waking a thread costs more than it saves
 
-// A linear layer, as register_linear.py's _Descriptor lays it out.
+// A linear layer, as register_linear.py's _Descriptor lays it out. A word is the float32 that has its bits.
 struct Linear {
-    const float* weight;  // packed
+    const float* weight;  // packed words
     const float* bias;    // [num_outputs], or null
     int64_t num_outputs;
-    int64_t num_inputs;
+    int64_t num_words;    // of a row
     int32_t activation;
+    int32_t is_output_float32;  // else of the type of x
 };
 
 // A block of rows times a chunk of a panel.
@@ -49,7 +51,7 @@ struct Block {
     const float* x;
     int64_t row_step;
     const float* weight;
-    int64_t num_inputs;
+    int64_t num_words;
     bool is_first;        // chunk of the panel: sums begin at 0
     bool is_last;         // outputs come next
     float* sums;          // [row][kPanel]
@@ -58,19 +60,28 @@ struct Block {
     int64_t stream_step;  // from one to the next
 };
 
-template <int num_rows>
-inline __attribute__((always_inline)) void multiply_input(const float* x, int64_t row_step, const float* weight,
-                                                          Floats (&sums)[num_rows][kVectors]) {
+// sum + x * weight, in each lane: of a word's one product, or of its two.
+template <typename T>
+inline __attribute__((always_inline)) Floats add_product(Floats sum, Floats x, Floats weight) {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
+#endif
+    return multiply_add(x, weight, sum);
+}
+
+template <typename T, int num_rows>
+inline __attribute__((always_inline)) void multiply_word(const float* x, int64_t row_step, const float* weight,
+                                                         Floats (&sums)[num_rows][kVectors]) {
     Floats weights[kVectors];
     for (int i = 0; i < kVectors; ++i) weights[i] = load(weight + i * LANES);
     for (int row = 0; row < num_rows; ++row) {
         const Floats value = splat(x[row * row_step]);
-        for (int i = 0; i < kVectors; ++i) sums[row][i] = multiply_add(value, weights[i], sums[row][i]);
+        for (int i = 0; i < kVectors; ++i) sums[row][i] = add_product<T>(sums[row][i], value, weights[i]);
     }
 }
 
 // Not inlined, so that the general registers are enough for the rows' addresses.
-template <int num_rows>
+template <typename T, int num_rows>
 __attribute__((noinline)) void multiply_rows(const Block& block) {
     Floats sums[num_rows][kVectors];
     for (int row = 0; row < num_rows; ++row) {
@@ -80,40 +91,39 @@ __attribute__((noinline)) void multiply_rows(const Block& block) {
     }
     const float *x = block.x, *weight = block.weight, *ahead = block.ahead;
     const int64_t row_step = block.row_step;
-    int64_t input = 0;
-    for (; input + kPiece <= block.num_inputs; input += kPiece, ahead += kAheadLines * kLineFloats) {
+    int64_t word = 0;
+    for (; word + kPiece <= block.num_words; word += kPiece, ahead += kAheadLines * kLineWords) {
         for (int64_t stream = 0; stream < block.num_streams; ++stream) {
             for (int64_t line = 0; line < kAheadLines; ++line) {
-                _mm_prefetch(ahead + stream * block.stream_step + line * kLineFloats, _MM_HINT_T1);
+                _mm_prefetch(ahead + stream * block.stream_step + line * kLineWords, _MM_HINT_T1);
             }
         }
 #pragma GCC unroll 2
-        for (int i = 0; i < kPiece; ++i, ++x, weight += kPanel) multiply_input<num_rows>(x, row_step, weight, sums);
+        for (int i = 0; i < kPiece; ++i, ++x, weight += kPanel) multiply_word<T>(x, row_step, weight, sums);
     }
-    for (; input < block.num_inputs; ++input, ++x, weight += kPanel) {
-        multiply_input<num_rows>(x, row_step, weight, sums);
-    }
+    for (; word < block.num_words; ++word, ++x, weight += kPanel) multiply_word<T>(x, row_step, weight, sums);
     for (int row = 0; row < num_rows; ++row) {
         for (int i = 0; i < kVectors; ++i) store(block.sums + row * kPanel + i * LANES, sums[row][i]);
     }
 }
 
-template <int at_most = kBlockRows>
+template <typename T, int at_most = kBlockRows>
 void multiply_block(int64_t num_rows, const Block& block) {
     if constexpr (at_most > 1) {
-        if (num_rows < at_most) return multiply_block<at_most - 1>(num_rows, block);
+        if (num_rows < at_most) return multiply_block<T, at_most - 1>(num_rows, block);
     }
-    multiply_rows<at_most>(block);
+    multiply_rows<T, at_most>(block);
 }
 
 // Sums of rows into outputs: add the bias, activate.
-void finish_rows(const Linear& linear, const float* sums, int64_t num_rows, int64_t column, float* out) {
+template <typename Out>
+void finish_rows(const Linear& linear, const float* sums, int64_t num_rows, int64_t column, Out* out) {
     const int64_t count = std::min(kPanel, linear.num_outputs - column);
     alignas(64) float bias[kPanel] = {};
     if (linear.bias) std::memcpy(bias, linear.bias + column, count * sizeof(float));
     with_activation(linear.activation, [&](auto activation) {
         for (int64_t row = 0; row < num_rows; ++row) {
-            float* to = out + row * linear.num_outputs + column;
+            Out* to = out + row * linear.num_outputs + column;
             for (int64_t at = 0; at < count; at += LANES) {
                 const Floats x = add(load(sums + row * kPanel + at), load(bias + at));
                 store_first(to + at, activate<activation.value>(x), count - at);
@@ -123,50 +133,54 @@ void finish_rows(const Linear& linear, const float* sums, int64_t num_rows, int6
 }
 
 // Has the lines fetched that the sums of a panel will be written to.
-void ask_for_outputs(const float* out, int64_t row_step, int64_t num_rows) {
+template <typename Out>
+void ask_for_outputs(const Out* out, int64_t row_step, int64_t num_rows) {
+    constexpr int64_t kLine = kLineWords * sizeof(float) / sizeof(Out);
     for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t at = 0; at < kPanel; at += kLineFloats) _mm_prefetch(out + row * row_step + at, _MM_HINT_T0);
+        for (int64_t at = 0; at < kPanel; at += kLine) _mm_prefetch(out + row * row_step + at, _MM_HINT_T0);
         _mm_prefetch(out + row * row_step + kPanel - 1, _MM_HINT_T0);
     }
 }
 
 // Rows times a chunk of one panel. `all` is the first of the blocks, and what it has to ask for is what all share out.
-void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, const float* out) {
+template <typename T, typename Out>
+void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, const Out* out) {
     const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
     Block block = all;
-    block.stream_step = block.num_inputs / kPiece * kAheadLines * kLineFloats;
+    block.stream_step = block.num_words / kPiece * kAheadLines * kLineWords;
     for (int64_t index = 0; index < num_blocks; ++index) {
         const int64_t row = num_rows * index / num_blocks, end = num_rows * (index + 1) / num_blocks;
         const int64_t stream = kStreams * index / num_blocks;
-        block.x = all.x + row * linear.num_inputs;
+        block.x = all.x + row * linear.num_words;
         block.sums = all.sums + row * kPanel;
         block.ahead = all.ahead + stream * block.stream_step;
         block.num_streams = kStreams * (index + 1) / num_blocks - stream;
         if (block.is_last) ask_for_outputs(out + row * linear.num_outputs, linear.num_outputs, end - row);
-        multiply_block(end - row, block);
+        multiply_block<T>(end - row, block);
     }
 }
 
-// All inputs of some rows times a few panels, into their outputs.
+// All words of some rows times a few panels, into their outputs.
+template <typename T, typename Out>
 void multiply_panels(const Linear& linear, const float* x, int64_t num_rows, int64_t panel, int64_t num_panels,
-                     float* sums, float* out) {
-    const int64_t num_inputs = linear.num_inputs, panel_step = num_inputs * kPanel;
-    const int64_t num_chunks = (num_inputs + kChunk - 1) / kChunk;
-    const int64_t chunk = ((num_inputs + num_chunks - 1) / num_chunks + kPiece - 1) / kPiece * kPiece;
+                     float* sums, Out* out) {
+    const int64_t num_words = linear.num_words, panel_step = num_words * kPanel;
+    const int64_t num_chunks = (num_words + kChunk - 1) / kChunk;
+    const int64_t chunk = ((num_words + num_chunks - 1) / num_chunks + kPiece - 1) / kPiece * kPiece;
     Block block = {};
-    block.row_step = num_inputs;
-    for (int64_t input = 0; input < num_inputs; input += chunk) {
-        block.x = x + input;
-        block.num_inputs = std::min(chunk, num_inputs - input);
-        block.is_first = input == 0;
-        block.is_last = input + chunk >= num_inputs;
-        const float* weight = linear.weight + panel * panel_step + input * kPanel;
+    block.row_step = num_words;
+    for (int64_t word = 0; word < num_words; word += chunk) {
+        block.x = x + word;
+        block.num_words = std::min(chunk, num_words - word);
+        block.is_first = word == 0;
+        block.is_last = word + chunk >= num_words;
+        const float* weight = linear.weight + panel * panel_step + word * kPanel;
         const float* next = block.is_last ? linear.weight + (panel + num_panels) * panel_step : weight + chunk * kPanel;
         for (int64_t index = 0; index < num_panels; ++index) {
             block.weight = weight + index * panel_step;
             block.sums = sums + index * num_rows * kPanel;
             block.ahead = index + 1 < num_panels ? block.weight + panel_step : next;
-            multiply_chunk(linear, block, num_rows, out + (panel + index) * kPanel);
+            multiply_chunk<T>(linear, block, num_rows, out + (panel + index) * kPanel);
         }
     }
     for (int64_t index = 0; index < num_panels; ++index) {
@@ -181,30 +195,34 @@ int64_t num_groups(int64_t num_rows, int64_t num_panels) {
     return std::max((num_rows + kMaxRows - 1) / kMaxRows, std::min(wanted, possible));
 }
 
-}  // namespace
-
-// weight[output * output_step + input * input_step] -> packed, of room for ceil(outputs / kPanel) * kPanel rows.
-EXPORT void roseinfer_linear_pack_float32(const float* weight, int64_t output_step, int64_t input_step,
-                                          int64_t num_outputs, int64_t num_inputs, float* packed) {
+// weight[output * output_step + input * input_step] into words of panels.
+template <typename T>
+void pack(const T* weight, int64_t output_step, int64_t input_step, int64_t num_outputs, int64_t num_inputs,
+          T* packed) {
+    constexpr int64_t kPerWord = sizeof(float) / sizeof(T);
     const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
+    const int64_t num_words = (num_inputs + kPerWord - 1) / kPerWord;
 #pragma omp parallel for
     for (int64_t panel = 0; panel < num_panels; ++panel) {
-        float* to = packed + panel * kPanel * num_inputs;
-        for (int64_t input = 0; input < num_inputs; ++input) {
+        T* to = packed + panel * kPanel * num_words * kPerWord;
+        for (int64_t word = 0; word < num_words; ++word) {
             for (int64_t output = panel * kPanel; output < (panel + 1) * kPanel; ++output) {
-                *to++ = output < num_outputs ? weight[output * output_step + input * input_step] : 0.0f;
+                for (int64_t input = word * kPerWord; input < (word + 1) * kPerWord; ++input) {
+                    const bool is_inside = output < num_outputs && input < num_inputs;
+                    *to++ = is_inside ? weight[output * output_step + input * input_step] : T(0);
+                }
             }
         }
     }
 }
 
-// x [num_rows, num_inputs] -> out [num_rows, num_outputs].
-EXPORT void roseinfer_linear_float32(const Linear* linear, const float* x, int64_t num_rows, float* out) {
+template <typename T, typename Out>
+void multiply_all(const Linear& linear, const float* x, int64_t num_rows, Out* out) {
     if (num_rows == 0) return;
-    const int64_t num_inputs = linear->num_inputs, num_outputs = linear->num_outputs;
+    const int64_t num_words = linear.num_words, num_outputs = linear.num_outputs;
     const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
     const int64_t groups = num_groups(num_rows, num_panels), num_units = groups * num_panels;
-#pragma omp parallel if (num_rows * num_inputs * num_outputs > kWorthThreads)
+#pragma omp parallel if (num_rows * num_words * num_outputs > kWorthThreads)
     {
         const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
         const int64_t last = num_units * (thread + 1) / num_threads;
@@ -212,9 +230,41 @@ EXPORT void roseinfer_linear_float32(const Linear* linear, const float* x, int64
         for (int64_t unit = num_units * thread / num_threads, count; unit < last; unit += count) {
             const int64_t group = unit / num_panels, panel = unit % num_panels;
             const int64_t row = num_rows * group / groups, end = num_rows * (group + 1) / groups;
-            count = std::min(num_inputs > kChunk ? kMaxSums / ((end - row) * kPanel) : 1, kMaxPanels);
+            count = std::min(num_words > kChunk ? kMaxSums / ((end - row) * kPanel) : 1, kMaxPanels);
             count = std::min({count, num_panels - panel, last - unit});
-            multiply_panels(*linear, x + row * num_inputs, end - row, panel, count, sums, out + row * num_outputs);
+            multiply_panels<T>(linear, x + row * num_words, end - row, panel, count, sums, out + row * num_outputs);
         }
     }
 }
+
+}  // namespace
+
+// weight[output * output_step + input * input_step] -> packed, of room for ceil(outputs / kPanel) * kPanel rows.
+EXPORT void roseinfer_linear_pack_float32(const float* weight, int64_t output_step, int64_t input_step,
+                                          int64_t num_outputs, int64_t num_inputs, float* packed) {
+    pack(weight, output_step, input_step, num_outputs, num_inputs, packed);
+}
+
+// x [num_rows, num_inputs] -> out [num_rows, num_outputs].
+EXPORT void roseinfer_linear_float32(const Linear* linear, const float* x, int64_t num_rows, float* out) {
+    multiply_all<float>(*linear, x, num_rows, out);
+}
+
+#ifdef __AVX512BF16__
+
+// The same in bfloat16; rows of `packed` are of an even number of inputs.
+EXPORT void roseinfer_linear_pack_bfloat16_pairs(const bfloat16* weight, int64_t output_step, int64_t input_step,
+                                                 int64_t num_outputs, int64_t num_inputs, bfloat16* packed) {
+    pack(weight, output_step, input_step, num_outputs, num_inputs, packed);
+}
+
+// x [num_rows, 2 * num_words] bfloat16 -> out [num_rows, num_outputs], of the type that the linear says.
+EXPORT void roseinfer_linear_bfloat16_pairs(const Linear* linear, const float* x, int64_t num_rows, void* out) {
+    if (linear->is_output_float32) {
+        multiply_all<bfloat16>(*linear, x, num_rows, static_cast<float*>(out));
+    } else {
+        multiply_all<bfloat16>(*linear, x, num_rows, static_cast<bfloat16*>(out));
+    }
+}
+
+#endif

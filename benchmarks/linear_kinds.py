@@ -1,0 +1,107 @@
+"""All linears of a GPT-2 small step, multiplied in every way that this processor has, in turn, into milliseconds.
+
+    python -m benchmarks.linear_kinds [--threads 1] [--rows 1,8,32,64,256] [--rounds 15] [--out FILE]
+
+Every layer has weights of its own, as a model has, so a step of few rows reads them all from memory. An input is the
+output before it, as far as their widths go. oneDNN is given two rows in place of one, as the runner does: a single row
+would have other bits. Printed is the median of the rounds, and the least and the most.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.engine_options import require_kernels
+from benchmarks.machine import Sitting
+from benchmarks.random_gpt2 import GPT2_SMALL
+from roseinfer.config import RunnerConfig
+from roseinfer.model.amx import TileLinear
+from roseinfer.model.kernels.library import load_kernels
+from roseinfer.model.linear import OneDnnLinear
+from roseinfer.model.placement import Placement
+from roseinfer.model.register_linear import RegisterLinear
+
+CPU = torch.device("cpu")
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+
+
+def shapes() -> list[tuple[int, int]]:
+    """Inputs and outputs of each linear, in the model's order; the head is the last."""
+    width = GPT2_SMALL.width
+    layer = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    return layer * GPT2_SMALL.num_layers + [(width, GPT2_SMALL.vocab_size)]
+
+
+def kinds() -> dict[str, tuple[torch.dtype, int, Callable[[torch.Tensor], Multiply]]]:
+    """By name: the type of the numbers, the fewest rows, and what makes a linear of a weight."""
+    kernels = load_kernels(RunnerConfig())
+    float32, bfloat16 = (Placement(CPU, dtype, kernels=kernels) for dtype in (torch.float32, torch.bfloat16))
+    made: dict[str, tuple[torch.dtype, int, Callable[[torch.Tensor], Multiply]]] = {}
+    for placement in (float32, bfloat16):
+        dtype = placement.dtype
+        name = str(dtype).removeprefix("torch.")
+        made[f"oneDNN {name}"] = (dtype, 2, lambda weight, dtype=dtype: OneDnnLinear(weight, None, "none", dtype))
+        if dtype == torch.float32 or placement.has_pairs:
+            made[f"registers {name}"] = (
+                dtype,
+                1,
+                lambda weight, at=placement: RegisterLinear(weight.to(at.dtype), None, "none", at.dtype, at),
+            )
+    if bfloat16.has_tiles:
+        made["tiles bfloat16"] = (
+            torch.bfloat16,
+            1,
+            lambda weight: TileLinear(weight.bfloat16(), None, None, "none", torch.bfloat16, bfloat16),
+        )
+    return made
+
+
+def step(linears: list[Multiply], x: torch.Tensor) -> None:
+    for linear, (num_inputs, _) in zip(linears, shapes(), strict=True):
+        x = linear(x[:, :num_inputs].contiguous())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 256]
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/linear_kinds.json"), metavar="FILE")
+    arguments = parser.parse_args()
+    require_kernels()
+    sitting = Sitting("linear_kinds", ["python", "-m", "benchmarks.linear_kinds", *sys.argv[1:]])
+    torch.set_num_threads(arguments.threads)
+    generator = torch.Generator().manual_seed(0)
+    subjects: dict[str, tuple[torch.dtype, int, list[Multiply]]] = {}
+    for name, (dtype, fewest, make) in kinds().items():
+        weights = (torch.randn(outputs, inputs, generator=generator) * 0.02 for inputs, outputs in shapes())
+        subjects[name] = (dtype, fewest, [make(weight) for weight in weights])
+    results = []
+    print(f"| rows | {' | '.join(subjects)} |")
+    print("|---" * (1 + len(subjects)) + "|")
+    for num_rows in arguments.rows:
+        x = torch.randn(num_rows, GPT2_SMALL.width, generator=generator)
+        took_ms: dict[str, list[float]] = {name: [] for name in subjects}
+        for repeat in range(-1, arguments.rounds):  # the first is not counted: kernels are made
+            for name, (dtype, fewest, linears) in subjects.items():
+                given = x.expand(max(fewest, num_rows), -1).to(dtype)
+                began = time.perf_counter()
+                step(linears, given)
+                if repeat >= 0:
+                    took_ms[name].append((time.perf_counter() - began) * 1e3)
+        cells = [f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in took_ms.values()]
+        print(f"| {num_rows} | {' | '.join(cells)} |", flush=True)
+        results.append({"rows": num_rows, "ms": took_ms})
+    sitting.write(arguments.out, {"threads": arguments.threads, "cases": results})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
