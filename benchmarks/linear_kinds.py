@@ -50,7 +50,7 @@ def kinds() -> dict[str, tuple[torch.dtype, int, Callable[[torch.Tensor], Multip
             made[f"registers {name}"] = (
                 dtype,
                 1,
-                lambda weight, at=placement: RegisterLinear(weight.to(at.dtype), None, "none", at.dtype, at),
+                lambda weight, at=placement: RegisterLinear(weight.to(at.dtype), None, None, "none", at.dtype, at),
             )
     if bfloat16.has_tiles:
         made["tiles bfloat16"] = (

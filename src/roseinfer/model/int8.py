@@ -12,6 +12,7 @@ import torch
 from roseinfer.model.activation import ACTIVATIONS, Activation, activated
 from roseinfer.model.amx import TileLinear
 from roseinfer.model.placement import Placement
+from roseinfer.model.register_linear import RegisterLinear
 
 _ROWS_AT_ONCE = 4096  # of a weight, so that its float32 copy is small
 
@@ -45,11 +46,13 @@ def int8_linear(
     activation: Activation,
     dtype: torch.dtype,
     placement: Placement,
-) -> "TileLinear | IntegerLinear":
+) -> "TileLinear | RegisterLinear | IntegerLinear":
     """The fastest form that the placement's kernels have."""
     quantized, scales = quantized_weight(weight)
     if placement.has_tiles:
         return TileLinear(quantized, scales, bias, activation, dtype, placement)
+    if placement.has_fours:
+        return RegisterLinear(quantized, scales, bias, activation, dtype, placement)
     return IntegerLinear(quantized, scales, bias, activation, dtype, placement)
 
 

@@ -66,7 +66,7 @@ def _multiply(
     if placement.linears == "amx":
         return TileLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
     if placement.linears == "registers":
-        return RegisterLinear(weight.to(placement.dtype), bias, activation, dtype, placement)
+        return RegisterLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
     if placement.linears == "onednn":
         return OneDnnLinear(weight, bias, activation, placement.dtype)
     return TorchLinear(weight, bias, activation, placement, is_mapped)

@@ -55,6 +55,11 @@ class Placement:
         """Whether the kernels multiply pairs of bfloat16 in registers."""
         return self.kernels is not None and self.kernels.has("roseinfer_linear_bfloat16_pairs")
 
+    @property
+    def has_fours(self) -> bool:
+        """Whether the kernels multiply int8 in registers, by fours."""
+        return self.kernels is not None and self.kernels.has("roseinfer_linear_int8_fours_of_float32")
+
     def padded_rows(self, num_rows: int) -> int:
         """The next number of rows that linears are to be run with: most kinds take any, oneDNN prefers few.
 

@@ -1,6 +1,6 @@
 """A weight into the panels that `kernels/linear.cpp` multiplies in registers, and rows into its products.
 
-Knows nothing of tiles, of int8 or of layers.
+Knows nothing of tiles, of layers, or of how an int8 weight was made.
 """
 
 import ctypes
@@ -13,7 +13,12 @@ from roseinfer.model.placement import Placement
 
 _PANEL_OUTPUTS = 48  # at every level a multiple of the panel's width
 _WORD_BYTES = 4
-_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16_pairs"}  # of inputs, as the functions name them
+_TYPES = {  # of weights, as the functions name them
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16_pairs",
+    torch.int8: "int8_fours",
+}
+_UNSIGNED = 128  # what the instruction for int8 wants rows to have added
 
 
 class _Descriptor(ctypes.Structure):
@@ -21,8 +26,11 @@ class _Descriptor(ctypes.Structure):
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("surplus", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("num_outputs", ctypes.c_int64),
+        ("num_inputs", ctypes.c_int64),
         ("num_words", ctypes.c_int64),
         ("activation", ctypes.c_int32),
         ("is_output_float32", ctypes.c_int32),
@@ -30,38 +38,48 @@ class _Descriptor(ctypes.Structure):
 
 
 class RegisterLinear:
-    """x [rows, inputs] of the weight's type -> activation(x Wᵀ + b) [rows, outputs] of `dtype`.
+    """x [rows, inputs] of the placement's dtype -> activation(x Wᵀ + b) [rows, outputs] of `dtype`.
 
-    float32 on AVX2 or AVX-512, which gives float32; bfloat16 where AVX-512 multiplies pairs of them.
+    W is of the placement's dtype, or int8 with a scale for each output, which makes each row of x int8 too, on the way.
+    float32 on AVX2 or AVX-512, which gives float32; the others where AVX-512 multiplies pairs or fours of them.
     """
 
     def __init__(
         self,
-        weight: torch.Tensor,  # [outputs, inputs] float32 or bfloat16, of any strides; it is copied
+        weight: torch.Tensor,  # [outputs, inputs] float32, bfloat16 or int8, of any strides; it is copied
+        scales: torch.Tensor | None,  # [outputs] float32, of int8
         bias: torch.Tensor | None,
         activation: Activation,
         dtype: torch.dtype,
         placement: Placement,
     ) -> None:
         assert placement.kernels is not None
-        assert dtype in (torch.float32, weight.dtype)
+        assert (scales is None) == (weight.dtype == placement.dtype)
+        assert dtype in (torch.float32, placement.dtype)
         self._num_outputs, self._num_inputs = weight.shape
-        self._input_dtype, self._dtype = weight.dtype, dtype
-        self._num_padding = -self._num_inputs % (_WORD_BYTES // weight.itemsize)  # of an odd row in bfloat16
-        num_words = (self._num_inputs + self._num_padding) * weight.itemsize // _WORD_BYTES
+        self._input_dtype, self._dtype = placement.dtype, dtype
+        num_words = -(-self._num_inputs * weight.itemsize // _WORD_BYTES)
+        # What is quantised is written elsewhere; other rows are read where they lie, so they have whole words there.
+        self._num_padding = 0 if scales is not None else num_words * _WORD_BYTES // weight.itemsize - self._num_inputs
         self._weight = _packed(weight, num_words, placement)
+        self._scales = scales
+        self._surplus = None if scales is None else weight.sum(1, dtype=torch.int32) * _UNSIGNED
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._descriptor = _Descriptor(
             weight=self._weight.data_ptr(),
+            scales=None if self._scales is None else self._scales.data_ptr(),
+            surplus=None if self._surplus is None else self._surplus.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
             num_outputs=self._num_outputs,
+            num_inputs=self._num_inputs,
             num_words=num_words,
             activation=ACTIVATIONS.index(activation),
             is_output_float32=dtype == torch.float32,
         )
         self._address = ctypes.addressof(self._descriptor)
+        source = "" if scales is None else f"_of_{str(placement.dtype).removeprefix('torch.')}"
         self._multiply = placement.kernels.function(
-            f"roseinfer_linear_{_TYPES[weight.dtype]}",
+            f"roseinfer_linear_{_TYPES[weight.dtype]}{source}",
             ctypes.c_void_p,
             ctypes.c_void_p,
             ctypes.c_int64,

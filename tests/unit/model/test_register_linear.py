@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from roseinfer.model.activation import ACTIVATIONS
 from roseinfer.model.device import DTYPES
+from roseinfer.model.int8 import IntegerLinear, quantized_weight
 from roseinfer.model.register_linear import RegisterLinear
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_HERE, Setup
@@ -16,7 +17,7 @@ from tests.unit.model.test_linear import random, reference
 
 pytestmark = pytest.mark.skipif(not LEVELS_HERE, reason="no level of the kernels runs on this processor")
 Dtype = Literal["float32", "bfloat16"]
-PAIR_LEVELS = ("avx512_bf16", "amx")  # these have pairs of bfloat16 in registers; `amx` has tiles too, and prefers them
+PAIR_LEVELS = ("avx512_bf16", "amx")  # of bfloat16, and fours of int8; `amx` has tiles too, and prefers them
 KINDS: list[tuple[Dtype, str]] = [
     *(("float32", level) for level in LEVELS_HERE),
     *(("bfloat16", level) for level in LEVELS_HERE if level in PAIR_LEVELS),
@@ -33,7 +34,9 @@ def linear_of(
     dtype, level = kind
     placement = Setup(dtype, "none", level).placement(built_kernels)
     weight, bias = random(num_outputs, num_inputs, seed=1), random(num_outputs, seed=2)
-    return RegisterLinear(weight.to(placement.dtype), bias if has_bias else None, "none", torch.float32, placement)
+    return RegisterLinear(
+        weight.to(placement.dtype), None, bias if has_bias else None, "none", torch.float32, placement
+    )
 
 
 def rows_of(num_rows: int, num_inputs: int, dtype: Dtype, seed: int = 3) -> torch.Tensor:
@@ -60,7 +63,7 @@ def test_activations_follow_the_sum(built_kernels: BuiltKernels, dtype: Dtype, l
     placement = Setup(dtype, "none", level).placement(built_kernels)
     weight, bias, x = (random(61, 40, seed=1) / 4).to(placement.dtype), random(61, seed=2), rows_of(9, 40, dtype)
     for activation in ACTIVATIONS:
-        linear = RegisterLinear(weight, bias, activation, torch.float32, placement)
+        linear = RegisterLinear(weight, None, bias, activation, torch.float32, placement)
         expected = reference(x, weight, bias, activation)
         torch.testing.assert_close(linear(x).double(), expected, atol=3e-6, rtol=1e-5)
 
@@ -69,8 +72,8 @@ def test_activations_follow_the_sum(built_kernels: BuiltKernels, dtype: Dtype, l
 def test_a_result_of_the_weights_type_is_rounded_once(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
     placement = Setup(dtype, "none", level).placement(built_kernels)
     weight, bias, x = random(61, 40, seed=1).to(placement.dtype), random(61, seed=2), rows_of(9, 40, dtype)
-    whole = RegisterLinear(weight, bias, "gelu", torch.float32, placement)
-    rounded = RegisterLinear(weight, bias, "gelu", placement.dtype, placement)
+    whole = RegisterLinear(weight, None, bias, "gelu", torch.float32, placement)
+    rounded = RegisterLinear(weight, None, bias, "gelu", placement.dtype, placement)
     assert torch.equal(rounded(x), whole(x).to(placement.dtype))
 
 
@@ -110,6 +113,24 @@ def test_every_level_sums_in_the_same_order(built_kernels: BuiltKernels) -> None
             x = random(21, num_inputs).to(DTYPES[dtype])
             sums = [linear_of(built_kernels, kind, num_inputs, num_outputs)(x) for kind in kinds]
             assert all(torch.equal(of_level, sums[0]) for of_level in sums)
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS_HERE if level in PAIR_LEVELS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_has_the_bits_that_it_has_by_torchs_product(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
+    """Sums of integers are exact in any order, and what stands around them is computed in the same order."""
+    placement = Setup(dtype, "int8", level).placement(built_kernels)
+    for num_inputs, num_outputs in SHAPES[:-1]:
+        weight, scales = quantized_weight(random(num_outputs, num_inputs, seed=1))
+        x = rows_of(70, num_inputs, dtype)
+        x[1], x[2, 0], x[3] = 0.0, math.nan, 1.0  # the last gives the largest sums there are
+        for out_dtype in (torch.float32, placement.dtype):
+            ours, torchs = (
+                kind(weight, scales, random(num_outputs, seed=2), "silu", out_dtype, placement)
+                for kind in (RegisterLinear, IntegerLinear)
+            )
+            torch.testing.assert_close(ours(x), torchs(x), rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(ours(x[5:6]), ours(x)[5:6])
 
 
 @every_kind

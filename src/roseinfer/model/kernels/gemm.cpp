@@ -16,9 +16,9 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "activation.h"
+#include "buffer.h"
 #include "quantize.h"
 #include "tiles.h"
 
@@ -47,24 +47,6 @@ template <typename T>
 int64_t num_tiles_of_k(int64_t num_inputs) {
     return (num_inputs * int64_t(sizeof(T)) + kLineBytes - 1) / kLineBytes;
 }
-
-// Memory that grows and stays.
-class Buffer {
-public:
-    ~Buffer() { std::free(data_); }
-    uint8_t* take(int64_t size) {
-        if (size > size_) {
-            std::free(data_);
-            size_ = (size + 4095) / 4096 * 4096;
-            data_ = static_cast<uint8_t*>(std::aligned_alloc(4096, size_));
-        }
-        return data_;
-    }
-
-private:
-    uint8_t* data_ = nullptr;
-    int64_t size_ = 0;
-};
 
 thread_local Buffer packed_rows;  // of the calling thread; those of its team read it
 thread_local Buffer row_scales;

@@ -1,23 +1,28 @@
-// y = activation(x W^T + b) in float32 or bfloat16, in registers, the weight packed once. Knows nothing of layers.
+// y = activation(x W^T + b) in registers, the weight packed once: in float32, in bfloat16, or in int8 with a scale for
+// each row of x and of W. Knows nothing of layers.
 //
-// Beside gemm.cpp because there are no tiles of float32, and processors that multiply bfloat16 without tiles: here a
-// product is a register's and not a tile's, rows are read where they lie, and for float32 AVX2 will do. What both do to
-// a sum at the end is in activation.h.
+// Beside gemm.cpp because there are no tiles of float32, and processors that multiply the other types without tiles:
+// here a product is a register's and not a tile's, rows are read where they lie, and for float32 AVX2 will do. What both
+// do to a sum at the end is in activation.h.
 //
-// What is multiplied is words of 4 bytes, each one input in float32 or two in bfloat16. An output is one chain of
-// multiply-adds over its words, in ascending order, from 0: a sum that has to wait in memory is a float32 there as in
-// its register. Rows do not mix. So an output's bits depend on its row of x and its row of W alone: not on the number
+// What is multiplied is words of 4 bytes, each one input in float32, two in bfloat16 or four in int8. An output is one chain of
+// multiply-adds over its words, in ascending order, from 0: a sum that has to wait in memory has the bits there that it
+// has in its register. Rows do not mix. So an output's bits depend on its row of x and its row of W alone: not on the number
 // of rows, on how they are cut into blocks, or on the threads, which share out panels and rows and never k.
 //
 // Packed weight: panels of kPanel outputs, one below the other; in a panel, for each word, those of its outputs.
-// Outputs past the weight's edge, and an odd row's last bfloat16, are 0.
+// Outputs past the weight's edge, and inputs that fill up a row's last word, are 0.
+//
+// The instruction for int8 wants x unsigned, so x has 128 added, and each sum 128 times its weights too much.
 
 #include <omp.h>
 
 #include <algorithm>
 
 #include "activation.h"
+#include "buffer.h"
 #include "common.h"
+#include "quantize.h"
 
 namespace {
 
@@ -38,10 +43,13 @@ constexpr int64_t kWorthThreads = 1 << 16;    // multiply-adds; below, waking a 
 
 // A linear layer, as register_linear.py's _Descriptor lays it out. A word is the float32 that has its bits.
 struct Linear {
-    const float* weight;  // packed words
-    const float* bias;    // [num_outputs], or null
+    const float* weight;          // packed words
+    const float* scales;          // [num_outputs] of an int8 weight
+    const int32_t* surplus;       // [num_outputs], of its sums
+    const float* bias;            // [num_outputs], or null
     int64_t num_outputs;
-    int64_t num_words;    // of a row
+    int64_t num_inputs;
+    int64_t num_words;            // of a row
     int32_t activation;
     int32_t is_output_float32;  // else of the type of x
 };
@@ -60,9 +68,12 @@ struct Block {
     int64_t stream_step;  // from one to the next
 };
 
-// sum + x * weight, in each lane: of a word's one product, or of its two.
+// sum + x * weight, in each lane: of a word's one product, its two or its four.
 template <typename T>
 inline __attribute__((always_inline)) Floats add_product(Floats sum, Floats x, Floats weight) {
+#ifdef __AVX512VNNI__
+    if constexpr (sizeof(T) == 1) return (Floats)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weight);
+#endif
 #ifdef __AVX512BF16__
     if constexpr (sizeof(T) == 2) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
 #endif
@@ -115,18 +126,36 @@ void multiply_block(int64_t num_rows, const Block& block) {
     multiply_rows<T, at_most>(block);
 }
 
-// Sums of rows into outputs: add the bias, activate.
-template <typename Out>
-void finish_rows(const Linear& linear, const float* sums, int64_t num_rows, int64_t column, Out* out) {
+// The integers whose bits are in `sums`, less the surplus.
+inline Floats without_surplus(Floats sums, const int32_t* surplus) {
+    typedef int32_t Integers __attribute__((vector_size(sizeof(Floats))));
+    Integers less;
+    std::memcpy(&less, surplus, sizeof less);
+    return (Floats)__builtin_convertvector((Integers)sums - less, Floats);
+}
+
+// Sums of rows into outputs: scale, add the bias, activate. `scales` are those of int8 rows.
+template <typename T, typename Out>
+void finish_rows(const Linear& linear, const float* sums, const float* scales, int64_t num_rows, int64_t column,
+                 Out* out) {
     const int64_t count = std::min(kPanel, linear.num_outputs - column);
     alignas(64) float bias[kPanel] = {};
+    alignas(64) float column_scales[kPanel] = {};
+    alignas(64) int32_t surplus[kPanel] = {};
     if (linear.bias) std::memcpy(bias, linear.bias + column, count * sizeof(float));
+    if constexpr (sizeof(T) == 1) {
+        std::memcpy(column_scales, linear.scales + column, count * sizeof(float));
+        std::memcpy(surplus, linear.surplus + column, count * sizeof(int32_t));
+    }
     with_activation(linear.activation, [&](auto activation) {
         for (int64_t row = 0; row < num_rows; ++row) {
             Out* to = out + row * linear.num_outputs + column;
             for (int64_t at = 0; at < count; at += LANES) {
-                const Floats x = add(load(sums + row * kPanel + at), load(bias + at));
-                store_first(to + at, activate<activation.value>(x), count - at);
+                Floats x = load(sums + row * kPanel + at);
+                if constexpr (sizeof(T) == 1) {
+                    x = without_surplus(x, surplus + at) * load(column_scales + at) * splat(scales[row]);
+                }
+                store_first(to + at, activate<activation.value>(add(x, load(bias + at))), count - at);
             }
         }
     });
@@ -162,8 +191,8 @@ void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, co
 
 // All words of some rows times a few panels, into their outputs.
 template <typename T, typename Out>
-void multiply_panels(const Linear& linear, const float* x, int64_t num_rows, int64_t panel, int64_t num_panels,
-                     float* sums, Out* out) {
+void multiply_panels(const Linear& linear, const float* x, const float* scales, int64_t num_rows, int64_t panel,
+                     int64_t num_panels, float* sums, Out* out) {
     const int64_t num_words = linear.num_words, panel_step = num_words * kPanel;
     const int64_t num_chunks = (num_words + kChunk - 1) / kChunk;
     const int64_t chunk = ((num_words + num_chunks - 1) / num_chunks + kPiece - 1) / kPiece * kPiece;
@@ -184,7 +213,7 @@ void multiply_panels(const Linear& linear, const float* x, int64_t num_rows, int
         }
     }
     for (int64_t index = 0; index < num_panels; ++index) {
-        finish_rows(linear, sums + index * num_rows * kPanel, num_rows, (panel + index) * kPanel, out);
+        finish_rows<T>(linear, sums + index * num_rows * kPanel, scales, num_rows, (panel + index) * kPanel, out);
     }
 }
 
@@ -217,7 +246,7 @@ void pack(const T* weight, int64_t output_step, int64_t input_step, int64_t num_
 }
 
 template <typename T, typename Out>
-void multiply_all(const Linear& linear, const float* x, int64_t num_rows, Out* out) {
+void multiply_all(const Linear& linear, const float* x, const float* scales, int64_t num_rows, Out* out) {
     if (num_rows == 0) return;
     const int64_t num_words = linear.num_words, num_outputs = linear.num_outputs;
     const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
@@ -232,9 +261,39 @@ void multiply_all(const Linear& linear, const float* x, int64_t num_rows, Out* o
             const int64_t row = num_rows * group / groups, end = num_rows * (group + 1) / groups;
             count = std::min(num_words > kChunk ? kMaxSums / ((end - row) * kPanel) : 1, kMaxPanels);
             count = std::min({count, num_panels - panel, last - unit});
-            multiply_panels<T>(linear, x + row * num_words, end - row, panel, count, sums, out + row * num_outputs);
+            multiply_panels<T>(linear, x + row * num_words, scales + row, end - row, panel, count, sums,
+                               out + row * num_outputs);
         }
     }
+}
+
+template <typename T>
+void run(const Linear& linear, const float* x, const float* scales, int64_t num_rows, void* out) {
+    if (linear.is_output_float32) {
+        multiply_all<T>(linear, x, scales, num_rows, static_cast<float*>(out));
+    } else {
+        multiply_all<T>(linear, x, scales, num_rows, static_cast<bfloat16*>(out));
+    }
+}
+
+thread_local Buffer quantized_rows;  // of the calling thread; those of its team read it
+thread_local Buffer row_scales;
+
+// Rows into int8 first.
+template <typename In>
+void quantize_and_run(const Linear& linear, const In* x, int64_t num_rows, void* out) {
+    const int64_t num_inputs = linear.num_inputs, row_bytes = linear.num_words * sizeof(float);
+    uint8_t* rows = quantized_rows.take(num_rows * row_bytes);
+    float* scales = reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float)));
+#pragma omp parallel for if (num_rows * num_inputs > kWorthThreads)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        scales[row] = quantize_row(x + row * num_inputs, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
+            const int64_t first = piece * kQuantizedPiece, end = std::min(row_bytes, first + kQuantizedPiece);
+            uint8_t* to = rows + row * row_bytes + first;
+            for (int64_t i = 0; i < end - first; ++i) to[i] = uint8_t(values[i]) ^ 0x80;
+        });
+    }
+    run<int8_t>(linear, reinterpret_cast<const float*>(rows), scales, num_rows, out);
 }
 
 }  // namespace
@@ -247,7 +306,7 @@ EXPORT void roseinfer_linear_pack_float32(const float* weight, int64_t output_st
 
 // x [num_rows, num_inputs] -> out [num_rows, num_outputs].
 EXPORT void roseinfer_linear_float32(const Linear* linear, const float* x, int64_t num_rows, float* out) {
-    multiply_all<float>(*linear, x, num_rows, out);
+    multiply_all<float>(*linear, x, nullptr, num_rows, out);
 }
 
 #ifdef __AVX512BF16__
@@ -260,11 +319,27 @@ EXPORT void roseinfer_linear_pack_bfloat16_pairs(const bfloat16* weight, int64_t
 
 // x [num_rows, 2 * num_words] bfloat16 -> out [num_rows, num_outputs], of the type that the linear says.
 EXPORT void roseinfer_linear_bfloat16_pairs(const Linear* linear, const float* x, int64_t num_rows, void* out) {
-    if (linear->is_output_float32) {
-        multiply_all<bfloat16>(*linear, x, num_rows, static_cast<float*>(out));
-    } else {
-        multiply_all<bfloat16>(*linear, x, num_rows, static_cast<bfloat16*>(out));
-    }
+    run<bfloat16>(*linear, x, nullptr, num_rows, out);
+}
+
+#endif
+
+#ifdef __AVX512VNNI__
+
+// The same for an int8 weight, in words of four inputs.
+EXPORT void roseinfer_linear_pack_int8_fours(const int8_t* weight, int64_t output_step, int64_t input_step,
+                                             int64_t num_outputs, int64_t num_inputs, int8_t* packed) {
+    pack(weight, output_step, input_step, num_outputs, num_inputs, packed);
+}
+
+// x [num_rows, num_inputs], each row of which gets a scale and becomes int8 on the way.
+EXPORT void roseinfer_linear_int8_fours_of_bfloat16(const Linear* linear, const bfloat16* x, int64_t num_rows,
+                                                    void* out) {
+    quantize_and_run(*linear, x, num_rows, out);
+}
+
+EXPORT void roseinfer_linear_int8_fours_of_float32(const Linear* linear, const float* x, int64_t num_rows, void* out) {
+    quantize_and_run(*linear, x, num_rows, out);
 }
 
 #endif
