@@ -12,6 +12,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from benchmarks.machine import Sitting
 from benchmarks.random_gpt2 import GPT2_SMALL
 from roseinfer.config import RunnerConfig
 from roseinfer.model.amx import TileLinear
+from roseinfer.model.int8 import IntegerLinear, quantized_weight
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.linear import OneDnnLinear
 from roseinfer.model.placement import Placement
@@ -30,6 +33,15 @@ CPU = torch.device("cpu")
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A way to multiply rows of `dtype`."""
+
+    dtype: torch.dtype
+    make: Callable[[torch.Tensor], Multiply]  # of a weight
+    fewest_rows: int = 1
+
+
 def shapes() -> list[tuple[int, int]]:
     """Inputs and outputs of each linear, in the model's order; the head is the last."""
     width = GPT2_SMALL.width
@@ -37,28 +49,42 @@ def shapes() -> list[tuple[int, int]]:
     return layer * GPT2_SMALL.num_layers + [(width, GPT2_SMALL.vocab_size)]
 
 
-def kinds() -> dict[str, tuple[torch.dtype, int, Callable[[torch.Tensor], Multiply]]]:
-    """By name: the type of the numbers, the fewest rows, and what makes a linear of a weight."""
+def kinds() -> dict[str, Kind]:
+    """By name, those that this processor has."""
     kernels = load_kernels(RunnerConfig())
-    float32, bfloat16 = (Placement(CPU, dtype, kernels=kernels) for dtype in (torch.float32, torch.bfloat16))
-    made: dict[str, tuple[torch.dtype, int, Callable[[torch.Tensor], Multiply]]] = {}
-    for placement in (float32, bfloat16):
-        dtype = placement.dtype
+    made: dict[str, Kind] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        at = Placement(CPU, dtype, kernels=kernels)
         name = str(dtype).removeprefix("torch.")
-        made[f"oneDNN {name}"] = (dtype, 2, lambda weight, dtype=dtype: OneDnnLinear(weight, None, "none", dtype))
-        if dtype == torch.float32 or placement.has_pairs:
-            made[f"registers {name}"] = (
-                dtype,
-                1,
-                lambda weight, at=placement: RegisterLinear(weight.to(at.dtype), None, None, "none", at.dtype, at),
-            )
-    if bfloat16.has_tiles:
-        made["tiles bfloat16"] = (
-            torch.bfloat16,
-            1,
-            lambda weight: TileLinear(weight.bfloat16(), None, None, "none", torch.bfloat16, bfloat16),
-        )
+        made[f"oneDNN {name}"] = Kind(dtype, partial(one_dnn, at), fewest_rows=2)
+        if dtype == torch.float32 or at.has_pairs:
+            made[f"registers {name}"] = Kind(dtype, partial(register, at))
+    if at.has_tiles:
+        made["tiles bfloat16"] = Kind(dtype, partial(tile, at))
+    made["torch int8"] = Kind(dtype, partial(integer, IntegerLinear, at))
+    if at.has_fours:
+        made["registers int8"] = Kind(dtype, partial(integer, RegisterLinear, at))
+    if at.has_tiles:
+        made["tiles int8"] = Kind(dtype, partial(integer, TileLinear, at))
     return made
+
+
+def one_dnn(at: Placement, weight: torch.Tensor) -> Multiply:
+    return OneDnnLinear(weight, None, "none", at.dtype)
+
+
+def register(at: Placement, weight: torch.Tensor) -> Multiply:
+    return RegisterLinear(weight.to(at.dtype), None, None, "none", at.dtype, at)
+
+
+def tile(at: Placement, weight: torch.Tensor) -> Multiply:
+    return TileLinear(weight.to(at.dtype), None, None, "none", at.dtype, at)
+
+
+def integer(
+    kind: type[TileLinear] | type[RegisterLinear] | type[IntegerLinear], at: Placement, weight: torch.Tensor
+) -> Multiply:
+    return kind(*quantized_weight(weight), None, "none", at.dtype, at)
 
 
 def step(linears: list[Multiply], x: torch.Tensor) -> None:
@@ -79,10 +105,11 @@ def main() -> int:
     sitting = Sitting("linear_kinds", ["python", "-m", "benchmarks.linear_kinds", *sys.argv[1:]])
     torch.set_num_threads(arguments.threads)
     generator = torch.Generator().manual_seed(0)
-    subjects: dict[str, tuple[torch.dtype, int, list[Multiply]]] = {}
-    for name, (dtype, fewest, make) in kinds().items():
+    subjects = kinds()
+    linears: dict[str, list[Multiply]] = {}
+    for name, kind in subjects.items():
         weights = (torch.randn(outputs, inputs, generator=generator) * 0.02 for inputs, outputs in shapes())
-        subjects[name] = (dtype, fewest, [make(weight) for weight in weights])
+        linears[name] = [kind.make(weight) for weight in weights]
     results = []
     print(f"| rows | {' | '.join(subjects)} |")
     print("|---" * (1 + len(subjects)) + "|")
@@ -90,10 +117,11 @@ def main() -> int:
         x = torch.randn(num_rows, GPT2_SMALL.width, generator=generator)
         took_ms: dict[str, list[float]] = {name: [] for name in subjects}
         for repeat in range(-1, arguments.rounds):  # the first is not counted: kernels are made
-            for name, (dtype, fewest, linears) in subjects.items():
-                given = x.expand(max(fewest, num_rows), -1).to(dtype)
+            for name, kind in subjects.items():
+                given = x if num_rows >= kind.fewest_rows else x.expand(kind.fewest_rows, -1)
+                given = given.to(kind.dtype)
                 began = time.perf_counter()
-                step(linears, given)
+                step(linears[name], given)
                 if repeat >= 0:
                     took_ms[name].append((time.perf_counter() - began) * 1e3)
         cells = [f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in took_ms.values()]
