@@ -150,7 +150,7 @@ def test_bench_serve_takes_all_that_the_file_says(tmp_path: Path) -> None:
     file.write_text(
         HEAD + "endpoint: chat\nstream_interval: 4\nrate_per_user: 20\nobjective: {ttft_ms: 5, tpot_ms: 6}\n"
     )
-    arguments = parsed("--scenario", str(file), "--slo-ttft-ms", "9")
+    arguments = parsed("--scenario", str(file), "--slo-ttft-ms", "9", "--seed", "0")
     take_scenario(arguments)
     planned = plan_of(arguments)
     assert (arguments.chat, arguments.stream_interval) == (True, 4)
