@@ -1,9 +1,11 @@
-# The verbs of the project. `make` lists them; each one sets up .venv first, when it is not there or out of date.
+# The verbs of the project. `make` lists them; each one sets up .venv first, when it is not there or out of date: `serve`
+# with what serving needs, the others with what tests and tools need as well.
 
 PYTHON ?= python3
 ARGS ?=
 PEERS_DIR ?= $(HOME)/.cache/roseinfer/benchmarks/peers
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 IMAGE_BUILDER ?= docker
 DEVICE ?= cpu
@@ -19,19 +21,23 @@ IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/.installed .venv/.kernels ## install the tested versions into .venv, compile the CPU kernels
+setup: .venv/.installed .venv/.kernels ## install the tested versions into .venv, those for tests and tools too; compile the CPU kernels
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.serving: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("roseinfer needs Python 3.11 or newer and $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip' || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	$(INSTALL) -c constraints.txt -e .
+	@touch $@
+
+.venv/.installed: .venv/.serving
+	$(INSTALL) -c constraints.txt -e '.[test,dev]'
 	@# Alone, for its class that asks servers like ours: what the rest of it needs is half a gigabyte.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps lm-eval==0.4.13
+	$(INSTALL) --no-deps lm-eval==0.4.13
 	@touch $@
 
 # Without a compiler the command says so, and the server runs in plain torch: no reason to stop here.
-.venv/.kernels: .venv/.installed $(wildcard src/roseinfer/model/kernels/*.cpp src/roseinfer/model/kernels/*.h)
+.venv/.kernels: .venv/.serving $(wildcard src/roseinfer/model/kernels/*.cpp src/roseinfer/model/kernels/*.h)
 	@$(BIN)/roseinfer kernels build || true
 	@touch $@
 
@@ -40,7 +46,7 @@ image: ## build the container image; DEVICE=cuda for GPUs, IMAGE_BUILDER=buildah
 		--build-arg TORCH_INDEX=$(TORCH_INDEX) \
 		--build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) --tag $(IMAGE) $(ARGS) .
 
-serve: setup ## serve on port 8000; options in ARGS="--port 9000"
+serve: .venv/.kernels ## serve on port 8000; options in ARGS="--port 9000"
 	@exec $(BIN)/roseinfer serve $(ARGS)
 
 lint: setup ## style, formatting, import contracts
@@ -70,7 +76,7 @@ bench-peers: ## install the rivals that `make bench` compares with, into PEERS_D
 bench-gpu: ## the GPU's benchmarks, offline, with the Python that is given: PYTHON=python3 make bench-gpu
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu_suite $(ARGS)
 
-bench-streaming: setup ## 64 streams, 20 ms apart, 128 tokens each, through the engine
+bench-streaming: .venv/.kernels ## 64 streams, 20 ms apart, 128 tokens each, through the engine
 	$(BIN)/roseinfer bench streaming --prompt Hello --pretok --num-requests 64 --submit-interval-ms 20 --submit-schedule absolute --max-batch-size 64 --prefill-max-batch-size 64 --max-new-tokens 128 --no-stop-on-eos --no-prefix-cache --stream-interval 8 $(ARGS)
 
 loadtest: setup ## twenty seconds of Locust against `make serve`, report in build/loadtest; ARGS="--scenario burst"

@@ -90,15 +90,14 @@ class Load:
         self.scenario = load_scenario(scenario_file(options.scenario))
         self.seed, self.url = options.seed, (host or DEFAULT_URL).rstrip("/")
         self.seen: list[Observed] | None = [] if keeps_requests else None
-        self.form = RequestForm(
-            self.scenario.endpoint == "chat", self.scenario.ignore_eos, self.scenario.stream_interval
-        )
         key = read_keys(Path(options.api_key_file), "--api-key-file")[0] if options.api_key_file else ""
         self.pool = urllib3.connectionpool.connection_from_url(
             self.url, maxsize=1000, timeout=TIMEOUT, retries=False, headers=authorization(key)
         )
         self.pool.ConnectionCls = _TimedHTTPS if self.url.startswith("https:") else _TimedHTTP
         self.endpoint = self._find_endpoint(key)
+        asked, salt = self.scenario, self.endpoint.fresh_salt()
+        self.form = RequestForm(asked.endpoint == "chat", asked.ignore_eos, asked.stream_interval, salt)
         self.tokens = Tokens(self.seed, self.endpoint.vocab_size)
         self.started_ns, self.unix_ns = time.monotonic_ns(), time.time_ns()
         self.cpu_s = time.process_time()

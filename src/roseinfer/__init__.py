@@ -10,7 +10,7 @@ __all__ = ["LLM", "Completion", "Config", "RoseinferError", "SamplingParams", "_
 
 _HOMES = {
     "LLM": "roseinfer.llm",
-    "Completion": "roseinfer.llm",
+    "Completion": "roseinfer.completion",
     "Config": "roseinfer.config",
     "RoseinferError": "roseinfer.errors",
     "SamplingParams": "roseinfer.messages",

@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from roseinfer import wiring
+from roseinfer.completion import Completion
 from roseinfer.config import Config
 from roseinfer.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestError, RoseinferError
 from roseinfer.grammar.checker import GrammarChecker
@@ -34,16 +35,6 @@ from roseinfer.server.tokenizer import Tokenizer
 NUM_KEPT_TIMELINES = 4096
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The whole of one finished request. `text` ends before the stop string that ended it, if one did."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    timeline: RequestTimeline
 
 
 @dataclass(slots=True)

@@ -59,6 +59,21 @@ def test_one_long_prompt_among_short_streams(
     assert server.wait_metrics(roseinfer_num_requests_running=0)[lag] - before[lag] == 9, "the server was told when"
 
 
+def test_the_same_load_again_finds_none_of_its_prompts_in_the_prefix_cache(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whereas the prompts of one run share what they have in common."""
+    hits = "roseinfer_prefix_cache_hits_total"
+    before = server.wait_metrics(roseinfer_num_requests_running=0)[hits]
+    for _ in range(2):
+        bench(server, "--num-requests 1 --prompt-tokens 64 --max-tokens 1", capsys)
+    assert server.wait_metrics(roseinfer_num_requests_running=0)[hits] == before
+    bench(
+        server, "--interval-ms 300 --num-requests 2 --prompt-tokens 64 --shared-prefix-share 0.5 --max-tokens 1", capsys
+    )
+    assert server.wait_metrics(roseinfer_num_requests_running=0)[hits] == before + 32
+
+
 def test_a_starved_generator_does_not_believe_itself(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

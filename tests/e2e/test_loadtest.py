@@ -165,6 +165,22 @@ def test_client_and_server_agree(start_server: StartServer, scenario: Path, tmp_
     assert [kind for kind in ("TTFT", "TPOT", "ITL", "submit lag") if f'"{kind}"' not in page] == []
 
 
+def test_the_same_test_again_finds_none_of_its_prompts_in_the_prefix_cache(
+    server: Server, scenario: Path, tmp_path: Path
+) -> None:
+    scenario.write_text(
+        "description: Three at once.\nphases: [{kind: burst, users: 3, duration_s: 1}]\n"
+        "rate_per_user: 0.01\nprompt_tokens: 64\nmax_tokens: 1\n"
+    )
+    before = server.wait_metrics(roseinfer_num_requests_running=0)
+    for _ in range(2):
+        ran = headless(server.url, "--scenario", str(scenario), folder=tmp_path)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    after = server.wait_metrics(roseinfer_num_requests_running=0)
+    assert growth(before, after, "roseinfer_prefix_cache_queries_total") == 2 * 3 * 64
+    assert growth(before, after, "roseinfer_prefix_cache_hits_total") == 0
+
+
 def test_bench_serve_reads_the_same_file(server: Server, scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--scenario", str(scenario), "--max-lag-share", "1"]
     code = cli.main(["bench", "serve", "--url", server.url, *flags])

@@ -2,8 +2,9 @@
 
 Runs are made in turn, A B B A A B ..., so that a machine that changes evenly hits both sides alike. Both runs of a
 round have the same prompts, and no two rounds do. Each run, repeated ones too, has a cache salt of its own, so its
-prompts are in no prefix cache, whoever has asked them before; servers that are not ours are sent none. A server that is
-started here is a new process for each run, since processes of one program differ among themselves too.
+prompts are in no prefix cache, whoever has asked them before; servers that are not ours are sent none, so there no two
+comparisons have the same prompts. A server that is started here is a new process for each run, since processes of one
+program differ among themselves too.
 """
 
 import argparse
@@ -31,8 +32,8 @@ from roseinfer.bench.endpoint import Endpoint
 from roseinfer.bench.launched import serving
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_client import find_endpoint
-from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, plan_of, take_scenario
-from roseinfer.bench.serve import fresh_salt, key_of, send
+from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, plan_of, settle_seed, take_scenario
+from roseinfer.bench.serve import key_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
@@ -158,6 +159,7 @@ def _of_servers(
     arguments: argparse.Namespace, sides: tuple[Side, Side], thresholds: Thresholds
 ) -> tuple[Comparison, dict[str, Any]]:
     """Make the runs, and tell of each."""
+    settle_seed(arguments, *(find_endpoint(side.what, key_of(arguments)) for side in sides if side.is_up))
     b = f"{sides[1].what}, equal to A" if arguments.equal_sides else sides[1].what
     header = {"A": sides[0].what, "B": b, "Load": describe(arguments, plan_of(arguments))}
     measured: dict[str, list[Measured]] = {side.name: [] for side in sides}
@@ -185,7 +187,7 @@ def _run_once(
             # A server that is up and has not served yet would become faster over the first rounds: that is a drift.
             _warm_up(turn, planned if side.is_up and index == 0 else planned[:NUM_WARM_UP], endpoint)
             label = f"round {index + 1}, {side.name}"
-            made = send(turn, planned, interval_ns, endpoint, label, cache_salt=fresh_salt())
+            made = send(turn, planned, interval_ns, endpoint, label)
             if made.is_valid:
                 break
     if turn.keep is not None:
@@ -196,7 +198,7 @@ def _run_once(
 def _warm_up(turn: argparse.Namespace, planned: Sequence[PlannedRequest], endpoint: Endpoint) -> None:
     first = [msgspec.structs.replace(request, offset_ns=0) for request in planned]
     other_prompts = argparse.Namespace(**{**vars(turn), "seed": turn.seed + 1_000_000})
-    send(other_prompts, first, 0.0, endpoint, "warm-up", cache_salt=fresh_salt())
+    send(other_prompts, first, 0.0, endpoint, "warm-up")
 
 
 def _keep(turn: argparse.Namespace, side: Side, made: ServeRun, endpoint: Endpoint, index: int) -> None:

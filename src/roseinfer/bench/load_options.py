@@ -71,7 +71,7 @@ def _refuse_stray(text: str) -> NoReturn:
 
 def add_simulate(parser: Parser) -> None:
     """Flags of `bench simulate`."""
-    add_load(parser)
+    add_load(parser, is_sent=False)
     _add_simulator(parser)
     _add_objective(parser.add_argument_group("report"))
     parser.add_argument("--recording", type=Path, metavar="FILE", help="keep what happened as a recording, an .npz")
@@ -85,7 +85,7 @@ def add_replay(parser: Parser) -> None:
     _add_server(parser)
     _add_simulator(parser)
     _add_report(parser)
-    parser.add_argument("--seed", type=parser_of(Seed), default=0, metavar="S", help="of the prompts; default: 0")
+    _add_seed(parser, "of the prompts", is_sent=True)
     parser.set_defaults(chat=False, ignore_eos=True, stream_interval=None)
     add_config_flags(parser, with_short=False)
 
@@ -138,8 +138,11 @@ def _add_server(parser: Parser) -> None:
     )
 
 
-def add_load(parser: Parser) -> argparse._MutuallyExclusiveGroup:
-    """When requests are sent, and how long they are. Returns the flags of arrivals, of which one may be given."""
+def add_load(parser: Parser, *, is_sent: bool = True) -> argparse._MutuallyExclusiveGroup:
+    """When requests are sent, and how long they are. Returns the flags of arrivals, of which one may be given.
+
+    With `is_sent` a server may have answered the same load before, so no seed stands until `settle_seed` has one.
+    """
     group = parser.add_argument_group("load", "without --rate and --interval-ms all requests are sent at once")
     arrivals = group.add_mutually_exclusive_group()
     arrivals.add_argument("--rate", type=parser_of(_Rate), metavar="R", help="R requests a second, a Poisson process")
@@ -185,8 +188,14 @@ def add_load(parser: Parser) -> argparse._MutuallyExclusiveGroup:
     group.add_argument(
         "--long-max-tokens", type=parser_of(TokenCount), metavar="N", help="default: what --max-tokens says"
     )
-    group.add_argument("--seed", type=parser_of(Seed), default=0, metavar="S", help="of the whole load; default: 0")
+    _add_seed(group, "of arrivals, lengths and prompts", is_sent=is_sent)
     return arrivals
+
+
+def _add_seed(group: argparse._ActionsContainer, what: str, *, is_sent: bool) -> None:
+    drawn = ", or a new one for each run where the server takes no cache salt" if is_sent else ""
+    default = None if is_sent else 0
+    group.add_argument("--seed", type=parser_of(Seed), default=default, metavar="S", help=f"{what}; default: 0{drawn}")
 
 
 def add_sampling(parser: Parser) -> None:

@@ -1,10 +1,12 @@
 """What the flags of the load benchmarks ask for: a plan, an objective, and words for both. Adds no flag."""
 
 import argparse
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from roseinfer.bench.endpoint import Endpoint
 from roseinfer.bench.load import NS_PER_S, Arrivals, LongPrompts, PlannedRequest, Workload, plan_of_trace
 from roseinfer.bench.load_options import DEFAULT_NUM_REQUESTS, Lengths
 from roseinfer.bench.observed import Objective, mean_interval_ns
@@ -12,6 +14,7 @@ from roseinfer.bench.scenario import Scenario, load_scenario
 from roseinfer.errors import ConfigError
 
 _LONG_AT = (1.0,)  # seconds
+_NUM_DRAWN_SEEDS = 1_000_000_000
 _SAID_BY_SCENARIO = (
     *("num_requests", "duration", "prompt_tokens", "max_tokens", "shared_prefix_share", "long_prompt_tokens"),
     *("num_long", "long_at", "long_max_tokens", "chat", "ignore_eos", "stream_interval"),
@@ -38,6 +41,17 @@ def take_scenario(arguments: argparse.Namespace) -> None:
         arguments.slo_ttft_ms = scenario.objective.ttft_ms
     if arguments.slo_tpot_ms is None:
         arguments.slo_tpot_ms = scenario.objective.tpot_ms
+
+
+def settle_seed(arguments: argparse.Namespace, *endpoints: Endpoint) -> None:
+    """Put a seed in the place of none: 0, or one that is drawn when not all of the endpoints take a cache salt.
+
+    With a salt a server that has answered these prompts does not find them in its prefix cache, so every run can have
+    the same load. Without one only other prompts are not found there.
+    """
+    if arguments.seed is None:
+        are_salted = all(endpoint.takes_salt for endpoint in endpoints)
+        arguments.seed = 0 if are_salted else secrets.randbelow(_NUM_DRAWN_SEEDS)
 
 
 def echo_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +131,7 @@ def objective_of(arguments: argparse.Namespace) -> Objective | None:
 def describe(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> str:
     """The load in words, so that two reports can be compared."""
     if arguments.trace is not None:
-        return f"{len(planned)} requests of {arguments.trace}"
+        return f"{len(planned)} requests of {arguments.trace}, seed {arguments.seed}"
     if arguments.scenario is not None:
         return f"{len(planned)} requests of {arguments.scenario_file}, seed {arguments.seed}"
     num_long = 0 if arguments.long_prompt_tokens is None else arguments.num_long or 1

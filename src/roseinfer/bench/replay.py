@@ -13,6 +13,7 @@ from itertools import pairwise
 from roseinfer.bench import definitions as d
 from roseinfer.bench import serve, simulate
 from roseinfer.bench.load import RecordedPlan, plan_of_recording
+from roseinfer.bench.load_plan import settle_seed
 from roseinfer.bench.observed import Observed, latency_pools, mean_interval_ns
 from roseinfer.bench.report import NS_PER_MS, PERCENTS, Pool
 from roseinfer.bench.session import say
@@ -24,8 +25,10 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report and the comparison. Returns the exit code."""
     recording = Recording.load(arguments.file)
     plan = plan_of_recording(recording)
-    header = {"Recording": arguments.file, "Load": describe(plan)}
-    if arguments.simulate:
+    endpoint = None if arguments.simulate else serve.endpoint_of(arguments)
+    settle_seed(arguments, *([] if endpoint is None else [endpoint]))
+    header = {"Recording": arguments.file, "Load": f"{describe(plan)}; seed {arguments.seed}"}
+    if endpoint is None:
         source = simulate.recording_of(arguments.cost_model) or recording
         costs, told = simulate.costs_of(arguments.cost_model, source)
         setup = simulate.setup_of(arguments, loaded, recording, plan.requests, costs)
@@ -33,7 +36,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
         replayed = simulate.report(arguments, setup, outcome, header | {"Cost model": told}, "replay")
     else:
         interval_ns = mean_interval_ns([request.offset_ns for request in plan.requests])
-        replayed = serve.measure(arguments, plan.requests, interval_ns, header, "replay")
+        replayed = serve.measure(arguments, plan.requests, interval_ns, endpoint, header, "replay")
     if replayed.is_valid:
         recorded = recorded_requests(recording, plan.records, is_wire=not arguments.simulate)
         say(*comparison_lines(latency_pools(recorded), latency_pools(replayed.requests)))

@@ -12,15 +12,12 @@ _WORDS = (
 
 
 class RequestForm(NamedTuple):
-    """What all requests of a load have in common. Without `stream_interval` the server's holds.
-
-    With a `cache_salt` that no load had before, none finds its prompts in a prefix cache, but for those of its own.
-    """
+    """What all requests of a load have in common. Without `stream_interval` the server's holds."""
 
     is_chat: bool
     ignore_eos: bool
     stream_interval: int | None
-    cache_salt: str = ""
+    cache_salt: str = ""  # of `Endpoint.fresh_salt`
 
     @property
     def path(self) -> str:

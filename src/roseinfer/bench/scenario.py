@@ -21,7 +21,8 @@ from roseinfer.bench.load import NS_PER_S, SHARED_KEY, PlannedRequest, Segment
 from roseinfer.bench.load_options import Lengths
 from roseinfer.config_sources import yaml_problem
 from roseinfer.errors import ConfigError
-from roseinfer.messages import TokenCount, locate
+from roseinfer.messages import TokenCount
+from roseinfer.server.wire_errors import locate_choice
 
 PARAM = "--scenario"
 MAX_REQUESTS = 1_000_000
@@ -198,5 +199,5 @@ def load_scenario(file: Path) -> Scenario:
     try:
         return msgspec.convert(tree, Scenario)
     except msgspec.ValidationError as error:
-        phrase, field = locate(error)
+        phrase, field = locate_choice(error, Scenario)
         raise ConfigError(f"{file}: {field}: {phrase}".replace(": : ", ": "), param=PARAM) from None

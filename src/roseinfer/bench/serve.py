@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import io
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,15 @@ from roseinfer.bench import serve_report
 from roseinfer.bench.endpoint import Endpoint
 from roseinfer.bench.load import PlannedRequest, Tokens
 from roseinfer.bench.load_client import LoadClient, Pacer, PreparedRequest, find_endpoint, get
-from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, plan_of, take_scenario
+from roseinfer.bench.load_plan import (
+    describe,
+    echo_of,
+    interval_ns_of,
+    objective_of,
+    plan_of,
+    settle_seed,
+    take_scenario,
+)
 from roseinfer.bench.observed import Verdict, lag_p99_ns
 from roseinfer.bench.request_body import RequestForm
 from roseinfer.bench.serve_report import ServeRun
@@ -32,9 +39,11 @@ EXIT_INVALID = 1
 def run(arguments: argparse.Namespace, _: LoadedConfig, pacer: Pacer | None = None) -> int:
     """Print the report. Returns the exit code: 1 when the generator did not keep its schedule, or nothing completed."""
     take_scenario(arguments)
+    endpoint = endpoint_of(arguments)
+    settle_seed(arguments, endpoint)
     planned = plan_of(arguments)
     header = {"Load": describe(arguments, planned)}
-    measured = measure(arguments, planned, interval_ns_of(arguments, planned), header, pacer=pacer)
+    measured = measure(arguments, planned, interval_ns_of(arguments, planned), endpoint, header, pacer=pacer)
     return 0 if measured.is_valid and measured.complete else EXIT_INVALID
 
 
@@ -42,16 +51,21 @@ def measure(
     arguments: argparse.Namespace,
     planned: Sequence[PlannedRequest],
     interval_ns: float,
+    endpoint: Endpoint,
     header: Mapping[str, Any],
     title: str = "serve",
     pacer: Pacer | None = None,
 ) -> ServeRun:
     """Send the plan to the server, print the report and keep the files that were asked for."""
-    endpoint = find_endpoint(arguments.url, key_of(arguments))
     measured = send(arguments, planned, interval_ns, endpoint, "requests", pacer)
     say(*serve_report.lines_of(measured, {"URL": endpoint.url, "Model": endpoint.model, **header}, title))
     _keep(arguments, measured, endpoint)
     return measured
+
+
+def endpoint_of(arguments: argparse.Namespace) -> Endpoint:
+    """Of the server that the flags name. Raises ConfigError."""
+    return find_endpoint(arguments.url, key_of(arguments))
 
 
 def key_of(arguments: argparse.Namespace) -> str:
@@ -67,14 +81,9 @@ def send(
     endpoint: Endpoint,
     label: str,
     pacer: Pacer | None = None,
-    cache_salt: str = "",
 ) -> ServeRun:
-    """Send the plan and wait for the last answer; `label` is what a person who waits reads.
-
-    With a salt of its own a run finds nothing in the server's prefix cache but what it has put there itself. It is left
-    out where the endpoint takes none.
-    """
-    prepared = prepare(planned, endpoint, arguments, cache_salt)
+    """Send the plan and wait for the last answer; `label` is what a person who waits reads."""
+    prepared = prepare(planned, endpoint, arguments)
     with Progress(label, total=len(prepared)) as progress:
         seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
     return ServeRun(seen, Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share), objective_of(arguments))
@@ -106,16 +115,11 @@ def fetch_recording(ops_url: str, api_key: str, file: Path) -> None:
     say(f"Recording: {file}")
 
 
-def fresh_salt() -> str:
-    """That no run had before, of whatever command."""
-    return f"bench-{os.getpid()}-{time.time_ns():x}"
-
-
 def prepare(
-    planned: Sequence[PlannedRequest], endpoint: Endpoint, arguments: argparse.Namespace, cache_salt: str = ""
+    planned: Sequence[PlannedRequest], endpoint: Endpoint, arguments: argparse.Namespace
 ) -> list[PreparedRequest]:
     """The bodies, encoded before the clock starts. Raises ConfigError for a request that the server would refuse."""
-    tokens = Tokens(arguments.seed, endpoint.vocab_size)
+    tokens, cache_salt = Tokens(arguments.seed, endpoint.vocab_size), endpoint.fresh_salt()
     run_id = f"bench-{time.time_ns() // 1_000_000:x}"
     prepared = []
     for index, request in enumerate(planned):
@@ -128,7 +132,7 @@ def prepare(
             )
         # Whoever goes away after a token has to see each one.
         interval = arguments.stream_interval if request.abort_after_tokens is None else 1
-        form = RequestForm(arguments.chat, arguments.ignore_eos, interval, cache_salt if endpoint.takes_salt else "")
+        form = RequestForm(arguments.chat, arguments.ignore_eos, interval, cache_salt)
         body = form.body(endpoint.model, tokens.of(request.segments), request.max_tokens)
         prepared.append(
             PreparedRequest(

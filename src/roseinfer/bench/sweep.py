@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from roseinfer.bench import definitions as d
-from roseinfer.bench.load_client import find_endpoint
-from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, plan_of
+from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, plan_of, settle_seed
 from roseinfer.bench.observed import Objective, duration_s
 from roseinfer.bench.report import NS_PER_MS
-from roseinfer.bench.serve import EXIT_INVALID, fresh_salt, key_of, send
+from roseinfer.bench.serve import EXIT_INVALID, endpoint_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.errors import ConfigError
@@ -48,19 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("needs --slo-ttft-ms or --slo-tpot-ms: the knee is where they break", param="--sweep")
     if arguments.recording is not None:
         raise ConfigError("has no meaning beside --sweep", param="--recording")
-    endpoint = find_endpoint(arguments.url, key_of(arguments))
+    endpoint = endpoint_of(arguments)
+    settle_seed(arguments, endpoint)
     if arguments.num_requests is None and arguments.duration is None:
         arguments.duration = DEFAULT_DURATION_S
     say("=== rate sweep ===", f"URL: {endpoint.url}", f"Model: {endpoint.model}")
     points: list[Point] = []
     for index, rate in enumerate(arguments.sweep):
-        # Prompts of its own, and a salt, so that no rate finds those of another, or of a sweep before, in a cache.
+        # Prompts of its own, so that no rate finds those of another in a cache, also where no salt is taken.
         turn = argparse.Namespace(**{**vars(arguments), "rate": rate, "seed": arguments.seed + index})
         planned = plan_of(turn)
         if not points:
             say(f"Load: {describe(turn, planned)}, then more a second", header_line())
         interval_ns = interval_ns_of(turn, planned)
-        made = send(turn, planned, interval_ns, endpoint, f"rate {rate:g}", cache_salt=fresh_salt())
+        made = send(turn, planned, interval_ns, endpoint, f"rate {rate:g}")
         points.append(point_of(rate, made))
         say(line_of(points[-1]))
         if not points[-1].is_valid:

@@ -75,13 +75,10 @@ def refusal(
         if found := pattern.fullmatch(str(error)):
             path = ".".join(part for part in (found["path"], found["name"]) if part)
             return _not_text(path, fields) or InvalidRequest(f"{word} `{path}`.", param=path)
-    phrase, path = locate(error)
+    phrase, path = locate_choice(error, body_type)
     if (other := _not_text(path, fields)) is not None:
         return other
-    if found := _INVALID_CHOICE.fullmatch(phrase):
-        allowed = ", ".join(repr(value) for value in choices(body_type, path))
-        phrase = f"Expected {'one of ' if ', ' in allowed else ''}{allowed}; got {found['value']}"
-    elif isinstance(mapping := fields.get(path.removesuffix("[...]")), dict):
+    if isinstance(mapping := fields.get(path.removesuffix("[...]")), dict):
         phrase, path = _at_key(mapping, body_type, path, phrase)
     return InvalidRequest(f"`{path}`: {phrase}.", param=path or None)
 
@@ -110,6 +107,15 @@ def _at_key(mapping: dict[str, Any], body_type: type[msgspec.Struct], path: str,
             msgspec.convert({key: value}, kind, str_keys=True)
         except msgspec.ValidationError:
             return (f"{phrase}, {key[:100]!r}", name) if path == name else (phrase, f"{name}.{key[:100]}")
+    return phrase, path
+
+
+def locate_choice(error: msgspec.ValidationError, expected: type[msgspec.Struct]) -> tuple[str, str]:
+    """As `locate`, and of a value that is not in a closed set, what is in it."""
+    phrase, path = locate(error)
+    if found := _INVALID_CHOICE.fullmatch(phrase):
+        allowed = ", ".join(repr(value) for value in choices(expected, path))
+        phrase = f"Expected {'one of ' if ', ' in allowed else ''}{allowed}; got {found['value']}"
     return phrase, path
 
 

@@ -212,16 +212,17 @@ def test_mistakes_are_one_sentence(
     assert error.count("\n") == 1
 
 
-def test_a_run_that_is_made_again_has_the_prompts_of_its_round_and_finds_none_of_them_cached(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("takes_salt", [True, False])
+def test_a_run_that_is_made_again_has_the_prompts_of_its_round(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], takes_salt: bool
 ) -> None:
-    """The generator was late in the first run of B. One server is both sides, so whatever was sent may be cached."""
-    sent: list[tuple[str, int, str]] = []
+    """The generator was late in the first run of B. Without salts the first round's prompts are new ones, too."""
+    sent: list[tuple[str, int]] = []
 
-    def send(turn: Namespace, planned: Sequence[PlannedRequest], *rest: Any, cache_salt: str) -> ServeRun:
+    def send(turn: Namespace, planned: Sequence[PlannedRequest], *rest: Any) -> ServeRun:
         label = rest[-1]
-        is_late = label == "round 1, B" and label not in [told for told, _, _ in sent]
-        sent.append((label, turn.seed, cache_salt))
+        is_late = label == "round 1, B" and label not in [told for told, _ in sent]
+        sent.append((label, turn.seed))
         began = len(sent) * 10**9
         seen = [
             Observed(
@@ -237,16 +238,18 @@ def test_a_run_that_is_made_again_has_the_prompts_of_its_round_and_finds_none_of
         return ServeRun(seen, Verdict(10.0 if is_late else 0.0, 1.0, 0.1), None)
 
     monkeypatch.setattr(compare_runs, "send", send)
-    monkeypatch.setattr(compare_runs, "find_endpoint", lambda url, _: Endpoint(url, "", "tiny", 64, 100))
+    monkeypatch.setattr(compare_runs, "find_endpoint", lambda url, _: Endpoint(url, "", "tiny", 64, 100, takes_salt))
     assert compare("http://one:9", "http://one:9", "--equal-sides", "--rounds", "6", "--num-requests", "3") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("Verdict: noise ")
     assert "B: http://one:9, equal to A" in lines
-    runs = [(label, seed) for label, seed, _ in sent if label != "warm-up"]
+    runs = [(label, seed) for label, seed in sent if label != "warm-up"]
     assert [label for label, _ in runs[:4]] == ["round 1, A", "round 1, B", "round 1, B", "round 2, B"]
-    assert [seed for _, seed in runs] == [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    salts = [salt for _, _, salt in sent]
-    assert len({*salts}) == len(salts) == 2 * len(runs)
+    first = runs[0][1]
+    assert [seed - first for _, seed in runs] == [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert (first == 0) == takes_salt, "but for once in a thousand million runs"
+    [load] = [line for line in lines if line.startswith("Load: ")]
+    assert load.endswith(f", seed {first}")
 
 
 def test_differences_are_named_and_a_long_list_is_cut() -> None:

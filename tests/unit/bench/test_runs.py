@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from roseinfer.bench.runs import Schedule, run_online
+from roseinfer.completion import Completion
 from roseinfer.errors import Overloaded
-from roseinfer.llm import Completion
 from roseinfer.messages import SamplingParams
 from roseinfer.records import FinishReason, RequestTimeline
 

@@ -1,16 +1,23 @@
 """Planned requests into the bodies that are sent, and a server's recording into a file."""
 
+import json
+import re
 from argparse import Namespace
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from roseinfer import cli
+from roseinfer.bench import serve
 from roseinfer.bench.endpoint import Endpoint, read_models
 from roseinfer.bench.load import PlannedRequest, Segment
 from roseinfer.bench.load_client import PreparedRequest
-from roseinfer.bench.serve import fetch_recording, fresh_salt, prepare
+from roseinfer.bench.observed import Observed
+from roseinfer.bench.serve import fetch_recording, prepare
 from roseinfer.errors import ConfigError, InvalidRequest
 from tests.unit.explain.operations_port import open_port
 
@@ -33,16 +40,75 @@ def test_a_body_asks_for_exactly_what_was_planned() -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_run_with_a_salt_shares_no_cache_with_others(chat: bool) -> None:
-    planned = PlannedRequest(offset_ns=0, segments=(Segment(1, 5),), max_tokens=9)
+def test_a_run_shares_a_salt_with_no_other_one_and_with_all_of_its_requests(chat: bool) -> None:
+    planned = [PlannedRequest(offset_ns=0, segments=(Segment(key, 5),), max_tokens=9) for key in (1, 2)]
     arguments = Namespace(seed=0, chat=chat, ignore_eos=True, stream_interval=None)
-    bodies = [msgspec.json.decode(prepare([planned], ENDPOINT, arguments, salt)[0].body) for salt in ("", "a")]
-    assert [body.get("cache_salt") for body in bodies] == [None, "a"]
-    other = read_models("http://other", "", b'{"data":[{"id":"m","max_model_len":64}]}')
-    assert "cache_salt" not in msgspec.json.decode(prepare([planned], other, arguments, "a")[0].body)
+
+    def salts(endpoint: Endpoint) -> list[str | None]:
+        return [
+            msgspec.json.decode(request.body).get("cache_salt") for request in prepare(planned, endpoint, arguments)
+        ]
+
     ours = read_models("http://ours", "", b'{"data":[{"id":"m","vocab_size":100}]}')
-    assert msgspec.json.decode(prepare([planned], ours, arguments, "a")[0].body)["cache_salt"] == "a"
-    assert fresh_salt() != fresh_salt()
+    first, second = salts(ours), salts(ours)
+    assert len({*first}) == len({*second}) == 1
+    assert first[0]
+    assert first != second
+    other = read_models("http://other", "", b'{"data":[{"id":"m","max_model_len":64}]}')
+    assert salts(other) == [None, None]
+
+
+@dataclass
+class Runs:
+    """What `bench serve` sends to a server that is not there, and prints and keeps of it."""
+
+    endpoint: Endpoint
+    file: Path
+    sent: list[list[PreparedRequest]] = field(default_factory=list)
+
+    def answer(self, prepared: list[PreparedRequest]) -> list[Observed]:
+        self.sent.append(prepared)
+        return [
+            Observed(request_id=str(index), intended_ns=1, sent_ns=1, token_ns=[2], token_counts=[1], end_ns=3)
+            for index in range(len(prepared))
+        ]
+
+    def run(self, *flags: str) -> tuple[int, list[bytes]]:
+        """Its seed as the result has it, and the prompts."""
+        assert (
+            cli.main(["bench", "serve", "--num-requests", "3", "--max-tokens", "9", "--json", str(self.file), *flags])
+            == 0
+        )
+        seed = json.loads(self.file.read_text())["settings"]["arguments"]["seed"]
+        return seed, [msgspec.json.decode(request.body)["prompt"] for request in self.sent[-1]]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    made = Runs(ENDPOINT, tmp_path / "result.json")
+    monkeypatch.setattr(serve, "find_endpoint", lambda url, key: made.endpoint)
+    monkeypatch.setattr(serve, "LoadClient", lambda *_: SimpleNamespace(run=made.answer))
+    return made
+
+
+def test_a_server_that_takes_salts_has_the_same_load_each_time(runs: Runs) -> None:
+    assert runs.run() == runs.run() == runs.run("--seed", "0")
+    assert runs.run()[0] == 0
+    assert runs.run("--seed", "1")[1] != runs.run()[1]
+
+
+def test_a_server_that_takes_none_has_other_prompts_each_time_unless_a_seed_is_given(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.endpoint = ENDPOINT._replace(takes_salt=False)
+    first, second = runs.run(), runs.run()
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    assert re.findall(r"^Load: .*, seed (\d+)$", capsys.readouterr().out, re.MULTILINE) == [
+        str(first[0]),
+        str(second[0]),
+    ]
+    assert runs.run("--seed", str(first[0])) == first
 
 
 @pytest.mark.parametrize("stream_interval", [None, 8])
