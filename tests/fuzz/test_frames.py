@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.engine import loop
-from roseinfer.engine.link import EngineLink, FrameBuffer, encode_frame
+from roseinfer.engine.link import EngineLink, FrameBuffer, SameParams, encode_frame
 from roseinfer.messages import Command, EngineFailure, Event
 from tests.fuzz.mutations import corpus, mutated
 from tests.unit.engine.harness import make_engine
@@ -19,7 +19,7 @@ NUM_MUTATIONS = 4000
 NUM_ENGINES = 200
 KEPT = corpus("frame")
 DECODERS: tuple[msgspec.msgpack.Decoder[object], ...] = (
-    msgspec.msgpack.Decoder(Command),
+    msgspec.msgpack.Decoder(Command | SameParams),
     msgspec.msgpack.Decoder(Event),
 )
 # What the loops at both ends take for a peer that has gone wrong. A deep nesting ends in the first.
@@ -74,8 +74,9 @@ VALUES = (
     | st.lists(SCALARS, max_size=3)
     | st.dictionaries(st.text(max_size=4), SCALARS, max_size=3)
 )
-TAGS = sorted(member.__name__ for union in (Command, Event) for member in union.__args__)
-NAMES = sorted({field for union in (Command, Event) for member in union.__args__ for field in member.__struct_fields__})
+MESSAGES = [*Command.__args__, SameParams, *Event.__args__]
+TAGS = sorted(message.__name__ for message in MESSAGES)
+NAMES = sorted({field for message in MESSAGES for field in message.__struct_fields__})
 
 
 @given(st.sampled_from(TAGS), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6))

@@ -14,7 +14,7 @@ from roseinfer.config import Config, ModelConfig
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transport
 from roseinfer.errors import ConfigError, Conflict, EngineDead, EngineFailed
-from roseinfer.messages import ProfileEnded, TokenOutput
+from roseinfer.messages import Grammar, ProfileEnded, TokenOutput
 from roseinfer.records import Advanced, FinishReason, Observer, RequestTimeline, StepRecord
 from tests.integration.fake_engine import build_fake_engine
 from tests.unit.engine.harness import make_request, run_alone
@@ -77,8 +77,10 @@ def open_timeline(engine: AsyncEngine, request_id: str) -> RequestTimeline:
     return timeline
 
 
-async def collect(engine: AsyncEngine, request_id: str, *, max_tokens: int = 6) -> list[TokenOutput]:
-    request = make_request(request_id, range(1, 20), max_tokens=max_tokens)
+async def collect(
+    engine: AsyncEngine, request_id: str, *, max_tokens: int = 6, grammar: Grammar | None = None
+) -> list[TokenOutput]:
+    request = make_request(request_id, range(1, 20), max_tokens=max_tokens, grammar=grammar)
     timeline = open_timeline(engine, request_id)
     try:
         return [out async for outputs in engine.generate([request], [timeline]) for out in outputs]
@@ -219,6 +221,20 @@ async def test_a_killed_engine_process_is_noticed_and_every_stream_ends(facts: F
     assert [type(result) for result in results] == [EngineDead] * 4
     assert "signal 9" in str(engine.trouble)
     await engine.close()
+
+
+async def test_a_grammar_that_was_sent_once_is_that_of_every_sequence_also_of_an_engine_started_again(
+    start_engine: StartEngine,
+) -> None:
+    """The fake engine has none, so that a sequence with a grammar fails; one that has lost it would get tokens."""
+    engine, grammar = await start_engine("fake"), Grammar("regex", "a+")
+    assert len(await collect(engine, "free")) == 6
+    for _ in range(2):
+        for request_id in ("first", "second"):
+            [output] = await collect(engine, request_id, grammar=grammar)
+            assert output.finish_reason is FinishReason.ERROR
+        engine.give_up("for a test")
+        await engine.start(lambda _: None)
 
 
 async def test_a_stopped_engine_process_is_trouble_only_while_there_is_work(facts: Facts) -> None:

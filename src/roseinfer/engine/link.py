@@ -9,8 +9,9 @@ import time
 from collections import deque
 
 import msgspec
+from msgspec.structs import replace
 
-from roseinfer.messages import Command, Event
+from roseinfer.messages import Command, Event, Request, SamplingParams
 
 _HEADER_BYTES = 4
 _READ_BYTES = 1 << 18
@@ -18,9 +19,57 @@ _MAX_FRAME_BYTES = 1 << 30
 _MAX_OUTBOX_BYTES = 64 << 20  # some ten thousand steps; a front end that far behind is not coming back soon
 
 
-def encode_frame(message: Event | Command | bytes) -> bytes:
+class SameParams(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A request whose parameters are those of the request before it, but for the seed, which is the one it has here."""
+
+    request: Request
+
+
+def encode_frame(message: Event | Command | SameParams | bytes) -> bytes:
     payload = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
     return len(payload).to_bytes(_HEADER_BYTES, "little") + payload
+
+
+class CommandEncoder:
+    """Commands into frames for one engine.
+
+    An HTTP request is up to 512 sequences, which follow one another and differ in prompt and seed alone. Their grammar,
+    of up to 256 KiB, and their biases go over once.
+    """
+
+    def __init__(self) -> None:
+        self._params: SamplingParams | None = None  # of the last request
+
+    def encode(self, command: Command) -> bytes:
+        if not isinstance(command, Request):
+            return encode_frame(command)
+        params = command.params
+        if self._params is not None and replace(self._params, seed=params.seed) == params:
+            return encode_frame(SameParams(replace(command, params=SamplingParams(seed=params.seed))))
+        # With copies of what belongs to the caller, who may change it before the next request.
+        own = {"logit_bias": dict(params.logit_bias), "stop_token_ids": tuple(params.stop_token_ids)}
+        self._params = replace(params, **own)
+        return encode_frame(command)
+
+
+class CommandDecoder:
+    """Payloads of `CommandEncoder` into commands, in their order. What went over once they share."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.msgpack.Decoder(Command | SameParams)
+        self._params: SamplingParams | None = None
+
+    def decode(self, payload: bytes) -> Command:
+        """Raises ValueError or RecursionError for what no peer of ours would send."""
+        command: Command | SameParams = self._decoder.decode(payload)
+        if isinstance(command, SameParams):
+            if self._params is None:
+                raise ValueError("a request refers to parameters, and none came before it")
+            request = command.request
+            return replace(request, params=replace(self._params, seed=request.params.seed))
+        if isinstance(command, Request):
+            self._params = command.params
+        return command
 
 
 class FrameBuffer:
@@ -57,7 +106,7 @@ class EngineLink:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._decoder = CommandDecoder()
         self._buffer = FrameBuffer()
         self._received: deque[bytes] = deque()
         self._frames: deque[bytes] = deque()  # those not begun, and first what is left of the one begun

@@ -30,7 +30,7 @@ class SequenceStatus(Enum):
     FINISHED = "finished"  # its last output has been told
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One request's life in the engine."""
 

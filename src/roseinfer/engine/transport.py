@@ -20,7 +20,7 @@ import msgspec
 from roseinfer.config import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.engine import Engine
-from roseinfer.engine.link import FrameBuffer, encode_frame
+from roseinfer.engine.link import CommandEncoder, FrameBuffer, encode_frame
 from roseinfer.engine.pulse import Pulse, SharedPage
 from roseinfer.messages import Command, Event, Shutdown, StartupProgress
 
@@ -157,6 +157,7 @@ class ProcessTransport:
         self._starter = ThreadPoolExecutor(1, "roseinfer-starter")  # a child dies with the thread that started it
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._encoder = CommandEncoder()
         self._reading: asyncio.Task[None] | None = None
         self._is_closing = False
 
@@ -174,6 +175,7 @@ class ProcessTransport:
             self._process = await asyncio.get_running_loop().run_in_executor(self._starter, start)
         page.send(ours)
         reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._encoder = CommandEncoder()  # a new engine has not seen what the one before it was sent
         self._writer.write(encode_frame(msgspec.msgpack.encode(self._config)))
         self._reading = asyncio.create_task(self._read(reader, on_event, on_death), name="engine-link")
         self._reading.add_done_callback(_report)
@@ -212,7 +214,7 @@ class ProcessTransport:
 
     def send(self, command: Command) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(encode_frame(command))
+            self._writer.write(self._encoder.encode(command))
 
     def kill(self) -> None:
         if self._process is not None:

@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +173,10 @@ class Compiled:
     """
 
     def __init__(self, template: llguidance.LLMatcher, num_bits: int, vocab_size: int, *, can_grow: bool) -> None:
-        self._template = template
+        self.template = template
+        self.bits = np.zeros(-(-max(num_bits, vocab_size) // 32), np.uint32)  # one thread fills masks, one at a time
+        self.last_word = np.uint32((1 << (vocab_size % 32)) - 1) if vocab_size % 32 else np.uint32(0xFFFFFFFF)
         self._can_grow = can_grow
-        self._num_bits = num_bits
-        self._vocab_size = vocab_size
         self._compile_ns = 0
         self.followed_ns = 0
         self.has_failed = False
@@ -190,17 +191,19 @@ class Compiled:
         return self.has_failed or (self._can_grow and self.followed_ns > MAX_FOLLOWED_NS + 2 * self._compile_ns)
 
     def matcher(self) -> "LibraryMatcher":
-        return LibraryMatcher(self, self._template.deep_copy(), self._num_bits, self._vocab_size)
+        return LibraryMatcher(self)
 
 
 class LibraryMatcher:
     """See `engine/constraint.py:Matcher`."""
 
-    def __init__(self, compiled: Compiled, inner: llguidance.LLMatcher, num_bits: int, vocab_size: int) -> None:
+    def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
-        self._inner = inner
-        self._bits = np.zeros(-(-max(num_bits, vocab_size) // 32), np.uint32)
-        self._last_word = np.uint32((1 << (vocab_size % 32)) - 1) if vocab_size % 32 else np.uint32(0xFFFFFFFF)
+
+    @cached_property
+    def _inner(self) -> llguidance.LLMatcher:
+        """Made when it is first asked for: it holds the grammar's whole source, and of many sequences most wait."""
+        return self._compiled.template.deep_copy()
 
     @property
     def error(self) -> str:
@@ -225,12 +228,13 @@ class LibraryMatcher:
         """See Matcher."""
         if self._inner.is_error():
             return
+        compiled, bits = self._compiled, self._compiled.bits
         began_ns = time.monotonic_ns()
-        self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        self._compiled.followed_ns += time.monotonic_ns() - began_ns
-        self._compiled.has_failed |= self._inner.is_error()
-        allowed[:] = self._bits[: len(allowed)]
-        allowed[-1] &= self._last_word
+        self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        compiled.followed_ns += time.monotonic_ns() - began_ns
+        compiled.has_failed |= self._inner.is_error()
+        allowed[:] = bits[: len(allowed)]
+        allowed[-1] &= compiled.last_word
 
     def accept(self, token_id: int) -> None:
         """See Matcher."""

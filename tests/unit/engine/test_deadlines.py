@@ -1,5 +1,6 @@
 """Requests whose time is up: in the queue they never reach the model, in decode they keep what they have."""
 
+import weakref
 from typing import Any
 
 import msgspec
@@ -114,6 +115,19 @@ def test_deadlines_of_the_dead_are_not_kept() -> None:
         run_to_end(engine)
         engine.check_integrity()
     assert len(engine.scheduler.deadlines) <= MIN_SWEPT + 8
+
+
+def test_a_sequence_that_has_ended_goes_long_before_its_deadline() -> None:
+    """A client's limit may be a day, and its prompt and grammar may be large."""
+    engine = make_engine(max_num_seqs=1)
+    timed(engine)
+    engine.add(until("ends", s=1e6, queue_s=1e6, max_tokens=2))
+    engine.add(until("waits", s=1e6, queue_s=1e6, max_tokens=2))
+    sequences = [weakref.ref(sequence) for sequence in engine.scheduler.sequences.values()]
+    engine.abort("waits")
+    run_to_end(engine)
+    assert len(engine.scheduler.deadlines) == 4
+    assert [sequence() for sequence in sequences] == [None, None]
 
 
 @settings(max_examples=50, deadline=None)

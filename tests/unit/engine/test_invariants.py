@@ -166,7 +166,7 @@ def test_each_mistake_is_caught(monkeypatch: pytest.MonkeyPatch, mistake: Break,
 
 
 def test_deadlines_that_are_never_swept_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roseinfer.engine.deadlines._counts", lambda _: True)
+    monkeypatch.setattr("roseinfer.engine.deadlines._waiting_for", lambda entry: entry)
     engine = make_engine()
     for i in range(MIN_SWEPT + 8):
         engine.add(until(f"r{i}", s=1e9, max_tokens=1))

@@ -4,6 +4,7 @@ import fcntl
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.engine import link as link_module
-from roseinfer.engine.link import EngineLink, FrameBuffer, encode_frame
-from roseinfer.messages import Abort, Command, EngineFailure, Shutdown
+from roseinfer.engine.link import CommandEncoder, EngineLink, FrameBuffer, SameParams, encode_frame
+from roseinfer.messages import Abort, Command, EngineFailure, Grammar, Request, Shutdown
 from tests.unit.engine.harness import make_request
 
 
@@ -48,6 +49,52 @@ def test_the_configuration_comes_first_and_what_follows_is_not_lost(pair: tuple[
 def test_every_command_survives_the_wire() -> None:
     for command in (make_request("a", salt="s", seed=2**62, stop_token_ids=(1, 2)), Abort("b"), Shutdown()):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
+
+
+def test_the_sequences_of_a_request_send_what_they_have_in_common_once_and_share_it(
+    pair: tuple[socket.socket, EngineLink],
+) -> None:
+    front, link = pair
+    encoder, first, second = CommandEncoder(), Grammar("regex", "a" * 4000), Grammar("regex", "b" * 4000)
+    common: dict[str, Any] = {"grammar": first, "logit_bias": dict.fromkeys(range(300), 0.5), "max_tokens": 5}
+    sent: list[Command] = [
+        make_request("a/0", seed=1, **common),
+        make_request("a/1", seed=2, **common),
+        Abort("a/0"),
+        make_request("a/2", [4, 5], salt="s", seed=3, **common),
+        make_request("b/0", seed=3, **common | {"grammar": second}),
+        make_request("b/1", seed=0, **common | {"grammar": second}),
+        make_request("c"),
+        make_request("a/3", seed=4, **common),
+    ]
+    frames = [encoder.encode(command) for command in sent]
+    assert [len(frame) > 4000 for frame in frames] == [True, False, False, False, True, False, False, True]
+    front.sendall(b"".join(frames))
+    received = link.receive(wait=True)
+    assert received == sent
+    params = [request.params for request in received if isinstance(request, Request)]
+    assert params[0].grammar is params[1].grammar is params[2].grammar
+    assert params[0].logit_bias is params[1].logit_bias is params[2].logit_bias
+    assert params[3].grammar is params[4].grammar
+
+
+def test_biases_that_their_owner_changes_between_two_requests_go_over_again(
+    pair: tuple[socket.socket, EngineLink],
+) -> None:
+    front, link = pair
+    encoder, biases = CommandEncoder(), {1: 0.5}
+    for request_id in ("a", "b"):
+        biases[2] = float(len(biases))
+        front.sendall(encoder.encode(make_request(request_id, logit_bias=biases)))
+    received = [command.params.logit_bias for command in link.receive(wait=True) if isinstance(command, Request)]
+    assert received == [{1: 0.5, 2: 1.0}, {1: 0.5, 2: 2.0}]
+
+
+def test_a_request_that_refers_to_one_that_never_came_is_refused(pair: tuple[socket.socket, EngineLink]) -> None:
+    front, link = pair
+    front.sendall(encode_frame(SameParams(make_request("a"))))
+    with pytest.raises(ValueError, match="none came before it"):
+        link.receive(wait=True)
 
 
 def test_sending_never_blocks_and_keeps_the_order(pair: tuple[socket.socket, EngineLink]) -> None:

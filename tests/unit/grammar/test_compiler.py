@@ -112,6 +112,41 @@ def test_a_grammar_that_was_followed_for_long_is_compiled_anew(
     assert (len(cache), cache.num_bytes) == (0, 0)
 
 
+def test_compiling_anew_takes_at_most_half_as_long_as_the_masks_did(vocabulary: Vocabulary) -> None:
+    """However slow the machine is, and however many follow a grammar together."""
+    compiled, compile_ns = vocabulary.compile(grammar(1)), 10 * MAX_FOLLOWED_NS
+    compiled.begin(compile_ns)
+    compiled.followed_ns = MAX_FOLLOWED_NS + 2 * compile_ns
+    assert not compiled.is_worn
+    compiled.followed_ns += 1
+    assert compiled.is_worn
+
+
+def test_matchers_that_nobody_has_asked_yet_hold_no_copy_of_the_grammar(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 512 sequences of a request wait for their turn, and a source may have 256 KiB."""
+    copied: list[llguidance.LLMatcher] = []
+
+    class Counting:
+        def __init__(self, template: llguidance.LLMatcher) -> None:
+            self._template = template
+
+        def deep_copy(self) -> llguidance.LLMatcher:
+            copied.append(self._template.deep_copy())
+            return copied[-1]
+
+    compiled = vocabulary.compile(grammar(1))
+    monkeypatch.setattr(compiled, "template", Counting(compiled.template))
+    waiting, running = compiled.matcher(), compiled.matcher()
+    running.fill(np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32))
+    running.accept(ord("a"))
+    assert running.is_over
+    assert len(copied) == 1
+    assert not waiting.is_over
+    assert len(copied) == 2
+
+
 def test_matchers_of_one_grammar_go_their_own_ways(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(vocabulary, 1 << 20)
     first, second = (compiler.open(Grammar("choice", '["ab", "cd"]')).result() for _ in range(2))
