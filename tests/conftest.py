@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.build import build_kernels, find_compiler
@@ -15,6 +16,10 @@ from roseinfer.model.kernels.levels import LEVELS
 # Sockets, processes and clocks: a machine that stands still for a second can fail what is right.
 _TESTS = Path(__file__).parent
 ON_REAL_CLOCKS = {_TESTS / "deploy", _TESTS / "e2e", _TESTS / "integration", _TESTS / "chart" / "test_start.py"}
+
+# No property of ours is a matter of time, and a busy machine is no fault of a test.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
