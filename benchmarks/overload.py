@@ -12,7 +12,8 @@ answers; the peak is the better of the first two runs. Latencies are those of th
 moment at which a request was due. A second table splits those of one request in ten: the client's own lateness, the
 parts of the server's ledger, and the way between the two. A ledger of each would take a fifth of the front end's time.
 
-Client and server share the machine. What the client takes from the server for requests that are refused shows with
+Client and server share the machine, so the client knows no more of HTTP than it takes to read these answers, which is
+half of what a library takes. What the client takes from the server for requests that are refused shows with
 `--decoy`: a third run sends as many requests as the overload, of which the server gets its capacity, and a process that
 does nothing else answers the others 429.
 """
@@ -31,13 +32,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from benchmarks.servers import free_port, wait_ready
 
 WARM_S = 3.0
-LEDGER_SHARE, LEDGER_HEADERS = 0.1, {"x-roseinfer-ledger": "1"}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+LEDGER_SHARE, LEDGER_HEADER = 0.1, b"x-roseinfer-ledger: 1\r\n"
 REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}"
 CAPACITY_RUNS, AT_CAPACITY = ("closed loop", "twice that"), "at capacity"
 PARTS = ("receive", "tokenize", "submit_lag", "queue_wait", "prefill")  # of a ledger, up to the first token
@@ -102,14 +103,69 @@ def milliseconds(values: list[float], percentile: float) -> str:
     return f"{np.percentile(values, percentile) * 1e3:.0f}" if values else "–"
 
 
-class Load:
-    """One client session against one server."""
+class Connection(asyncio.Protocol):
+    """One at a time, requests to a server of ours, or to the decoy, and their answers."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, max_tokens: int) -> None:
-        self.decoy = 0.0  # the share of requests that go elsewhere, to `decoy_url`
-        self.decoy_url = ""
-        self._session = session
-        self._url = url
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self.is_open = False
+        self._answer = bytearray()
+        self._body_at = 0  # where the body begins; 0 until the head is there
+        self.status = 0
+        self.first_s = 0.0  # on the clock: when the first event had come
+        self._done: asyncio.Future[bytes] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self.is_open = transport, True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(exc or ConnectionResetError())
+
+    async def ask(self, request: bytes) -> bytes:
+        """The answer, head and body. Raises OSError."""
+        self._answer.clear()
+        self._body_at, self.status, self.first_s = 0, 0, 0.0
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._done
+
+    def data_received(self, data: bytes) -> None:
+        self._answer += data
+        if not self._body_at:
+            if (end := self._answer.find(b"\r\n\r\n")) < 0:
+                return
+            self._body_at, self.status = end + 4, int(self._answer[9:12])
+        if self.status == 200 and not self.first_s and self._answer.find(b"data: ", self._body_at) >= 0:
+            self.first_s = time.monotonic()
+        if self._is_whole() and self._done is not None and not self._done.done():
+            self._done.set_result(bytes(self._answer))
+
+    def _is_whole(self) -> bool:
+        if self.status == 200:  # in chunks, of which the last is empty
+            return self._answer.endswith(b"\r\n0\r\n\r\n")
+        return len(self._answer) >= self._body_at + int(header(self._answer, b"Content-Length"))
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def header(answer: bytes | bytearray, name: bytes) -> bytes:
+    """Of a header that is there, what it says."""
+    at = answer.index(b"\r\n" + name + b": ") + len(name) + 4
+    return bytes(answer[at : answer.index(b"\r\n", at)])
+
+
+class Load:
+    """All requests to one server, or to a decoy in its place."""
+
+    def __init__(self, port: int, max_tokens: int) -> None:
+        self.decoy = 0.0  # the share of requests that go elsewhere, to `decoy_port`
+        self.decoy_port = 0
+        self._idle: dict[int, list[Connection]] = {}  # by port
+        self._port = port
         self._max_tokens = max_tokens
         self._random = random.Random(7)
 
@@ -122,32 +178,45 @@ class Load:
             "ignore_eos": True,
         }
 
+    async def _connection(self, port: int) -> Connection:
+        idle = self._idle.setdefault(port, [])
+        while idle:
+            if (connection := idle.pop()).is_open:  # the server closes what has been idle for long
+                return connection
+        _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", port)
+        return connection
+
     async def ask(self, seen: Seen, due_s: float) -> None:
-        body, url = self._body(), self.decoy_url if self._random.random() < self.decoy else self._url
-        headers = LEDGER_HEADERS if self._random.random() < LEDGER_SHARE else {}
-        first_s, is_whole, ledger, late_s = 0.0, False, b"", time.monotonic() - due_s
+        body, port = self._body(), self.decoy_port if self._random.random() < self.decoy else self._port
+        has_ledger = self._random.random() < LEDGER_SHARE
+        content = json.dumps(body).encode()
+        head = HEAD + (LEDGER_HEADER if has_ledger else b"") + b"Content-Length: %d\r\n\r\n" % len(content)
+        late_s = time.monotonic() - due_s
         try:
-            async with self._session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-                if response.status == 429:
-                    await response.read()
-                    seen.refused_s.append(time.monotonic() - due_s)
-                    seen.retry_after_s.append(int(response.headers["Retry-After"]))
-                    return
-                async for line in response.content:
-                    if line.startswith(b"data: ") and not first_s:
-                        first_s = time.monotonic() - due_s
-                    is_whole = is_whole or line.startswith(b"data: [DONE]")
-                    ledger = line if b'"roseinfer_ledger"' in line else ledger
-        except aiohttp.ClientError:
-            is_whole = False
-        if not is_whole:
+            connection = await self._connection(port)
+            answer = await connection.ask(head + content)
+        except OSError:
             seen.num_failed += 1
             return
+        ended_s = time.monotonic()
+        if b"\r\nConnection: close\r\n" in answer:
+            connection.close()
+        else:
+            self._idle[port].append(connection)
+        if connection.status == 429:
+            seen.refused_s.append(ended_s - due_s)
+            seen.retry_after_s.append(int(header(answer, b"Retry-After")))
+            return
+        if connection.status != 200 or b"data: [DONE]" not in answer:
+            seen.num_failed += 1
+            return
+        first_s = connection.first_s - due_s
         seen.first_token_s.append(first_s)
-        seen.whole_s.append(time.monotonic() - due_s)
+        seen.whole_s.append(ended_s - due_s)
         seen.num_tokens += body["max_tokens"]
-        if headers:
-            seen.note_parts(late_s, first_s, json.loads(ledger.removeprefix(b"data: "))["roseinfer_ledger"][0])
+        if has_ledger:
+            (line,) = (line for line in answer.splitlines() if b'"roseinfer_ledger"' in line)
+            seen.note_parts(late_s, first_s, json.loads(line.removeprefix(b"data: "))["roseinfer_ledger"][0])
 
     async def closed_loop(self, num_clients: int, duration_s: float) -> Seen:
         """Every client asks again as soon as it has its answer."""
@@ -172,12 +241,10 @@ class Load:
         return seen
 
 
-async def measure(arguments: argparse.Namespace, url: str) -> None:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
-        load = Load(session, url, arguments.max_tokens)
-        await load.closed_loop(arguments.max_num_seqs, WARM_S)
-        tell([{name: seen async for name, seen in one_round(load, arguments)} for _ in range(arguments.rounds)])
+async def measure(arguments: argparse.Namespace, port: int) -> None:
+    load = Load(port, arguments.max_tokens)
+    await load.closed_loop(arguments.max_num_seqs, WARM_S)
+    tell([{name: seen async for name, seen in one_round(load, arguments)} for _ in range(arguments.rounds)])
 
 
 async def one_round(load: Load, arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Seen]]:
@@ -190,7 +257,7 @@ async def one_round(load: Load, arguments: argparse.Namespace) -> AsyncIterator[
     yield AT_CAPACITY, await load.open_loop(capacity, arguments.seconds)
     overload = capacity * arguments.factor
     if arguments.decoy:
-        with decoy() as load.decoy_url:
+        with decoy() as load.decoy_port:
             load.decoy = 1 - 1 / arguments.factor
             yield "the rest refused elsewhere", await load.open_loop(overload, arguments.seconds)
         load.decoy = 0.0
@@ -264,8 +331,8 @@ def run_decoy(port: int) -> None:
 
 
 @contextlib.contextmanager
-def decoy() -> Iterator[str]:
-    """A process that refuses, and its address."""
+def decoy() -> Iterator[int]:
+    """A process that refuses, and its port."""
     port = free_port()
     process = multiprocessing.get_context("spawn").Process(target=run_decoy, args=(port,), daemon=True)
     process.start()
@@ -274,13 +341,13 @@ def decoy() -> Iterator[str]:
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
+        yield port
     finally:
         process.terminate()
         process.join()
 
 
-def serve_and(arguments: argparse.Namespace, work: Callable[[argparse.Namespace, str], Awaitable[None]]) -> None:
+def serve_and(arguments: argparse.Namespace, work: Callable[[argparse.Namespace, int], Awaitable[None]]) -> None:
     """Run the work against a server that is there for it alone."""
     port = free_port()
     options = {
@@ -300,7 +367,7 @@ def serve_and(arguments: argparse.Namespace, work: Callable[[argparse.Namespace,
         async def run() -> None:
             async with asyncio.timeout(60):
                 await wait_ready(f"http://127.0.0.1:{port}")
-            await work(arguments, f"http://127.0.0.1:{port}")
+            await work(arguments, port)
 
         asyncio.run(run())
     finally:
