@@ -212,6 +212,9 @@ class ModelRunner:
         if graphs is not None and self._captures_at_startup:
             with torch.inference_mode():
                 graphs.capture_all(partial(self._on_progress, LifecycleState.WARMUP, "cuda_graphs"))
+            # Each capture has torch give back the memory that it kept for the next step. What does not fit beside the
+            # graphs fails here, and not in a stream.
+            self.launch(self._prompt_batch(max_num_tokens)).wait()
         self._last_token.zero_()
 
     def _prompt_sizes(self, max_num_tokens: int) -> set[int]:
