@@ -15,6 +15,7 @@ from tests.unit.model.conftest import Shape, write_checkpoint
 HAS_GPU = torch.cuda.is_available()
 NUM_SLOTS = 24
 NUM_BLOCKS = 400
+MAX_TOKENS = NUM_SLOTS * 128  # of a step: the tests' driver knows no budget, and may send all prompts at once
 
 collect_ignore_glob = [] if HAS_GPU else ["test_*.py"]
 
@@ -65,7 +66,7 @@ def load(gpt2: Path) -> Iterator[LoadRunner]:
         config = Config(
             model=ModelConfig(path=str(directory), dtype=dtype),  # type: ignore[arg-type]
             cache=CacheConfig(num_blocks=NUM_BLOCKS),
-            scheduler=SchedulerConfig(max_num_seqs=NUM_SLOTS),
+            scheduler=SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=MAX_TOKENS),
             runner=RunnerConfig(**{"device": "cuda"} | options),  # type: ignore[arg-type]
         )
         on_progress = (lambda *_: None) if told is None else lambda *stage: told.append(stage)

@@ -87,6 +87,7 @@ class Replayed:
         self._tokens = bench.pack([], num_rows, max_context_len)  # a capture runs, so it runs on nobody's block
         self._inputs = tuple(x.clone() for x in bench.inputs([(0, 1)] * num_rows))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             backend.prepare(self._tokens)(0, *self._inputs)
         torch.cuda.current_stream().wait_stream(stream)

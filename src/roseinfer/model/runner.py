@@ -23,7 +23,7 @@ from roseinfer.model.results import LaunchedBatch, Results
 from roseinfer.model.sampler import Sampler
 from roseinfer.model.sampling_logprobs import PromptScores
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
-from roseinfer.model.stream import Stream, open_stream
+from roseinfer.model.stream import Stream, open_stream, sent
 from roseinfer.records import LifecycleState
 from roseinfer.stopwatch import UNWATCHED, Watch
 
@@ -174,8 +174,8 @@ class ModelRunner:
         for start in range(0, len(tokens), size):
             some = tokens[start : start + size]
             filled = np.pad(some, (0, self._placement.padded_rows(len(some)) - len(some)), "edge").astype(np.int64)
-            rows = hidden.index_select(0, torch.from_numpy(filled).to(hidden.device))
-            ids = torch.from_numpy(targets[start : start + size].astype(np.int64)).to(hidden.device)
+            rows = hidden.index_select(0, sent(filled, hidden.device))
+            ids = sent(targets[start : start + size].astype(np.int64), hidden.device)
             logits = self._model.logits(rows)[: len(some)]
             pieces.append(self._sampler.score(logits, ids, counts[start : start + size]))
         return PromptScores(scored, pieces)
@@ -212,6 +212,9 @@ class ModelRunner:
         if graphs is not None and self._captures_at_startup:
             with torch.inference_mode():
                 graphs.capture_all(partial(self._on_progress, LifecycleState.WARMUP, "cuda_graphs"))
+            # Each capture has torch give back the memory that it kept for the next step. What does not fit beside the
+            # graphs fails here, and not in a stream.
+            self.launch(self._prompt_batch(max_num_tokens)).wait()
         self._last_token.zero_()
 
     def _prompt_sizes(self, max_num_tokens: int) -> set[int]:

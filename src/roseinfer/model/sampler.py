@@ -22,6 +22,7 @@ from roseinfer.model.sampling_native import NativeSampling
 from roseinfer.model.sampling_penalties import Penalties
 from roseinfer.model.sampling_slots import Int64Array, SlotTable
 from roseinfer.model.sampling_torch import TorchSampling
+from roseinfer.model.stream import sent
 
 
 class SamplingBackend(Protocol):
@@ -92,7 +93,7 @@ class Sampler:
             of_rows, where = slots[rows], positions[rows]
             drawn = self._backend.tokens(self._edits.edited(logits, rows, of_rows, where), of_rows, where)
             self._edits.note(drawn.clamp(min=0), of_rows, where)  # a row that failed drew NO_TOKEN, which is no index
-            tokens[torch.from_numpy(rows).to(self._device)] = drawn
+            tokens[sent(rows, self._device)] = drawn
         return tokens
 
     @contextmanager
@@ -102,7 +103,7 @@ class Sampler:
         if barred is None:
             yield
             return
-        rows, ids = (torch.from_numpy(array).to(self._device) for array in barred)
+        rows, ids = (sent(array, self._device) for array in barred)
         before = logits[rows, ids]
         logits[rows, ids] = -torch.inf
         yield

@@ -14,6 +14,7 @@ import torch
 from roseinfer.engine.batch import Int32Array, SlotBinding
 from roseinfer.model.sampling_slots import Int64Array
 from roseinfer.model.scratch import Scratch
+from roseinfer.model.stream import sent
 
 GROUP = 32  # rows that are changed at a time: what bounds the memory of copies
 
@@ -85,7 +86,7 @@ class LogitsEdits:
                 edit.note(of_these, slots[mine], positions[mine])
 
     def _tensor(self, array: Int64Array) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return sent(array, self._device)
 
 
 _NO_ROWS: Int64Array = np.zeros(0, np.int64)

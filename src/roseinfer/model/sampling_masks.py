@@ -5,6 +5,7 @@ import torch
 
 from roseinfer.engine.batch import Int32Array, SlotBinding
 from roseinfer.engine.constraint import MaskArray, TokenMasks
+from roseinfer.model.stream import sent
 
 
 class Masked:
@@ -29,7 +30,7 @@ class Masked:
     def apply(self, logits: torch.Tensor, slots: Int32Array, _positions: Int32Array) -> None:
         """See LogitsEdit."""
         bits = self._bits[[self._rows[slot] for slot in slots.tolist()]]
-        packed = torch.from_numpy(bits.view(np.uint8)).to(self._device)
+        packed = sent(bits.view(np.uint8), self._device)
         unpacked = packed.unsqueeze(-1).bitwise_right_shift(self._places).bitwise_and_(1).view(len(slots), -1)
         logits.masked_fill_(unpacked[:, : logits.shape[1]] == 0, -torch.inf)
 

@@ -12,6 +12,7 @@ import torch
 
 from roseinfer.engine.batch import Int32Array, SlotBinding
 from roseinfer.messages import SamplingParams
+from roseinfer.model.stream import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Penalties:
         )
         if len(self._counts) < logits.numel():
             self._counts = torch.zeros(logits.numel(), device=self._device)
-        self._counts.index_add_(0, entries, torch.from_numpy(is_generated).to(self._device, torch.float32))
+        self._counts.index_add_(0, entries, sent(is_generated.astype(np.float32), self._device))
         count = self._counts[entries]
         self._counts[entries] = 0.0
         asked = [owner.params for owner in owners]
@@ -91,7 +92,7 @@ class Penalties:
 
     def _spread(self, of_rows: list[float] | list[int], lengths: list[int], dtype: type[np.generic]) -> torch.Tensor:
         """Each row's number once for each of its entries."""
-        return torch.from_numpy(np.repeat(np.array(of_rows, dtype), lengths)).to(self._device)
+        return sent(np.repeat(np.array(of_rows, dtype), lengths), self._device)
 
     def note(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
         """See LogitsEdit."""

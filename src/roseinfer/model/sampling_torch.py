@@ -16,6 +16,7 @@ from roseinfer.model.sampling_logprobs import LogprobRows
 from roseinfer.model.sampling_slots import GREEDY, TRUNCATED, WHOLE, Int64Array, SlotTable
 from roseinfer.model.sampling_uniforms import uniforms
 from roseinfer.model.scratch import Scratch
+from roseinfer.model.stream import sent
 
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
 _CANDIDATES = (64, 256, 2048)  # likeliest tokens to look at, as far as they suffice, before looking at all
@@ -86,7 +87,7 @@ class TorchSampling:
         )
 
     def _tensor(self, array: Int64Array | Int32Array) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return sent(array, self._device)
 
     def _mass_buffer(self, logits: torch.Tensor) -> torch.Tensor:
         return self._scratch.take("mass", mass_shape(logits))

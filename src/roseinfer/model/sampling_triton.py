@@ -10,6 +10,7 @@ from roseinfer.engine.batch import Int32Array
 from roseinfer.model.sampling_logprobs import LogprobRows
 from roseinfer.model.sampling_slots import TRUNCATED, Int64Array, SlotTable
 from roseinfer.model.sampling_torch import TorchSampling
+from roseinfer.model.stream import sent
 from roseinfer.model.triton_kernels import sampling as kernels
 
 
@@ -26,15 +27,14 @@ class TritonSampling:
         is_truncated = self._table.host["need"][slots] == TRUNCATED
         if is_truncated.all():
             return self._torch.tokens(logits, slots, positions)
-        tokens = self.choose(logits, self._tensor(slots), self._tensor(positions))
+        # In the type that a graph brings them in: one build of the kernels serves both.
+        wide_slots, wide_positions = (sent(array.astype(np.int64), self._device) for array in (slots, positions))
+        tokens = self.choose(logits, wide_slots, wide_positions)
         if is_truncated.any():
             rows = np.flatnonzero(is_truncated)
-            on_device = self._tensor(rows)
+            on_device = sent(rows, self._device)
             tokens[on_device] = self._torch.tokens(logits[on_device], slots[rows], positions[rows])
         return tokens
-
-    def _tensor(self, array: Int64Array | Int32Array) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         """See SamplingBackend."""

@@ -155,15 +155,17 @@ class InputStaging:
         self, batch: ScheduledBatch, slots: Int32Array, positions: Int32Array, query_starts: Int32Array
     ) -> PackedTokens:
         is_decode = batch.num_device_rows == batch.num_rows
-        # A GPU's kernel for decode rows is compiled for ranges of this: one for all lengths, and the one of the graphs.
-        has_one_range = is_decode and not self._is_host
+        max_query_len = 1 if is_decode else int(batch.num_new_tokens.max())
+        # A GPU's kernel for rows of one token is compiled for ranges of this: one for all lengths, and that of the
+        # graphs. A prompt of which one token is left is such a row too.
+        has_one_range = max_query_len == 1 and not self._is_host
         device_positions = self._device["positions"][: len(positions)]
         return PackedTokens(
             slots=slots,
             positions=positions,
             query_starts=query_starts,
             block_table=batch.block_table,
-            max_query_len=1 if is_decode else int(batch.num_new_tokens.max()),
+            max_query_len=max_query_len,
             max_context_len=self._sizes.max_model_len
             if has_one_range
             else int((batch.starts + batch.num_new_tokens).max()),

@@ -7,6 +7,8 @@ behind them that is late, counts, or refuses what a capture refuses.
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _NUM_WARM_RUNS = 2  # the first compiles kernels and finds algorithms; the second runs as the captured one will
@@ -139,6 +141,16 @@ class CudaStream:
             work()
         torch.cuda.current_stream(self.device).wait_stream(self._capture_stream)
         return graph
+
+
+def sent(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """A few numbers on the device: on a CPU the array itself, on a GPU a copy that is queued.
+
+    A plain copy would make the host wait until the device has done all that it was given before. The pinned memory is
+    torch's, which keeps it until the copy is done, and has it ready for the next.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def open_stream(device: torch.device, *, is_pinned: bool) -> Stream:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from roseinfer.config import RunnerConfig
 from roseinfer.messages import SamplingParams
+from roseinfer.model.attention import Attend
 from roseinfer.model.graphs import CudaGraphs, graph_sizes
 from roseinfer.model.runner import ModelRunner
 from roseinfer.records import LifecycleState
@@ -99,6 +100,22 @@ def test_a_runner_captures_before_it_is_ready_and_says_so() -> None:
     assert stream.num_captures == 5
     run(runner, asks_of(0), Plan())
     assert stream.num_captures == 5
+
+
+def test_the_largest_prompt_runs_again_after_the_captures() -> None:
+    """Each of them has torch give back the memory of steps, and the first stream would wait for all of it anew."""
+    model, attention = row_model()
+    num_tokens: list[int] = []
+    forward = model.forward
+
+    def noted(token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        num_tokens.append(len(token_ids))
+        return forward(token_ids, positions, attend)
+
+    model.forward = noted  # type: ignore[method-assign]
+    runner = make_runner(LateStream(), RunnerConfig(), NUM_SLOTS, make_model=lambda: (model, attention))
+    runner.warm_up(64)
+    assert num_tokens[-2:] == [1, 64], "the smallest graph, and the prompt"
 
 
 @pytest.mark.parametrize(("mode", "num_captures"), [("lazy", 0), ("off", 0)])

@@ -126,22 +126,29 @@ def test_rows_whose_logits_are_changed_first(interpreter: Worker) -> None:
     assert len({step[4] for step in computed}) > 1, "a penalty has moved a greedy row"
 
 
-def compile_rows(capability: int, vocab_size: int, dtype: torch.dtype) -> list[str]:
-    """Names of the kernels that batches of several sizes need, each build once."""
-    from roseinfer.model.triton_kernels.sampling import choose
+def compile_rows(capability: int, vocab_size: int, dtype: torch.dtype) -> dict[str, str]:
+    """The kernels that batches of several sizes need, in graphs and without, as PTX by their names."""
+    from roseinfer.model.sampling_triton import TritonSampling
 
     Ahead.capability = capability
     compiled.clear()
-    table, integers = table_of(vocab_size), torch.zeros(40, dtype=torch.int32)
+    table, integers = table_of(vocab_size), torch.zeros(40, dtype=torch.int64)
+    sampling = TritonSampling(table, CPU)
     for num_rows in (1, 2, 15, 16, 17):
+        logits, rows = torch.zeros(num_rows, vocab_size, dtype=dtype), np.zeros(num_rows, np.int32)
+        sampling.tokens(logits, rows, rows)
         for start in (0, 1):  # of a buffer that is cut up: addresses are not those of whole tensors
             part = integers[start : start + num_rows]
-            choose(torch.zeros(num_rows, vocab_size, dtype=dtype), part, part, table)
-    return sorted(kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values())
+            sampling.choose(logits, part, part)
+    kernels = {id(kernel): kernel for kernel in compiled}.values()
+    assert len(kernels) == len({kernel.metadata.name for kernel in kernels}), "each is built once"
+    return {kernel.metadata.name: kernel.asm["ptx"] for kernel in kernels}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("capability", "vocab_size"), [(80, 50257), (90, 151_936)])
 def test_kernels_are_compiled_once(compiler: Worker, capability: int, vocab_size: int, dtype: torch.dtype) -> None:
     """Whatever the number of rows: no stream waits for a compiler."""
-    assert compiler.call(compile_rows, capability, vocab_size, dtype) == ["_join_pieces", "_measure_piece"]
+    codes = compiler.call(compile_rows, capability, vocab_size, dtype)
+    assert set(codes) == {"_join_pieces", "_measure_piece"}
+    assert "0d3FEFFFFFFFFFFFFF" in codes["_join_pieces"], "the float64 below 1, which a float32 would round to 1"

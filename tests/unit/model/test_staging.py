@@ -120,6 +120,15 @@ def test_a_gpu_finds_the_rows_on_the_device() -> None:
     assert {tensor.dtype for tensor in integers} == {torch.int32}
 
 
+@pytest.mark.parametrize("num_device_rows", [2, 1, 0])
+def test_rows_of_one_token_have_one_range_on_a_gpu(num_device_rows: int) -> None:
+    """Those too that are the rest of a prompt: for another range another kernel would be compiled, in a stream."""
+    rows = [(4, 9, 1), (2, 3, 1)]
+    packed = make(LateStream()).stage(batch_of(rows, num_device_rows)).packed
+    assert (packed.max_query_len, packed.max_context_len) == (1, SIZES.max_model_len)
+    assert make(HostStream()).stage(batch_of(rows, num_device_rows)).packed.max_context_len == 10
+
+
 def test_a_cpu_reads_the_arena_itself() -> None:
     staging = make(HostStream())
     step = staging.stage(batch_of([(1, 0, 3)]))

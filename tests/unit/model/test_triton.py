@@ -198,6 +198,35 @@ def test_kernels_are_compiled_once_and_fit(compiler: Worker, capability: int, ca
     assert max(num_bytes for _, num_bytes in kernels) <= SHARED_BYTES[capability]
 
 
+def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:
+    """What else a layer is made of, for batches of several sizes -> name and bytes of shared memory of each kernel."""
+    from roseinfer.model.triton_kernels.norm import add_layer_norm, add_rms_norm
+    from roseinfer.model.triton_kernels.pointwise import silu_gate, turn_heads
+
+    Ahead.capability = capability
+    compiled.clear()
+    weight, bias, angles = torch.ones(896), torch.ones(896), torch.zeros(17, 1, 32)
+    for num_rows in (1, 2, 15, 16, 17):
+        x, delta = torch.zeros(num_rows, 896), torch.zeros(num_rows, 896, dtype=dtype)
+        for added in (delta, None):  # the first norm of a model has nothing to add
+            add_layer_norm(x, added, weight, bias, 1e-5, dtype)
+            add_rms_norm(x, added, weight, None, 1e-5, dtype)
+        for norms in ((weight[:64], weight[:64]), None):
+            merged = torch.zeros(num_rows, 18, 64, dtype=dtype)
+            turn_heads(merged, 14, 2, angles[:num_rows], angles[:num_rows], norms, 1e-6)
+        silu_gate(torch.zeros(num_rows, 9728, dtype=dtype))
+    kernels = {id(kernel): kernel.metadata for kernel in compiled}
+    return sorted((metadata.name, metadata.shared) for metadata in kernels.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_norms_and_gates_are_compiled_once_and_fit(compiler: Worker, capability: int, dtype: torch.dtype) -> None:
+    kernels = compiler.call(compile_rows, capability, dtype)
+    assert [name for name, _ in kernels] == ["_add_norm_row"] * 4 + ["_gate_tile"] + ["_turn_row"] * 2
+    assert max(num_bytes for _, num_bytes in kernels) <= SHARED_BYTES[capability]
+
+
 # --- what needs neither -------------------------------------------------------------------------------------------
 
 

@@ -147,7 +147,8 @@ def _invert(masses: tl.tensor, index: tl.tensor, draw: tl.tensor) -> tuple[tl.te
     before = tl.sum(tl.where(index == hit - 1, cumulative, 0.0), axis=0)
     own = tl.sum(tl.where(index == hit, cumulative, 0.0), axis=0) - before
     inside = tl.where(own > 0.0, (target - before) / own, 0.0)
-    return hit, tl.minimum(tl.maximum(inside, 0.0), 1.0 - 2.0**-53)
+    below_one = tl.full([], 1.0 - 2.0**-53, tl.float64)  # as a bare number it would be a float32, and 1.0
+    return hit, tl.minimum(tl.maximum(inside, 0.0), below_one)
 
 
 @kernel()
