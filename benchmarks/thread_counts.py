@@ -5,7 +5,7 @@
 The engine's threads wait for each other several times in each layer, and front end and clients want processors too. So
 a second thread slows a small model down, and speeds a large one up. Served is a stream alone, and W2. The models are
 GPT-2s of random weights with the embedded model's tokenizer; the first is the embedded model itself. What this measured
-is what `model/device.py:resolve_num_threads` goes by.
+is what `model/device.py:default_num_threads` goes by.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, protocol.own_session_raised():
         for model in models(Path(scratch)):
             with Checkpoint(model) as checkpoint:
-                num_elements = checkpoint.num_elements
+                num_elements = checkpoint.num_matrix_elements
             for precision in arguments.precisions:
                 mib = num_elements * BYTES[precision] / 2**20
                 print(f"{model.name}, {precision}, {mib:.0f} MiB", flush=True)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from monitoring import scaling
-from roseinfer.config import options
+from roseinfer.config import DEMO_MODEL, options
 from roseinfer.config_sources import build, gather
 from roseinfer.flags import Parser, add_config_flags, values_given
 from roseinfer.observe.catalogue import CATALOGUE
@@ -90,6 +90,7 @@ def test_without_a_gpu_threads_are_as_many_as_cores(helm: HelmProcess, example: 
     assert num_threads() == 2  # of the request
     assert num_threads(resources={"limits": {"cpu": "3500m", "memory": "6Gi"}}) == 3
     assert num_threads(config={"model": {"path": "gpt2"}, "runner": {"num_threads": 1}}) == 1
+    assert num_threads(config={"model": {"path": DEMO_MODEL}}) is None
     assert configured(example("default")).runner.num_threads is None  # the embedded model is too small for two
     assert configured(example("gpu")).runner.num_threads is None
 

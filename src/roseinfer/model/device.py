@@ -40,26 +40,29 @@ def _cpu_multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
 
 
-def resolve_num_threads(configured: int | None, *, num_weight_bytes: int, splits_sums: bool) -> int:
-    """Threads of the model on a CPU: as configured, or one for each 16 MiB of weights, up to every usable core.
+def check_num_threads(configured: int | None, *, splits_sums: bool) -> None:
+    """Raise ConfigError for more threads on a CPU than keep a request's tokens its own.
 
-    Threads wait for each other several times in each layer. A small model's have less to do between two such meetings
-    than a meeting takes, and it takes longer while the front end has a core (docs/log.md, 2026-11-22).
     `splits_sums`: matrices are multiplied by oneDNN in bfloat16. With 16 threads it was seen to split a sum between
     threads by the number of rows, and a row's bits would depend on its neighbours (docs/log.md, 2026-11-21).
-    The default stops at 8 threads there; raises ConfigError for more.
     """
-    if configured is None:
-        most = min(num_usable_cores(), _MAX_EXACT_BFLOAT16_THREADS) if splits_sums else num_usable_cores()
-        return max(1, min(most, num_weight_bytes // _WEIGHT_BYTES_PER_THREAD))
-    if splits_sums and configured > _MAX_EXACT_BFLOAT16_THREADS:
+    if splits_sums and configured is not None and configured > _MAX_EXACT_BFLOAT16_THREADS:
         raise ConfigError(
             f"With {configured} threads a request's tokens could depend on what else runs: in bfloat16 without "
             f"compiled kernels that multiply it no more than {_MAX_EXACT_BFLOAT16_THREADS} are exact. Take --dtype "
             "float32, or run `roseinfer kernels build` where the processor has AMX or AVX-512 in bfloat16.",
             param="runner.num_threads",
         )
-    return configured
+
+
+def default_num_threads(*, num_weight_bytes: int, splits_sums: bool) -> int:
+    """One for each 16 MiB of weights, up to every usable core; no more than 8 where sums are split.
+
+    Threads wait for each other several times in each layer. A small model's have less to do between two such meetings
+    than a meeting takes, and it takes longer while the front end has a core (docs/log.md, 2026-11-22).
+    """
+    most = min(num_usable_cores(), _MAX_EXACT_BFLOAT16_THREADS) if splits_sums else num_usable_cores()
+    return max(1, min(most, num_weight_bytes // _WEIGHT_BYTES_PER_THREAD))
 
 
 def num_usable_cores() -> int:

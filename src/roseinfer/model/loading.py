@@ -12,7 +12,13 @@ from roseinfer.config import Config
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, SamplingDefaults
 from roseinfer.model.attention import AttentionBackend, choose_attention
-from roseinfer.model.device import dtype_name, resolve_device, resolve_dtype, resolve_num_threads
+from roseinfer.model.device import (
+    check_num_threads,
+    default_num_threads,
+    dtype_name,
+    resolve_device,
+    resolve_dtype,
+)
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
 from roseinfer.model.layers import Placement
@@ -40,6 +46,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     """
     placement = _placement(config)
     device_name, type_name = placement.device.type, dtype_name(placement.dtype)
+    check_num_threads(config.runner.num_threads, splits_sums=placement.splits_sums)
     on_progress(LifecycleState.LOADING, "checkpoint", config.model.path)
     directory = resolve_checkpoint(config.model.path, config.model.revision)
     on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}")
@@ -94,10 +101,8 @@ def _placement(config: Config) -> Placement:
 
 def _num_threads(configured: int | None, placement: Placement, checkpoint: Checkpoint) -> int:
     bytes_each = 1 if placement.quantization == "int8" else placement.dtype.itemsize
-    splits_sums = placement.linears == "onednn" and placement.dtype == torch.bfloat16
-    return resolve_num_threads(
-        configured, num_weight_bytes=checkpoint.num_elements * bytes_each, splits_sums=splits_sums
-    )
+    num_weight_bytes = checkpoint.num_matrix_elements * bytes_each
+    return configured or default_num_threads(num_weight_bytes=num_weight_bytes, splits_sums=placement.splits_sums)
 
 
 def _max_model_len(configured: int | None, model: CausalLM) -> int:

@@ -46,6 +46,11 @@ class Placement:
         return "onednn" if hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"
 
     @property
+    def splits_sums(self) -> bool:
+        """Whether many threads would make a row's bits depend on its neighbours."""
+        return self.linears == "onednn" and self.dtype == torch.bfloat16
+
+    @property
     def has_tiles(self) -> bool:
         """Whether the kernels multiply on AMX tiles."""
         return self.kernels is not None and self.kernels.has("roseinfer_linear_bfloat16")

@@ -18,6 +18,7 @@ _TYPES = {  # of weights, as the functions name them
     torch.bfloat16: "bfloat16_pairs",
     torch.int8: "int8_fours",
 }
+_ROWS_AT_ONCE = 4096  # of a weight
 _UNSIGNED = 128  # what the instruction for int8 wants rows to have added
 
 
@@ -63,7 +64,7 @@ class RegisterLinear:
         self._num_padding = 0 if scales is not None else num_words * _WORD_BYTES // weight.itemsize - self._num_inputs
         self._weight = _packed(weight, num_words, placement)
         self._scales = scales
-        self._surplus = None if scales is None else weight.sum(1, dtype=torch.int32) * _UNSIGNED
+        self._surplus = None if scales is None else _surplus(weight)
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._descriptor = _Descriptor(
             weight=self._weight.data_ptr(),
@@ -93,6 +94,15 @@ class RegisterLinear:
         out = x.new_empty(x.shape[0], self._num_outputs, dtype=self._dtype)
         self._multiply(self._address, x.data_ptr(), x.shape[0], out.data_ptr())
         return out
+
+
+def _surplus(weight: torch.Tensor) -> torch.Tensor:
+    """[outputs] int32: what sums have too much when rows have `_UNSIGNED` added. It may wrap around, as sums do."""
+    sums = torch.empty(weight.shape[0], dtype=torch.int32)
+    for start in range(0, len(sums), _ROWS_AT_ONCE):  # torch makes a copy in int32 of what it sums
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        sums[rows] = weight[rows].sum(1, dtype=torch.int32)
+    return sums * _UNSIGNED
 
 
 def _packed(weight: torch.Tensor, num_words: int, placement: Placement) -> torch.Tensor:

@@ -119,9 +119,10 @@ class Checkpoint:
         return frozenset(self._file_of)
 
     @property
-    def num_elements(self) -> int:
-        """Numbers in all tensors, by the files' headers."""
-        return sum(math.prod(self._open(file).get_slice(name).get_shape()) for name, file in self._file_of.items())
+    def num_matrix_elements(self) -> int:
+        """Numbers in all matrices, by the files' headers. The causal masks of old checkpoints have four dimensions."""
+        shapes = [self._open(file).get_slice(name).get_shape() for name, file in self._file_of.items()]
+        return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """The ids that end a text: of generation_config.json, else of config.json; none when neither says.

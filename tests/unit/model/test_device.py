@@ -80,16 +80,16 @@ def test_threads_are_as_many_as_the_weights_keep_busy(
     monkeypatch: pytest.MonkeyPatch, num_weight_bytes: int, splits_sums: bool, num_cores: int, expected: int
 ) -> None:
     monkeypatch.setattr(device, "num_usable_cores", lambda: num_cores)
-    num_threads = device.resolve_num_threads(None, num_weight_bytes=num_weight_bytes, splits_sums=splits_sums)
+    num_threads = device.default_num_threads(num_weight_bytes=num_weight_bytes, splits_sums=splits_sums)
     assert num_threads == expected
 
 
-@pytest.mark.parametrize(("configured", "splits_sums"), [(1, True), (8, True), (9, False), (64, False)])
-def test_threads_as_configured(configured: int, splits_sums: bool) -> None:
-    assert device.resolve_num_threads(configured, num_weight_bytes=0, splits_sums=splits_sums) == configured
+@pytest.mark.parametrize(("configured", "splits_sums"), [(None, True), (1, True), (8, True), (9, False), (64, False)])
+def test_threads_that_keep_a_row_exact_are_taken(configured: int | None, splits_sums: bool) -> None:
+    device.check_num_threads(configured, splits_sums=splits_sums)
 
 
 def test_more_threads_than_keep_a_row_exact_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"With 9 threads .* no more than 8 are exact") as caught:
-        device.resolve_num_threads(9, num_weight_bytes=LARGE, splits_sums=True)
+        device.check_num_threads(9, splits_sums=True)
     assert caught.value.param == "runner.num_threads"

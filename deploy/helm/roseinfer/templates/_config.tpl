@@ -8,7 +8,7 @@ What another value decides cannot be given in `config` too, unless it is the sam
 {{- $runner := dict }}
 {{- if .Values.gpu.count }}
 {{- $_ := set $runner "device" "cuda" }}
-{{- else if and (include "roseinfer.cores" .) (dig "model" "path" "" .Values.config) }}{{/* the embedded model needs one */}}
+{{- else if and (include "roseinfer.cores" .) (not (has (dig "model" "path" "" .Values.config) (list "" "roseinfer/demo"))) }}{{/* that needs one */}}
 {{- $_ := set $runner "num_threads" (include "roseinfer.cores" . | int) }}
 {{- end }}
 {{- $tree := mergeOverwrite (dict "server" $server "runner" $runner) (deepCopy .Values.config) }}

@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <cstdlib>
 
-// Memory that grows and stays.
 class Buffer {
 public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
     ~Buffer() { std::free(data_); }
     uint8_t* take(int64_t size) {
         if (size > size_) {

@@ -2,18 +2,20 @@
 // each row of x and of W. Knows nothing of layers.
 //
 // Beside gemm.cpp because there are no tiles of float32, and processors that multiply the other types without tiles:
-// here a product is a register's and not a tile's, rows are read where they lie, and for float32 AVX2 will do. What both
-// do to a sum at the end is in activation.h.
+// here a product is a register's and not a tile's, rows are read where they lie, and for float32 AVX2 will do. What
+// both do to a sum at the end is in activation.h.
 //
-// What is multiplied is words of 4 bytes, each one input in float32, two in bfloat16 or four in int8. An output is one chain of
-// multiply-adds over its words, in ascending order, from 0: a sum that has to wait in memory has the bits there that it
-// has in its register. Rows do not mix. So an output's bits depend on its row of x and its row of W alone: not on the number
-// of rows, on how they are cut into blocks, or on the threads, which share out panels and rows and never k.
+// What is multiplied is words of 4 bytes, each one input in float32, two in bfloat16 or four in int8. An output is one
+// chain of multiply-adds over its words, in ascending order, from 0: a sum that has to wait in memory has the bits
+// there that it has in its register. Rows do not mix. So an output's bits depend on its row of x and its row of W
+// alone: not on the number of rows, on how they are cut into blocks, or on the threads, which share out panels and
+// rows and never k.
 //
 // Packed weight: panels of kPanel outputs, one below the other; in a panel, for each word, those of its outputs.
 // Outputs past the weight's edge, and inputs that fill up a row's last word, are 0.
 //
-// The instruction for int8 wants x unsigned, so x has 128 added, and each sum 128 times its weights too much.
+// The instruction for int8 wants x unsigned, so x has 128 added, and each sum 128 times its weights too much. Sums may
+// wrap around on the way: taking the surplus away wraps them back, and what is left fits for up to 133,144 inputs.
 
 #include <omp.h>
 
@@ -39,17 +41,18 @@ constexpr int64_t kStreams = kPiece * kPanel / kLineWords / kAheadLines;  // pla
 constexpr int64_t kMaxRows = 128;             // whose share of a chunk, 384 KiB, stays in the second cache too; it
 constexpr int64_t kMaxPanels = 8;             // serves so many panels, at most, before the next chunk has its turn,
 constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that wait for it
-constexpr int64_t kWorthThreads = 1 << 16;    // multiply-adds; below, waking a thread costs more than it saves
+constexpr int64_t kWorthThreads = 1 << 16;    // words to multiply; below, waking a thread costs more than it saves
+constexpr int64_t kWorthQuantizing = 16384;   // numbers, of which the same is true
 
 // A linear layer, as register_linear.py's _Descriptor lays it out. A word is the float32 that has its bits.
 struct Linear {
-    const float* weight;          // packed words
-    const float* scales;          // [num_outputs] of an int8 weight
-    const int32_t* surplus;       // [num_outputs], of its sums
-    const float* bias;            // [num_outputs], or null
+    const float* weight;     // packed words
+    const float* scales;     // [num_outputs] of an int8 weight
+    const int32_t* surplus;  // [num_outputs], of its sums
+    const float* bias;       // [num_outputs], or null
     int64_t num_outputs;
     int64_t num_inputs;
-    int64_t num_words;            // of a row
+    int64_t num_words;  // of a row
     int32_t activation;
     int32_t is_output_float32;  // else of the type of x
 };
@@ -129,9 +132,10 @@ void multiply_block(int64_t num_rows, const Block& block) {
 // The integers whose bits are in `sums`, less the surplus.
 inline Floats without_surplus(Floats sums, const int32_t* surplus) {
     typedef int32_t Integers __attribute__((vector_size(sizeof(Floats))));
-    Integers less;
+    typedef uint32_t Wrapping __attribute__((vector_size(sizeof(Floats))));  // signed ones must not
+    Wrapping less;
     std::memcpy(&less, surplus, sizeof less);
-    return (Floats)__builtin_convertvector((Integers)sums - less, Floats);
+    return (Floats)__builtin_convertvector((Integers)((Wrapping)sums - less), Floats);
 }
 
 // Sums of rows into outputs: scale, add the bias, activate. `scales` are those of int8 rows.
@@ -285,7 +289,7 @@ void quantize_and_run(const Linear& linear, const In* x, int64_t num_rows, void*
     const int64_t num_inputs = linear.num_inputs, row_bytes = linear.num_words * sizeof(float);
     uint8_t* rows = quantized_rows.take(num_rows * row_bytes);
     float* scales = reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float)));
-#pragma omp parallel for if (num_rows * num_inputs > kWorthThreads)
+#pragma omp parallel for if (num_rows * num_inputs > kWorthQuantizing)
     for (int64_t row = 0; row < num_rows; ++row) {
         scales[row] = quantize_row(x + row * num_inputs, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
             const int64_t first = piece * kQuantizedPiece, end = std::min(row_bytes, first + kQuantizedPiece);

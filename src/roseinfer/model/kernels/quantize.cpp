@@ -1,5 +1,6 @@
 // What stands around torch's product of int8 matrices: rows into int8 and scales, and sums into outputs. Knows nothing
-// of the product; gemm.cpp does all three at once, where there are AMX tiles. The same in torch is in int8.py.
+// of the product; gemm.cpp and linear.cpp do all three at once, where a processor has what they need. The same in torch
+// is in int8.py.
 
 #include <algorithm>
 
