@@ -215,6 +215,10 @@ class LLM:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(stops):
             raise InvalidRequest("`stop` holds an empty text.", param="stop")
+        try:
+            cache_salt.encode()
+        except UnicodeEncodeError:  # it could not go to the engine, and nobody would hear why
+            raise InvalidRequest("`cache_salt` cannot be encoded in UTF-8.", param="cache_salt") from None
         now_ns = time.monotonic_ns()
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
         choice = Choice(0, self.tokenizer, timeline, Telling(stop=stops))

@@ -1,7 +1,8 @@
 """What crosses the seam between front end and engine: frozen messages of integers, floats and short strings.
 
 Front end to engine: a `Command`. Engine to front end: an `Event`, at most one `StepOutput` for each step.
-Nothing here knows text, tensors or HTTP; the process transport writes these structs as msgpack, never as pickle.
+Nothing here knows text, tensors or HTTP; the process transport writes these structs as msgpack, never as pickle, and a
+request whose parameters are those of the one before as `engine/link.py:SameParams`, which nobody outside the link sees.
 """
 
 import re

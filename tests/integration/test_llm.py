@@ -236,6 +236,15 @@ def test_params_that_cannot_run_are_refused_and_the_engine_lives(
         assert len(llm.result(llm.submit("Hello", greedy(4))).token_ids) == 4
 
 
+def test_a_salt_that_could_not_go_over_is_refused_with_its_name(llm: LLM, log: StepLog) -> None:
+    for begin in (llm.submit, llm.generate):
+        with pytest.raises(InvalidRequest, match="`cache_salt` cannot be encoded in UTF-8") as caught:
+            begin("Hello", greedy(2), cache_salt="\ud800")
+        assert caught.value.param == "cache_salt"
+    assert log.steps == []
+    assert len(llm.result(llm.submit("Hello", greedy(2), cache_salt="é")).token_ids) == 2
+
+
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [

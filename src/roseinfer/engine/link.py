@@ -38,18 +38,21 @@ class CommandEncoder:
     """
 
     def __init__(self) -> None:
-        self._params: SamplingParams | None = None  # of the last request
+        self._params: SamplingParams | None = None  # of the last request that went over, with no seed
 
     def encode(self, command: Command) -> bytes:
+        """Raises what msgspec does for a message that cannot be encoded; the next one does not refer to it."""
         if not isinstance(command, Request):
             return encode_frame(command)
         params = command.params
-        if self._params is not None and replace(self._params, seed=params.seed) == params:
+        # `LLM` takes a list of stop tokens too, which no tuple equals.
+        seedless = replace(params, seed=0, stop_token_ids=tuple(params.stop_token_ids))
+        if seedless == self._params:
             return encode_frame(SameParams(replace(command, params=SamplingParams(seed=params.seed))))
-        # With copies of what belongs to the caller, who may change it before the next request.
-        own = {"logit_bias": dict(params.logit_bias), "stop_token_ids": tuple(params.stop_token_ids)}
-        self._params = replace(params, **own)
-        return encode_frame(command)
+        frame = encode_frame(command)
+        # With a copy of what belongs to the caller, who may change it before the next request.
+        self._params = replace(seedless, logit_bias=dict(params.logit_bias))
+        return frame
 
 
 class CommandDecoder:

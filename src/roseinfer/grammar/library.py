@@ -173,9 +173,9 @@ class Compiled:
     """
 
     def __init__(self, template: llguidance.LLMatcher, num_bits: int, vocab_size: int, *, can_grow: bool) -> None:
-        self.template = template
-        self.bits = np.zeros(-(-max(num_bits, vocab_size) // 32), np.uint32)  # one thread fills masks, one at a time
-        self.last_word = np.uint32((1 << (vocab_size % 32)) - 1) if vocab_size % 32 else np.uint32(0xFFFFFFFF)
+        self._template = template
+        self._bits = np.zeros(-(-max(num_bits, vocab_size) // 32), np.uint32)  # one thread fills masks, one at a time
+        self._last_word = np.uint32((1 << (vocab_size % 32)) - 1) if vocab_size % 32 else np.uint32(0xFFFFFFFF)
         self._can_grow = can_grow
         self._compile_ns = 0
         self.followed_ns = 0
@@ -193,6 +193,24 @@ class Compiled:
     def matcher(self) -> "LibraryMatcher":
         return LibraryMatcher(self)
 
+    def copy(self) -> llguidance.LLMatcher:
+        """The library's own matcher, at its beginning. What it takes grows with the grammar's source."""
+        return self._template.deep_copy()
+
+    def fill(self, inner: llguidance.LLMatcher, allowed: MaskArray) -> None:
+        """Write what may come next by `inner`, a copy of ours that has not failed."""
+        began_ns = time.monotonic_ns()
+        inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self.followed_ns += time.monotonic_ns() - began_ns
+        self.has_failed |= inner.is_error()
+        allowed[:] = self._bits[: len(allowed)]
+        allowed[-1] &= self._last_word
+
+    def accept(self, inner: llguidance.LLMatcher, token_id: int) -> None:
+        """Lead `inner`, a copy of ours, on by a token."""
+        if not inner.consume_token(token_id):
+            self.has_failed |= inner.is_error()
+
 
 class LibraryMatcher:
     """See `engine/constraint.py:Matcher`."""
@@ -203,7 +221,7 @@ class LibraryMatcher:
     @cached_property
     def _inner(self) -> llguidance.LLMatcher:
         """Made when it is first asked for: it holds the grammar's whole source, and of many sequences most wait."""
-        return self._compiled.template.deep_copy()
+        return self._compiled.copy()
 
     @property
     def error(self) -> str:
@@ -226,20 +244,12 @@ class LibraryMatcher:
 
     def fill(self, allowed: MaskArray) -> None:
         """See Matcher."""
-        if self._inner.is_error():
-            return
-        compiled, bits = self._compiled, self._compiled.bits
-        began_ns = time.monotonic_ns()
-        self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        compiled.followed_ns += time.monotonic_ns() - began_ns
-        compiled.has_failed |= self._inner.is_error()
-        allowed[:] = bits[: len(allowed)]
-        allowed[-1] &= compiled.last_word
+        if not self._inner.is_error():
+            self._compiled.fill(self._inner, allowed)
 
     def accept(self, token_id: int) -> None:
         """See Matcher."""
-        if not self._inner.consume_token(token_id):
-            self._compiled.has_failed |= self._inner.is_error()
+        self._compiled.accept(self._inner, token_id)
 
 
 def _told(message: str, grammar: Grammar) -> str:

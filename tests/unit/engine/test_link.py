@@ -90,6 +90,33 @@ def test_biases_that_their_owner_changes_between_two_requests_go_over_again(
     assert received == [{1: 0.5, 2: 1.0}, {1: 0.5, 2: 2.0}]
 
 
+def test_a_request_that_could_not_be_encoded_is_none_that_the_next_one_refers_to(
+    pair: tuple[socket.socket, EngineLink],
+) -> None:
+    front, link = pair
+    encoder = CommandEncoder()
+    sent = [make_request("a", max_tokens=3), make_request("c", max_tokens=5), make_request("d", max_tokens=5)]
+    front.sendall(encoder.encode(sent[0]))
+    with pytest.raises(UnicodeEncodeError):
+        encoder.encode(make_request("b", salt="\ud800", max_tokens=5))
+    for request in sent[1:]:
+        front.sendall(encoder.encode(request))
+    assert link.receive(wait=True) == sent
+
+
+def test_stop_tokens_in_a_list_are_the_same_as_those_before_them(pair: tuple[socket.socket, EngineLink]) -> None:
+    front, link = pair
+    encoder, stops = CommandEncoder(), [1, 2]
+    common: dict[str, Any] = {"stop_token_ids": stops, "grammar": Grammar("regex", "a" * 4000)}
+    frames = [encoder.encode(make_request(request_id, **common)) for request_id in ("a", "b")]
+    stops.append(3)
+    frames.append(encoder.encode(make_request("c", **common)))
+    assert [len(frame) > 4000 for frame in frames] == [True, False, True]
+    front.sendall(b"".join(frames))
+    received = [command.params.stop_token_ids for command in link.receive(wait=True) if isinstance(command, Request)]
+    assert received == [(1, 2), (1, 2), (1, 2, 3)]
+
+
 def test_a_request_that_refers_to_one_that_never_came_is_refused(pair: tuple[socket.socket, EngineLink]) -> None:
     front, link = pair
     front.sendall(encode_frame(SameParams(make_request("a"))))
