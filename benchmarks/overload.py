@@ -61,6 +61,11 @@ class Seen:
     def goodput(self) -> float:
         return self.num_tokens / self.duration_s
 
+    @property
+    def answered_rate(self) -> float:
+        """Whole answers a second."""
+        return len(self.whole_s) / self.duration_s
+
     def count_in(self, other: "Seen") -> None:
         """What another run of the same kind saw."""
         for name in ("first_token_s", "whole_s", "refused_s", "retry_after_s", "parts_s"):
@@ -251,11 +256,10 @@ async def one_round(load: Load, arguments: argparse.Namespace) -> AsyncIterator[
     """The runs in order; the capacity is this round's."""
     closed = await load.closed_loop(2 * arguments.max_num_seqs, arguments.seconds / 2)
     yield CAPACITY_RUNS[0], closed
-    full = await load.open_loop(2 * len(closed.whole_s) / closed.duration_s, arguments.seconds / 2)
+    full = await load.open_loop(2 * closed.answered_rate, arguments.seconds / 2)
     yield CAPACITY_RUNS[1], full
-    capacity = len(full.whole_s) / full.duration_s
-    yield AT_CAPACITY, await load.open_loop(capacity, arguments.seconds)
-    overload = capacity * arguments.factor
+    yield AT_CAPACITY, await load.open_loop(full.answered_rate, arguments.seconds)
+    overload = full.answered_rate * arguments.factor
     if arguments.decoy:
         with decoy() as load.decoy_port:
             load.decoy = 1 - 1 / arguments.factor
@@ -270,6 +274,7 @@ def tell(rounds: list[dict[str, Seen]]) -> None:
     for one in rounds:
         for name, seen in one.items():
             runs[name].count_in(seen)
+    print("capacity", ", ".join(f"{one[CAPACITY_RUNS[1]].answered_rate:.0f}" for one in rounds), "requests a second\n")
     print("| " + " | ".join(HEADINGS) + " |")
     print("|---" * len(HEADINGS) + "|")
     for name, seen in runs.items():
