@@ -53,19 +53,20 @@ def kinds() -> dict[str, Kind]:
     """By name, those that this processor has."""
     kernels = load_kernels(RunnerConfig())
     made: dict[str, Kind] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        at = Placement(CPU, dtype, kernels=kernels)
-        name = str(dtype).removeprefix("torch.")
-        made[f"oneDNN {name}"] = Kind(dtype, partial(one_dnn, at), fewest_rows=2)
-        if dtype == torch.float32 or at.has_pairs:
-            made[f"registers {name}"] = Kind(dtype, partial(register, at))
-    if at.has_tiles:
-        made["tiles bfloat16"] = Kind(dtype, partial(tile, at))
-    made["torch int8"] = Kind(dtype, partial(integer, IntegerLinear, at))
-    if at.has_fours:
-        made["registers int8"] = Kind(dtype, partial(integer, RegisterLinear, at))
-    if at.has_tiles:
-        made["tiles int8"] = Kind(dtype, partial(integer, TileLinear, at))
+    of_float32, of_bfloat16 = (Placement(CPU, dtype, kernels=kernels) for dtype in (torch.float32, torch.bfloat16))
+    made["oneDNN float32"] = Kind(torch.float32, partial(one_dnn, of_float32), fewest_rows=2)
+    if kernels is not None:
+        made["registers float32"] = Kind(torch.float32, partial(register, of_float32))
+    made["oneDNN bfloat16"] = Kind(torch.bfloat16, partial(one_dnn, of_bfloat16), fewest_rows=2)
+    if of_bfloat16.has_pairs:
+        made["registers bfloat16"] = Kind(torch.bfloat16, partial(register, of_bfloat16))
+    if of_bfloat16.has_tiles:
+        made["tiles bfloat16"] = Kind(torch.bfloat16, partial(tile, of_bfloat16))
+    made["torch int8"] = Kind(torch.bfloat16, partial(integer, IntegerLinear, of_bfloat16))
+    if of_bfloat16.has_fours:
+        made["registers int8"] = Kind(torch.bfloat16, partial(integer, RegisterLinear, of_bfloat16))
+    if of_bfloat16.has_tiles:
+        made["tiles int8"] = Kind(torch.bfloat16, partial(integer, TileLinear, of_bfloat16))
     return made
 
 

@@ -54,11 +54,10 @@ async def one_round(load: Load, arguments: argparse.Namespace) -> AsyncIterator[
     """The runs in order; the capacity is this round's."""
     closed = await load.closed_loop(2 * arguments.max_num_seqs, arguments.seconds / 2)
     yield CAPACITY_RUNS[0], closed
-    full = await load.open_loop(2 * len(closed.whole_s) / closed.duration_s, arguments.seconds / 2)
+    full = await load.open_loop(2 * closed.answered_rate, arguments.seconds / 2)
     yield CAPACITY_RUNS[1], full
-    capacity = len(full.whole_s) / full.duration_s
-    yield AT_CAPACITY, await load.open_loop(capacity, arguments.seconds)
-    overload = capacity * arguments.factor
+    yield AT_CAPACITY, await load.open_loop(full.answered_rate, arguments.seconds)
+    overload = full.answered_rate * arguments.factor
     if arguments.decoy:
         with decoy() as load.decoy_port:
             load.decoy = 1 - 1 / arguments.factor
@@ -73,6 +72,7 @@ def tell(rounds: list[dict[str, Seen]]) -> None:
     for one in rounds:
         for name, seen in one.items():
             runs[name].count_in(seen)
+    print("capacity", ", ".join(f"{one[CAPACITY_RUNS[1]].answered_rate:.0f}" for one in rounds), "requests a second\n")
     print("| " + " | ".join(HEADINGS) + " |")
     print("|---" * len(HEADINGS) + "|")
     for name, seen in runs.items():

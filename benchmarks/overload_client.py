@@ -35,6 +35,11 @@ class Seen:
     def goodput(self) -> float:
         return self.num_tokens / self.duration_s
 
+    @property
+    def answered_rate(self) -> float:
+        """Whole answers a second."""
+        return len(self.whole_s) / self.duration_s
+
     def count_in(self, other: "Seen") -> None:
         """What another run of the same kind saw."""
         for name in ("first_token_s", "whole_s", "refused_s", "retry_after_s", "parts_s"):

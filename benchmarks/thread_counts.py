@@ -9,7 +9,6 @@ is what `model/device.py:default_num_threads` goes by.
 """
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -23,11 +22,13 @@ from benchmarks import protocol, rotation
 from benchmarks.engine_options import PRECISIONS
 from benchmarks.machine import Sitting
 from benchmarks.random_gpt2 import Gpt2Shape, write_config, write_weights
+from benchmarks.roofs import WEIGHT_BYTES
 from benchmarks.rotation import Limits
 from benchmarks.served import ServedEntrant
 from benchmarks.servers import Server, roseinfer_plan
 from benchmarks.workloads import WORKLOADS, Shape
 from roseinfer.config import DEMO_MODEL
+from roseinfer.model.device import num_usable_cores
 from roseinfer.model.weights import Checkpoint, resolve_checkpoint
 
 SIZES = ((4, 256), (6, 384), (8, 512), (12, 640))  # layers and width
@@ -35,7 +36,6 @@ VOCAB_SIZE = 2048
 SHAPES = {"alone": Shape(1, 0.0, (4,), 128), "W2": WORKLOADS["W2"]}
 NUM_REPEATS = 5
 BUDGET_S = 120.0  # of one workload of one model, with all numbers of threads
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 def models(directory: Path) -> Iterator[Path]:
@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument(
         "--threads",
         type=lambda text: [int(part) for part in text.split(",")],
-        default=[1, os.cpu_count() or 1],
+        default=sorted({1, num_usable_cores()}),
         metavar="N,N",
     )
     parser.add_argument("--repeats", type=int, default=NUM_REPEATS)
@@ -105,7 +105,7 @@ def main() -> int:
             with Checkpoint(model) as checkpoint:
                 num_elements = checkpoint.num_matrix_elements
             for precision in arguments.precisions:
-                mib = num_elements * BYTES[precision] / 2**20
+                mib = num_elements * WEIGHT_BYTES[precision] / 2**20
                 print(f"{model.name}, {precision}, {mib:.0f} MiB", flush=True)
                 log = arguments.out.with_suffix(".log")
                 rows = measure(model, precision, arguments.threads, arguments.repeats, log)

@@ -33,7 +33,7 @@ from roseinfer.bench.endpoint import Endpoint, authorization, read_models
 from roseinfer.bench.event_stream import read_events, read_refusal
 from roseinfer.bench.load import Tokens
 from roseinfer.bench.observed import Objective, Observed, Verdict, lag_p99_ns, mean_interval_ns
-from roseinfer.bench.request_body import RequestForm
+from roseinfer.bench.request_body import RequestForm, fresh_salt
 from roseinfer.bench.scenario import PARAM, load_scenario
 from roseinfer.errors import ConfigError
 from roseinfer.server.api_keys import read_keys
@@ -96,7 +96,7 @@ class Load:
         )
         self.pool.ConnectionCls = _TimedHTTPS if self.url.startswith("https:") else _TimedHTTP
         self.endpoint = self._find_endpoint(key)
-        asked, salt = self.scenario, self.endpoint.fresh_salt()
+        asked, salt = self.scenario, fresh_salt(self.endpoint)
         self.form = RequestForm(asked.endpoint == "chat", asked.ignore_eos, asked.stream_interval, salt)
         self.tokens = Tokens(self.seed, self.endpoint.vocab_size)
         self.started_ns, self.unix_ns = time.monotonic_ns(), time.time_ns()

@@ -8,8 +8,8 @@ program differ among themselves too.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from roseinfer.bench.endpoint import Endpoint
 from roseinfer.bench.launched import serving
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_client import find_endpoint
-from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, plan_of, settle_seed, take_scenario
+from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, planner_of, settle_seed, take_scenario
 from roseinfer.bench.serve import key_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
@@ -50,8 +50,8 @@ class Side(NamedTuple):
 
     name: str
     what: str
-    open: Callable[[], AbstractContextManager[str]]
-    is_up: bool  # it serves already, and is the same process in all runs
+    open: Callable[[], AbstractContextManager[Endpoint]]
+    running: Endpoint | None  # of what serves already, and is the same process in all runs
 
 
 def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
         settings: dict[str, Any] = {}
     else:
         take_scenario(arguments)
-        comparison, header = _of_servers(arguments, _sides_of(arguments), thresholds)
+        comparison, header = _of_servers(arguments, thresholds)
         settings = echo_of(arguments)
     say(*compare_report.lines_of(comparison, header))
     if arguments.json is not None:
@@ -132,7 +132,7 @@ def _judged(a: Sequence[Measured], b: Sequence[Measured], thresholds: Thresholds
 
 
 def _sides_of(arguments: argparse.Namespace) -> tuple[Side, Side]:
-    """The two that runs are made of. Raises ConfigError."""
+    """The two that runs are made of; those that are up have been asked what they serve. Raises ConfigError."""
     texts: list[str] = arguments.sides
     if arguments.a is not None or arguments.b is not None:
         if texts or arguments.a is None or arguments.b is None:
@@ -142,31 +142,37 @@ def _sides_of(arguments: argparse.Namespace) -> tuple[Side, Side]:
         raise ConfigError("needs two URLs", param="A B")
     if arguments.both:
         raise ConfigError("needs --a and --b: servers that run already have their flags", param="--both")
-    return _running("A", texts[0]), _running("B", texts[1])
+    return _running(arguments, "A", texts[0]), _running(arguments, "B", texts[1])
 
 
-def _running(name: str, url: str) -> Side:
-    return Side(name, url, lambda: nullcontext(url), is_up=True)
+def _running(arguments: argparse.Namespace, name: str, url: str) -> Side:
+    endpoint = find_endpoint(url, key_of(arguments))
+    return Side(name, url, lambda: nullcontext(endpoint), endpoint)
 
 
 def _launched(arguments: argparse.Namespace, name: str, flags: str) -> Side:
     both = f"{arguments.both} {flags}".strip()
-    opened = partial(serving, both, f"--{name.lower()}", arguments.start_timeout)
-    return Side(name, f"roseinfer serve {both}".strip(), opened, is_up=False)
+    return Side(name, f"roseinfer serve {both}".strip(), partial(_started, arguments, name, both), running=None)
 
 
-def _of_servers(
-    arguments: argparse.Namespace, sides: tuple[Side, Side], thresholds: Thresholds
-) -> tuple[Comparison, dict[str, Any]]:
+@contextmanager
+def _started(arguments: argparse.Namespace, name: str, flags: str) -> Iterator[Endpoint]:
+    with serving(flags, f"--{name.lower()}", arguments.start_timeout) as url:
+        yield find_endpoint(url, key_of(arguments))
+
+
+def _of_servers(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[Comparison, dict[str, Any]]:
     """Make the runs, and tell of each."""
-    settle_seed(arguments, *(find_endpoint(side.what, key_of(arguments)) for side in sides if side.is_up))
+    plan = planner_of(arguments)
+    sides = _sides_of(arguments)
+    settle_seed(arguments, *(side.running for side in sides))
     b = f"{sides[1].what}, equal to A" if arguments.equal_sides else sides[1].what
-    header = {"A": sides[0].what, "B": b, "Load": describe(arguments, plan_of(arguments))}
+    header = {"A": sides[0].what, "B": b, "Load": describe(arguments, plan(arguments.seed))}
     measured: dict[str, list[Measured]] = {side.name: [] for side in sides}
     models: dict[str, str] = {}
     for index in range(arguments.rounds):
         turn = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + index})
-        planned = plan_of(turn)
+        planned = plan(turn.seed)
         for side in sides if index % 2 == 0 else sides[::-1]:
             made, models[side.name] = _run_once(turn, side, planned, index)
             measured[side.name].append(made)
@@ -181,11 +187,10 @@ def _run_once(
 ) -> tuple[Measured, str]:
     """A run of one side, and its model; again when the generator was late, since that says nothing of the server."""
     interval_ns = interval_ns_of(turn, planned)
-    with side.open() as url:
-        endpoint = find_endpoint(url, key_of(turn))
+    with side.open() as endpoint:
         for _ in range(MAX_ATTEMPTS):
             # A server that is up and has not served yet would become faster over the first rounds: that is a drift.
-            _warm_up(turn, planned if side.is_up and index == 0 else planned[:NUM_WARM_UP], endpoint)
+            _warm_up(turn, planned if side.running is not None and index == 0 else planned[:NUM_WARM_UP], endpoint)
             label = f"round {index + 1}, {side.name}"
             made = send(turn, planned, interval_ns, endpoint, label)
             if made.is_valid:

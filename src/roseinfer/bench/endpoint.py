@@ -1,7 +1,5 @@
 """Turns what `/v1/models` answers into where to send a load, and with what. Sends nothing itself."""
 
-import os
-import time
 from typing import NamedTuple
 
 import msgspec
@@ -25,13 +23,6 @@ class Endpoint(NamedTuple):
     def headers(self) -> dict[str, str]:
         """Of every request of a load: the ledger of where its time went is asked for."""
         return {"Content-Type": "application/json", "x-roseinfer-ledger": "1", **authorization(self.api_key)}
-
-    def fresh_salt(self) -> str:
-        """A cache salt that no run had before, of whatever command; empty where the server takes none.
-
-        With it a run finds nothing in the server's prefix cache but what it has put there itself.
-        """
-        return f"bench-{os.getpid()}-{time.time_ns():x}" if self.takes_salt else ""
 
 
 class _Model(msgspec.Struct):

@@ -188,7 +188,8 @@ def add_load(parser: Parser, *, is_sent: bool = True) -> argparse._MutuallyExclu
     group.add_argument(
         "--long-max-tokens", type=parser_of(TokenCount), metavar="N", help="default: what --max-tokens says"
     )
-    _add_seed(group, "of arrivals, lengths and prompts", is_sent=is_sent)
+    drawn = "arrivals, lengths and prompts" if is_sent else "arrivals, lengths, prompts and tokens"
+    _add_seed(group, f"of {drawn}", is_sent=is_sent)
     return arrivals
 
 

@@ -1,8 +1,8 @@
-"""What the flags of the load benchmarks ask for: a plan, an objective, and words for both. Adds no flag."""
+"""What the flags of the load benchmarks ask for: a plan, its seed, an objective, and words for them. Adds no flag."""
 
 import argparse
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from roseinfer.bench.load_options import DEFAULT_NUM_REQUESTS, Lengths
 from roseinfer.bench.observed import Objective, mean_interval_ns
 from roseinfer.bench.scenario import Scenario, load_scenario
 from roseinfer.errors import ConfigError
+
+Planner = Callable[[int], list[PlannedRequest]]  # of a seed; raises ConfigError where chance leaves no request
 
 _LONG_AT = (1.0,)  # seconds
 _NUM_DRAWN_SEEDS = 1_000_000_000
@@ -43,14 +45,15 @@ def take_scenario(arguments: argparse.Namespace) -> None:
         arguments.slo_tpot_ms = scenario.objective.tpot_ms
 
 
-def settle_seed(arguments: argparse.Namespace, *endpoints: Endpoint) -> None:
+def settle_seed(arguments: argparse.Namespace, *endpoints: Endpoint | None) -> None:
     """Put a seed in the place of none: 0, or one that is drawn when not all of the endpoints take a cache salt.
 
     With a salt a server that has answered these prompts does not find them in its prefix cache, so every run can have
-    the same load. Without one only other prompts are not found there.
+    the same load. Without one only other prompts are not found there. None stands for what has answered nothing yet:
+    the simulator, or a server that is started for the run.
     """
     if arguments.seed is None:
-        are_salted = all(endpoint.takes_salt for endpoint in endpoints)
+        are_salted = all(endpoint is None or endpoint.takes_salt for endpoint in endpoints)
         arguments.seed = 0 if are_salted else secrets.randbelow(_NUM_DRAWN_SEEDS)
 
 
@@ -73,15 +76,24 @@ def echo_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_of(arguments: argparse.Namespace) -> list[PlannedRequest]:
-    """The requests that the flags ask for; a scenario has been read. Raises ConfigError."""
+    """The requests that the flags ask for; a scenario has been read, and the seed settled. Raises ConfigError."""
+    return planner_of(arguments)(arguments.seed)
+
+
+def planner_of(arguments: argparse.Namespace) -> Planner:
+    """The same for any seed, so that wrong flags are told before a server is asked for what settles it.
+
+    Raises ConfigError for those, and InvalidRequest for a trace that cannot be read.
+    """
     if arguments.scenario is not None:
-        planned: list[PlannedRequest] = arguments.scenario.plan(arguments.seed)
-        return planned
+        scenario: Scenario = arguments.scenario
+        return scenario.plan
     if arguments.trace is not None:
         for name in ("num_requests", "duration", "long_prompt_tokens"):
             if getattr(arguments, name) is not None:
                 raise ConfigError("has no meaning beside --trace", param="--" + name.replace("_", "-"))
-        return plan_of_trace(arguments.trace)
+        planned = plan_of_trace(arguments.trace)
+        return lambda _: planned
     interval_ns = (arguments.interval_ms or 0.0) * 1e6
     arrivals = Arrivals(interval_ns) if arguments.rate is None else Arrivals(NS_PER_S / arguments.rate, is_poisson=True)
     num_requests = arguments.num_requests
@@ -89,7 +101,7 @@ def plan_of(arguments: argparse.Namespace) -> list[PlannedRequest]:
         num_requests = num_requests or DEFAULT_NUM_REQUESTS
     elif not arrivals.interval_ns:
         raise ConfigError("needs --rate or --interval-ms: a burst has no duration", param="--duration")
-    return Workload(
+    workload = Workload(
         arrivals=arrivals,
         num_requests=num_requests,
         duration_ns=None if arguments.duration is None else round(arguments.duration * NS_PER_S),
@@ -97,8 +109,9 @@ def plan_of(arguments: argparse.Namespace) -> list[PlannedRequest]:
         output=arguments.max_tokens,
         shared_prefix_share=arguments.shared_prefix_share,
         long=_long_prompts(arguments),
-        seed=arguments.seed,
-    ).plan()
+        seed=0,
+    )
+    return lambda seed: workload._replace(seed=seed).plan()
 
 
 def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> float:

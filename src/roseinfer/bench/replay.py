@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     recording = Recording.load(arguments.file)
     plan = plan_of_recording(recording)
     endpoint = None if arguments.simulate else serve.endpoint_of(arguments)
-    settle_seed(arguments, *([] if endpoint is None else [endpoint]))
+    settle_seed(arguments, endpoint)
     header = {"Recording": arguments.file, "Load": f"{describe(plan)}; seed {arguments.seed}"}
     if endpoint is None:
         source = simulate.recording_of(arguments.cost_model) or recording

@@ -1,7 +1,11 @@
 """Turns token ids into the body of an OpenAI request. Knows no schedule and sends nothing."""
 
+import os
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from roseinfer.bench.endpoint import Endpoint
 
 # Common words, each one token with the space before it in most vocabularies: what chat messages are made of.
 _WORDS = (
@@ -11,13 +15,21 @@ _WORDS = (
 )
 
 
+def fresh_salt(endpoint: Endpoint) -> str:
+    """A cache salt that no run had before, of whatever command; empty where the server takes none.
+
+    With it a run finds nothing in the server's prefix cache but what it has put there itself.
+    """
+    return f"bench-{os.getpid()}-{time.time_ns():x}" if endpoint.takes_salt else ""
+
+
 class RequestForm(NamedTuple):
     """What all requests of a load have in common. Without `stream_interval` the server's holds."""
 
     is_chat: bool
     ignore_eos: bool
     stream_interval: int | None
-    cache_salt: str = ""  # of `Endpoint.fresh_salt`
+    cache_salt: str = ""  # of `fresh_salt`
 
     @property
     def path(self) -> str:

@@ -19,12 +19,12 @@ from roseinfer.bench.load_plan import (
     echo_of,
     interval_ns_of,
     objective_of,
-    plan_of,
+    planner_of,
     settle_seed,
     take_scenario,
 )
 from roseinfer.bench.observed import Verdict, lag_p99_ns
-from roseinfer.bench.request_body import RequestForm
+from roseinfer.bench.request_body import RequestForm, fresh_salt
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
@@ -39,9 +39,10 @@ EXIT_INVALID = 1
 def run(arguments: argparse.Namespace, _: LoadedConfig, pacer: Pacer | None = None) -> int:
     """Print the report. Returns the exit code: 1 when the generator did not keep its schedule, or nothing completed."""
     take_scenario(arguments)
+    plan = planner_of(arguments)
     endpoint = endpoint_of(arguments)
     settle_seed(arguments, endpoint)
-    planned = plan_of(arguments)
+    planned = plan(arguments.seed)
     header = {"Load": describe(arguments, planned)}
     measured = measure(arguments, planned, interval_ns_of(arguments, planned), endpoint, header, pacer=pacer)
     return 0 if measured.is_valid and measured.complete else EXIT_INVALID
@@ -119,7 +120,7 @@ def prepare(
     planned: Sequence[PlannedRequest], endpoint: Endpoint, arguments: argparse.Namespace
 ) -> list[PreparedRequest]:
     """The bodies, encoded before the clock starts. Raises ConfigError for a request that the server would refuse."""
-    tokens, cache_salt = Tokens(arguments.seed, endpoint.vocab_size), endpoint.fresh_salt()
+    tokens, cache_salt = Tokens(arguments.seed, endpoint.vocab_size), fresh_salt(endpoint)
     run_id = f"bench-{time.time_ns() // 1_000_000:x}"
     prepared = []
     for index, request in enumerate(planned):

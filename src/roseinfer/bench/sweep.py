@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from roseinfer.bench import definitions as d
-from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, plan_of, settle_seed
+from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, planner_of, settle_seed
 from roseinfer.bench.observed import Objective, duration_s
 from roseinfer.bench.report import NS_PER_MS
 from roseinfer.bench.serve import EXIT_INVALID, endpoint_of, send
@@ -47,21 +47,23 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("needs --slo-ttft-ms or --slo-tpot-ms: the knee is where they break", param="--sweep")
     if arguments.recording is not None:
         raise ConfigError("has no meaning beside --sweep", param="--recording")
-    endpoint = endpoint_of(arguments)
-    settle_seed(arguments, endpoint)
     if arguments.num_requests is None and arguments.duration is None:
         arguments.duration = DEFAULT_DURATION_S
+    turns = [argparse.Namespace(**{**vars(arguments), "rate": rate}) for rate in arguments.sweep]
+    plans = [planner_of(turn) for turn in turns]
+    endpoint = endpoint_of(arguments)
+    settle_seed(arguments, endpoint)
     say("=== rate sweep ===", f"URL: {endpoint.url}", f"Model: {endpoint.model}")
     points: list[Point] = []
-    for index, rate in enumerate(arguments.sweep):
+    for index, (turn, plan) in enumerate(zip(turns, plans, strict=True)):
         # Prompts of its own, so that no rate finds those of another in a cache, also where no salt is taken.
-        turn = argparse.Namespace(**{**vars(arguments), "rate": rate, "seed": arguments.seed + index})
-        planned = plan_of(turn)
+        turn.seed = arguments.seed + index
+        planned = plan(turn.seed)
         if not points:
             say(f"Load: {describe(turn, planned)}, then more a second", header_line())
         interval_ns = interval_ns_of(turn, planned)
-        made = send(turn, planned, interval_ns, endpoint, f"rate {rate:g}")
-        points.append(point_of(rate, made))
+        made = send(turn, planned, interval_ns, endpoint, f"rate {turn.rate:g}")
+        points.append(point_of(turn.rate, made))
         say(line_of(points[-1]))
         if not points[-1].is_valid:
             break

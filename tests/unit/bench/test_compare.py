@@ -185,6 +185,7 @@ def test_runs_of_bench_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--a= --b=x http://127.0.0.1:9", "--a: --a and --b belong together, without anything else"),
         ("http://127.0.0.1:9 http://127.0.0.1:7 --both x", "--both: needs --a and --b"),
         ("http://127.0.0.1:9 http://127.0.0.1:7", "--url: nothing answers at http://127.0.0.1:9/v1/models"),
+        ("http://127.0.0.1:9 http://127.0.0.1:7 --duration 5", "--duration: needs --rate or --interval-ms"),
         ("http://one:9 http://ONE:9/", "A and B: are the same; --equal-sides compares servers with themselves"),
         ("--a='--x  1' --b='--x 1'", "--a and --b: are the same; --equal-sides compares servers with themselves"),
         ("{folder} {folder}/../{name}", "A and B: are the same; --equal-sides compares"),
@@ -238,8 +239,15 @@ def test_a_run_that_is_made_again_has_the_prompts_of_its_round(
         return ServeRun(seen, Verdict(10.0 if is_late else 0.0, 1.0, 0.1), None)
 
     monkeypatch.setattr(compare_runs, "send", send)
-    monkeypatch.setattr(compare_runs, "find_endpoint", lambda url, _: Endpoint(url, "", "tiny", 64, 100, takes_salt))
+    asked: list[str] = []
+
+    def find_endpoint(url: str, _: str) -> Endpoint:
+        asked.append(url)
+        return Endpoint(url, "", "tiny", 64, 100, takes_salt)
+
+    monkeypatch.setattr(compare_runs, "find_endpoint", find_endpoint)
     assert compare("http://one:9", "http://one:9", "--equal-sides", "--rounds", "6", "--num-requests", "3") == 0
+    assert asked == ["http://one:9"] * 2, "each side once, whatever the number of rounds"
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("Verdict: noise ")
     assert "B: http://one:9, equal to A" in lines

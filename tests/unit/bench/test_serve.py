@@ -111,6 +111,23 @@ def test_a_server_that_takes_none_has_other_prompts_each_time_unless_a_seed_is_g
     assert runs.run("--seed", str(first[0])) == first
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--duration 5", "--duration: needs --rate or --interval-ms"),
+        ("--num-long 2", "--num-long: needs --long-prompt-tokens"),
+        ("--trace none --num-requests 3", "--num-requests: has no meaning beside --trace"),
+        ("--trace none", "--trace: none cannot be read"),
+        ("--sweep 5 --slo-ttft-ms 9 --long-at 2", "--long-at: needs --long-prompt-tokens"),
+    ],
+)
+def test_wrong_flags_are_told_before_the_server_is_asked(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:9", *flags.split()]) == cli.EXIT_USAGE
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("stream_interval", [None, 8])
 def test_a_client_that_goes_away_after_a_token_sees_each_one(stream_interval: int | None) -> None:
     """Chunks are what is counted until then, whatever interval the server has."""
