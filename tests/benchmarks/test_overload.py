@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.overload import AT_CAPACITY, CAPACITY_RUNS, PARTS, Seen, tell
+from benchmarks.overload import AT_CAPACITY, CAPACITY_RUNS, tell
+from benchmarks.overload_client import PARTS, Seen
 
 
 def seen(num_answered: int) -> Seen:
