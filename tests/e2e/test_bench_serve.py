@@ -98,7 +98,7 @@ def test_a_burst_that_the_server_refuses_in_part_is_told(
     assert complete + failed == 6
     assert failed > 0
     assert value(lines, "Completion tokens (total)") == str(complete * 900)
-    assert re.match(rf"{failed} x 429: .*2 requests are being served already", value(lines, "Error"))
+    assert re.match(rf"{failed} x 429: .*2 HTTP requests are being served already", value(lines, "Error"))
 
 
 def test_the_servers_recording_is_kept_and_can_be_asked_again(

@@ -63,7 +63,8 @@ KNOBS = {
     ),
     Cause.SCHEDULE: Knob(
         "runner.pipeline_depth",
-        "On a GPU, 1 lets the engine's bookkeeping happen while the device computes the step after.",
+        "On a GPU, 1 lets the engine's bookkeeping happen while the device computes the step after. On a CPU it takes "
+        "part of a millisecond; what is more is waiting for a core that other processes have.",
     ),
     Cause.KV_WAIT: Knob(
         "cache.num_blocks",

@@ -127,7 +127,8 @@ class Service:
         if self.client.trouble is not None:
             raise EngineDead("The engine is dead or makes no progress.")
         if len(self._exchanges) > self.config.max_inflight:
-            message = f"{self.config.max_inflight} requests are being served already."
+            limit = self.config.max_inflight
+            message = f"{limit} HTTP requests are being served already, and that is the limit."
             raise Overloaded(message, retry_after_s=self.client.backlog.retry_after_s(priority=0))  # the usual one
         self._check_wait(MOST_URGENT)
 

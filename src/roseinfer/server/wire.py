@@ -154,7 +154,7 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     ] = None
     priority: Annotated[
         Priority,
-        Meta(description="Lower goes sooner, where the server's policy is `priority`; of equals the first to come."),
+        Meta(description="Lower goes sooner, where `scheduler.admission` is `priority`; of equals the first to come."),
     ] = 0
     cache_salt: Annotated[
         Annotated[str, Meta(max_length=128)],
