@@ -122,4 +122,4 @@ async def test_whose_body_was_not_read_is_taken_for_a_usual_one() -> None:
         crowd(engine)
         refused = await server.complete()
     assert (refused.status, refused.headers["Retry-After"]) == (429, "11")
-    assert "1 requests are being served" in refused.error["message"]
+    assert "1 HTTP requests are being served" in refused.error["message"]
