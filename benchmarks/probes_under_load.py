@@ -62,8 +62,8 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     }
 
 
-def probe(port: int, seconds: float, results: Connection) -> None:
-    """Ask for `/livez` over one connection, and send the latencies back, in milliseconds."""
+def probe(port: int, seconds: float) -> list[float]:
+    """The latencies of `/livez` in milliseconds, asked over one connection."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     latencies, end_s = [], time.monotonic() + seconds
     while time.monotonic() < end_s:
@@ -74,7 +74,40 @@ def probe(port: int, seconds: float, results: Connection) -> None:
         latencies.append((time.perf_counter() - began_s) * 1e3)
         assert response.status == 200, response.status
         time.sleep(PROBE_INTERVAL_S)
-    results.send(latencies)
+    connection.close()
+    return latencies
+
+
+def probe_when_asked(port: int, parent: Connection) -> None:
+    """Answer each number of seconds with the latencies of so long, until None comes."""
+    parent.send(None)  # all is imported
+    while (seconds := parent.recv()) is not None:
+        parent.send(probe(port, seconds))
+
+
+class Probes:
+    """A process for each port, started before there is load: a start takes a good part of a second of a processor."""
+
+    def __init__(self, ports: tuple[int, int]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connections = []
+        for port in ports:
+            ours, theirs = context.Pipe()
+            context.Process(target=probe_when_asked, args=(port, theirs), daemon=True).start()
+            self._connections.append(ours)
+        for connection in self._connections:
+            connection.recv()
+
+    async def latencies(self, seconds: float) -> list[list[float]]:
+        """In milliseconds, at each port."""
+        for connection in self._connections:
+            connection.send(seconds)
+        return [await asyncio.to_thread(connection.recv) for connection in self._connections]
+
+    def end(self) -> None:
+        """They end by themselves."""
+        for connection in self._connections:
+            connection.send(None)
 
 
 class Load:
@@ -110,25 +143,13 @@ async def running(*work: Any) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def probed(ports: tuple[int, int], seconds: float) -> list[list[float]]:
-    """The latencies at each port, asked from processes of their own."""
-    context = multiprocessing.get_context("spawn")
-    readers = []
-    for port in ports:
-        reader, writer = context.Pipe(duplex=False)
-        context.Process(target=probe, args=(port, seconds, writer), daemon=True).start()
-        writer.close()
-        readers.append(reader)
-    return [await asyncio.to_thread(reader.recv) for reader in readers]
-
-
 def row(name: str, latencies: list[list[float]], statuses: Counter[int]) -> str:
     cells = [f"{np.percentile(port, percentile):.1f}" for port in latencies for percentile in (50, 99, 100)]
     answers = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
     return f"| {name} | {answers or '–'} | " + " | ".join(cells) + " |"
 
 
-async def measure(arguments: argparse.Namespace, ports: tuple[int, int], pid: int) -> None:
+async def measure(arguments: argparse.Namespace, probes: Probes, ports: tuple[int, int], pid: int) -> None:
     url = f"http://127.0.0.1:{ports[0]}"
     kinds = {name: body for name, body in bodies().items() if arguments.only in (None, name)}
     print("| load | its answers | API port p50 ms | p99 | max | ops port p50 ms | p99 | max |")
@@ -143,7 +164,7 @@ async def measure(arguments: argparse.Namespace, ports: tuple[int, int], pid: in
             for name, sent in runs.items():
                 load = Load(session, url)
                 async with running(*(load.hammer(*body) for body in sent)):
-                    latencies = await probed(ports, arguments.seconds)
+                    latencies = await probes.latencies(arguments.seconds)
                 print(row(name, latencies, load.statuses), flush=True)
         if arguments.only is None:
             await drop_bombs(session, url, pid)
@@ -182,7 +203,9 @@ async def main_async(arguments: argparse.Namespace) -> None:
     with served() as (ports, pid):
         async with asyncio.timeout(60):
             await wait_ready(f"http://127.0.0.1:{ports[0]}")
-        await measure(arguments, ports, pid)
+        probes = Probes(ports)
+        await measure(arguments, probes, ports, pid)
+        probes.end()
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from tokenizers import processors
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptTooLong
 from roseinfer.server import memory
+from roseinfer.server.long_work import give_way
 from roseinfer.server.text_bounds import most_chars_per_token
 from roseinfer.server.tokenizer_config import TokenizerConfig
 
@@ -43,6 +45,7 @@ class Tokenizer:
         self._inner = inner
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
+        self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="long-encode", initializer=give_way)
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
         vocab = inner.get_vocab(with_added_tokens=True)
         self._pieces = [b""] * (max(vocab.values(), default=-1) + 1)
@@ -124,7 +127,8 @@ class Tokenizer:
         if sum(map(len, texts)) <= INLINE_CHARS:
             return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
         # "fast" leaves out the offsets, which nobody asks for and which take most of the time and the memory.
-        encodings = self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        encode = partial(self._inner.encode_batch_fast, texts, add_special_tokens=add_special_tokens)
+        encodings = encode() if sum(map(len, texts)) <= LONG_CHARS else self._long_encoder.submit(encode).result()
         if max_model_len is not None:
             _check_num_tokens(encodings, max_model_len, names)
         return [encoding.ids for encoding in encodings]
@@ -142,7 +146,7 @@ class Tokenizer:
         return b"".join(map(self.text_bytes, token_ids)).decode(errors="replace")
 
     def close(self) -> None:
-        for pool in (self._pool, self._long_pool):
+        for pool in (self._pool, self._long_pool, self._long_encoder):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
