@@ -5,6 +5,7 @@ Both happen in processes of their own (see triton_processes.py).
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,29 @@ def test_batch_invariant_results_are_equal_bit_by_bit(interpreter: Worker, windo
     alone, among_others, decoded = interpreter.call(invariant_results, Case(2, 1, 32, window=window), CPU)
     assert torch.equal(alone, among_others)
     assert torch.equal(alone[135:], decoded)
+
+
+def results_far_apart(case: Case, sparse_file: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of three tokens that are 2**30 numbers apart, of which nothing but themselves is ever read, and side by side."""
+    rows, stride = [(0, 3)], 1 << 30
+    results = []
+    for is_far in (True, False):
+        bench = Bench(case, CPU, 1, 3)
+        inputs = bench.inputs(rows)
+        if is_far:
+            packed = torch.cat(inputs, 1)
+            memory = torch.from_file(str(sparse_file), shared=True, size=3 * stride, dtype=packed.dtype)
+            sparse_file.unlink()
+            apart = memory.as_strided(packed.shape, (stride, *packed.stride()[1:])).copy_(packed)
+            q, k, v = torch.split(apart, [x.shape[1] for x in inputs], 1)
+            inputs = q, k, v
+        results.append(new_backend(bench).prepare(bench.pack(rows))(0, *inputs))
+    return results[0], results[1]
+
+
+def test_offsets_of_a_step_may_pass_two_to_the_31(interpreter: Worker, tmp_path: Path) -> None:
+    far, near = interpreter.call(results_far_apart, Case(2, 1, 16, dtype=HALF), tmp_path / "numbers")
+    assert torch.equal(far, near)
 
 
 def norms(width: int, dtype: torch.dtype, has_delta: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -82,7 +82,7 @@ def _append_tile(
     is_query = queries < num_queries
     dims = tl.arange(0, heads.padded_dim)
     is_there = is_query[:, None] & (dims < heads.dim)[None, :]
-    tokens = (first_token + queries)[:, None]
+    tokens = (first_token + queries).to(tl.int64)[:, None]  # a long step has more than 2**31 numbers
     keys = tl.load(step.k + tokens * step.k_stride + head * heads.dim + dims[None, :], mask=is_there)
     values = tl.load(step.v + tokens * step.v_stride + head * heads.dim + dims[None, :], mask=is_there)
     positions = tl.load(rows.starts + row) + queries
@@ -111,7 +111,7 @@ def _attend_tile(
     dims = tl.arange(0, heads.padded_dim)
     is_dim = dims < heads.dim
     here = (head * heads.group + lanes % heads.group)[:, None] * heads.dim + dims[None, :]
-    tokens = (first_token + queries)[:, None]
+    tokens = (first_token + queries).to(tl.int64)[:, None]  # a long step has more than 2**31 numbers
     is_here = is_query[:, None] & is_dim[None, :]
     tile_queries = tl.load(step.q + tokens * step.q_stride + here, mask=is_here, other=0.0)
     tile_queries = tile_queries.to(tiles.dot_dtype)
