@@ -15,6 +15,7 @@ from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
+from roseinfer.server.scores import ScoredToken
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import INLINE_CHARS
@@ -80,16 +81,14 @@ class ChatDialect:
             return b'{"role":"assistant","content":' + msgspec.json.encode(delta.text) + b"}"
         return b'{"content":' + msgspec.json.encode(delta.text) + b"}" if delta.text else b"{}"
 
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if not delta.choice.wants_logprobs:
-            return None
+    def scores(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any] | None]:
         content = [
             {
-                **_scored(scored.token, scored.logprob),
-                "top_logprobs": [_scored(token, logprob) for token, logprob in scored.top or ()],
+                **_scored(token.token, token.logprob),
+                "top_logprobs": [_scored(likely, logprob) for likely, logprob in token.top or ()],
             }
-            for scored in delta.scored
-            if not scored.is_end
+            for token in scored
+            if not token.is_end
         ]
         return {"content": content, "refusal": None}
 
@@ -100,11 +99,11 @@ class ChatDialect:
         """What the assistant answered."""
         return {"role": "assistant", "content": delta.text, "refusal": None}
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
         return {
             "index": delta.choice.index,
             "message": self.message(delta),
-            "logprobs": self.logprobs(delta),
+            "logprobs": logprobs,
             "finish_reason": self.finish_reason(delta),
         }
 

@@ -1,6 +1,6 @@
 """Turns the engine's outputs for one sequence into text, and text that is due into deltas. Knows no wire format."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -9,20 +9,10 @@ from roseinfer.errors import EngineError, EngineFailed, QueueTimeout, RequestTim
 from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
 from roseinfer.records import Arrival, EngineTimes, FinishReason, RequestTimeline
 from roseinfer.server.detokenizer import Detokenizer, text_offsets
+from roseinfer.server.scores import Columns, ScoredToken, Scores
 from roseinfer.server.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token with its log-probability and the likeliest tokens in its place, likeliest first."""
-
-    token: bytes
-    offset: int  # characters of the text before it
-    logprob: float | None  # None of a prompt's first token, which nothing stands before
-    top: list[tuple[bytes, float]] | None
-    is_end: bool = False  # it ended the text and is no part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +29,7 @@ class Telling:
 
     stop: tuple[str, ...] = ()
     includes_stop: bool = False
-    wants_logprobs: bool = False
+    columns: Columns | None = None  # of log-probabilities; None when nobody asked
     echo: Echo | None = None
     is_prompt_only: bool = False  # what is generated is left out
     waits_by: str = "queue_timeout_s"  # the field that says by when the engine must have begun
@@ -56,11 +46,15 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
     choice: "Choice"
     text: str
-    scored: list[ScoredToken]
+    scores: Scores | None
     token_ids: list[int]  # with the token that ended the text, which has none of its own
     is_first: bool
     finish_reason: FinishReason | None
     arrival: Arrival | None  # of the token that made it due
+
+    async def encode_scores(self) -> msgspec.Raw | None:
+        """The log-probabilities as JSON, once; None when nobody asked."""
+        return None if self.scores is None else await self.scores.encode()
 
 
 class Choice:
@@ -70,7 +64,6 @@ class Choice:
         self, index: int, tokenizer: Tokenizer, timeline: RequestTimeline, telling: Telling = TEXT_ALONE
     ) -> None:
         self.index = index
-        self.wants_logprobs = telling.wants_logprobs
         self.timeline = timeline
         self.sum_logprobs = 0.0  # of its tokens, as far as the engine told
         self.num_cached_tokens = 0
@@ -80,7 +73,7 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer.text_bytes, telling.stop, includes_stop=telling.includes_stop)
         self._num_echoed_chars = 0 if telling.echo is None else len(telling.echo.text)
         self._text = [] if telling.echo is None else [telling.echo.text]  # this and the next two: not told yet
-        self._scored: list[ScoredToken] = []
+        self._scores = self._no_scores()
         self._token_ids: list[int] = []
         self._num_told = 0  # tokens
         self._num_due = 0  # tokens when something became due; 0 while nothing is
@@ -102,8 +95,8 @@ class Choice:
             self.num_cached_tokens = output.times.num_cached_tokens
         if self.finish_reason is not None:
             return  # a stop string was found; what the engine did until it heard of that is not delivered
-        if output.prompt_logprobs is not None:
-            self._scored += self._score_prompt(output.prompt_logprobs)
+        if output.prompt_logprobs is not None and self._scores is not None:
+            self._scores.add_prompt(self._score_prompt(output.prompt_logprobs))
         if self._telling.is_prompt_only:
             if output.finish_reason is not None:
                 reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
@@ -117,9 +110,9 @@ class Choice:
                 return
         for position, token_id in enumerate(output.token_ids[num_text_tokens:], num_text_tokens):
             self._token_ids.append(token_id)
-            if self.wants_logprobs and output.logprobs:
+            if output.logprobs:
                 offset = self._num_echoed_chars + self._detokenizer.num_chars
-                self._scored.append(self._score(token_id, offset, output.logprobs[position], is_end=True))
+                self._score(token_id, offset, output.logprobs[position], is_end=True)
         if output.finish_reason is not None:
             self._end(output.finish_reason, output.times)
 
@@ -129,34 +122,39 @@ class Choice:
         if text := self._detokenizer.push((token_id,)):
             self._text.append(text)
         self._token_ids.append(token_id)
-        if self.wants_logprobs and logprobs is not None:
-            self._scored.append(self._score(token_id, offset, logprobs))
+        if logprobs is not None:
+            self._score(token_id, offset, logprobs)
         if self._detokenizer.stopped:
             self._finish(FinishReason.STOP)
         return self._detokenizer.stopped
 
-    def _score(self, token_id: int, offset: int, logprobs: TokenLogprobs, *, is_end: bool = False) -> ScoredToken:
+    def _no_scores(self) -> Scores | None:
+        return None if self._telling.columns is None else Scores(self._telling.columns)
+
+    def _score(self, token_id: int, offset: int, logprobs: TokenLogprobs, *, is_end: bool = False) -> None:
+        if self._scores is None:
+            return
         top = self._likeliest(logprobs.top_token_ids, logprobs.top_logprobs)
-        return ScoredToken(self._tokenizer.spell(token_id), offset, max(MIN_LOGPROB, logprobs.logprob), top, is_end)
+        logprob = max(MIN_LOGPROB, logprobs.logprob)
+        self._scores.add(ScoredToken(self._tokenizer.spell(token_id), offset, logprob, top, is_end))
 
     def _likeliest(self, token_ids: list[int], logprobs: list[float]) -> list[tuple[bytes, float]]:
         spell = self._tokenizer.spell
         return [(spell(i), max(MIN_LOGPROB, logprob)) for i, logprob in zip(token_ids, logprobs, strict=True)]
 
-    def _score_prompt(self, logprobs: PromptLogprobs) -> list[ScoredToken]:
+    def _score_prompt(self, logprobs: PromptLogprobs) -> Iterator[ScoredToken]:
         """One for each token of the prompt. Its tokens may not spell its text: a space, say, may stand before them."""
         echo = self._telling.echo
         assert echo is not None, "who scores a prompt tells it"
         spell = self._tokenizer.spell
         *offsets, num_chars = text_offsets(self._tokenizer.text_bytes, echo.token_ids)
         offsets = [max(0, offset - num_chars + len(echo.text)) for offset in offsets]
-        scored = [ScoredToken(spell(echo.token_ids[0]), offsets[0], None, None)]
+        yield ScoredToken(spell(echo.token_ids[0]), offsets[0], None, None)
         for token_id, offset, (logprob, ids, values) in zip(
             echo.token_ids[1:], offsets[1:], logprobs.entries(), strict=True
         ):
             top = self._likeliest(ids, values)
-            scored.append(ScoredToken(spell(token_id), offset, max(MIN_LOGPROB, logprob), top))
-        return scored
+            yield ScoredToken(spell(token_id), offset, max(MIN_LOGPROB, logprob), top)
 
     def _end(self, reason: FinishReason, times: EngineTimes | None) -> None:
         if reason not in {FinishReason.STOP, FinishReason.LENGTH}:
@@ -184,7 +182,9 @@ class Choice:
             return not self._is_told
         if self._num_told == 0:
             return bool(self._token_ids)
-        return len(self._token_ids) >= interval and bool(self._text or self._scored)
+        return len(self._token_ids) >= interval and bool(
+            self._text or (self._scores is not None and self._scores.num_tokens)
+        )
 
     def note_due(self, interval: int) -> None:
         """Remember the token that makes what is left due, if it does."""
@@ -197,7 +197,7 @@ class Choice:
         delta = Delta(
             choice=self,
             text="".join(self._text),
-            scored=self._scored,
+            scores=self._scores,
             token_ids=self._token_ids,
             is_first=self._num_told == 0,
             finish_reason=self.finish_reason,
@@ -205,6 +205,6 @@ class Choice:
         )
         self._num_told += len(self._token_ids)
         self._num_due = 0
-        self._text, self._scored, self._token_ids = [], [], []
+        self._text, self._scores, self._token_ids = [], self._no_scores(), []
         self._is_told = self.finish_reason is not None
         return delta

@@ -11,9 +11,10 @@ from aiohttp import web
 
 from roseinfer.errors import InvalidRequest, PromptTooLong
 from roseinfer.server.body import read_body
-from roseinfer.server.choice import Delta, Echo, ScoredToken
+from roseinfer.server.choice import Delta, Echo
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
+from roseinfer.server.scores import ScoredToken
 from roseinfer.server.service import SERVICE
 from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import Tokenizer
@@ -131,24 +132,22 @@ class CompletionDialect:
     def payload(self, delta: Delta) -> bytes:
         return msgspec.json.encode(delta.text)
 
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if not delta.choice.wants_logprobs:
-            return None
+    def scores(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any]]:
         return {
-            "tokens": [_spell(scored.token) for scored in delta.scored],
-            "token_logprobs": [scored.logprob for scored in delta.scored],
-            "top_logprobs": [_likeliest(scored) for scored in delta.scored],
-            "text_offset": [scored.offset for scored in delta.scored],
+            "tokens": [_spell(token.token) for token in scored],
+            "token_logprobs": [token.logprob for token in scored],
+            "top_logprobs": [_likeliest(token) for token in scored],
+            "text_offset": [token.offset for token in scored],
         }
 
     def finish_reason(self, delta: Delta) -> str | None:
         return delta.finish_reason
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
         return {
             "index": delta.choice.index,
             "text": delta.text,
-            "logprobs": self.logprobs(delta),
+            "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
         }
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
 from roseinfer.server.exchange import EXCHANGE, Exchange
+from roseinfer.server.scores import Columns, ScoredToken
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.server.wire import GenerationBody
 from roseinfer.server.wire_answers import PromptTokensDetails, Reply, Usage, server_timing
@@ -41,13 +42,13 @@ class Dialect(Protocol):
     def payload(self, delta: Delta) -> bytes:
         """What a chunk's choice carries, as JSON."""
 
-    def logprobs(self, delta: Delta) -> object:
-        """The log-probabilities of a delta, ready for JSON; None when nobody asked."""
+    def scores(self, scored: Sequence[ScoredToken]) -> Mapping[str, Sequence[object] | None]:
+        """The columns of log-probabilities, ready for JSON."""
 
     def finish_reason(self, delta: Delta) -> str | None:
         """How the choice ended, if it has, in OpenAI's words; asked for after `payload`."""
 
-    def choice(self, delta: Delta) -> object:
+    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> object:
         """A choice of an unstreamed reply, ready for JSON."""
 
 
@@ -74,7 +75,7 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     requests = _requests(job, service, exchange)
     service.admit_sequences(requests)
     exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=job.body.stream)
-    generation = Generation(job, requests, service, exchange)
+    generation = Generation(job, dialect.scores, requests, service, exchange)
     reply = _Reply(dialect, service.model_name, generation)
     return await (reply.stream(request) if job.body.stream else reply.whole(request))
 
@@ -135,11 +136,11 @@ def _params(job: Job, defaults: SamplingDefaults, num_left: int) -> SamplingPara
     )
 
 
-def _telling(job: Job, prompt_index: int, waits_by: str) -> Telling:
+def _telling(job: Job, columns: Columns, prompt_index: int, waits_by: str) -> Telling:
     return Telling(
         stop=job.body.stop_strings,
         includes_stop=job.body.include_stop_str_in_output,
-        wants_logprobs=job.num_logprobs is not None,
+        columns=None if job.num_logprobs is None else columns,
         echo=None if job.echoes is None else job.echoes[prompt_index],
         is_prompt_only=job.max_tokens == 0,
         waits_by=waits_by,
@@ -156,12 +157,14 @@ def _sooner_deadline(request: Request) -> str:
 class Generation:
     """The sequences of one exchange, on their way through the engine."""
 
-    def __init__(self, job: Job, requests: list[Request], service: Service, exchange: Exchange) -> None:
+    def __init__(
+        self, job: Job, scores: Columns, requests: list[Request], service: Service, exchange: Exchange
+    ) -> None:
         body, tokenizer = job.body, service.text_model.tokenizer
         self.exchange = exchange
         self.include_usage = body.stream_options.include_usage
         waits_by = _sooner_deadline(requests[0])  # all were given the same
-        tellings = [_telling(job, prompt_index, waits_by) for prompt_index in range(len(job.prompts))]
+        tellings = [_telling(job, scores, prompt_index, waits_by) for prompt_index in range(len(job.prompts))]
         self.choices = [
             Choice(i, tokenizer, timeline, tellings[i // job.num_sequences])
             for i, timeline in enumerate(exchange.timelines)
@@ -174,8 +177,7 @@ class Generation:
         self._num_left = len(requests)
         self._num_prompt_tokens = sum(map(len, job.prompts))
         self._num_told, self._num_sequences = body.n, job.num_sequences  # of each prompt
-        self._client = service.client
-        self._observer = service.observer
+        self._client, self._observer = service.client, service.observer
 
     @property
     def is_over(self) -> bool:
@@ -256,7 +258,7 @@ class _Reply:
                     resumed_ns = time.monotonic_ns()
                     generation.take(outputs)
                     deltas = generation.due(outputs)
-                    frames = [self._frame(template, delta) for delta in deltas]
+                    frames = [self._frame(template, delta, await delta.encode_scores()) for delta in deltas]
                     if generation.is_over:
                         frames.append(self._last_frames(template))
                     if not frames:
@@ -304,7 +306,7 @@ class _Reply:
             object=self._dialect.reply_object,
             created=self._created,
             model=self._model_name,
-            choices=[self._dialect.choice(delta) for delta in deltas],
+            choices=[self._dialect.choice(delta, await delta.encode_scores()) for delta in deltas],
             usage=generation.usage(),
         )
         headers = {}
@@ -330,12 +332,10 @@ class _Reply:
             include_usage=self._generation.include_usage,
         )
 
-    def _frame(self, template: sse.ChunkTemplate, delta: Delta) -> bytes:
+    def _frame(self, template: sse.ChunkTemplate, delta: Delta, logprobs: bytes | None) -> bytes:
         """Step 13."""
-        choice, dialect = delta.choice, self._dialect
-        logprobs = msgspec.json.encode(dialect.logprobs(delta)) if choice.wants_logprobs else None
-        payload = dialect.payload(delta)
-        return template.choice(choice.index, payload, logprobs, dialect.finish_reason(delta))
+        payload = self._dialect.payload(delta)
+        return template.choice(delta.choice.index, payload, logprobs, self._dialect.finish_reason(delta))
 
     def _last_frames(self, template: sse.ChunkTemplate) -> bytes:
         """Step 14."""
