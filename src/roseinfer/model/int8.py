@@ -20,14 +20,17 @@ _ROWS_AT_ONCE = 4096  # of a weight, so that its float32 copy is small
 def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [rows, width] -> int8 of the same shape, and scales [rows] float32.
 
-    The scale of a row of zeros is 0, and that of a row that is not finite is NaN, as all is that is made of it.
+    A row so small that 127 / max|x| is no float32, below about 3.7e-37, is a row of zeros, and so is its scale. That of
+    a row that is not finite is NaN, as all is that is made of it, and its int8 are 0. The same bits as
+    kernels/quantize.h gives.
     """
     x = x.float()
     limits = x.abs().amax(1, keepdim=True)
-    factors = torch.where(limits > 0, torch.full_like(limits, 127.0) / limits, 0.0)
-    quantized = (x * factors).round().nan_to_num(0.0).to(torch.int8)
+    factors = torch.full_like(limits, 127.0) / limits
+    has_factor = factors.isfinite()
+    quantized = (x * torch.where(has_factor, factors, 0.0)).round().nan_to_num(0.0).to(torch.int8)
     not_finite = (x * 0.0).sum(1)
-    return quantized, limits[:, 0] / 127.0 + not_finite
+    return quantized, torch.where(has_factor, limits / 127.0, 0.0)[:, 0] + not_finite
 
 
 def quantized_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

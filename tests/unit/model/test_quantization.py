@@ -6,6 +6,7 @@ import inspect
 import math
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import roseinfer
-from roseinfer.model.int8 import quantized_rows, quantized_weight
+from roseinfer.model.device import DTYPES
+from roseinfer.model.int8 import _Compiled, quantized_rows, quantized_weight
+from roseinfer.model.linear import Linear
 from roseinfer.model.registry import build_model
 from roseinfer.model.weights import Checkpoint
 from tests.conftest import BuiltKernels
-from tests.unit.model.setups import LEVELS_HERE, Setup
+from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
 
 DEMO = Path(roseinfer.__file__).parent / "demo"
 WINDOW = 512
@@ -39,6 +42,53 @@ def test_what_is_not_finite_is_told_by_the_scale() -> None:
     x = torch.ones(4, 3)
     x[1, 2], x[2, 0], x[3, 1] = torch.nan, torch.inf, -torch.inf
     assert quantized_rows(x)[1].isfinite().tolist() == [True, False, False, False]
+
+
+def test_a_row_that_is_too_small_for_a_factor_is_a_row_of_zeros() -> None:
+    """127 / 3.7321e-37 is more than the largest float32, 127 / 3.7323e-37 less."""
+    x = torch.tensor([[3.7323e-37, -1e-37, 0.0], [3.7321e-37, -1e-37, 0.0], [-1e-38, 1e-38, 0.0], [1e-45, 0.0, 0.0]])
+    quantized, scales = quantized_rows(x)
+    assert quantized.tolist() == [[127, -34, 0], [0] * 3, [0] * 3, [0] * 3]
+    assert scales.tolist() == [pytest.approx(3.7323e-37 / 127, rel=1e-6), 0.0, 0.0, 0.0]
+
+
+def rows_of_every_size(dtype: torch.dtype) -> torch.Tensor:
+    """[rows, 83], whose numbers are as large, as small and as little finite as numbers can be."""
+    sizes = (1.0, 3e38, 1e-30, 4e-37, 3.7323e-37, 3.7321e-37, 1e-37, 1e-38, 1e-45, 0.0)
+    rows = torch.rand(len(sizes) + 5, 83, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    rows[: len(sizes)] *= torch.tensor(sizes)[:, None]
+    rows[-5, 7], rows[-4, 82], rows[-3, 0], rows[-2], rows[-1] = math.nan, math.inf, -math.inf, math.nan, math.inf
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS_HERE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_rows_are_those_of_torch(
+    built_kernels: BuiltKernels, dtype: Literal["float32", "bfloat16"], level: str
+) -> None:
+    x = rows_of_every_size(DTYPES[dtype])
+    expected, expected_scales = quantized_rows(x)
+    compiled = _Compiled(Setup(dtype, "int8", level).placement(built_kernels), torch.float32)
+    quantized, scales = compiled.quantize(x)
+    assert torch.equal(quantized, expected)
+    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.quantization == "int8"], ids=str)
+def test_small_rows_count_as_zeros_and_rows_that_are_not_finite_are_told(
+    built_kernels: BuiltKernels, setup: Setup
+) -> None:
+    """A request is ended by name where its logits are not finite; a row of small numbers is none of these."""
+    placement = setup.placement(built_kernels)
+    weight = torch.randn(50, 83, generator=torch.Generator().manual_seed(1)) * 1e-3  # the largest rows stay finite
+    linear = Linear(weight, None, placement, dtype=torch.float32)
+    x = rows_of_every_size(placement.dtype)
+    out, of_zeros = linear(x), linear(torch.zeros_like(x))
+    small = (x.abs().amax(1) < 3.732e-37).nonzero()[:, 0]
+    assert len(small) >= 4
+    assert torch.equal(out[small], of_zeros[small])
+    assert out[:-5].isfinite().all()
+    assert out[-5:].isnan().all()
 
 
 def test_a_weight_is_quantised_by_outputs_whatever_its_strides_and_size() -> None:

@@ -123,6 +123,7 @@ def test_int8_has_the_bits_that_it_has_by_torchs_product(built_kernels: BuiltKer
         weight[-1] = 127
         x = rows_of(70, num_inputs, dtype)
         x[1], x[2, 0], x[3], x[4, 2] = 0.0, math.nan, 1.0, -math.inf  # the ones give the largest sums there are
+        x[6], x[7] = x[0] * 1e-38, math.nan
         for out_dtype in (torch.float32, placement.dtype):
             ours, torchs = (
                 kind(weight, scales, random(num_outputs, seed=2), "silu", out_dtype, placement)

@@ -71,21 +71,35 @@ struct Block {
     int64_t stream_step;  // from one to the next
 };
 
+// What sums are while they stay in registers. Of int8 they are integers there: GCC 12 keeps a second copy of each sum in
+// memory where its type changes at every product.
+typedef int32_t Integers __attribute__((vector_size(sizeof(Floats))));
+template <typename T>
+struct OfWords {
+    using Sums = Floats;
+};
+template <>
+struct OfWords<int8_t> {
+    using Sums = Integers;
+};
+template <typename T>
+using Sums = typename OfWords<T>::Sums;
+
 // sum + x * weight, in each lane: of a word's one product, its two or its four.
 template <typename T>
-inline __attribute__((always_inline)) Floats add_product(Floats sum, Floats x, Floats weight) {
+inline __attribute__((always_inline)) Sums<T> add_product(Sums<T> sum, Floats x, Floats weight) {
+    if constexpr (sizeof(T) == sizeof(float)) return multiply_add(x, weight, sum);
 #ifdef __AVX512VNNI__
-    if constexpr (sizeof(T) == 1) return (Floats)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weight);
+    if constexpr (sizeof(T) == 1) return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weight);
 #endif
 #ifdef __AVX512BF16__
     if constexpr (sizeof(T) == 2) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
 #endif
-    return multiply_add(x, weight, sum);
 }
 
 template <typename T, int num_rows>
 inline __attribute__((always_inline)) void multiply_word(const float* x, int64_t row_step, const float* weight,
-                                                         Floats (&sums)[num_rows][kVectors]) {
+                                                         Sums<T> (&sums)[num_rows][kVectors]) {
     Floats weights[kVectors];
     for (int i = 0; i < kVectors; ++i) weights[i] = load(weight + i * LANES);
     for (int row = 0; row < num_rows; ++row) {
@@ -97,10 +111,10 @@ inline __attribute__((always_inline)) void multiply_word(const float* x, int64_t
 // Not inlined, so that the general registers are enough for the rows' addresses.
 template <typename T, int num_rows>
 __attribute__((noinline)) void multiply_rows(const Block& block) {
-    Floats sums[num_rows][kVectors];
+    Sums<T> sums[num_rows][kVectors];
     for (int row = 0; row < num_rows; ++row) {
         for (int i = 0; i < kVectors; ++i) {
-            sums[row][i] = block.is_first ? zeros() : load(block.sums + row * kPanel + i * LANES);
+            sums[row][i] = (Sums<T>)(block.is_first ? zeros() : load(block.sums + row * kPanel + i * LANES));
         }
     }
     const float *x = block.x, *weight = block.weight, *ahead = block.ahead;
@@ -117,7 +131,7 @@ __attribute__((noinline)) void multiply_rows(const Block& block) {
     }
     for (; word < block.num_words; ++word, ++x, weight += kPanel) multiply_word<T>(x, row_step, weight, sums);
     for (int row = 0; row < num_rows; ++row) {
-        for (int i = 0; i < kVectors; ++i) store(block.sums + row * kPanel + i * LANES, sums[row][i]);
+        for (int i = 0; i < kVectors; ++i) store(block.sums + row * kPanel + i * LANES, (Floats)sums[row][i]);
     }
 }
 
@@ -131,7 +145,6 @@ void multiply_block(int64_t num_rows, const Block& block) {
 
 // The integers whose bits are in `sums`, less the surplus.
 inline Floats without_surplus(Floats sums, const int32_t* surplus) {
-    typedef int32_t Integers __attribute__((vector_size(sizeof(Floats))));
     typedef uint32_t Wrapping __attribute__((vector_size(sizeof(Floats))));  // signed ones must not
     Wrapping less;
     std::memcpy(&less, surplus, sizeof less);

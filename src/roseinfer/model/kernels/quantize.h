@@ -2,13 +2,16 @@
 
 #pragma once
 
+#include <limits>
+
 #include "activation.h"
 
 constexpr int64_t kQuantizedPiece = 64;  // numbers that are written at once: one row of an AMX tile
 
 // q = round(x * 127 / max|x|), ties to even. Calls write(index of the piece, its 64 numbers, how many of them the row
-// has; the others are 0). Returns the scale: 0 for a row of zeros, NaN for one that is not finite, so that everything
-// computed from it is NaN and not a number that looks sound.
+// has; the others are 0). Returns the scale. A row so small that 127 / max|x| is no float32, below about 3.7e-37, is a
+// row of zeros, and so is its scale. That of a row that is not finite is NaN, and its q are 0: everything computed from
+// it is NaN and not a number that looks sound. The same bits as int8.py's quantized_rows gives.
 template <typename T, typename Write>
 static inline float quantize_row(const T* x, int64_t size, const Write& write) {
     Floats most = zeros(), poison = zeros();
@@ -17,14 +20,14 @@ static inline float quantize_row(const T* x, int64_t size, const Write& write) {
         most = maximum(magnitude(values), most);
         poison = poison + values * zeros();
     }
-    const float limit = largest(most), not_finite = total(poison);
-    const Floats factor = splat(limit > 0.0f ? 127.0f / limit : 0.0f);
+    const float limit = largest(most), not_finite = total(poison), factor = 127.0f / limit;
+    const bool has_factor = factor <= std::numeric_limits<float>::max() && not_finite == 0.0f;
     for (int64_t piece = 0; piece * kQuantizedPiece < size; ++piece) {
         alignas(64) int8_t rounded[kQuantizedPiece] = {};
         const int64_t first = piece * kQuantizedPiece;
         const int64_t count = size - first < kQuantizedPiece ? size - first : kQuantizedPiece;
-        for (int64_t i = 0; i < count; i += LANES) {
-            const Floats scaled = round(load_first(x + first + i, count - i) * factor);
+        for (int64_t i = 0; has_factor && i < count; i += LANES) {
+            const Floats scaled = round(load_first(x + first + i, count - i) * splat(factor));
 #if defined(__AVX512F__)
             _mm_storeu_si128((__m128i*)(rounded + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(scaled)));
 #else
@@ -35,5 +38,5 @@ static inline float quantize_row(const T* x, int64_t size, const Write& write) {
         }
         write(piece, rounded, count);
     }
-    return limit / 127.0f + not_finite;
+    return (has_factor ? limit / 127.0f : 0.0f) + not_finite;
 }
