@@ -111,7 +111,9 @@ A stream that has had nothing to say for `server.keepalive_interval_s`, 15 s by 
 `: keep-alive`, which clients skip and which keeps proxies from closing it.
 
 In a chat, the first `delta` of a choice has the role, `assistant`, and with it the first piece of text; the later
-ones have text alone.
+ones have text alone. Where `tools` may be called, they have pieces of text or of calls, and `content` is null in the
+first one as long as what was written may be the beginning of a call: so does OpenAI before a call. An event that would
+tell nothing is not sent, so while a model writes the tag around a call its stream rests.
 
 The status line of a stream leaves with its first token or comment, so whatever goes wrong before is an ordinary error
 with a status.
