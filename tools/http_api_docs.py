@@ -75,7 +75,7 @@ it alone has these, of which [timeline.md](timeline.md) says more:
 | `GET /debug/timeline` | a page: requests as lanes, steps as columns, the cause of every gap |
 | `GET /debug/timeline/data` | what the page draws; `limit` steps at most, newer than `since` and `since_ns` |
 | `GET /debug/steps` | the newest steps, as many as `limit` says, 100 by default |
-| `GET /debug/requests` | the requests in flight |
+| `GET /debug/requests` | the requests in flight, and how many are before each of those that wait |
 | `GET /debug/requests/{id}` | one request, in flight or remembered: its times, and why it waits if it does |
 | `GET /debug/recording` | everything that is remembered, as a NumPy archive |
 | `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB at most |
