@@ -75,7 +75,7 @@ it alone has these, of which [timeline.md](timeline.md) says more:
 | `GET /debug/timeline` | a page: requests as lanes, steps as columns, the cause of every gap |
 | `GET /debug/timeline/data` | what the page draws; `limit` steps at most, newer than `since` and `since_ns` |
 | `GET /debug/steps` | the newest steps, as many as `limit` says, 100 by default |
-| `GET /debug/requests` | the requests in flight |
+| `GET /debug/requests` | the requests in flight, and how many are before each of those that wait |
 | `GET /debug/requests/{id}` | one request, in flight or remembered: its times, and why it waits if it does |
 | `GET /debug/recording` | everything that is remembered, as a NumPy archive |
 | `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB at most |
@@ -111,7 +111,9 @@ A stream that has had nothing to say for `server.keepalive_interval_s`, 15 s by 
 `: keep-alive`, which clients skip and which keeps proxies from closing it.
 
 In a chat, the first `delta` of a choice has the role, `assistant`, and with it the first piece of text; the later
-ones have text alone.
+ones have text alone. Where `tools` may be called, they have pieces of text or of calls, and `content` is null in the
+first one as long as what was written may be the beginning of a call: so does OpenAI before a call. An event that would
+tell nothing is not sent, so while a model writes the tag around a call its stream rests.
 
 The status line of a stream leaves with its first token or comment, so whatever goes wrong before is an ordinary error
 with a status.

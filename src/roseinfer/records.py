@@ -212,6 +212,7 @@ class RequestTimeline:
     num_prompt_tokens: int = 0
     operation: str = ""  # what its endpoint does: `chat` or `text_completion`
     max_tokens: int = 0  # that it may generate; 0 when it never got so far
+    priority: int = 0  # lower goes sooner, where the scheduler looks at it
     temperature: float | None = None  # None when it never got so far
     top_p: float | None = None  # likewise
     prefix_digests: bytes = b""  # eight bytes for each full block of its prompt, of the block and all before it

@@ -45,7 +45,7 @@ def test_one_long_prompt_among_short_streams(
     assert value(lines, "Completion tokens (total)") == str(9 * 12)
     assert value(lines, "Goodput (TTFT <= 60000 ms)").endswith("9 of 9 (100.0%)")
     assert "a burst has no interval" in value(lines, "Load generator")
-    for name in ("Submit lag", "TTFT", "TPOT", "ITL", "Latency"):
+    for name in ("Client submit lag", "TTFT", "TPOT", "ITL", "Latency"):
         assert any(re.match(rf"{name} p50/p95/p99: [\d.]+/[\d.]+/[\d.]+ ms", line) for line in lines), name
     content = json.loads((tmp_path / "result.json").read_text())
     assert len(content["requests"]) == 9
@@ -68,9 +68,10 @@ def test_the_same_load_again_finds_none_of_its_prompts_in_the_prefix_cache(
     for _ in range(2):
         bench(server, "--num-requests 1 --prompt-tokens 64 --max-tokens 1", capsys)
     assert server.wait_metrics(roseinfer_num_requests_running=0)[hits] == before
-    bench(
+    _, lines = bench(
         server, "--interval-ms 300 --num-requests 2 --prompt-tokens 64 --shared-prefix-share 0.5 --max-tokens 1", capsys
     )
+    assert value(lines, "Cached prompt tokens (total)") == "32 (25.0%)", "the report says what the server counts"
     assert server.wait_metrics(roseinfer_num_requests_running=0)[hits] == before + 32
 
 

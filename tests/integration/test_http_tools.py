@@ -5,13 +5,14 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, Request, TokenOutput
 from roseinfer.records import FinishReason
 from tests.unit.server import harness
-from tests.unit.server.harness import Answer, ScriptedEngine, ids, says, serving, text_model
+from tests.unit.server.harness import Answer, ScriptedEngine, ids, logprobs_of, says, serving, text_model
 
 TOOL = {
     "type": "function",
@@ -206,6 +207,61 @@ async def test_calls_are_found_the_same_whole_and_streamed(
         streamed, parts, streamed_reason = told(answer.events)
         assert (streamed, streamed_reason) == (content or "", reason)
         assert parts == [call["function"] for call in found]
+
+
+async def test_every_event_of_a_call_tells_something() -> None:
+    """As OpenAI's streams: the role at first, with content null, and nothing but the calls until it is over."""
+    text = f"{CALL}\n{CALL}"
+    engine = ScriptedEngine(says(text, FinishReason.STOP))
+    answer = await ask(engine, tools=[TOOL], stream=True, stream_options={"include_usage": True})
+    *chunks, usage, done = answer.events
+    first, *later, last = [chunk["choices"][0] for chunk in chunks]
+    assert first["delta"] == {"role": "assistant", "content": None}
+    for choice in later:
+        [call] = choice["delta"].pop("tool_calls")
+        assert call["function"]["arguments"]
+        assert choice["delta"] == {}, "content stays null"
+    assert len(later) == 2 * len('{"a": 1}'), "a token of the arguments each, and none of what is around them"
+    assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
+    assert (usage["usage"]["completion_tokens"], done) == (len(text), "[DONE]")
+    assert len(engine.closed[0].write_ns) == len(chunks), "what was not written is not told to observers"
+
+
+async def test_content_is_null_until_it_is_known_to_be_text() -> None:
+    answer = await ask(ScriptedEngine(says("<to", FinishReason.STOP)), tools=[TOOL], stream=True)
+    assert [event["choices"][0]["delta"] for event in answer.events[:-1]] == [
+        {"role": "assistant", "content": None},
+        {"content": "<to"},
+    ]
+    answer = await ask(ScriptedEngine(says("Hi")), tools=[TOOL], stream=True)
+    assert answer.events[0]["choices"][0]["delta"] == {"role": "assistant", "content": "H"}
+
+
+async def test_log_probabilities_of_a_tag_are_something_to_tell() -> None:
+    def reply(request: Request) -> Iterable[TokenOutput]:
+        for output in says(CALL, FinishReason.STOP)(request):
+            yield msgspec.structs.replace(output, logprobs=[logprobs_of(output.token_ids[0], 0)])
+
+    answer = await ask(ScriptedEngine(reply), tools=[TOOL], stream=True, logprobs=True)
+    scored = [entry for event in answer.events[:-1] for entry in event["choices"][0]["logprobs"]["content"]]
+    assert "".join(entry["token"] for entry in scored) == CALL
+
+
+async def test_a_stream_that_writes_a_tag_is_kept_alive() -> None:
+    engine, body = ScriptedEngine(), {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], "stream": True}
+    async with (
+        serving(engine, text=text_model(template=HERMES), keepalive_interval_s=0.05) as server,
+        server.session.post(server.url + "/v1/chat/completions", json=body) as response,
+    ):
+        engine.say("<")
+        while b'"role"' not in (event := await response.content.readuntil(b"\n\n")):
+            assert event == b": keep-alive\n\n"
+        engine.say(CALL[1:20])
+        assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        engine.say(CALL[20:], FinishReason.STOP)
+        rest = await response.read()
+    assert b'"name":"f"' in rest
+    assert rest.endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_call_that_was_cut_short_says_so() -> None:

@@ -57,7 +57,7 @@ def test_the_report_says_what_was_simulated(capsys: pytest.CaptureFixture[str], 
     assert value(lines, "Requests") == "120 (120 complete, 0 aborted as planned, 0 failed)"
     assert "the default, of no machine in particular" in value(lines, "Cost model")
     assert value(lines, "Goodput (TPOT <= 100 ms)").endswith("120 of 120 (100.0%)")
-    assert not [line for line in lines if line.startswith(("Submit lag", "Load generator"))], "nothing was sent"
+    assert not [line for line in lines if line.startswith(("Client submit lag", "Load generator"))], "nothing was sent"
     content = json.loads((tmp_path / "result.json").read_text())
     assert content["verdict"] is None
     assert len(content["requests"]) == 120

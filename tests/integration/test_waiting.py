@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from roseinfer.config import CacheConfig, Config, SchedulerConfig
@@ -41,8 +42,11 @@ async def running(num_blocks: int = 64, **scheduler: Any) -> AsyncIterator[tuple
         await client.close()
 
 
-async def ask(client: AsyncEngine, request_id: str, *, num_prompt_tokens: int = 4, max_tokens: int = 30) -> None:
+async def ask(
+    client: AsyncEngine, request_id: str, *, num_prompt_tokens: int = 4, max_tokens: int = 30, priority: int = 0
+) -> None:
     request = make_request(request_id, range(1, num_prompt_tokens + 1), salt=request_id, max_tokens=max_tokens)
+    request = msgspec.structs.replace(request, priority=priority)
     now_ns = time.monotonic_ns()
     timeline = RequestTimeline(request_id=request_id, recv_ns=now_ns, parsed_ns=now_ns, tokenized_ns=now_ns)
     client.open_timeline(timeline)
@@ -87,6 +91,17 @@ async def test_the_limit_is_named(limits: dict[str, int], option: str, value: in
         ended = flight.request(last)
     assert ended is not None
     assert (ended["stage"], ended["waiting"]) == ("finished", None)
+
+
+@on_a_calm_machine
+async def test_an_urgent_request_has_its_place_before_those_that_it_overtakes() -> None:
+    async with running(max_active_seqs=2, admission="priority") as (flight, client):
+        tasks = [asyncio.create_task(ask(client, f"r-{number}", max_tokens=50)) for number in range(5)]
+        await until_waiting(flight, "r-4", "scheduler.")
+        tasks.append(asyncio.create_task(ask(client, "urgent", priority=-5)))
+        told = await until_waiting(flight, "urgent", "scheduler.")
+        await asyncio.gather(*tasks)
+    assert (told["waiting"]["num_before"], told["waiting"]["is_place_exact"]) == (0, False)
 
 
 @on_a_calm_machine

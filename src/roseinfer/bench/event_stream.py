@@ -16,9 +16,14 @@ DATA = b"data: {"
 _DONE = b"data: [DONE]"
 
 
+class _PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
+    prompt_tokens_details: _PromptTokensDetails | None = None  # not every server tells
 
 
 class _Choice(msgspec.Struct):
@@ -59,6 +64,8 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
             seen.finish_reason = event.choices[0].finish_reason or seen.finish_reason
         if event.usage is not None:
             num_tokens, seen.num_prompt_tokens = event.usage.completion_tokens, event.usage.prompt_tokens
+            if event.usage.prompt_tokens_details is not None:
+                seen.num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens
         if event.roseinfer_ledger:
             seen.ledger = event.roseinfer_ledger[0]
     seen.token_counts = count_tokens(len(stamps) if num_tokens is None else num_tokens, len(stamps), interval)

@@ -24,6 +24,7 @@ class Observed(msgspec.Struct, kw_only=True):
     token_counts: list[int] = []  # tokens in each of these
     end_ns: int = 0
     num_prompt_tokens: int = 0  # by the server's usage
+    num_cached_tokens: int | None = None  # of these, likewise; None where the server does not tell
     finish_reason: str = ""
     error: str = ""  # it was refused, or its stream broke
     was_aborted: bool = False  # by its client, as planned
@@ -91,11 +92,12 @@ class Verdict(NamedTuple):
         return not self.interval_ns or self.lag_p99_ns <= self.max_share * self.interval_ns
 
     def line(self) -> str:
-        lag = f"submit lag p99 {self.lag_p99_ns / 1e6:.2f} ms"
+        late = f"the first request of each moment was {self.lag_p99_ns / 1e6:.2f} ms late at p99"
         if not self.interval_ns:
-            return f"Load generator: {lag}; a burst has no interval to hold it against"
-        share = f"{lag} is {self.lag_p99_ns / self.interval_ns:.1%} of the interval of {self.interval_ns / 1e6:.3f} ms"
-        return f"Load generator: {'valid' if self.is_valid else 'INVALID'}, {share}; {self.max_share:.1%} is allowed"
+            return f"Load generator: {late}; a burst has no interval to hold it against"
+        share = f"{self.lag_p99_ns / self.interval_ns:.1%} of the interval of {self.interval_ns / 1e6:.3f} ms"
+        valid = "valid" if self.is_valid else "INVALID"
+        return f"Load generator: {valid}, {late}, {share}; {self.max_share:.1%} is allowed"
 
 
 def mean_interval_ns(offsets_ns: Iterable[int]) -> float:

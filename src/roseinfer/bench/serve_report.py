@@ -54,11 +54,13 @@ def lines_of(run: ServeRun, header: Mapping[str, Any], title: str = "serve") -> 
         *header_lines(header),
         f"Requests: {len(requests)} ({len(complete)} complete, {num_aborted} aborted as planned, {num_failed} failed)",
         f"Prompt tokens (total): {sum(request.num_prompt_tokens for request in complete)}",
+        *_cached_lines(complete),
         f"Completion tokens (total): {sum(request.num_tokens for request in complete)}",
         *_error_lines(requests),
     ]
     if run.verdict is not None:
-        lags = Pool("Submit lag", [request.submit_lag_ns for request in requests if request.sent_ns])
+        # The server's own `submit_lag`, in the ledger below, is another time: its two series are named as these are.
+        lags = Pool("Client submit lag", [request.submit_lag_ns for request in requests if request.sent_ns])
         lines += [lags.percentiles_line()] * bool(lags.values) + [run.verdict.line()]
     if not run.is_valid:
         lines.append("The figures would be the generator's and not the server's, so none are printed.")
@@ -66,6 +68,13 @@ def lines_of(run: ServeRun, header: Mapping[str, Any], title: str = "serve") -> 
         lines += [pool.percentiles_line() for pool in latency_pools(complete)]
         lines += _rate_lines(run) + ([] if run.verdict is None else _ledger_lines(complete))
     return lines
+
+
+def _cached_lines(complete: Sequence[Observed]) -> list[str]:
+    """What the server found in its prefix cache; no line where it does not tell."""
+    told = [(seen.num_cached_tokens, seen.num_prompt_tokens) for seen in complete if seen.num_cached_tokens is not None]
+    num_cached, num_prompt = sum(cached for cached, _ in told), sum(prompt for _, prompt in told)
+    return [f"Cached prompt tokens (total): {num_cached} ({num_cached / max(1, num_prompt):.1%})"] * bool(told)
 
 
 def _error_lines(requests: Sequence[Observed]) -> list[str]:
@@ -160,6 +169,7 @@ def _result_row(request: Observed) -> dict[str, Any]:
         "token_counts": request.token_counts,
         "end_s": request.end_ns / 1e9,
         "num_prompt_tokens": request.num_prompt_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
         "num_tokens": request.num_tokens,
         "finish_reason": request.finish_reason,
         "error": request.error,

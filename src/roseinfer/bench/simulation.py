@@ -311,6 +311,7 @@ def _observed(timeline: RequestTimeline) -> Observed:
         token_counts=[1] * len(timeline.token_ns),
         end_ns=timeline.end_ns,
         num_prompt_tokens=timeline.num_prompt_tokens,
+        num_cached_tokens=timeline.num_cached_tokens,
         finish_reason=timeline.finish_reason or "",
         was_aborted=timeline.finish_reason is FinishReason.ABORT,
     )

@@ -191,7 +191,7 @@ class AsyncEngine:
         entry.mailbox = mailbox
         entry.is_in_engine = True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
-        timeline.max_tokens = request.params.max_tokens
+        timeline.max_tokens, timeline.priority = request.params.max_tokens, request.priority
         self.backlog.add(request)
         if self._prefix_digests is not None:
             timeline.prefix_digests = self._prefix_digests.of(request.prompt_token_ids, request.cache_salt)

@@ -40,7 +40,7 @@ def _add_key_flag(parser: Parser) -> None:
 def add_top(parser: Parser) -> None:
     """Flags of `top`."""
     parser.add_argument("url", metavar="URL", help="operations port of a running server, such as http://127.0.0.1:8001")
-    parser.add_argument("--once", action="store_true", help="print one frame and leave")
+    parser.add_argument("--once", action="store_true", help="print one frame, of the --interval from now on, and leave")
     parser.add_argument(
         "--interval", type=parser_of(_Interval), default=1.0, metavar="SECONDS", help="between frames; default: 1"
     )
@@ -49,6 +49,6 @@ def add_top(parser: Parser) -> None:
         type=parser_of(_Interval),
         default=10.0,
         metavar="SECONDS",
-        help="that rates and percentiles are of; default: 10",
+        help="that rates and percentiles are of; default: 10; without meaning for --once",
     )
     _add_key_flag(parser)

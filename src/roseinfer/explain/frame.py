@@ -34,7 +34,7 @@ def render(samples: Sequence[Sample], where: Text, width: int, height: int) -> R
     ]
     for line in head:
         line.truncate(width, overflow="ellipsis")
-    return Group(*head, _requests(newest.requests, width, height - NUM_HEAD_LINES))
+    return Group(*head, _requests(newest, width, height - NUM_HEAD_LINES))
 
 
 def _title(sample: Sample, where: Text) -> Text:
@@ -101,21 +101,20 @@ def _blocker(sample: Sample) -> Text:
     return Text.assemble(("waiting for  ", "dim"), sample.blocker or "nothing")
 
 
-def _requests(requests: Sequence[LiveRequest], width: int, height: int) -> RenderableType:
+def _requests(sample: Sample, width: int, height: int) -> RenderableType:
     """A table of at most `height` lines: those that compute first, then those that wait, in their order."""
     table = Table(box=None, width=width, pad_edge=False, header_style="dim")
     table.add_column("request", ratio=1, min_width=4, no_wrap=True, overflow="ellipsis")
     table.add_column("stage", no_wrap=True)
     for name in ("age", "prompt", "generated"):
         table.add_column(name, justify="right", no_wrap=True)
-    ordered = sorted(requests, key=lambda request: (_rank(request.stage), request.place or 0, -request.age_ms))
+    ordered = sorted(sample.requests, key=lambda request: (_rank(request.stage), request.place or 0, -request.age_ms))
     room = max(1, height - 2)
     shown = ordered if len(ordered) <= room + 1 else ordered[:room]
     for request in shown:
-        place = "" if request.place is None else f", {request.place} before it"
         table.add_row(
             Text(request.id),  # a plain string would be read as markup
-            Text(request.stage + place),
+            Text(request.stage + _place(request, is_exact=sample.is_place_exact)),
             f"{request.age_ms / 1e3:.1f} s",
             str(request.num_prompt_tokens),
             f"{request.num_generated_tokens}/{request.max_tokens}",
@@ -125,6 +124,12 @@ def _requests(requests: Sequence[LiveRequest], width: int, height: int) -> Rende
     if len(shown) == len(ordered):
         return table
     return Group(table, Text(f"and {len(ordered) - len(shown)} more", "dim"))
+
+
+def _place(request: LiveRequest, *, is_exact: bool) -> str:
+    if request.place is None:
+        return ""
+    return f", {request.place} before it" if is_exact else f", about {request.place} before it"
 
 
 def _rank(stage: str) -> int:

@@ -45,10 +45,12 @@ class Sample(msgspec.Struct, frozen=True):
     requests: list[LiveRequest]
     steps: list[LiveStep]  # the newest ones, oldest first
     blocker: str  # why the first waiting request waits; empty when none does
+    is_place_exact: bool = True  # of the requests that wait
 
 
 class _Requests(msgspec.Struct):
     requests: list[LiveRequest]
+    is_place_exact: bool = True
 
 
 class _Steps(msgspec.Struct):
@@ -78,9 +80,10 @@ class LiveServer:
     def sample(self) -> Sample:
         """Raises InvalidRequest when the server does not answer, or not like one of ours."""
         page = Page.parse(self._get("/metrics").decode(errors="replace"))
-        requests = self._ask("/debug/requests", _Requests).requests
+        at_s = time.monotonic()  # of the page, which all rates are of
+        listed = self._ask("/debug/requests", _Requests)
         steps = self._ask("/debug/steps?limit=1", _Steps).steps
-        return Sample(time.monotonic(), page, requests, steps, self._blocker(requests))
+        return Sample(at_s, page, listed.requests, steps, self._blocker(listed.requests), listed.is_place_exact)
 
     def _blocker(self, requests: list[LiveRequest]) -> str:
         first = next((request for request in requests if request.place == 0), None)

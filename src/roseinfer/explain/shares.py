@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 _MIDDLE = (0.4, 0.6)
 _TAIL = 0.99
 _TAIL_WIDTH = 0.005
-_LEAST_GAPS = 9
+LEAST_GAPS = 9  # that vote; where fewer are slow, others have a vote too
 
 
 class CauseShare(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class Parts:
     def _between(self, low: float, high: float) -> FloatArray:
         """The parts, [gaps, causes], of the gaps between two ranks."""
         count = len(self.durations_s)
-        wanted = min(count, max(_LEAST_GAPS, math.ceil((high - low) * count)))
+        wanted = min(count, max(LEAST_GAPS, math.ceil((high - low) * count)))
         begin = round((low + high) / 2 * (count - 1) - (wanted - 1) / 2)
         begin = min(max(begin, 0), count - wanted)
         return self._table[begin : begin + wanted]

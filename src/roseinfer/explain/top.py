@@ -35,8 +35,10 @@ def run_top(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _show_once(server: LiveServer, interval_s: float) -> None:
-    """Rates need two samples."""
+    """Rates need two samples: a server counts, and does not know how much it had counted a second ago."""
     first = server.sample()
+    sys.stderr.write(f"asking again in {interval_s:g} s: rates and percentiles are of what comes in between\n")
+    sys.stderr.flush()
     time.sleep(interval_s)
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_SIZE[0], height=_PLAIN_SIZE[1])
     console.print(render([first, server.sample()], Text(server.url), console.width, console.height))

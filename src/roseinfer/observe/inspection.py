@@ -10,6 +10,7 @@ from roseinfer.observe.waiting import QueueDrain, limit_of
 from roseinfer.records import BlockedBy, RequestTimeline
 
 _NS_PER_MS = 1e6
+_NS_PER_S = 1_000_000_000
 _PARTS = (
     ("receive", intervals.receive_ns),
     ("tokenize", intervals.tokenize_ns),
@@ -43,12 +44,13 @@ class Inspection:
         self._drain = drain
 
     def list(self) -> dict[str, Any]:
-        """Requests in flight, in the order of arrival."""
+        """Requests in flight, in the order of arrival, and whether the places of those that wait are exact."""
         now_ns = self._recorder.clock_pair.monotonic_ns
         places = self._places()
         return {
             "now_ns": now_ns,
             "num_waiting": self._num_waiting(),
+            "is_place_exact": self._is_place_exact,
             "requests": [
                 {
                     "id": timeline.request_id,
@@ -116,19 +118,31 @@ class Inspection:
         step = self._recorder.last_step
         return step.num_waiting if step is not None else 0
 
+    @property
+    def _is_place_exact(self) -> bool:
+        """By the other policies a request that comes later may go first."""
+        return self._recorder.config.scheduler.admission == "fifo"
+
+    def _turn_ns(self, timeline: RequestTimeline) -> int:
+        """Where it stands in the queue: as `engine/admission.py` has it, but of when it left for the engine."""
+        config = self._recorder.config.scheduler
+        level_ns = int(config.priority_wait_s * _NS_PER_S) if config.admission == "priority" else 0
+        return timeline.tokenized_ns + timeline.priority * level_ns
+
     def _places(self) -> dict[str, int]:
         """Request id -> how many requests are before it, for those that wait.
 
-        Of the requests without a token that the engine had by the end of its last step, the youngest are those that
-        wait; whatever came later waits too.
+        Of the requests without a token that the engine had by the end of its last step, the last ones in the queue's
+        order are those that wait; whatever came later waits too.
         """
         entered = [timeline for timeline in self._recorder.in_flight if stage_of(timeline) == "in_engine"]
-        entered.sort(key=lambda timeline: timeline.tokenized_ns)
+        entered.sort(key=self._turn_ns)
         step = self._recorder.last_step
         told_ns = step.start_ns if step is not None else 0
-        num_known = sum(timeline.tokenized_ns < told_ns for timeline in entered)
-        num_computed = max(0, num_known - self._num_waiting())
-        return {timeline.request_id: place for place, timeline in enumerate(entered[num_computed:])}
+        known = [timeline.request_id for timeline in entered if timeline.tokenized_ns < told_ns]
+        computed = set(known[: max(0, len(known) - self._num_waiting())])
+        waiting = [timeline.request_id for timeline in entered if timeline.request_id not in computed]
+        return {request_id: place for place, request_id in enumerate(waiting)}
 
     def _waiting(self, request_id: str, places: dict[str, int], now_ns: int) -> dict[str, Any] | None:
         if request_id not in places:
@@ -140,7 +154,7 @@ class Inspection:
         sentence = limit.sentence if limit else "No limit held anything back in the last step: its turn comes next."
         return {
             "num_before": num_before,
-            "is_place_exact": config.scheduler.admission == "fifo",
+            "is_place_exact": self._is_place_exact,
             "blocked_by": step.blocked_by if step is not None else BlockedBy.NOTHING,
             "option": limit.option if limit else None,
             "value": limit.value if limit else None,

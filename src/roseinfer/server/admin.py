@@ -50,13 +50,13 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def list_paths(request: web.Request) -> web.Response:
-    """A line for each path of the operations port, as text; the pieces of a page are not told, nor what is off."""
+    """A line for each route of the operations port, as text; what is off is not told."""
     is_off = debug_guard.is_off(request.app[SERVICE])
     lines = [
         f"{route.method:<4} {route.resource.canonical}\n"
         for route in request.app.router.routes()
         if route.method != "HEAD" and route.resource is not None
-        if not route.resource.canonical.startswith(debug_guard.PREFIX if is_off else "/debug/timeline/")
+        if not (is_off and route.resource.canonical.startswith(debug_guard.PREFIX))
     ]
     return web.Response(text="".join(lines))
 

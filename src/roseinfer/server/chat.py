@@ -17,6 +17,7 @@ from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
 from roseinfer.server.scores import ScoredToken
 from roseinfer.server.service import SERVICE, TextModel
+from roseinfer.server.sse import NOTHING
 from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import INLINE_CHARS
 from roseinfer.server.tool_calls import CallPart, ToolCallParser
@@ -79,7 +80,7 @@ class ChatDialect:
     def payload(self, delta: Delta) -> bytes:
         if delta.is_first:
             return b'{"role":"assistant","content":' + msgspec.json.encode(delta.text) + b"}"
-        return b'{"content":' + msgspec.json.encode(delta.text) + b"}" if delta.text else b"{}"
+        return b'{"content":' + msgspec.json.encode(delta.text) + b"}" if delta.text else NOTHING
 
     def scores(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any] | None]:
         content = [
@@ -125,12 +126,13 @@ class ToolDialect(ChatDialect):
 
     def payload(self, delta: Delta) -> bytes:
         content, calls = self._read(delta)
+        # Null, as OpenAI has it: a client that joins the pieces has null at the end too where nothing but calls came.
         told: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
         if content:
             told["content"] = content
         if calls:
             told["tool_calls"] = calls
-        return msgspec.json.encode(told)
+        return msgspec.json.encode(told) if told else NOTHING
 
     def finish_reason(self, delta: Delta) -> str | None:
         has_calls = self._parsers[delta.choice.index].num_calls > 0

@@ -4,9 +4,10 @@ What is told comes from a `FlightView`, which the wiring hands over; the server 
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from typing import Any, Protocol
 
@@ -75,9 +76,9 @@ def routes(view: FlightView) -> list[web.RouteDef]:
         web.get("/debug/trace", handlers.trace),
         web.get("/debug/requests", handlers.requests),
         web.get("/debug/requests/{id:.+}", handlers.request),
-        web.get("/debug/timeline", partial(_page, "index.html")),
-        *(web.get(f"/debug/timeline/{name}", partial(_page, name)) for name in _SCRIPTS_AND_STYLES),
+        web.get("/debug/timeline", _page),
         web.get("/debug/timeline/data", handlers.timeline),
+        web.get(f"/debug/timeline/{{file:{'|'.join(map(re.escape, _SCRIPTS_AND_STYLES))}}}", _page),
     ]
 
 
@@ -154,7 +155,9 @@ def _download(content: bytes, content_type: str, name: str) -> web.Response:
     return web.Response(body=content, content_type=content_type, headers=headers)
 
 
-async def _page(name: str, _request: web.Request) -> web.Response:
+async def _page(request: web.Request) -> web.Response:
+    """The page, or one of the files that it is made of."""
+    name = request.match_info.get("file", "index.html")
     headers = {
         "Content-Security-Policy": _PAGE_POLICY,
         "X-Content-Type-Options": "nosniff",

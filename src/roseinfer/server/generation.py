@@ -40,7 +40,7 @@ class Dialect(Protocol):
     chunk_field: str  # what a chunk's choice carries its payload under
 
     def payload(self, delta: Delta) -> bytes:
-        """What a chunk's choice carries, as JSON."""
+        """What a chunk's choice carries, as JSON; `sse.NOTHING` where the delta has nothing to tell."""
 
     def scores(self, scored: Sequence[ScoredToken]) -> Mapping[str, Sequence[object] | None]:
         """The columns of log-probabilities, ready for JSON."""
@@ -259,17 +259,16 @@ class _Reply:
                     generation.take(outputs)
                     deltas = generation.due(outputs)
                     frames = [self._frame(template, delta, await delta.encode_scores()) for delta in deltas]
-                    if generation.is_over:
-                        frames.append(self._last_frames(template))
-                    if not frames:
+                    told = [delta for delta, frame in zip(deltas, frames, strict=True) if frame]
+                    content = b"".join(frames) + (self._last_frames(template) if generation.is_over else b"")
+                    if not content:
                         continue
                     stream = generation.exchange.stream or await self._open(request)
-                    content = b"".join(frames)
                     encoded_ns, was_paused = time.monotonic_ns(), sse.is_behind(request, len(content))
                     beacon.last_s = encoded_ns / 1e9
                     await stream.write(content)
                     was_paused = was_paused or sse.is_behind(request)
-                    generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=was_paused)
+                    generation.note_write(told, resumed_ns, encoded_ns, was_paused=was_paused)
                     if generation.is_over:
                         break
         finally:

@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 DONE = b"data: [DONE]\n\n"
+NOTHING = b"{}"  # a payload that says nothing
 COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
 _HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
@@ -96,9 +97,9 @@ class ChunkTemplate:
     def choice(
         self, index: int, payload: bytes, logprobs: bytes | None = None, finish_reason: str | None = None
     ) -> bytes:
-        """A chunk for one choice; payload and log-probabilities are JSON."""
+        """A chunk for one choice; payload and log-probabilities are JSON. Empty where it would tell nothing."""
         if logprobs is None and finish_reason is None:  # nearly all are
-            return self._heads[index] + payload + self._plain_tail
+            return self._heads[index] + payload + self._plain_tail if payload != NOTHING else b""
         return self._heads[index] + payload + self._tail(logprobs or b"null", finish_reason)
 
     def _tail(self, logprobs: bytes, finish_reason: str | None) -> bytes:

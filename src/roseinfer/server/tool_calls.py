@@ -94,7 +94,8 @@ class _Call:
     def _tell(self, parts: Parts) -> None:
         told, self._arguments = self._arguments, ""
         if self.is_told:
-            parts.add(CallPart(self._index, told))
+            if told:  # not what stands around the arguments
+                parts.add(CallPart(self._index, told))
             return
         call_id = f"call_{secrets.token_hex(12)}"
         parts.add(CallPart(self._index, told if self._key is not None else "{}", call_id, self._name))

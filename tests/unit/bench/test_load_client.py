@@ -55,6 +55,16 @@ def test_without_a_usage_a_chunk_is_a_token() -> None:
     assert read(chunk() + chunk()).token_counts == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("details", "num_cached"),
+    [(b'{"cached_tokens":4,"audio_tokens":0}', 4), (b'{"cached_tokens":null}', None), (b"null", None)],
+)
+def test_cached_tokens_are_those_of_the_usage(details: bytes, num_cached: int | None) -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":1,"prompt_tokens_details":%b}}\n\n'
+    assert read(chunk() + usage % details + DONE).num_cached_tokens == num_cached
+    assert read(chunk() + USAGE % 1 + DONE).num_cached_tokens is None
+
+
 def test_the_ledger_is_kept_and_may_be_absent() -> None:
     told = b'data: {"choices":[],"roseinfer_ledger":[{"parts_ns":{"queue":1}}]}\n\n'
     assert read(chunk() + told).ledger == {"parts_ns": {"queue": 1}}

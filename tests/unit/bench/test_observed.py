@@ -11,6 +11,7 @@ from roseinfer.bench.serve_report import RESIDUAL, ServeRun, ledger_parts_ns, li
 from roseinfer.errors import ConfigError
 
 MS = 1_000_000
+FIRST = "the first request of each moment was"
 
 
 def seen(chunks_ms: list[int], counts: list[int] | None = None, **changes: Any) -> Observed:
@@ -61,9 +62,9 @@ def test_a_good_request_keeps_both_limits() -> None:
 @pytest.mark.parametrize(
     ("lag_ms", "interval_ms", "is_valid", "words"),
     [
-        (2, 20, True, "valid, submit lag p99 2.00 ms is 10.0% of the interval of 20.000 ms; 10.0% is allowed"),
-        (3, 20, False, "INVALID, submit lag p99 3.00 ms is 15.0% of the interval of 20.000 ms; 10.0% is allowed"),
-        (50, 0, True, "submit lag p99 50.00 ms; a burst has no interval to hold it against"),
+        (2, 20, True, "valid, {} 2.00 ms late at p99, 10.0% of the interval of 20.000 ms; 10.0% is allowed"),
+        (3, 20, False, "INVALID, {} 3.00 ms late at p99, 15.0% of the interval of 20.000 ms; 10.0% is allowed"),
+        (50, 0, True, "{} 50.00 ms late at p99; a burst has no interval to hold it against"),
     ],
 )
 def test_the_verdict_holds_the_lag_against_the_interval(
@@ -71,7 +72,7 @@ def test_the_verdict_holds_the_lag_against_the_interval(
 ) -> None:
     verdict = Verdict(lag_ms * MS, interval_ms * MS, 0.1)
     assert verdict.is_valid is is_valid
-    assert verdict.line() == f"Load generator: {words}"
+    assert verdict.line() == f"Load generator: {words.format(FIRST)}"
 
 
 def test_what_is_due_together_goes_out_one_after_the_other_and_that_is_not_late() -> None:
@@ -91,7 +92,7 @@ def test_the_interval_of_a_trace_is_its_mean() -> None:
     assert mean_interval_ns([0, 0]) == mean_interval_ns([7]) == 0
 
 
-LEDGER = {"parts_ns": {"queue": 3 * MS, "decode": 12 * MS}, "total_ns": 15 * MS}
+LEDGER = {"parts_ns": {"submit_lag": 3 * MS, "decode": 12 * MS}, "total_ns": 15 * MS}
 
 
 def make_run(*requests: Observed, interval_ms: float = 100, objective: Objective | None = None) -> ServeRun:
@@ -100,7 +101,7 @@ def make_run(*requests: Observed, interval_ms: float = 100, objective: Objective
 
 def test_a_report_line_by_line() -> None:
     run = make_run(
-        seen([110, 114, 122], [1, 1, 4], ledger=LEDGER),
+        seen([110, 114, 122], [1, 1, 4], ledger=LEDGER, num_cached_tokens=3),
         seen([], error="429: full", sent_ns=104 * MS),
         seen([110], was_aborted=True),
         objective=Objective(10 * MS, None),
@@ -110,10 +111,11 @@ def test_a_report_line_by_line() -> None:
         "URL: u",
         "Requests: 3 (1 complete, 1 aborted as planned, 1 failed)",
         "Prompt tokens (total): 4",
+        "Cached prompt tokens (total): 3 (75.0%)",
         "Completion tokens (total): 6",
         "Error: 1 x 429: full",
-        "Submit lag p50/p95/p99: 2.00/3.80/3.96 ms",
-        "Load generator: valid, submit lag p99 2.00 ms is 2.0% of the interval of 100.000 ms; 10.0% is allowed",
+        "Client submit lag p50/p95/p99: 2.00/3.80/3.96 ms",
+        f"Load generator: valid, {FIRST} 2.00 ms late at p99, 2.0% of the interval of 100.000 ms; 10.0% is allowed",
         "TTFT p50/p95/p99: 8.00/8.00/8.00 ms",
         "TPOT p50/p95/p99: 2.40/2.40/2.40 ms/token",
         "ITL p50/p95/p99: 2.00/3.60/3.92 ms",
@@ -124,10 +126,23 @@ def test_a_report_line_by_line() -> None:
         "Goodput (TTFT <= 10 ms): 50.00 requests/s, 1 of 3 (33.3%)",
         "--- where the time of 1 requests went: the server's ledger, and what it does not name ---",
         "(shares are of these requests' whole time, from sending them to the end of their answers)",
-        "queue p50/p95/p99: 3.00/3.00/3.00 ms, 15.0% of the time",
+        "submit_lag p50/p95/p99: 3.00/3.00/3.00 ms, 15.0% of the time",
         "decode p50/p95/p99: 12.00/12.00/12.00 ms, 60.0% of the time",
         "network and client p50/p95/p99: 5.00/5.00/5.00 ms, 25.0% of the time",
     ]
+
+
+def test_cached_tokens_are_of_the_requests_that_tell_of_them(tmp_path: Path) -> None:
+    def cached_line(*numbers: int | None) -> list[str]:
+        run = make_run(*(seen([110], num_cached_tokens=number) for number in numbers))
+        write_result(tmp_path / "r.json", run, {}, None)
+        requests = json.loads((tmp_path / "r.json").read_text())["requests"]
+        assert [request["num_cached_tokens"] for request in requests] == [*numbers]
+        return [line for line in lines_of(run, {}) if line.startswith("Cached")]
+
+    assert cached_line(4, 0, None) == ["Cached prompt tokens (total): 4 (50.0%)"]
+    assert cached_line(0) == ["Cached prompt tokens (total): 0 (0.0%)"]
+    assert cached_line(None, None) == []
 
 
 def test_an_invalid_run_has_no_percentiles_of_the_server(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from roseinfer.cli import main
+from roseinfer.explain import live
 from roseinfer.explain.frame import render
-from roseinfer.explain.live import LiveRequest, Sample
+from roseinfer.explain.live import LiveRequest, LiveServer, Sample
 from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.metrics import Metrics
 from roseinfer.observe.scrape import Page
@@ -77,6 +79,34 @@ def port() -> Iterator[OperationsPort]:
         port.answer("/debug/steps?limit=1", json.dumps({"clock": {}, "steps": [step]}).encode())
         port.answer("/debug/requests/late%2F1", json.dumps(WAITING).encode())
         yield port
+
+
+def test_it_says_what_it_waits_for(port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", port.url, "--once", "--interval", "0.1"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "asking again in 0.1 s: rates and percentiles are of what comes in between\n"
+    assert "asking" not in told.out
+
+
+def test_a_sample_is_of_the_moment_of_its_page(port: OperationsPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are of two pages: how long the other answers take is no part of the time between them."""
+    server, asked = LiveServer(port.url, None), list[str]()
+    get = server._get
+
+    def note(path: str) -> bytes:
+        asked.append(path)
+        return get(path)
+
+    monkeypatch.setattr(server, "_get", note)
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: float(len(asked))))
+    assert server.sample().at_s == 1.0
+    assert asked[0] == "/metrics"
+    assert len(asked) > 1
+
+
+def test_a_place_that_is_not_certain_is_told_as_that(port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
+    port.answer("/debug/requests", json.dumps(REQUESTS | {"is_place_exact": False}).encode())
+    assert "waiting, about 0 before it" in screen(capsys, port.url)
 
 
 def screen(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -1,11 +1,14 @@
 """The limit that holds a request back is named with its option and value, and its start is estimated from the queue."""
 
+from typing import Any
+
 import pytest
 
 from roseinfer.config import CacheConfig, Config, SchedulerConfig
+from roseinfer.observe.flight import Flight
 from roseinfer.observe.waiting import MIN_STARTS, QueueDrain, limit_of
-from roseinfer.records import Advanced, BlockedBy, StepRecord
-from tests.unit.observe.facts import MS, make_step, make_timeline
+from roseinfer.records import Advanced, BlockedBy, RequestTimeline, StepRecord
+from tests.unit.observe.facts import ENGINE, MS, make_step, make_timeline
 
 CONFIG = Config(
     cache=CacheConfig(num_blocks=100),
@@ -45,6 +48,52 @@ def test_the_smaller_of_the_two_token_limits_is_named() -> None:
 def test_every_limit_is_explained() -> None:
     explained = {limit for limit in BlockedBy if limit_of(blocked(limit), CONFIG) is not None}
     assert explained == set(BlockedBy) - {BlockedBy.NOTHING}
+
+
+def queue_of(arrivals: dict[str, tuple[int, int]], num_waiting: int, **scheduler: Any) -> Flight:
+    """Requests that arrived so many ms before the last step (or after it) and have a priority; so many of them wait."""
+    flight = Flight(Config(scheduler=SchedulerConfig(**scheduler)), "1.2.3")
+    flight.set_engine_info(ENGINE)
+    now_ns = flight.recorder.clock_pair.monotonic_ns
+    for request_id, (before_ms, priority) in arrivals.items():
+        at_ns = now_ns - before_ms * MS
+        timeline = RequestTimeline(request_id=request_id, recv_ns=at_ns, parsed_ns=at_ns, tokenized_ns=at_ns)
+        timeline.max_tokens, timeline.priority = 9, priority
+        flight.on_start(timeline)
+    flight.on_step(make_step(num_waiting=num_waiting, start_ns=now_ns, tokens_ns=now_ns + 1), Advanced())
+    return flight
+
+
+def places_of(flight: Flight) -> dict[str, int | None]:
+    places = {one["id"]: one["place"] for one in flight.requests()["requests"]}
+    for request_id, place in places.items():
+        told = flight.request(request_id)
+        assert told is not None
+        assert place == (told["waiting"] and told["waiting"]["num_before"]), "the list says the same as the detail"
+    return places
+
+
+ARRIVALS = {"early": (300, 0), "patient": (200, 5), "urgent": (100, -5)}
+
+
+def test_places_are_by_priority_where_the_scheduler_is() -> None:
+    assert places_of(queue_of(ARRIVALS, 3, admission="fifo")) == {"early": 0, "patient": 1, "urgent": 2}
+    assert places_of(queue_of(ARRIVALS, 3, admission="priority")) == {"urgent": 0, "early": 1, "patient": 2}
+    short = queue_of(ARRIVALS, 3, admission="priority", priority_wait_s=0.001)
+    assert places_of(short) == {"early": 0, "patient": 1, "urgent": 2}, "a level is worth so much waiting and no more"
+
+
+def test_who_comes_after_the_last_step_waits_however_urgent() -> None:
+    arrivals = {"computed": (300, 0), "newcomer": (-1, -5)}
+    assert places_of(queue_of(arrivals, 0, admission="priority")) == {"computed": None, "newcomer": 0}
+
+
+@pytest.mark.parametrize(("admission", "is_exact"), [("fifo", True), ("pack", False), ("priority", False)])
+def test_the_list_says_whether_places_are_exact(admission: str, is_exact: bool) -> None:
+    flight = queue_of(ARRIVALS, 3, admission=admission)
+    told = flight.request("early")
+    assert told is not None
+    assert flight.requests()["is_place_exact"] is told["waiting"]["is_place_exact"] is is_exact
 
 
 def drained(*starts_ms: int, num_waiting: int = 3) -> QueueDrain:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from roseinfer.records import FinishReason
-from roseinfer.server.sse import ChunkTemplate, event
+from roseinfer.server.sse import NOTHING, ChunkTemplate, event
 
 
 def template(*, include_usage: bool) -> ChunkTemplate:
@@ -42,6 +42,14 @@ def test_a_choice(include_usage: bool, finish_reason: FinishReason | None, logpr
     }
     head = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": 'na"me'}
     assert parse(frame) == head | {"choices": [choice]} | ({"usage": None} if include_usage else {})
+
+
+def test_a_choice_that_has_nothing_to_tell_is_no_chunk() -> None:
+    stream = template(include_usage=False)
+    assert stream.choice(0, NOTHING) == b""
+    assert stream.choice(0, b'{"content":"{}"}')
+    assert stream.choice(0, NOTHING, b'{"content":[]}')
+    assert parse(stream.choice(0, NOTHING, None, FinishReason.STOP))
 
 
 def test_the_usage() -> None:

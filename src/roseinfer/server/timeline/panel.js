@@ -123,7 +123,7 @@ function requestDetail(request, told) {
           element(
             "p",
             { class: "meta" },
-            `${waiting.num_before} before it. ` +
+            `${waiting.is_place_exact ? "" : "About "}${waiting.num_before} before it. ` +
               (estimate
                 ? `It may start in ${seconds(estimate.seconds)}, or in ${seconds(estimate.low_seconds)} to ${seconds(estimate.high_seconds)}.`
                 : "When it may start cannot be told yet."),
