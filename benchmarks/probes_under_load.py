@@ -1,11 +1,12 @@
 """A server under its worst bodies, into how long `/livez` takes on both ports: a row for each kind, one for them all.
 
-    python -m benchmarks.probes_under_load [--seconds 6] [--streams 8] [--only NAME]
+    python -m benchmarks.probes_under_load [--seconds 10] [--streams 8] [--only NAME]
 
 The embedded model is served by a process of its own. One client for each kind of body sends it again as soon as it has
 its answer, beside streams that never end; a probe in a process of its own asks each port a hundred times a second. The
-bodies are as long as the default limit lets in, two megabytes. Two rows more are about one request each, and tell its
-answer's time and what it cost in memory: a bomb of 256 MB behind a `Content-Encoding`, and one without.
+bodies are as long as the default limit lets in, two megabytes, or ask for as long an answer as there is. Two rows more
+are about one request each, and tell its answer's time and what it cost in memory: a bomb of 256 MB behind a
+`Content-Encoding`, and one without.
 """
 
 import argparse
@@ -50,6 +51,21 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "tokenize, spelled": ("/tokenize", {"prompt": text, "return_token_strs": True}),
         "detokenize": ("/detokenize", {"tokens": [5] * 650_000}),
         "unknown field": ("/v1/completions", {"prompt": "a", "x": [1.5] * 400_000}),
+        "scored prompts": (
+            "/v1/completions",
+            {"prompt": [[1] * 1023] * 64, "echo": True, "max_tokens": 0, "logprobs": 3},
+        ),
+        "log-probabilities": (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "n": 8,
+                "max_tokens": 900,
+                "ignore_eos": True,
+                "logprobs": True,
+                "top_logprobs": 20,
+            },
+        ),
     }
     encoded = {
         name: (path, json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
@@ -94,6 +110,7 @@ class Probes:
         for port in ports:
             ours, theirs = context.Pipe()
             context.Process(target=probe_when_asked, args=(port, theirs), daemon=True).start()
+            theirs.close()  # so that a probe that dies is an end of file
             self._connections.append(ours)
         for connection in self._connections:
             connection.recv()
@@ -104,7 +121,7 @@ class Probes:
             connection.send(seconds)
         return [await asyncio.to_thread(connection.recv) for connection in self._connections]
 
-    def end(self) -> None:
+    def close(self) -> None:
         """They end by themselves."""
         for connection in self._connections:
             connection.send(None)
@@ -128,8 +145,15 @@ class Load:
         body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
         while True:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+                assert response.status == 200, await response.text()
                 async for _ in response.content:
                     pass
+
+    async def rest(self) -> None:
+        """Return when what was decoded or encoded for clients that have gone is over: this waits behind it."""
+        body = json.dumps({"prompt": "hello " * 25_000}).encode()
+        async with self._session.post(f"{self._url}/tokenize", data=body, headers=HEADERS) as response:
+            assert response.status == 200, await response.text()
 
 
 @contextlib.asynccontextmanager
@@ -140,7 +164,9 @@ async def running(*work: Any) -> Any:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):  # a load that died would look like a calm server
+                raise ended
 
 
 def row(name: str, latencies: list[list[float]], statuses: Counter[int]) -> str:
@@ -166,6 +192,7 @@ async def measure(arguments: argparse.Namespace, probes: Probes, ports: tuple[in
                 async with running(*(load.hammer(*body) for body in sent)):
                     latencies = await probes.latencies(arguments.seconds)
                 print(row(name, latencies, load.statuses), flush=True)
+                await load.rest()
         if arguments.only is None:
             await drop_bombs(session, url, pid)
 
@@ -203,14 +230,13 @@ async def main_async(arguments: argparse.Namespace) -> None:
     with served() as (ports, pid):
         async with asyncio.timeout(60):
             await wait_ready(f"http://127.0.0.1:{ports[0]}")
-        probes = Probes(ports)
-        await measure(arguments, probes, ports, pid)
-        probes.end()
+        with contextlib.closing(Probes(ports)) as probes:
+            await measure(arguments, probes, ports, pid)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
     parser.add_argument("--streams", type=int, default=8, help="beside the bodies")
     parser.add_argument("--only", choices=[*bodies()], help="one kind of body")
     arguments = parser.parse_args()

@@ -1,7 +1,8 @@
-"""How much nicer than others this process is to the scheduler. Knows nothing of what it does."""
+"""How much nicer than others this process, or a thread, is to the scheduler. Knows nothing of what it does."""
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 _SESSION_GROUP = Path("/proc/self/autogroup")
@@ -19,3 +20,13 @@ def be_nicer(increment: int, session_group: Path = _SESSION_GROUP) -> None:
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):  # no such file where sessions are not weighed
             session_group.write_text(str(os.nice(0)))
+
+
+def be_nicer_in_this_thread(increment: int) -> None:
+    """Let the other threads go first where processors are too few, as far as the system knows threads of a process.
+
+    Not for a thread that needs the GIL: it would keep all others waiting until it is its own turn.
+    """
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.nice(increment)

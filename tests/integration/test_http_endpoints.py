@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from roseinfer.engine.backlog import Backlog
 from roseinfer.messages import Request, SamplingParams, TokenOutput
 from roseinfer.records import EngineTimes, FinishReason
 from roseinfer.server import replies
+from roseinfer.server.body import INLINE_BYTES
 from roseinfer.server.openapi import OPERATIONS
 from roseinfer.server.tokenizer import INLINE_CHARS
 from tests.unit.server.harness import BOS, ScriptedEngine, Server, ids, logprobs_of, says, serving, text_model
@@ -213,6 +215,22 @@ async def test_a_long_body_is_refused_before_it_is_decoded(monkeypatch: pytest.M
         spelled = await server.request("POST", "/detokenize", json={"tokens": [1] * 100_000})
     assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "context_length_exceeded", "prompt")
     assert (spelled.status, spelled.error["code"], spelled.error["param"]) == (400, "invalid_value", "tokens")
+
+
+async def test_long_bodies_are_decoded_where_they_wait_for_each_other_and_short_ones_at_once() -> None:
+    done: list[int] = []
+    async with serving(ScriptedEngine(says("a"))) as server:
+        do = server.service.long_bodies.do
+
+        async def note(work: Callable[..., object], raw: bytes, *more: object) -> object:
+            done.append(len(raw))
+            return await do(work, raw, *more)
+
+        server.service.long_bodies.do = note  # type: ignore[method-assign, assignment]
+        short, long = [await server.complete(metadata={"a": "x" * length}) for length in (1000, INLINE_BYTES)]
+    assert (short.status, long.status) == (200, 200)
+    assert len(done) == 1
+    assert done[0] > INLINE_BYTES
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

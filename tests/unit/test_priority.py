@@ -1,10 +1,16 @@
-"""A process makes itself nicer, and its session only when it leads one."""
+"""A process makes itself nicer, and its session only when it leads one; a thread itself alone."""
 
+import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from roseinfer.priority import be_nicer_in_this_thread
 
 SCRIPT = """
 import os, sys
@@ -29,3 +35,22 @@ def test_a_kernel_without_weighed_sessions_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, "1", str(tmp_path / "none" / "autogroup")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, start_new_session=True)
     assert int(done.stdout) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+def test_a_thread_makes_itself_nicer_and_no_other() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = niceness()
+    with ThreadPoolExecutor(1, initializer=partial(be_nicer_in_this_thread, 3)) as pool:
+        assert pool.submit(niceness).result() == min(19, before + 3)
+    assert niceness() == before
+
+
+def test_a_sandbox_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(increment: int) -> int:
+        raise PermissionError(increment)
+
+    monkeypatch.setattr(os, "nice", refuse)
+    be_nicer_in_this_thread(3)

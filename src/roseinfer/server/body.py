@@ -8,13 +8,10 @@ from aiohttp import web
 from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
 from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.long_body import check_num_values
-from roseinfer.server.long_work import LongWork
 from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import BodyT, parse_body
 
-# Decoding keeps the GIL, so of long bodies one is decoded at a time: the event loop waits for one at most.
-_decoder = LongWork("body")
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
 
 
@@ -26,7 +23,7 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     if len(raw) <= INLINE_BYTES:
         body = parse_body(raw, body_type)
     else:
-        body = await _decoder.do(_parse_long, raw, body_type, service.client.info.max_model_len)
+        body = await service.long_bodies.do(_parse_long, raw, body_type, service.client.info.max_model_len)
     if body.model not in {None, service.model_name}:
         raise UnknownModel(
             f"The model `{body.model}` does not exist here; this is {service.model_name}.", param="model"

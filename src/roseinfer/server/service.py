@@ -18,6 +18,7 @@ from roseinfer.server.api_keys import ApiKeys, Caller
 from roseinfer.server.chat_template import ChatTemplate
 from roseinfer.server.exchange import Exchange
 from roseinfer.server.instruments import Ledger
+from roseinfer.server.long_work import LongWork
 from roseinfer.server.room import Room
 from roseinfer.server.structured import GrammarCheck
 from roseinfer.server.tokenizer import Tokenizer
@@ -74,6 +75,7 @@ class Service:
         self.state = LifecycleState.STARTING
         self.has_been_ready = False
         self.observer = observer
+        self.long_bodies = LongWork("body")  # decoding keeps the GIL, so of long bodies one is decoded at a time
         self.room = Room(self.config.max_bodies_mib << 20)
         self._ledger = ledger
         self._text_model: TextModel | None = None
@@ -201,6 +203,7 @@ class Service:
             exchange.interrupt(error)
 
     def close(self) -> None:
+        self.long_bodies.close()
         if self._text_model is not None:
             self._text_model.tokenizer.close()
 

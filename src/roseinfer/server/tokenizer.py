@@ -18,13 +18,14 @@ import tokenizers
 from tokenizers import processors
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptTooLong
+from roseinfer.priority import be_nicer_in_this_thread
 from roseinfer.server import memory
-from roseinfer.server.long_work import give_way
 from roseinfer.server.text_bounds import most_chars_per_token
 from roseinfer.server.tokenizer_config import TokenizerConfig
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
 LONG_CHARS = 128 * 1024  # encoding takes a few hundred bytes of memory for each token: longer texts wait for each other
+_LONG_NICENESS = 10  # a tenth of the weight of other threads: a second of encoding is a second of the event loop's core
 
 T = TypeVar("T")
 
@@ -45,7 +46,9 @@ class Tokenizer:
         self._inner = inner
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
-        self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="long-encode", initializer=give_way)
+        # What of a long text's work needs no GIL; the rest of it would keep everybody waiting, at a lower priority.
+        nicer = partial(be_nicer_in_this_thread, _LONG_NICENESS)
+        self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="long-encode", initializer=nicer)
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
         vocab = inner.get_vocab(with_added_tokens=True)
         self._pieces = [b""] * (max(vocab.values(), default=-1) + 1)
@@ -126,12 +129,25 @@ class Tokenizer:
         _check_characters(texts)
         if sum(map(len, texts)) <= INLINE_CHARS:
             return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
-        # "fast" leaves out the offsets, which nobody asks for and which take most of the time and the memory.
-        encode = partial(self._inner.encode_batch_fast, texts, add_special_tokens=add_special_tokens)
-        encodings = encode() if sum(map(len, texts)) <= LONG_CHARS else self._long_encoder.submit(encode).result()
+        if sum(map(len, texts)) <= LONG_CHARS:
+            encodings = self._encode_batches(texts, add_special_tokens)
+        else:
+            self._encode_batches(
+                [""], add_special_tokens
+            )  # the library's threads, if they must start, start in this one
+            encodings = self._long_encoder.submit(self._encode_batches, texts, add_special_tokens).result()
         if max_model_len is not None:
             _check_num_tokens(encodings, max_model_len, names)
         return [encoding.ids for encoding in encodings]
+
+    def _encode_batches(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """Each text as a batch of its own: of several the library would encode some in threads of its own.
+
+        Those would be on all cores, and are as nice for ever as the thread that encoded the first batch. "fast" leaves
+        out the offsets, which nobody asks for and which take most of the time and the memory.
+        """
+        encode = self._inner.encode_batch_fast
+        return [encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
 
     def spell(self, token_id: int) -> bytes:
         """The bytes of a token, special ones spelled out; empty for an id without a token."""

@@ -1,7 +1,10 @@
 """A vocabulary is read whole or refused by name; long texts are encoded on another thread."""
 
+import ast
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -150,6 +153,40 @@ async def test_very_long_texts_wait_for_each_other_and_leave_no_memory(monkeypat
     assert sorted(await asyncio.gather(*short)) == [0, 1]
     assert num_given_back == 4
     tokenizer.close()
+
+
+NICENESS_OF_THREADS = """
+import asyncio, os
+from pathlib import Path
+from roseinfer.server.tokenizer import LONG_CHARS, Tokenizer
+from tests.unit.server.harness import byte_tokenizer
+
+def run_ms():
+    return {int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e6 for task in TASKS.iterdir()}
+
+async def main():
+    tokenizer = Tokenizer.from_bytes(byte_tokenizer().to_str().encode())
+    ordinary, long = "word " * 2000, "word " * (LONG_CHARS // 5 + 1)
+    before, own = run_ms(), os.getpriority(os.PRIO_PROCESS, 0)
+    for texts in ([long], [ordinary] * 10, [long] * 4, [ordinary] * 10):
+        await tokenizer.encode(texts, add_special_tokens=True)
+    added = {os.getpriority(os.PRIO_PROCESS, thread) - own: [] for thread in run_ms().keys() - before.keys()}
+    for thread in run_ms().keys() - before.keys():
+        added[os.getpriority(os.PRIO_PROCESS, thread) - own].append(run_ms()[thread] > 3)
+    print({niceness: sorted(is_busy) for niceness, is_busy in sorted(added.items())})
+
+TASKS = Path("/proc/self/task")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+def test_one_thread_encodes_long_texts_at_a_lower_priority_and_the_librarys_own_encode_none() -> None:
+    done = subprocess.run([sys.executable, "-c", NICENESS_OF_THREADS], check=True, capture_output=True, text=True)
+    of_ordinary, of_long = ast.literal_eval(done.stdout).values()
+    assert of_ordinary[-2:] == [True, True]  # ordinary texts, and lists of long ones
+    assert not any(of_ordinary[:-2])
+    assert of_long == [True]
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_without_a_list_of_its_ids() -> None:
