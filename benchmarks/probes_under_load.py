@@ -78,7 +78,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     }
 
 
-def probe(port: int, seconds: float) -> list[float]:
+def probe(port: int, interval_s: float, seconds: float) -> list[float]:
     """The latencies of `/livez` in milliseconds, asked over one connection."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     latencies, end_s = [], time.monotonic() + seconds
@@ -89,27 +89,27 @@ def probe(port: int, seconds: float) -> list[float]:
         response.read()
         latencies.append((time.perf_counter() - began_s) * 1e3)
         assert response.status == 200, response.status
-        time.sleep(PROBE_INTERVAL_S)
+        time.sleep(interval_s)
     connection.close()
     return latencies
 
 
-def probe_when_asked(port: int, parent: Connection) -> None:
+def probe_when_asked(port: int, interval_s: float, parent: Connection) -> None:
     """Answer each number of seconds with the latencies of so long, until None comes."""
     parent.send(None)  # all is imported
     while (seconds := parent.recv()) is not None:
-        parent.send(probe(port, seconds))
+        parent.send(probe(port, interval_s, seconds))
 
 
 class Probes:
     """A process for each port, started before there is load: a start takes a good part of a second of a processor."""
 
-    def __init__(self, ports: tuple[int, int]) -> None:
+    def __init__(self, ports: tuple[int, int], interval_s: float = PROBE_INTERVAL_S) -> None:
         context = multiprocessing.get_context("spawn")
         self._connections = []
         for port in ports:
             ours, theirs = context.Pipe()
-            context.Process(target=probe_when_asked, args=(port, theirs), daemon=True).start()
+            context.Process(target=probe_when_asked, args=(port, interval_s, theirs), daemon=True).start()
             theirs.close()  # so that a probe that dies is an end of file
             self._connections.append(ours)
         for connection in self._connections:

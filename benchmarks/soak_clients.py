@@ -41,7 +41,6 @@ class Clients:
         self.faults: list[str] = []
         self.num_faults = 0
         self.num_server_errors = 0
-        self.slowest_probe_s = 0.0
 
     async def run(self, seconds: float) -> None:
         """All kinds at once for so long; all of their connections are closed at the end."""
@@ -194,11 +193,8 @@ class Clients:
     async def probe(self) -> None:
         """Asks what the cluster asks."""
         for path in ("/livez", "/readyz", "/metrics"):
-            began_s = time.monotonic()
             async with self._session.get(self._url + path) as response:
                 self._count(f"probe {path}", response.status, {200}, await response.read())
-            if path == "/livez":
-                self.slowest_probe_s = max(self.slowest_probe_s, time.monotonic() - began_s)
         await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _connect(
