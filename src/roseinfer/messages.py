@@ -2,7 +2,8 @@
 
 Front end to engine: a `Command`. Engine to front end: an `Event`, at most one `StepOutput` for each step.
 Nothing here knows text, tensors or HTTP; the process transport writes these structs as msgpack, never as pickle, and a
-request whose parameters are those of the one before as `engine/link.py:SameParams`, which nobody outside the link sees.
+request that shares parameters, or also its prompt, with the one before as `engine/link.py:SameParams` or `SamePrompt`,
+which nobody outside the link sees.
 """
 
 import re
