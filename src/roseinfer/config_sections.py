@@ -334,7 +334,12 @@ class ServerConfig:
         ),
     ] = _option(5)
     max_inflight: Annotated[
-        int, Meta(ge=1, description="HTTP requests served at once; the next one is answered 429 with `Retry-After`.")
+        int,
+        Meta(
+            ge=1,
+            description="HTTP requests served at once; the next one is answered 429 with `Retry-After`. A request "
+            "counts once, however many sequences its prompts and `n` make.",
+        ),
     ] = _option(256)
     max_inflight_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
