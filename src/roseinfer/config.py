@@ -67,6 +67,9 @@ class Config:
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
+        for section, kind in get_type_hints(Config).items():
+            if not isinstance(given := getattr(self, section), kind):
+                raise ConfigError(f"expected a {kind.__name__}, got {shown(given)}", param=section)
         for option in options().values():
             option.convert(getattr(getattr(self, option.section), option.name))
         _check_relations(self)

@@ -180,6 +180,16 @@ class SchedulerConfig:
             max_prefill_tokens=self.max_prefill_tokens or self.max_num_batched_tokens,
         )
 
+    def option_of(self, limit: str) -> str:
+        """The path of the option that a field of `limits` has its value from: its own, or that of its default."""
+        larger = "max_prefill_seqs" if self.limits.max_prefill_seqs > self.max_num_seqs else "max_num_seqs"
+        followed = {
+            "max_prefill_seqs": "max_num_seqs",
+            "max_active_seqs": larger,
+            "max_prefill_tokens": "max_num_batched_tokens",
+        }
+        return f"scheduler.{limit if getattr(self, limit) is not None else followed[limit]}"
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
@@ -324,7 +334,12 @@ class ServerConfig:
         ),
     ] = _option(5)
     max_inflight: Annotated[
-        int, Meta(ge=1, description="HTTP requests served at once; the next one is answered 429 with `Retry-After`.")
+        int,
+        Meta(
+            ge=1,
+            description="HTTP requests served at once; the next one is answered 429 with `Retry-After`. A request "
+            "counts once, however many sequences its prompts and `n` make.",
+        ),
     ] = _option(256)
     max_inflight_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,

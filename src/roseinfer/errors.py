@@ -176,7 +176,9 @@ class CapacityError(RoseinferError):
 
 
 class Overloaded(CapacityError):
-    """`server.max_inflight` requests are served already, or so many tokens, seconds of waiting or bytes of bodies."""
+    """`server.max_inflight` HTTP requests are served already, each counted once whatever its prompts and `n`; or so
+    many tokens, seconds of waiting or bytes of bodies.
+    """
 
     status = 429
     error_type = "rate_limit_error"

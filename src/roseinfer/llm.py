@@ -7,52 +7,45 @@ measures. Each request has a `RequestTimeline`; its `write_ns` are the moments w
 
 import asyncio
 import itertools
+import sys
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, aclosing, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
 
 from roseinfer import wiring
+from roseinfer.arguments import Prompt, as_prompt, as_prompts, as_stops, check_params, check_settings
 from roseinfer.completion import Completion
-from roseinfer.config import Config
-from roseinfer.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestError, RoseinferError
+from roseinfer.config import Config, shown
+from roseinfer.errors import EngineDead, EngineError, Overloaded, RequestError, RoseinferError, UnknownRequest
 from roseinfer.grammar.checker import GrammarChecker
-from roseinfer.messages import EngineInfo, Grammar, Request, SamplingParams, StartupProgress, TokenOutput, check_request
-from roseinfer.prompts import Prompt, as_prompts, as_token_ids
+from roseinfer.messages import (
+    EngineInfo,
+    Grammar,
+    Request,
+    SamplingParams,
+    StartupProgress,
+    TokenOutput,
+    check_request,
+    check_text,
+    check_value,
+)
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.server.choice import Choice, Delta, Telling
 from roseinfer.server.tokenizer import Tokenizer
+from roseinfer.stream import Stream, as_told
 
 NUM_KEPT_TIMELINES = 4096
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One request on its way. The loop's thread fills `deltas`; whoever submitted it empties them."""
-
-    prompt: Prompt
-    params: SamplingParams
-    cache_salt: str
-    choice: Choice
-    has_place: bool = False  # one of `max_inflight`, to be given back at its end
-    deltas: SimpleQueue[Delta | RoseinferError | None] = field(default_factory=SimpleQueue)
-    is_aborted: bool = False
-    is_finished: bool = False
-
-    @property
-    def timeline(self) -> RequestTimeline:
-        return self.choice.timeline
 
 
 class LLM:
@@ -62,7 +55,8 @@ class LLM:
     is the embedded model by default. `max_inflight` bounds what `submit` lets in: past it Overloaded is raised. With
     `tokenize_workers` = 0 a text prompt is tokenised inside `submit`; otherwise `submit` returns at once and so many
     are tokenised at a time. A grammar is checked inside `submit`, as a server checks it. Every id that `submit` returns
-    must be given to `stream`, `stream_tokens`, `result` or `abort`.
+    must be given to `stream`, `stream_tokens`, `result` or `abort`. An argument of the wrong type or out of its range
+    is an InvalidRequest that names it, and one of this constructor a ConfigError.
     """
 
     def __init__(
@@ -75,9 +69,10 @@ class LLM:
         tokenize_workers: int = 0,
         max_inflight: int | None = None,
     ) -> None:
-        config = config or Config()
+        config = Config() if config is None else config
+        check_settings(config, observers, tokenize_workers=tokenize_workers, max_inflight=max_inflight)
         self.config = config if model is None else replace(config, model=replace(config.model, path=model))
-        self._streams: dict[str, _Stream] = {}  # until their last piece is taken; touched by callers' threads only
+        self._streams: dict[str, Stream] = {}  # until their last piece is taken; touched by callers' threads only
         self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of the streams that have left
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokenize_workers = tokenize_workers
@@ -110,6 +105,9 @@ class LLM:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those the model expects around a text."""
+        self._check_open()
+        check_text(text, "text")
+        check_value(add_special_tokens, bool, "add_special_tokens")
         return self._call(self.tokenizer.encode([text], add_special_tokens=add_special_tokens))[0]
 
     def submit(
@@ -121,14 +119,16 @@ class LLM:
         cache_salt: str = "",
     ) -> str:
         """Start one request and return its id. Raises RequestError for one that cannot run, or Overloaded."""
-        stream = self._new_stream(prompt, params, stop, cache_salt)
+        stream = self._new_stream(prompt, params, stop, cache_salt, "prompt")
         if self._places is not None:
             if not self._places.acquire(blocking=False):
                 raise Overloaded("As many requests as allowed are unfinished.")
             stream.has_place = True
         try:
-            if not isinstance(prompt, str) or not self._tokenize_workers:
-                self._check(stream, self.encode(prompt) if isinstance(prompt, str) else prompt)
+            if not isinstance(stream.prompt, str):
+                self._check(stream, stream.prompt)
+            elif not self._tokenize_workers:
+                self._check(stream, self.encode(stream.prompt))
         except BaseException:
             self._leave_place(stream)
             raise
@@ -144,7 +144,10 @@ class LLM:
         cache_salt: str = "",
     ) -> list[Completion]:
         """Run all prompts, or a single one, as one batch and wait; nothing starts when one of them cannot run."""
-        streams = [self._new_stream(prompt, params, stop, cache_salt) for prompt in as_prompts(prompts)]
+        streams = [
+            self._new_stream(prompt, params, stop, cache_salt, f"prompts[{i}]")
+            for i, prompt in enumerate(as_prompts(prompts))
+        ]
         texts = [stream.prompt for stream in streams if isinstance(stream.prompt, str)]
         encoded = iter(self._call(self.tokenizer.encode(texts, add_special_tokens=True)))
         for i, stream in enumerate(streams):
@@ -157,32 +160,28 @@ class LLM:
                 self.abort(stream.timeline.request_id)
 
     def stream(self, request_id: str) -> Iterator[str]:
-        """Pieces of text as they come; leaving early aborts the request, an unknown id ends at once.
+        """Pieces of text as they come, which can be had once; leaving early aborts the request.
 
-        Raises EngineError when the engine could not finish it.
+        Raises UnknownRequest at once for an id that is none or whose pieces were taken, and, while it goes on,
+        EngineError when the engine could not finish it.
         """
-        with closing(self._take_deltas(request_id)) as deltas:
-            for delta in deltas:
-                if delta.text:
-                    yield delta.text
+        return self._pieces(self._find(request_id), lambda delta: delta.text)
 
     def stream_tokens(self, request_id: str) -> Iterator[list[int]]:
         """As `stream`, but the token ids of each piece."""
-        with closing(self._take_deltas(request_id)) as deltas:
-            for delta in deltas:
-                if delta.token_ids:
-                    yield delta.token_ids
+        return self._pieces(self._find(request_id), lambda delta: delta.token_ids)
 
     def result(self, request_id: str) -> Completion:
-        """Wait for the end. Raises KeyError for an unknown id, EngineError when the engine could not finish it."""
-        timeline = self._streams[request_id].timeline
-        deltas = list(self._take_deltas(request_id))
+        """Wait for the end. Raises what `stream` does."""
+        stream = self._find(request_id)
+        deltas, timeline = list(self._pieces(stream, lambda delta: delta)), stream.timeline
         assert timeline.finish_reason is not None, "a finished request has a reason"
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
         return Completion("".join(delta.text for delta in deltas), token_ids, timeline.finish_reason, timeline)
 
     def abort(self, request_id: str) -> None:
         """End a request and forget its text. Unknown and finished ids are ignored."""
+        check_value(request_id, str, "request_id")
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
@@ -193,47 +192,52 @@ class LLM:
             self._loop.call_soon_threadsafe(self._abort, stream)
 
     def timeline(self, request_id: str) -> RequestTimeline:
-        """The stamps so far; kept for the last `NUM_KEPT_TIMELINES` finished requests. Raises KeyError otherwise."""
-        stream = self._streams.get(request_id)
-        return self._timelines[request_id] if stream is None else stream.timeline
+        """The stamps so far; kept for the last `NUM_KEPT_TIMELINES` finished requests. Else raises UnknownRequest."""
+        check_value(request_id, str, "request_id")
+        timeline = self._timelines.get(request_id)
+        return self._find(request_id).timeline if timeline is None else timeline
 
-    def _take_deltas(self, request_id: str) -> Generator[Delta, None, None]:
+    def _find(self, request_id: str) -> Stream:
+        check_value(request_id, str, "request_id")
         stream = self._streams.get(request_id)
         if stream is None:
-            return
+            message = f"There is no request {shown(request_id)} here, or what it generated has been taken already."
+            raise UnknownRequest(message, param="request_id")
+        return stream
+
+    def _pieces(self, stream: Stream, piece_of: Callable[[Delta], T]) -> Iterator[T]:
         try:
-            while (delta := stream.deltas.get()) is not None:
-                if isinstance(delta, RoseinferError):
-                    raise delta
-                yield delta
+            yield from filter(None, map(piece_of, stream.take()))
         finally:
-            self.abort(request_id)
+            self.abort(stream.timeline.request_id)
 
     def _new_stream(
-        self, prompt: Prompt, params: SamplingParams | None, stop: str | Sequence[str], cache_salt: str
-    ) -> _Stream:
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(stops):
-            raise InvalidRequest("`stop` holds an empty text.", param="stop")
-        try:
-            cache_salt.encode()
-        except UnicodeEncodeError:  # it could not go to the engine, and nobody would hear why
-            raise InvalidRequest("`cache_salt` cannot be encoded in UTF-8.", param="cache_salt") from None
+        self, prompt: Prompt, params: SamplingParams | None, stop: str | Sequence[str], cache_salt: str, name: str
+    ) -> Stream:
+        """Whatever can be said of it without the tokens of its prompt, called `name`, is checked here."""
+        self._check_open()
+        prompt, stops = as_prompt(prompt, name), as_stops(stop)
+        check_params(params)
+        check_text(cache_salt, "cache_salt")
         now_ns = time.monotonic_ns()
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
         choice = Choice(0, self.tokenizer, timeline, Telling(stop=stops))
         params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
         if isinstance(params.grammar, Grammar):  # what else it may be, `check_request` tells
             self._checker.check(params.grammar, "grammar").result()
-        return _Stream(prompt, params, cache_salt, choice)
+        return Stream(prompt, params, cache_salt, choice)
 
-    def _check(self, stream: _Stream, token_ids: Sequence[int], name: str = "prompt") -> None:
+    def _check_open(self) -> None:
+        if self._loop.is_closed():
+            raise EngineDead("The engine was stopped.")
+
+    def _check(self, stream: Stream, token_ids: list[int], name: str = "prompt") -> None:
         """Give the stream its token ids. Raises RequestError when it cannot run."""
-        stream.prompt = as_token_ids(token_ids, name)
-        check_request(stream.params, stream.prompt, self.info, name)
+        stream.prompt = token_ids
+        check_request(stream.params, token_ids, self.info, name)
         stream.timeline.tokenized_ns = time.monotonic_ns()
 
-    def _start(self, streams: Sequence[_Stream]) -> None:
+    def _start(self, streams: Sequence[Stream]) -> None:
         self._streams.update((stream.timeline.request_id, stream) for stream in streams)
         self._loop.call_soon_threadsafe(self._launch, streams)
 
@@ -248,14 +252,15 @@ class LLM:
 
     # --- on the loop ------------------------------------------------------------------------------------------------
 
-    def _launch(self, streams: Sequence[_Stream]) -> None:
+    def _launch(self, streams: Sequence[Stream]) -> None:
         for stream in streams:
             self._client.open_timeline(stream.timeline)
         task = self._loop.create_task(self._drive(streams))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of which all were told
 
-    async def _drive(self, streams: Sequence[_Stream]) -> None:
+    async def _drive(self, streams: Sequence[Stream]) -> None:
         by_id = {stream.timeline.request_id: stream for stream in streams}
         try:
             pairs = [(await self._request(stream), stream) for stream in streams]
@@ -265,15 +270,13 @@ class LLM:
                 async for outputs in steps:
                     for output in outputs:
                         self._route(by_id[output.request_id], output)
-        except RoseinferError as error:
-            reason = FinishReason.REJECTED if isinstance(error, RequestError) else FinishReason.ERROR
+        finally:  # whatever happened, nobody waits for ever
+            error = as_told(sys.exception())
+            failure = FinishReason.REJECTED if isinstance(error, RequestError) else FinishReason.ERROR
             for stream in streams:
-                self._finish(stream, reason, error)
-        finally:
-            for stream in streams:
-                self._finish(stream, FinishReason.ABORT)
+                self._finish(stream, FinishReason.ABORT if error is None else failure, error)
 
-    async def _request(self, stream: _Stream) -> Request:
+    async def _request(self, stream: Stream) -> Request:
         if isinstance(stream.prompt, str):
             async with self._encoding:
                 [token_ids] = await self.tokenizer.encode([stream.prompt], add_special_tokens=True)
@@ -281,12 +284,12 @@ class LLM:
         assert not isinstance(stream.prompt, str)
         return Request(
             request_id=stream.timeline.request_id,
-            prompt_token_ids=list(stream.prompt),
+            prompt_token_ids=stream.prompt,
             params=stream.params,
             cache_salt=stream.cache_salt,
         )
 
-    def _route(self, stream: _Stream, output: TokenOutput) -> None:
+    def _route(self, stream: Stream, output: TokenOutput) -> None:
         if stream.is_finished:  # it ended at a stop string; the engine's last word on it comes later
             return
         choice = stream.choice
@@ -297,7 +300,7 @@ class LLM:
             return
         if choice.is_due(self.config.server.stream_interval):
             delta = choice.pop()
-            stream.deltas.put(delta)
+            stream.put(delta)
             if delta.token_ids:
                 stream.timeline.write_ns.append(time.monotonic_ns())
         if choice.finish_reason is not None:
@@ -305,11 +308,11 @@ class LLM:
                 self._client.abort(output.request_id)
             self._finish(stream, choice.finish_reason)
 
-    def _abort(self, stream: _Stream) -> None:
+    def _abort(self, stream: Stream) -> None:
         stream.is_aborted = True
         self._client.abort(stream.timeline.request_id)
 
-    def _finish(self, stream: _Stream, reason: FinishReason, error: RoseinferError | None = None) -> None:
+    def _finish(self, stream: Stream, reason: FinishReason, error: RoseinferError | None = None) -> None:
         if stream.is_finished:
             return
         stream.is_finished = True
@@ -321,9 +324,9 @@ class LLM:
             timeline.error_code = error.code or ""
         self._client.close_timeline(timeline)
         self._leave_place(stream)
-        stream.deltas.put(error)
+        stream.end(error)
 
-    def _leave_place(self, stream: _Stream) -> None:
+    def _leave_place(self, stream: Stream) -> None:
         if self._places is not None and stream.has_place:
             stream.has_place = False
             self._places.release()
@@ -341,4 +344,5 @@ class LLM:
         self._loop.close()
         for stream in self._streams.values():
             if not stream.is_finished:  # submitted so late that the loop never saw it
-                stream.deltas.put(EngineDead("The engine was stopped."))
+                stream.is_finished = True
+                stream.end(EngineDead("The engine was stopped."))

@@ -2,7 +2,8 @@
 
 Front end to engine: a `Command`. Engine to front end: an `Event`, at most one `StepOutput` for each step.
 Nothing here knows text, tensors or HTTP; the process transport writes these structs as msgpack, never as pickle, and a
-request whose parameters are those of the one before as `engine/link.py:SameParams`, which nobody outside the link sees.
+request that shares parameters, or also its prompt, with the one before as `engine/link.py:SameParams` or `SamePrompt`,
+which nobody outside the link sees.
 """
 
 import re
@@ -284,12 +285,12 @@ def check_request(
     Raises InvalidRequest that names the field, the prompt being called `name`, or PromptTooLong, which names
     `limit_name` where the prompt alone would leave room for a token.
     """
-    _check(msgspec.structs.asdict(params), SamplingParams)
+    check_value(msgspec.structs.asdict(params), SamplingParams)
     if not prompt_token_ids:
         raise InvalidRequest(f"`{name}` is empty.", param=name)
     known = list[Annotated[int, Meta(ge=0, lt=info.vocab_size)]]
     for where, token_ids in ((name, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
-        _check(token_ids, known, where, f"; the vocabulary has {info.vocab_size} tokens")
+        check_value(token_ids, known, where, f"; the vocabulary has {info.vocab_size} tokens")
     if params.logit_bias and max(params.logit_bias) >= info.vocab_size:
         raise InvalidRequest(
             f"`logit_bias`: {max(params.logit_bias)} is no token id; the vocabulary has {info.vocab_size} tokens.",
@@ -308,12 +309,26 @@ def check_request(
         )
 
 
-def _check(value: object, expected: Any, name: str = "", note: str = "") -> None:
+def check_value(value: object, expected: Any, name: str = "", note: str = "") -> None:
+    """Whether a value that a program gave is of the type `expected`, as msgspec has it; it is called `name`.
+
+    Raises InvalidRequest that names the value, or what in it does not fit.
+    """
     try:
         msgspec.convert(value, expected)
     except msgspec.ValidationError as error:
         phrase, path = locate(error)
-        raise InvalidRequest(f"`{name}{path}`: {phrase}{note}.", param=name + path) from None
+        where = name + ("." if name and path and not path.startswith("[") else "") + path
+        raise InvalidRequest(f"`{where}`: {phrase}{note}.", param=where) from None
+
+
+def check_text(text: str, name: str) -> None:
+    """Whether it is a text, and one that can go to the engine. Raises InvalidRequest that names it."""
+    check_value(text, str, name)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"`{name}` holds a lone surrogate, which is no character.", param=name) from None
 
 
 _AT_PATH = re.compile(r"(?P<phrase>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)

@@ -10,16 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.engine import loop
-from roseinfer.engine.link import EngineLink, FrameBuffer, SameParams, encode_frame
-from roseinfer.messages import Command, EngineFailure, Event
+from roseinfer.engine.link import (
+    CommandDecoder,
+    CommandEncoder,
+    EngineLink,
+    FrameBuffer,
+    Sent,
+    encode_frame,
+)
+from roseinfer.messages import Abort, Command, EngineFailure, Event, SamplingParams
 from tests.fuzz.mutations import corpus, mutated
-from tests.unit.engine.harness import make_engine
+from tests.unit.engine.harness import make_engine, make_request
 
 NUM_MUTATIONS = 4000
 NUM_ENGINES = 200
 KEPT = corpus("frame")
 DECODERS: tuple[msgspec.msgpack.Decoder[object], ...] = (
-    msgspec.msgpack.Decoder(Command | SameParams),
+    msgspec.msgpack.Decoder(Sent),
     msgspec.msgpack.Decoder(Event),
 )
 # What the loops at both ends take for a peer that has gone wrong. A deep nesting ends in the first.
@@ -42,6 +49,15 @@ def check(content: bytes) -> None:
                 continue
             again = msgspec.msgpack.encode(message)  # what was accepted is a message, and stays one
             assert msgspec.msgpack.encode(decoder.decode(again)) == again
+    check_in_a_row(payloads)
+
+
+def check_in_a_row(payloads: list[bytes]) -> None:
+    """They may refer to each other: what becomes of them are commands that refer to nothing."""
+    decoder = CommandDecoder()
+    for payload in payloads:
+        with contextlib.suppress(*REFUSALS):
+            assert isinstance(decoder.decode(payload), Command)
 
 
 @pytest.mark.parametrize(("name", "content"), KEPT, ids=[name for name, _ in KEPT])
@@ -74,7 +90,7 @@ VALUES = (
     | st.lists(SCALARS, max_size=3)
     | st.dictionaries(st.text(max_size=4), SCALARS, max_size=3)
 )
-MESSAGES = [*Command.__args__, SameParams, *Event.__args__]
+MESSAGES = [*Sent.__args__, *Event.__args__]
 TAGS = sorted(message.__name__ for message in MESSAGES)
 NAMES = sorted({field for message in MESSAGES for field in message.__struct_fields__})
 
@@ -82,6 +98,29 @@ NAMES = sorted({field for message in MESSAGES for field in message.__struct_fiel
 @given(st.sampled_from(TAGS), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6))
 def test_any_object_with_a_known_tag(tag: str, fields: dict[str, object]) -> None:
     check(encode_frame(msgspec.msgpack.encode({**fields, "type": tag})))
+
+
+PROMPTS = [[1], [1], [2, 3]]  # two of them equal, and not the same
+PARAMS = [SamplingParams(), SamplingParams(max_tokens=7, logit_bias={5: 1.0}, stop_token_ids=(1, 2))]
+REQUESTS = st.builds(
+    lambda prompt, params, seed, salt: msgspec.structs.replace(
+        make_request("a", salt=salt), prompt_token_ids=prompt, params=msgspec.structs.replace(params, seed=seed)
+    ),
+    st.sampled_from(PROMPTS),
+    st.sampled_from(PARAMS),
+    st.integers(0, 2),
+    st.sampled_from(["", "", "", "s", "\ud800"]),
+)
+
+
+@given(st.lists(st.one_of(*[REQUESTS] * 4, st.sampled_from([Abort("a"), Abort("\ud800")])), max_size=30))
+def test_any_commands_come_out_as_they_went_in(commands: list[Command]) -> None:
+    """Whatever they share with the one before, and whatever could not be sent between them."""
+    encoder, decoder = CommandEncoder(), CommandDecoder()
+    for command in commands:
+        with contextlib.suppress(UnicodeEncodeError):
+            [payload] = FrameBuffer().feed(encoder.encode(command))
+            assert decoder.decode(payload) == command
 
 
 def test_a_length_alone_takes_no_memory() -> None:

@@ -124,6 +124,7 @@ async def test_a_request_that_waits_is_told_that_it_was_ended() -> None:
         assert (await server.request("POST", "/v1/requests/mine/abort")).status == 200
         answer = await waiting
     assert (answer.status, answer.error["code"]) == (499, "aborted")
+    assert answer.reason == "Client Closed Request"
 
 
 async def test_another_key_ends_nothing() -> None:

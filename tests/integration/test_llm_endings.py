@@ -14,6 +14,7 @@ from roseinfer.errors import EngineDead, EngineError, RequestTimeout, SequenceFa
 from roseinfer.llm import LLM
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.server.choice import Choice
 from tests.integration.fake_llm import greedy, until, use_fake_engine, write_tokenizer
 
 
@@ -45,6 +46,22 @@ def test_close_ends_streams_joins_threads_and_may_be_called_twice(engines: list[
     llm.close()
 
 
+def test_who_comes_after_close_is_told(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM()
+    monkeypatch.setattr(llm, "_launch", lambda _: None)  # as if the loop had stopped just before
+    late = llm.submit("Hello", greedy(5))
+    llm.close()
+    for call in (
+        lambda: llm.result(late),
+        lambda: llm.submit("Hello"),
+        lambda: llm.submit([1, 2]),
+        lambda: llm.generate(["Hello"]),
+        lambda: llm.encode("Hello"),
+    ):
+        with pytest.raises(EngineDead, match="was stopped"):
+            call()
+
+
 def test_a_start_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_fake_engine(monkeypatch, tmp_path)  # a directory without a tokenizer
     before = set(threading.enumerate())
@@ -66,6 +83,62 @@ def test_a_dead_engine_ends_every_stream_with_an_error(llm: LLM, engines: list[A
     assert {llm.timeline(request_id).finish_reason for request_id in ids} == {FinishReason.ERROR}
     with pytest.raises(EngineDead):
         llm.result(llm.submit("Hello", greedy(1)))
+
+
+def test_what_nobody_foresaw_is_told_to_whom_it_happened_alone(
+    engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Choice.take
+
+    def take_or_fail(choice: Choice, output: TokenOutput) -> None:
+        if choice.timeline.num_prompt_tokens == 7 and choice.num_tokens == 3:
+            raise ZeroDivisionError("a mistake of ours")
+        take(choice, output)
+
+    monkeypatch.setattr(Choice, "take", take_or_fail)
+    with LLM(max_inflight=3) as llm:
+        hit, other, read = (llm.submit(prompt, greedy(20)) for prompt in ("seven..", "others", "seven.."))
+        for wait in (lambda: llm.result(hit), lambda: list(llm.stream(read))):
+            with pytest.raises(EngineError, match="unforeseen ZeroDivisionError") as caught:
+                wait()
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+            assert "a mistake of ours" in str(caught.value.__cause__)
+        assert len(llm.result(other).token_ids) == 20
+        for request_id in (hit, read):
+            timeline = llm.timeline(request_id)
+            assert (timeline.finish_reason, timeline.error_code) == (FinishReason.ERROR, "engine_error")
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            llm.generate(["seven..", "others", "more"], greedy(20))
+        until(lambda: engines[0].num_unfinished == 0)
+        again = [llm.submit("others", greedy(2)) for _ in range(3)]  # every place came back
+        assert [len(llm.result(request_id).token_ids) for request_id in again] == [2, 2, 2]
+        until(lambda: not llm._tasks)
+
+
+def test_what_nobody_foresaw_before_the_engine_heard_of_it_is_told(
+    engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tokenize_workers=1) as llm:
+
+        async def encode_in_vain(*_: object, **__: object) -> list[list[int]]:
+            raise MemoryError
+
+        monkeypatch.setattr(llm.tokenizer, "encode", encode_in_vain)
+        with pytest.raises(EngineError, match="unforeseen MemoryError"):
+            list(llm.stream_tokens(llm.submit("Hello", greedy(2))))
+
+
+def test_every_thread_that_waits_for_one_request_sees_its_end(llm: LLM) -> None:
+    request_id = llm.submit("Hello", greedy(20))
+    streams = [llm.stream_tokens(request_id) for _ in range(3)]
+    received: list[list[int]] = []
+    readers = [threading.Thread(target=lambda stream=stream: received.extend(stream)) for stream in streams]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(10)
+        assert not reader.is_alive()
+    assert sum(map(len, received)) == 20, "each piece was given once"
 
 
 @pytest.mark.parametrize(

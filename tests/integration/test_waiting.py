@@ -70,7 +70,8 @@ async def until_waiting(flight: Flight, request_id: str, option: str = "") -> di
     ("limits", "option", "value"),
     [
         ({"max_active_seqs": 2}, "scheduler.max_active_seqs", 2),
-        ({"num_blocks": 256, "max_active_seqs": 16}, "scheduler.max_prefill_seqs", 2),
+        ({}, "scheduler.max_num_seqs", 2),
+        ({"num_blocks": 256, "max_active_seqs": 16, "max_prefill_seqs": 2}, "scheduler.max_prefill_seqs", 2),
         ({"num_blocks": 9, "max_active_seqs": 16}, "cache.num_blocks", 9),
     ],
 )

@@ -124,6 +124,7 @@ def test_a_value_that_does_not_fit_is_named(path: str, text: str, sentence: str)
         (lambda: Config(scheduler=SchedulerConfig(max_num_seqs=8, max_prefill_seqs=32, max_active_seqs=31)),
          "scheduler.max_active_seqs"),
         (lambda: Config(server=ServerConfig(port=9, ops_port=9)), "server.ops_port"),
+        (lambda: Config(model="gpt2"), "model"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_an_invalid_tree_cannot_be_made(make: Any, path: str) -> None:

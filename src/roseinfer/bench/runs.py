@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from roseinfer.arguments import Prompt
 from roseinfer.bench.definitions import RequestTimes
 from roseinfer.errors import Overloaded
 from roseinfer.llm import LLM
 from roseinfer.messages import SamplingParams
 from roseinfer.progress import Progress
-from roseinfer.prompts import Prompt
 from roseinfer.records import Advanced, Observer, StepRecord
 
 

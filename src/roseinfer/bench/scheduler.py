@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Sequence
 
+from roseinfer.arguments import Prompt
 from roseinfer.bench import report, session, workload
 from roseinfer.bench.report import Pool
 from roseinfer.bench.runs import Run, Schedule, run_offline, run_online
 from roseinfer.config_sources import LoadedConfig
-from roseinfer.prompts import Prompt
 
 
 def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from roseinfer import __version__
+from roseinfer.arguments import Prompt
 from roseinfer.bench import report, workload
 from roseinfer.bench.runs import Run, StepLog
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
 from roseinfer.progress import Progress, show_loading
-from roseinfer.prompts import Prompt
 
 Measure = Callable[[Sequence[Prompt], str], Run]  # of prompts and a cache salt
 Pools = Callable[[Run], Sequence[report.Pool]]

@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
+from roseinfer.arguments import Prompt
 from roseinfer.bench import report, session, workload
 from roseinfer.bench.runs import Run, Schedule, run_online
 from roseinfer.config_sources import LoadedConfig
-from roseinfer.prompts import Prompt
 
 
 def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

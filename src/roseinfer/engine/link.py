@@ -25,7 +25,16 @@ class SameParams(msgspec.Struct, frozen=True, tag=True, gc=False):
     request: Request
 
 
-def encode_frame(message: Event | Command | SameParams | bytes) -> bytes:
+class SamePrompt(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """As `SameParams`, and its prompt is that of the request before it too: it has none here."""
+
+    request: Request
+
+
+Sent = Command | SameParams | SamePrompt  # what goes over, of which `CommandDecoder` makes commands again
+
+
+def encode_frame(message: Event | Sent | bytes) -> bytes:
     payload = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
     return len(payload).to_bytes(_HEADER_BYTES, "little") + payload
 
@@ -34,11 +43,12 @@ class CommandEncoder:
     """Commands into frames for one engine.
 
     An HTTP request is up to 512 sequences, which follow one another and differ in prompt and seed alone. Their grammar,
-    of up to 256 KiB, and their biases go over once.
+    of up to 256 KiB, and their biases go over once, and so does a prompt of which there are several choices.
     """
 
     def __init__(self) -> None:
         self._params: SamplingParams | None = None  # of the last request that went over, with no seed
+        self._prompt: list[int] = []  # of the same request
 
     def encode(self, command: Command) -> bytes:
         """Raises what msgspec does for a message that cannot be encoded; the next one does not refer to it."""
@@ -47,11 +57,17 @@ class CommandEncoder:
         params = command.params
         # `LLM` takes a list of stop tokens too, which no tuple equals.
         seedless = replace(params, seed=0, stop_token_ids=tuple(params.stop_token_ids))
+        has_same_prompt = command.prompt_token_ids is self._prompt  # one list, not an equal one: nobody compares those
         if seedless == self._params:
-            return encode_frame(SameParams(replace(command, params=SamplingParams(seed=params.seed))))
-        frame = encode_frame(command)
-        # With a copy of what belongs to the caller, who may change it before the next request.
-        self._params = replace(seedless, logit_bias=dict(params.logit_bias))
+            command = replace(command, params=SamplingParams(seed=params.seed))
+            if has_same_prompt:
+                return encode_frame(SamePrompt(replace(command, prompt_token_ids=[])))
+            frame = encode_frame(SameParams(command))
+        else:
+            frame = encode_frame(command)
+            # With a copy of what belongs to the caller, who may change it before the next request.
+            self._params = replace(seedless, logit_bias=dict(params.logit_bias))
+        self._prompt = command.prompt_token_ids
         return frame
 
 
@@ -59,20 +75,22 @@ class CommandDecoder:
     """Payloads of `CommandEncoder` into commands, in their order. What went over once they share."""
 
     def __init__(self) -> None:
-        self._decoder = msgspec.msgpack.Decoder(Command | SameParams)
-        self._params: SamplingParams | None = None
+        self._decoder = msgspec.msgpack.Decoder(Sent)
+        self._last: Request | None = None
 
     def decode(self, payload: bytes) -> Command:
         """Raises ValueError or RecursionError for what no peer of ours would send."""
-        command: Command | SameParams = self._decoder.decode(payload)
-        if isinstance(command, SameParams):
-            if self._params is None:
-                raise ValueError("a request refers to parameters, and none came before it")
-            request = command.request
-            return replace(request, params=replace(self._params, seed=request.params.seed))
-        if isinstance(command, Request):
-            self._params = command.params
-        return command
+        sent: Sent = self._decoder.decode(payload)
+        if isinstance(sent, SameParams | SamePrompt):
+            if self._last is None:
+                raise ValueError("a request refers to the one before it, and none came")
+            request = sent.request
+            whose = self._last if isinstance(sent, SamePrompt) else request
+            params = replace(self._last.params, seed=request.params.seed)
+            sent = replace(request, params=params, prompt_token_ids=whose.prompt_token_ids)
+        if isinstance(sent, Request):
+            self._last = sent
+        return sent
 
 
 class FrameBuffer:

@@ -7,7 +7,7 @@ of its own; what is nested more deeply than anybody needs does not get as far.
 import msgspec
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import Grammar, locate
+from roseinfer.messages import Grammar, check_text, check_value
 
 MAX_SOURCE_BYTES = {
     "json_schema": 128 << 10,
@@ -21,11 +21,8 @@ MAX_DEPTH = 64
 
 def check_bounds(grammar: Grammar, param: str) -> None:
     """Raises InvalidRequest that names the field `param`."""
-    try:
-        msgspec.convert(msgspec.structs.asdict(grammar), Grammar)  # a program's own; the server's is of these types
-    except msgspec.ValidationError as error:
-        phrase, where = locate(error)
-        raise InvalidRequest(f"`{param}.{where}`: {phrase}.", param=f"{param}.{where}") from None
+    check_text(grammar.kind, f"{param}.kind")  # a program's own grammar may hold anything; the server's is of its types
+    check_value(msgspec.structs.asdict(grammar), Grammar, param)
     size, limit = len(grammar.source.encode("utf-8", "surrogatepass")), MAX_SOURCE_BYTES[grammar.kind]
     if size > limit:
         raise InvalidRequest(f"`{param}` is {size} bytes long; at most {limit} are allowed.", param=param)

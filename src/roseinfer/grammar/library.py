@@ -136,10 +136,17 @@ def _source(grammar: Grammar) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
-            choices = msgspec.json.decode(grammar.source, type=list[str])
+            try:
+                choices = msgspec.json.decode(grammar.source, type=list[str])
+            except msgspec.DecodeError:
+                raise InvalidRequest("The choices are no list of texts in JSON.") from None
             return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quote, choices)))
         case "calls":
-            return llguidance.LLMatcher.grammar_from_lark(_calls(msgspec.json.decode(grammar.source, type=CallGrammar)))
+            try:
+                calls = msgspec.json.decode(grammar.source, type=CallGrammar)
+            except msgspec.DecodeError:
+                raise InvalidRequest("The calls are not of the form that they have in JSON.") from None
+            return llguidance.LLMatcher.grammar_from_lark(_calls(calls))
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(grammar.source)
 

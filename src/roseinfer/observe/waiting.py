@@ -44,10 +44,10 @@ def limit_of(step: StepRecord, config: Config) -> Limit | None:
                 f"budget of {value} tokens a step"
             )
         case BlockedBy.PREFILL_SEQS:
-            option, value = "scheduler.max_prefill_seqs", limits.max_prefill_seqs
+            option, value = config.scheduler.option_of("max_prefill_seqs"), limits.max_prefill_seqs
             reason = f"{value} requests were admitted before it, which is the most for one step"
         case BlockedBy.SLOTS:
-            option, value = "scheduler.max_active_seqs", limits.max_active_seqs
+            option, value = config.scheduler.option_of("max_active_seqs"), limits.max_active_seqs
             reason = f"all {value} places of active sequences are taken"
         case BlockedBy.KV_BLOCKS:
             option, value = "cache.num_blocks", step.num_total_blocks

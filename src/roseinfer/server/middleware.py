@@ -36,7 +36,8 @@ QUIET_PATHS = PROBE_PATHS | {
     "/debug/timeline/data",
 }  # asked every second; what they would say, the lifecycle logs
 SERVER = "roseinfer"  # in the place of aiohttp's and Python's versions
-CLIENT_CLOSED = 499  # nginx's word for it; nobody reads it but the log
+CLIENT_CLOSED = 499  # nginx's number for it
+REASONS = {CLIENT_CLOSED: "Client Closed Request"}  # of statuses that the standard has no phrase for
 RESTART_S = "5"  # until an engine that has died is there again, if it comes back; nobody can count on its backlog
 FAREWELL_TIMEOUT_S = 1.0  # a client that does not read is not waited for with the last event
 
@@ -132,7 +133,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if exchange is None:
             raise
         exchange.lose_client()
-        return exchange.stream or web.Response(status=CLIENT_CLOSED)
+        return exchange.stream or web.Response(status=CLIENT_CLOSED)  # nobody reads it but the log
     except asyncio.CancelledError:
         interruption = exchange.interruption() if exchange is not None else None
         if interruption is None:
@@ -158,7 +159,11 @@ def error_response(
 ) -> web.Response:
     """The JSON body of an error, under its status."""
     response = web.Response(
-        status=error.status, body=error_body(error, ledgers), content_type="application/json", headers=headers
+        status=error.status,
+        reason=REASONS.get(error.status),
+        body=error_body(error, ledgers),
+        content_type="application/json",
+        headers=headers,
     )
     response.headers["Server"] = SERVER
     if ledgers is not None:

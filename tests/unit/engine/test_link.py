@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from roseinfer.engine import link as link_module
-from roseinfer.engine.link import CommandEncoder, EngineLink, FrameBuffer, SameParams, encode_frame
+from roseinfer.engine.link import CommandEncoder, EngineLink, FrameBuffer, SameParams, SamePrompt, encode_frame
 from roseinfer.messages import Abort, Command, EngineFailure, Grammar, Request, Shutdown
 from tests.unit.engine.harness import make_request
 
@@ -117,10 +118,57 @@ def test_stop_tokens_in_a_list_are_the_same_as_those_before_them(pair: tuple[soc
     assert received == [(1, 2), (1, 2), (1, 2, 3)]
 
 
-def test_a_request_that_refers_to_one_that_never_came_is_refused(pair: tuple[socket.socket, EngineLink]) -> None:
+def asking(prompt: list[int], request_id: str, **params: Any) -> Request:
+    """With this very list: requests for the choices of a prompt share it."""
+    return replace(make_request(request_id, **params), prompt_token_ids=prompt)
+
+
+def test_the_choices_of_a_prompt_send_it_once_and_share_it(pair: tuple[socket.socket, EngineLink]) -> None:
     front, link = pair
-    front.sendall(encode_frame(SameParams(make_request("a"))))
-    with pytest.raises(ValueError, match="none came before it"):
+    encoder = CommandEncoder()
+    first, second = ([base + i for i in range(1000)] for base in (1000, 5000))
+    sent: list[Command] = [
+        asking(first, "a/0", seed=1),
+        asking(first, "a/1", seed=2, salt="s"),
+        Abort("a/0"),
+        asking(first, "a/2", seed=3),
+        asking(second, "a/3", seed=1),
+        asking(second, "a/4", seed=2),
+        asking(second, "b/0", max_tokens=7),  # of other parameters
+        asking(second, "b/1", max_tokens=7),
+        asking(first, "b/2", max_tokens=7),
+    ]
+    frames = [encoder.encode(command) for command in sent]
+    assert [len(frame) > 1000 for frame in frames] == [True, False, False, False, True, False, True, False, True]
+    front.sendall(b"".join(frames))
+    received = link.receive(wait=True)
+    assert received == sent
+    prompts = [request.prompt_token_ids for request in received if isinstance(request, Request)]
+    assert prompts[0] is prompts[1] is prompts[2]
+    assert prompts[3] is prompts[4]
+
+
+def test_a_prompt_whose_request_could_not_be_encoded_is_not_referred_to(
+    pair: tuple[socket.socket, EngineLink],
+) -> None:
+    front, link = pair
+    encoder, prompt = CommandEncoder(), [1, 2, 3]
+    sent = [asking([7], "a"), asking(prompt, "c"), asking(prompt, "d")]
+    front.sendall(encoder.encode(sent[0]))
+    with pytest.raises(UnicodeEncodeError):
+        encoder.encode(asking(prompt, "b", salt="\ud800"))
+    for request in sent[1:]:
+        front.sendall(encoder.encode(request))
+    assert link.receive(wait=True) == sent
+
+
+@pytest.mark.parametrize("kind", [SameParams, SamePrompt])
+def test_a_request_that_refers_to_one_that_never_came_is_refused(
+    kind: type[SameParams | SamePrompt], pair: tuple[socket.socket, EngineLink]
+) -> None:
+    front, link = pair
+    front.sendall(encode_frame(Abort("a")) + encode_frame(kind(make_request("a"))))
+    with pytest.raises(ValueError, match="the one before it, and none came"):
         link.receive(wait=True)
 
 

@@ -76,6 +76,18 @@ def is_alive(made: GrammarChecker) -> bool:
         pytest.param(schema({"enum": ["x" * 100] * 2000}), id="long schema"),
         pytest.param(Grammar("regex", "a\0"), id="null character"),
         pytest.param(Grammar("regex", "\ud800"), id="half a character"),
+        *(
+            pytest.param(Grammar(kind, source), id=f"half a character spelled in a {kind}")  # type: ignore[arg-type]
+            for kind, source in (
+                ("json_schema", r'{"const": "\ud800"}'),
+                ("choice", r'["\ud800"]'),
+                ("calls", r'{"shapes": [{"before": "\ud800", "schema": {}, "after": ""}], "between": "", "most": 1}'),
+                ("regex", r"\ud800"),
+                ("lark", r'start: "\ud800"'),
+            )
+        ),
+        pytest.param(Grammar("choice", "5"), id="choices that are none"),
+        pytest.param(Grammar("calls", "[]"), id="calls that are none"),
         pytest.param(Grammar("json_schema", "{" * 5000), id="no JSON"),
     ],
 )
@@ -86,6 +98,7 @@ def test_a_hostile_grammar_is_refused_by_its_field_and_the_next_one_is_checked(
         shared.check(grammar, "some.field").result()
     assert caught.value.param == "some.field"
     assert "some.field" in caught.value.message
+    assert "too large or too complex" not in caught.value.message, "it ended the process that looked at it"
     assert is_alive(shared)
 
 

@@ -12,7 +12,9 @@ from tests.unit.observe.facts import ENGINE, MS, make_step, make_timeline
 
 CONFIG = Config(
     cache=CacheConfig(num_blocks=100),
-    scheduler=SchedulerConfig(max_num_seqs=8, max_active_seqs=16, max_num_batched_tokens=64, max_prefix_wait_steps=5),
+    scheduler=SchedulerConfig(
+        max_num_seqs=8, max_prefill_seqs=6, max_active_seqs=16, max_num_batched_tokens=64, max_prefix_wait_steps=5
+    ),
 )
 
 
@@ -24,7 +26,7 @@ def blocked(blocked_by: BlockedBy, **counts: int) -> StepRecord:
     ("blocked_by", "option", "value", "words"),
     [
         (BlockedBy.TOKEN_BUDGET, "scheduler.max_num_batched_tokens", 64, "8 decoding sequences and 56 prompt tokens"),
-        (BlockedBy.PREFILL_SEQS, "scheduler.max_prefill_seqs", 8, "8 requests were admitted"),
+        (BlockedBy.PREFILL_SEQS, "scheduler.max_prefill_seqs", 6, "6 requests were admitted"),
         (BlockedBy.SLOTS, "scheduler.max_active_seqs", 16, "all 16 places"),
         (BlockedBy.KV_BLOCKS, "cache.num_blocks", 100, "of the 100 KV blocks 97 are in use"),
         (BlockedBy.PREFIX, "scheduler.max_prefix_wait_steps", 5, "5 steps"),
@@ -43,6 +45,26 @@ def test_the_smaller_of_the_two_token_limits_is_named() -> None:
     limit = limit_of(blocked(BlockedBy.TOKEN_BUDGET, num_decode_seqs=8), config)
     assert limit is not None
     assert (limit.option, limit.value) == ("scheduler.max_prefill_tokens", 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "of_slots", "of_prefills"),
+    [
+        ({"max_num_seqs": 8}, ("max_num_seqs", 8), ("max_num_seqs", 8)),
+        ({"max_num_seqs": 8, "max_prefill_seqs": 12}, ("max_prefill_seqs", 12), ("max_prefill_seqs", 12)),
+        ({"max_num_seqs": 8, "max_prefill_seqs": 4}, ("max_num_seqs", 8), ("max_prefill_seqs", 4)),
+        ({"max_num_seqs": 8, "max_active_seqs": 8}, ("max_active_seqs", 8), ("max_num_seqs", 8)),
+    ],
+    ids=str,
+)
+def test_a_limit_left_at_its_default_has_the_option_that_this_follows(
+    given: dict[str, int], of_slots: tuple[str, int], of_prefills: tuple[str, int]
+) -> None:
+    config = Config(scheduler=SchedulerConfig(**given))  # type: ignore[arg-type]
+    for blocked_by, (option, value) in ((BlockedBy.SLOTS, of_slots), (BlockedBy.PREFILL_SEQS, of_prefills)):
+        limit = limit_of(blocked(blocked_by), config)
+        assert limit is not None
+        assert (limit.option, limit.value) == (f"scheduler.{option}", value)
 
 
 def test_every_limit_is_explained() -> None:

@@ -268,6 +268,7 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
+    reason: str | None = None  # the phrase after the status
 
     @property
     def json(self) -> Any:
@@ -308,7 +309,7 @@ class Server:
 
     async def request(self, method: str, path: str, **options: Any) -> Answer:
         async with self.session.request(method, self.url + path, **options) as response:
-            return Answer(response.status, response.headers, await response.read())
+            return Answer(response.status, response.headers, await response.read(), response.reason)
 
     async def open(self, **body: Any) -> aiohttp.ClientResponse:
         """A streamed completion, once its headers are there; to be used as a context, read one write at a time."""

@@ -77,8 +77,8 @@ const CAUSES = {
 const LIMITS = {
   "": "nothing",
   token_budget: "the token budget",
-  prefill_seqs: "scheduler.max_prefill_seqs",
-  slots: "scheduler.max_active_seqs",
+  prefill_seqs: "the number of prompts begun in one step",
+  slots: "the places of active sequences",
   kv_blocks: "KV blocks",
   prefix: "a prefix being computed",
 };
