@@ -18,11 +18,15 @@ from tests.e2e.server import PATIENCE_S, Server, processor_s
 pytestmark = pytest.mark.e2e
 
 
-def send_request(server: Server, body: dict[str, object]) -> socket.socket:
-    """A connection with one request on it, as raw bytes."""
+def send_request(server: Server, body: dict[str, object], receive_bytes: int = 0) -> socket.socket:
+    """A connection with one request on it, as raw bytes; `receive_bytes`: how many of the answer wait unread here."""
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection = socket.socket()
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", server.port))
     connection.sendall(head.encode() + b"\r\n\r\n" + data)
     return connection
 
