@@ -238,7 +238,7 @@ async def test_long_bodies_are_decoded_where_they_wait_for_each_other_and_short_
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(path: str) -> None:
     text = text_model()
     text.tokenizer._most_chars_per_token = 4
-    text.tokenizer.encode = None  # type: ignore[method-assign, assignment]
+    text.tokenizer._encode = None  # type: ignore[method-assign, assignment]
     body = (
         {"prompt": "x" * 513} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x" * 513}]}
     )
