@@ -101,8 +101,10 @@ def test_an_engine_that_dies_is_started_again_once(start_server: StartServer) ->
 def test_a_hung_engine_is_noticed_ended_and_started_again(start_server: StartServer) -> None:
     server = start_server("--engine.on-failure", "restart", "--engine.step-timeout-s", "1")
     first, stream = server.engine_pid(), stream_of(server)
+    stopped_at = time.monotonic()
     os.kill(first, signal.SIGSTOP)
     error = last_event(read_all(stream))["error"]
+    assert time.monotonic() - stopped_at < 1 + 5, "a second after the limit is the aim, and the rest is room"
     assert error["code"] == "engine_dead"
     assert "no engine step for 1 s" in error["message"]
     until(lambda: server.status("/readyz") == 200, "it never came back")
