@@ -210,7 +210,12 @@ ODD_HEADS = {
     "an expectation": (HEAD + b"Expect: a miracle\r\nContent-Length: 2\r\n\r\n{}", 417, "malformed_request"),
     "a long target": (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431, "head_too_large"),
     "a long header": (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 20_000 + b"\r\n\r\n", 431, "head_too_large"),
-    "many headers": (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 500 + b"\r\n", 400, "malformed_request"),
+    "many headers": (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 500 + b"\r\n", 431, "head_too_large"),
+    "one header too many": (
+        b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * guard.MAX_HEADERS + b"\r\n",
+        431,
+        "head_too_large",
+    ),
     "a bad chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nnot a length\r\n", 400, "malformed_request"),
     "a compressed body": (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n", 415, "unsupported_media_type"),
     "a chunked transfer, compressed": (
@@ -236,6 +241,12 @@ async def test_an_odd_head_gets_the_error_object(name: str, caplog: pytest.LogCa
     assert server.engine.requests == []
     assert b"aiohttp" not in head
     assert not [record for record in caplog.records if record.exc_info], "a client's mistake is no traceback"
+
+
+async def test_as_many_headers_as_a_head_may_have_are_read() -> None:
+    async with serving(ScriptedEngine()) as server, connected(server) as (reader, writer):
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * (guard.MAX_HEADERS - 1) + b"\r\n")
+        assert b" 200 " in await reader.readline()
 
 
 async def test_half_closed_after_the_request_is_answered_whole_or_closed() -> None:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import http_parser, web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
@@ -30,6 +30,7 @@ LINGER_S = 5.0  # for the rest of a body that was refused: closing at once would
 SPARE_DESCRIPTORS = 64  # of the process's own files
 _CHECKS_IN_A_DEADLINE = 4
 _LONGEST_CHECK_S = 1.0
+_TOO_MANY_HEADERS = "Too many headers received"  # aiohttp's words: it has no class for this
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -132,6 +133,8 @@ class Connection(web.RequestHandler):
             error = RoseinferError("Something went wrong inside the server.")
         elif isinstance(exc, LineTooLong):
             error = HeadTooLarge(f"A line of the head is longer than {MAX_LINE_BYTES} bytes.")
+        elif isinstance(exc, BadHttpMessage) and exc.message == _TOO_MANY_HEADERS:
+            error = HeadTooLarge(f"The head has more than {MAX_HEADERS} headers.")
         else:
             error = MalformedRequest(f"This cannot be read as an HTTP request: {_first_line(message or '')}.")
         _log.info("refused what is no HTTP request", extra={"peer": self.peer, "reason": error.message})
