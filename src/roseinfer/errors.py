@@ -4,7 +4,8 @@
     ├── ConfigError                 at start only; exit code 2; names the value
     ├── RequestError       4xx      the caller can fix it
     │   ├── InvalidRequest   400    a field does not fit; carries its name
-    │   ├── MalformedRequest 400    no HTTP, or a form of it that is not served (417)
+    │   ├── MalformedRequest 400    no HTTP, or a form of it that is not served
+    │   │   └── UnmetExpectation 417
     │   ├── PromptTooLong    400    code context_length_exceeded
     │   ├── Unauthorized     401    no key, or not one of ours
     │   ├── CrossSite        403    a browser asks in the name of another site
@@ -67,9 +68,11 @@ class MalformedRequest(RequestError):
 
     code = "malformed_request"
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
-        super().__init__(message, param=param)
-        self.status = status
+
+class UnmetExpectation(MalformedRequest):
+    """The header `Expect` asks for something else than `100-continue`."""
+
+    status = 417
 
 
 class PromptTooLong(RequestError):

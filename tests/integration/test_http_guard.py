@@ -15,8 +15,9 @@ from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
 from roseinfer.server import guard
+from roseinfer.server.openapi import document
 from tests.integration.live_server import closed
-from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, says, serving
+from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, engine_info, says, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "Hi"}'
@@ -241,6 +242,13 @@ async def test_an_odd_head_gets_the_error_object(name: str, caplog: pytest.LogCa
     assert server.engine.requests == []
     assert b"aiohttp" not in head
     assert not [record for record in caplog.records if record.exc_info], "a client's mistake is no traceback"
+
+
+def test_what_an_odd_head_gets_is_in_the_document() -> None:
+    told = {str(status) for _, status, _ in ODD_HEADS.values()} - {"415"}  # which is of a body
+    for methods in document("scripted", engine_info(), has_keys=False)["paths"].values():
+        for operation in methods.values():
+            assert told <= operation["responses"].keys(), operation["operationId"]
 
 
 async def test_as_many_headers_as_a_head_may_have_are_read() -> None:

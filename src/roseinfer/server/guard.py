@@ -20,7 +20,7 @@ from aiohttp import http_parser, web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from roseinfer.config import ServerConfig
-from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
+from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError, UnmetExpectation
 from roseinfer.server.middleware import error_response
 from roseinfer.server.tls import Certificate
 
@@ -281,9 +281,7 @@ def _answering(handle: Handle) -> Handle:
         connection.begin()
         try:
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-                response = error_response(
-                    MalformedRequest("No such expectation can be met.", param="Expect", status=417)
-                )
+                response = error_response(UnmetExpectation("No such expectation can be met.", param="Expect"))
                 response.force_close()
                 return response
             return await handle(request)

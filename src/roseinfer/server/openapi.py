@@ -21,7 +21,7 @@ from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, ModelBody,
 Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"
 
-_ANY = (errors.MalformedRequest, errors.HeadTooLarge)  # whatever the path
+_ANY = (errors.MalformedRequest, errors.UnmetExpectation, errors.HeadTooLarge)  # whatever the path
 _KEYED = (*_ANY, errors.Unauthorized)
 _BODY = (*_KEYED, errors.InvalidRequest, errors.UnknownModel, errors.BodyTimeout, errors.BodyTooLarge, errors.NotJSON)
 _TEXT = (*_BODY, errors.NotReady)
@@ -31,6 +31,7 @@ _TOKENS = (
     errors.RequestAborted,
     errors.Overloaded,
     errors.EngineFailed,
+    errors.SequenceFailed,
     errors.EngineDead,
     errors.RequestTimeout,
     errors.QueueTimeout,

@@ -17,6 +17,8 @@ from roseinfer.errors import (
     RoseinferError,
 )
 from roseinfer.server.middleware import error_response
+from roseinfer.server.openapi import document
+from tests.unit.server.harness import engine_info
 
 ROOT = Path(__file__).parents[3]
 GROUPS = {RoseinferError, RequestError, CapacityError, ConfigError}  # never sent, or never with a meaning of their own
@@ -48,6 +50,13 @@ def test_every_error_is_told_and_documented(error: type[RoseinferError]) -> None
 def test_an_error_of_a_request_is_4xx_and_one_of_ours_5xx() -> None:
     assert {error.status // 100 for error in SENT if issubclass(error, RequestError)} == {4}
     assert {error.status // 100 for error in SENT if issubclass(error, EngineError)} == {5}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_document_lists_whatever_an_engine_may_fail_with(path: str) -> None:
+    responses = document("scripted", engine_info(), has_keys=False)["paths"][path]["post"]["responses"]
+    for error in EngineError.__subclasses__():
+        assert f"`{error.code}`" in responses[str(error.status)]["description"]
 
 
 def test_what_an_error_carries() -> None:
