@@ -4,12 +4,12 @@ The tables come from the code; what is said by name here is what neither fields 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from roseinfer.errors import CapacityError, EngineError, RequestError, RoseinferError
+from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
 from roseinfer.server.text_endpoints import DetokenizeBody, TokenizeBody
 from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, ModelBody
 
@@ -103,17 +103,19 @@ authentication, and they are off when none is configured.
 ## Streams
 
 With `"stream": true` the answer is a stream of server-sent events. Each event is a line `data: ` with one JSON chunk.
-The last chunk of a choice has a `finish_reason`, `stop` or `length`. With `stream_options.include_usage` one more
-chunk has the usage and no choices. `data: [DONE]` follows. A stream that fails ends with an event `{"error": {…}}`
-instead, and never with `[DONE]`. A client that goes away ends its request within one step of the engine.
+The last chunk of a choice has a `finish_reason`: `stop`, `length` or, in a chat with tools, `tool_calls`. With
+`stream_options.include_usage` one more chunk has the usage and no choices. `data: [DONE]` follows. A stream that fails
+ends with an event `{"error": {…}}` instead, and never with `[DONE]`. A client that goes away ends its request within
+one step of the engine.
 
 A stream that has had nothing to say for `server.keepalive_interval_s`, 15 s by default, sends a comment, the line
 `: keep-alive`, which clients skip and which keeps proxies from closing it.
 
 In a chat, the first `delta` of a choice has the role, `assistant`, and with it the first piece of text; the later
-ones have text alone. Where `tools` may be called, they have pieces of text or of calls, and `content` is null in the
-first one as long as what was written may be the beginning of a call: so does OpenAI before a call. An event that would
-tell nothing is not sent, so while a model writes the tag around a call its stream rests.
+ones have text alone. Where [`tools`](structured-output.md#tools) may be called, they have pieces of text as `content`
+or of calls as `tool_calls`, and `content` is null in the first one as long as what was written may be the beginning of
+a call: so does OpenAI before a call. An event that would tell nothing is not sent, so while a model writes the tag
+around a call its stream rests.
 
 The status line of a stream leaves with its first token or comment, so whatever goes wrong before is an ordinary error
 with a status.
@@ -176,9 +178,18 @@ def _fields(title: str, body: type[ModelBody], described: frozenset[str] = froze
     if body in REMARKS:
         lines.append(f"\n{REMARKS[body]}")
     if body in UNSERVED:
-        tolerated = ", ".join(f"`{name}`" for name in sorted(UNSERVED[body]))
-        lines.append(f"\nOf OpenAI's fields, these are accepted only with a value that asks for nothing: {tolerated}.")
+        tolerated = ", ".join(_tolerated(name, neutral) for name, neutral in sorted(UNSERVED[body].items()))
+        lines.append(
+            "\nOf OpenAI's fields, these are accepted only with a value that asks for nothing, which is null or the "
+            f"one in brackets; anything else is a 400 `{InvalidRequest.code}` that names the field: {tolerated}."
+        )
     return "\n".join(lines) + "\n"
+
+
+def _tolerated(name: str, neutral: Sequence[object]) -> str:
+    """A field that is not served, and the values that it may have all the same."""
+    values = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
+    return f"`{name}` ({values})" if values else f"`{name}`"
 
 
 def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
