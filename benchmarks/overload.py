@@ -7,10 +7,11 @@ each asking again when it has its answer, gives a first idea of the capacity. It
 and may be what limits it; so requests that come at random moments (a Poisson process), twice as many a second, follow,
 and what is answered of them is the capacity. Then come as many a second as that, and `--factor` times as many. All of
 it is done in rounds, whose requests are counted together: at its capacity a queue is as often short as long, and a
-machine is not as fast all the time. Clients do not come back when they are refused. Goodput counts the tokens of whole
-answers; the peak is the better of the first two runs. Latencies are those of the requests that were let in, from the
-moment at which a request was due. A second table splits those of one request in ten: the client's own lateness, the
-parts of the server's ledger, and the way between the two. A ledger of each would take a fifth of the front end's time.
+machine is not as fast all the time. Clients do not come back when they are refused, and an answer that takes two
+minutes has failed. Goodput counts the tokens of whole answers; the peak is the better of the first two runs. Latencies
+are those of the requests that were let in, from the moment at which a request was due. A second table splits those of
+one request in ten: the client's own lateness, the parts of the server's ledger, and the way between the two. A ledger
+of each would take a fifth of the front end's time.
 
 Client and server share the machine. What the client takes from the server for requests that are refused shows with
 `--decoy`: a third run sends as many requests as the overload, of which the server gets its capacity, and a process that
@@ -30,7 +31,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import numpy as np
 
-from benchmarks.overload_client import PARTS, Load, Seen
+from benchmarks.overload_client import NOTHING, PARTS, Load, Seen
 from benchmarks.servers import free_port, wait_ready
 
 WARM_S = 3.0
@@ -83,34 +84,30 @@ def tell(rounds: list[dict[str, Seen]]) -> None:
     )
     print("|---" * (1 + 3 * len(compared)) + "|")
     for part in ("late", *PARTS, "way"):
-        cells = [
-            cell
-            for seen in compared.values()
-            for cell in (
-                *(
-                    f"{np.percentile([each[part] for each in seen.parts_s], percentile) * 1e3:.1f}"
-                    for percentile in (50, 99)
-                ),
-                f"{np.mean([each[part] for each in seen.slowest()]) * 1e3:.1f}",
-            )
-        ]
+        cells = [cell for seen in compared.values() for cell in seen.part_cells(part)]
         print(f"| {part} | " + " | ".join(cells) + " |")
     print("\n| against | all rounds | each |\n|---|---|---|")
     for name, of in AGAINST.items():
-        print(f"| {name} | {of(runs):.2f} | {', '.join(f'{of(one):.2f}' for one in rounds)} |")
+        print(f"| {name} | {of(runs)} | {', '.join(of(one) for one in rounds)} |")
 
 
-def p99_ratio(runs: dict[str, Seen], latency: str) -> float:
-    """Of the overload, against that at capacity."""
-    overloaded = list(runs.values())[-1]
-    at_capacity = np.percentile(getattr(runs[AT_CAPACITY], latency), 99)
-    return float(np.percentile(getattr(overloaded, latency), 99) / at_capacity)
+def p99_ratio(runs: dict[str, Seen], latency: str) -> str:
+    """Of the overload, against that at capacity; of a run without answers there is none."""
+    at_capacity, overloaded = getattr(runs[AT_CAPACITY], latency), getattr(list(runs.values())[-1], latency)
+    if not at_capacity or not overloaded:
+        return NOTHING
+    return f"{np.percentile(overloaded, 99) / np.percentile(at_capacity, 99):.2f}"
 
 
-AGAINST: dict[str, Callable[[dict[str, Seen]], float]] = {
+def goodput_ratio(runs: dict[str, Seen]) -> str:
+    """Of the overload, against the peak, for which there was an answer: the rates follow from it."""
+    return f"{list(runs.values())[-1].goodput / max(runs[name].goodput for name in CAPACITY_RUNS):.2f}"
+
+
+AGAINST: dict[str, Callable[[dict[str, Seen]], str]] = {
     "p99 of the TTFT at capacity": lambda runs: p99_ratio(runs, "first_token_s"),
     "p99 of whole answers at capacity": lambda runs: p99_ratio(runs, "whole_s"),
-    "peak of goodput": lambda runs: list(runs.values())[-1].goodput / max(runs[name].goodput for name in CAPACITY_RUNS),
+    "peak of goodput": goodput_ratio,
 }
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+NOTHING = "–"  # in a cell of a table
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 LEDGER_SHARE, LEDGER_HEADER = 0.1, b"x-roseinfer-ledger: 1\r\n"
+ANSWER_TIMEOUT_S = 120.0  # many times what a server takes that lets nobody wait for long
 PARTS = ("receive", "tokenize", "submit_lag", "queue_wait", "prefill")  # of a ledger, up to the first token
 
 
@@ -66,14 +68,24 @@ class Seen:
         parts_s = {"late": late_s, **{name: ledger["parts_ns"].get(name, 0) / 1e9 for name in PARTS}}
         self.parts_s.append({**parts_s, "way": first_s - sum(parts_s.values())})
 
-    def slowest(self) -> list[dict[str, float]]:
+    def part_cells(self, part: str) -> list[str]:
+        """Of a part of the time to the first token: median, p99 and mean of the slowest twentieth, ms."""
+        if not self.parts_s:  # none of few answers was asked for with a ledger
+            return [NOTHING] * 3
+        values_s = [parts_s[part] for parts_s in self.parts_s]
+        return [
+            *(f"{np.percentile(values_s, percentile) * 1e3:.1f}" for percentile in (50, 99)),
+            f"{np.mean([parts_s[part] for parts_s in self._slowest()]) * 1e3:.1f}",
+        ]
+
+    def _slowest(self) -> list[dict[str, float]]:
         """The parts of the twentieth whose first tokens took longest."""
         limit_s = np.percentile([sum(parts_s.values()) for parts_s in self.parts_s], 95)
         return [parts_s for parts_s in self.parts_s if sum(parts_s.values()) >= limit_s]
 
 
 def milliseconds(values: list[float], percentile: float) -> str:
-    return f"{np.percentile(values, percentile) * 1e3:.0f}" if values else "–"
+    return f"{np.percentile(values, percentile) * 1e3:.0f}" if values else NOTHING
 
 
 class Connection(asyncio.Protocol):
@@ -122,7 +134,8 @@ class Connection(asyncio.Protocol):
         return len(self._answer) >= self._body_at + int(header(self._answer, b"Content-Length"))
 
     def close(self) -> None:
-        self._transport.close()
+        """Whatever is still on its way is of no use."""
+        self._transport.abort()
 
 
 def header(answer: bytes | bytearray, name: bytes) -> bytes:
@@ -165,10 +178,14 @@ class Load:
         content = json.dumps(body).encode()
         head = HEAD + (LEDGER_HEADER if has_ledger else b"") + b"Content-Length: %d\r\n\r\n" % len(content)
         late_s = time.monotonic() - due_s
+        connection = None
         try:
-            connection = await self._connection(port)
-            answer = await connection.ask(head + content)
-        except OSError:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                connection = await self._connection(port)
+                answer = await connection.ask(head + content)
+        except OSError:  # TimeoutError is one
+            if connection is not None:
+                connection.close()
             seen.num_failed += 1
             return
         ended_s = time.monotonic()
