@@ -23,7 +23,7 @@ from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
 from roseinfer.server.exchange import EXCHANGE, Exchange
-from roseinfer.server.scores import Columns, ScoredToken
+from roseinfer.server.scores import Columns, ScoredToken, check_num_scores
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.server.wire import GenerationBody
 from roseinfer.server.wire_answers import PromptTokensDetails, Reply, Usage, server_timing
@@ -98,6 +98,7 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
                     **limits,
                 )
             )
+    check_num_scores(requests, None if body.stream else job.num_logprobs)
     return requests
 
 

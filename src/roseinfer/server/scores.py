@@ -12,6 +12,10 @@ from itertools import islice
 
 import msgspec
 
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import Request
+from roseinfer.server.wire import MAX_KEPT_SCORES
+
 PIECE = 64  # tokens: with twenty likely ones beside each, some milliseconds
 
 
@@ -67,3 +71,16 @@ class Scores:
         for name, values in self._columns(tokens).items():
             if values:
                 parts.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
+
+
+def check_num_scores(requests: Iterable[Request], num_logprobs: int | None) -> None:
+    """Raise InvalidRequest where an answer that is kept until its end might hold more than MAX_KEPT_SCORES."""
+    if num_logprobs is None:
+        return
+    num_scores = (num_logprobs + 1) * sum(request.params.max_tokens for request in requests)
+    if num_scores > MAX_KEPT_SCORES:
+        raise InvalidRequest(
+            f"`logprobs`: the answer might have {num_scores} log-probabilities, and at most {MAX_KEPT_SCORES} are kept "
+            "until its end; ask for fewer tokens, or for a stream.",
+            param="logprobs",
+        )

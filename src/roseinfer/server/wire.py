@@ -41,6 +41,8 @@ from roseinfer.server.wire_structured import (
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_PROMPT_SCORES = 1 << 18  # in one answer: a fraction of a second of the front end, some tens of megabytes
+MAX_KEPT_SCORES = 1 << 22  # for an answer that is told at its end: some hundreds of megabytes
+_KEPT_SCORES = f"Not streamed, the most tokens of all choices times that number + 1 are at most {MAX_KEPT_SCORES}."
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
@@ -181,7 +183,10 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     ] = 16
     logprobs: Annotated[
         NumLogprobs | None,
-        Meta(description="Log-probabilities of each token, and how many of the likeliest to list beside it."),
+        Meta(
+            description="Log-probabilities of each token, and how many of the likeliest to list beside it. "
+            + _KEPT_SCORES
+        ),
     ] = None
     echo: Annotated[
         bool,
@@ -223,7 +228,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: Annotated[bool, Meta(description="Log-probabilities of each token.")] = False
     top_logprobs: Annotated[
         NumLogprobs | None,
-        Meta(description="How many of the likeliest to list beside each token; needs `logprobs`. Default: 0."),
+        Meta(
+            description="How many of the likeliest to list beside each token; needs `logprobs`. Default: 0. "
+            + _KEPT_SCORES
+        ),
     ] = None
 
 
