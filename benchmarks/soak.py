@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -205,7 +205,7 @@ async def soak(
     """Rounds of load, each with a sample after it; and what `/livez` took on both ports meanwhile, in milliseconds."""
     url, ops_url = (f"http://127.0.0.1:{port}" for port in ports)
     await wait_ready(url)
-    held, clients, probes = Held(pid, url, ops_url), Clients(url, arguments.seed), Probes(ports, PROBE_INTERVAL_S)
+    held, clients = Held(pid, url, ops_url), Clients(url, arguments.seed)
     samples: list[Sample] = []
     latencies_ms: list[float] = []
 
@@ -215,16 +215,18 @@ async def soak(
 
     print("Remembered at most: " + ", ".join(f"{what} {mib:.1f} MiB" for what, mib in memories_mib().items()))
     print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
-    end_s = time.monotonic() + arguments.minutes * 60  # a round waits for its last clients, so that rounds are no clock
-    while len(samples) < MIN_ROUNDS or time.monotonic() < end_s:
-        await probed(clients.run(arguments.round_s), arguments.round_s)
+    with closing(Probes(ports, PROBE_INTERVAL_S)) as probes:
+        end_s = (
+            time.monotonic() + arguments.minutes * 60
+        )  # a round waits for its last clients, so that rounds are no clock
+        while len(samples) < MIN_ROUNDS or time.monotonic() < end_s:
+            await probed(clients.run(arguments.round_s), arguments.round_s)
+            samples.append(await held.sample())
+            print(samples[-1].row(), flush=True)
+        flood_s = FLOOD_ROUNDS * arguments.round_s
+        await probed(clients.flood(flood_s), flood_s)
         samples.append(await held.sample())
         print(samples[-1].row(), flush=True)
-    flood_s = FLOOD_ROUNDS * arguments.round_s
-    await probed(clients.flood(flood_s), flood_s)
-    samples.append(await held.sample())
-    print(samples[-1].row(), flush=True)
-    probes.close()
     return clients, samples, latencies_ms
 
 

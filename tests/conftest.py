@@ -1,5 +1,6 @@
 """What every test may use; the rule that under ROSEINFER_REQUIRE_ALL=1 nothing is skipped; who is tried twice."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Generator
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.build import build_kernels, find_compiler
-from roseinfer.model.kernels.levels import LEVELS
+from roseinfer.model.kernels.levels import LEVELS, Level, find_built, kernels_directory
 
 # Sockets, processes and clocks: a machine that stands still for a second can fail what is right.
 _TESTS = Path(__file__).parent
@@ -58,13 +59,25 @@ def built_kernels(kernels_dir: Path) -> BuiltKernels:
         if level in refusals:
             raise refusals[level]
         try:
-            build_kernels(LEVELS[level], kernels_dir, find_compiler(require_tool("g++")))
+            with (kernels_dir / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may want the same, and compiling takes all cores
+                _take_over(LEVELS[level], kernels_dir)
+                build_kernels(LEVELS[level], kernels_dir, find_compiler(require_tool("g++")))
         except ConfigError as error:
             refusals[level] = error
             raise
         return kernels_dir
 
     return build
+
+
+def _take_over(level: Level, kernels_dir: Path) -> None:
+    """What `make setup` has compiled need not be compiled again; the name tells sources, flags and compiler."""
+    made = find_built(level, kernels_directory(None))
+    if made is not None and not (kernels_dir / made.name).exists():
+        copy = kernels_dir / "copy"
+        shutil.copyfile(made, copy)
+        copy.replace(kernels_dir / made.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,6 +14,7 @@
     │   ├── UnknownRoute     404    no such path
     │   ├── MethodNotAllowed 405    not with this method
     │   ├── BodyTimeout      408    the body did not come in time
+    │   ├── SlowReader       408    the answer was not taken in time
     │   ├── Conflict         409    the same is going on already
     │   ├── BodyTooLarge     413
     │   ├── NotJSON          415    content type or encoding we do not read
@@ -133,6 +134,13 @@ class BodyTimeout(RequestError):
 
     status = 408
     code = "body_timeout"
+
+
+class SlowReader(RequestError):
+    """The stream was read so slowly that what waited for its client became too much to keep."""
+
+    status = 408
+    code = "slow_reader"
 
 
 class Conflict(RequestError):

@@ -218,15 +218,17 @@ async def test_more_scores_than_an_answer_holds_are_refused_before_the_engine_he
 
 
 async def test_what_an_answer_keeps_until_its_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roseinfer.server.scores.MAX_KEPT_SCORES", 2 * 10 * 3)
+    monkeypatch.setattr("roseinfer.server.score_limits.MAX_KEPT_SCORES", 2 * 10 * 3)
     engine = ScriptedEngine(answers("a"))
     async with serving(engine) as server:
         fits = await server.complete(n=2, max_tokens=10, logprobs=2)
-        refused = await server.complete(n=2, max_tokens=10, logprobs=3)
-        chat = await server.chat(max_tokens=21, logprobs=True, top_logprobs=2)
-        streamed = await server.complete(n=2, max_tokens=10, logprobs=3, stream=True)
-    assert (fits.status, streamed.status) == (200, 200)
-    for answer, num_scores in ((refused, 80), (chat, 63)):
-        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", "logprobs")
-        assert f"might have {num_scores} log-probabilities, and at most 60 are kept" in answer.error["message"]
-    assert len(engine.requests) == 4
+        refused = await server.complete(n=2, max_tokens=11, logprobs=2)
+        chat = await server.chat(max_completion_tokens=21, logprobs=True, top_logprobs=2)
+        open_end = await server.chat(logprobs=True, top_logprobs=2)
+        streamed = await server.complete(n=2, max_tokens=11, logprobs=2, stream=True)
+        unscored = await server.complete(n=2, max_tokens=100)
+    assert [answer.status for answer in (fits, open_end, streamed, unscored)] == [200] * 4
+    for answer, name, most in ((refused, "max_tokens", 10), (chat, "max_completion_tokens", 20)):
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", name)
+        assert f"holds {most} tokens each of" in answer.error["message"]
+    assert [request.params.max_tokens for request in engine.requests] == [10, 10, 20, 11, 11, 100, 100]

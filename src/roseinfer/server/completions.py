@@ -14,11 +14,12 @@ from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta, Echo
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.generation import Job, respond
+from roseinfer.server.score_limits import check_prompt_scores
 from roseinfer.server.scores import ScoredToken
 from roseinfer.server.service import SERVICE
 from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import Tokenizer
-from roseinfer.server.wire import MAX_PROMPT_SCORES, MAX_PROMPTS, CompletionBody, PromptPart
+from roseinfer.server.wire import MAX_PROMPTS, CompletionBody, PromptPart
 
 
 @generates_tokens("text_completion")
@@ -32,7 +33,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     wanted = requested_grammar(body)
     await check_grammar(wanted, service.grammars)
     names, prompts = await _encode_prompts(body, text_model.tokenizer, service.client.info.max_model_len)
-    _check_scores(body, sum(map(len, prompts)))
+    if body.echo and body.logprobs is not None:
+        check_prompt_scores(sum(map(len, prompts)) * (body.best_of or body.n), body.logprobs)
     job = Job(
         body=body,
         prompts=prompts,
@@ -54,18 +56,6 @@ def _check(body: CompletionBody) -> None:
         raise InvalidRequest("`best_of` above `n` cannot be streamed: the best is known at the end.", param="best_of")
     if not body.max_tokens and not body.echo:
         raise InvalidRequest("`max_tokens` 0 needs `echo`: there would be nothing to tell.", param="max_tokens")
-
-
-def _check_scores(body: CompletionBody, num_prompt_tokens: int) -> None:
-    """That what the prompts are scored fits into an answer. Raises InvalidRequest."""
-    if body.echo and body.logprobs is not None:
-        num_scores = num_prompt_tokens * (body.best_of or body.n) * (body.logprobs + 1)
-        if num_scores > MAX_PROMPT_SCORES:
-            raise InvalidRequest(
-                f"`logprobs`: the prompts would have {num_scores} log-probabilities, and {MAX_PROMPT_SCORES} fit into "
-                "an answer; send fewer prompts at once.",
-                param="logprobs",
-            )
 
 
 def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Echo]:

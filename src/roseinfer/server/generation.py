@@ -23,7 +23,8 @@ from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
 from roseinfer.server.exchange import EXCHANGE, Exchange
-from roseinfer.server.scores import Columns, ScoredToken, check_num_scores
+from roseinfer.server.score_limits import most_tokens
+from roseinfer.server.scores import Columns, ScoredToken
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.server.wire import GenerationBody
 from roseinfer.server.wire_answers import PromptTokensDetails, Reply, Usage, server_timing
@@ -86,19 +87,15 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
     limits = _limits(body, service.config, exchange)
     requests: list[Request] = []
+    kept = None if body.stream else job.num_logprobs
+    most = most_tokens(len(job.prompts) * job.num_sequences, kept, job.max_tokens, job.limit_name)
     for name, prompt in zip(job.prompt_names, job.prompts, strict=True):
-        params = _params(job, info.sampling_defaults, info.max_model_len - len(prompt))
+        params = _params(job, info.sampling_defaults, min(most, info.max_model_len - len(prompt)))
         check_request(params, prompt, info, name, job.limit_name)
         for i in range(job.num_sequences):
-            requests.append(
-                Request(
-                    request_id=exchange.sequence_id(len(requests)),
-                    prompt_token_ids=prompt,
-                    params=msgspec.structs.replace(params, seed=(seed + i) % _SEEDS),
-                    **limits,
-                )
-            )
-    check_num_scores(requests, None if body.stream else job.num_logprobs)
+            request_id = exchange.sequence_id(len(requests))
+            seeded = msgspec.structs.replace(params, seed=(seed + i) % _SEEDS)
+            requests.append(Request(request_id=request_id, prompt_token_ids=prompt, params=seeded, **limits))
     return requests
 
 

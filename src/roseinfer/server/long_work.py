@@ -25,9 +25,15 @@ class LongWork:
 
     async def do(self, work: Callable[..., T], *arguments: object) -> T:
         """What the work returns or raises, after all that was asked for before. Never begun, if cancelled before."""
-        async with self._turn:
+        await self._turn.acquire()
+        try:
             await asyncio.sleep(max(0.0, self._is_rested_at_s - time.monotonic()))
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, work, *arguments)
+            done = asyncio.get_running_loop().run_in_executor(self._thread, self._do, work, *arguments)
+        except BaseException:
+            self._turn.release()
+            raise
+        done.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(done)  # whoever goes away leaves the thread at work, and the next one waits for it
 
     def _do(self, work: Callable[..., T], *arguments: object) -> T:
         began_s = time.monotonic()

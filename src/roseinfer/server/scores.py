@@ -12,10 +12,6 @@ from itertools import islice
 
 import msgspec
 
-from roseinfer.errors import InvalidRequest
-from roseinfer.messages import Request
-from roseinfer.server.wire import MAX_KEPT_SCORES
-
 PIECE = 64  # tokens: with twenty likely ones beside each, some milliseconds
 
 
@@ -52,17 +48,17 @@ class Scores:
         self._encode_into(self._parts, (token,))
 
     async def encode(self) -> msgspec.Raw:
-        """The object; once, since a prompt's scores are there once."""
+        """The object, once: what has been told is not kept."""
         parts: dict[str, list[bytes]] = {}
         tokens = iter(self._prompt)
         while piece := list(islice(tokens, PIECE)):
             self._encode_into(parts, piece)
             await asyncio.sleep(0)
         if self.num_tokens > PIECE:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the join of one choice may take as long as a piece of another
         told: list[bytes] = []  # one join at the end: an answer may be ten megabytes long
         for name, nothing in self._columns(()).items():
-            column = b",".join(parts.get(name, []) + self._parts.get(name, []))
+            column = b",".join(parts.pop(name, []) + self._parts.pop(name, []))
             told += [b"," if told else b"{", msgspec.json.encode(name), b":"]
             told += [b"null"] if nothing is None else [b"[", column, b"]"]
         return msgspec.Raw(b"".join([*told, b"}"]))
@@ -71,16 +67,3 @@ class Scores:
         for name, values in self._columns(tokens).items():
             if values:
                 parts.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
-
-
-def check_num_scores(requests: Iterable[Request], num_logprobs: int | None) -> None:
-    """Raise InvalidRequest where an answer that is kept until its end might hold more than MAX_KEPT_SCORES."""
-    if num_logprobs is None:
-        return
-    num_scores = (num_logprobs + 1) * sum(request.params.max_tokens for request in requests)
-    if num_scores > MAX_KEPT_SCORES:
-        raise InvalidRequest(
-            f"`logprobs`: the answer might have {num_scores} log-probabilities, and at most {MAX_KEPT_SCORES} are kept "
-            "until its end; ask for fewer tokens, or for a stream.",
-            param="logprobs",
-        )

@@ -25,7 +25,7 @@ from roseinfer.server.tokenizer_config import TokenizerConfig
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
 LONG_CHARS = 128 * 1024  # encoding takes a few hundred bytes of memory for each token: longer texts wait for each other
-_LONG_NICENESS = 10  # a tenth of the weight of other threads: a second of encoding is a second of the event loop's core
+_LONG_NICENESS = 10  # more than the event loop, which so has ten times the weight where processors are too few
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Tokenizer:
         self._inner = inner
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
-        # What of a long text's work needs no GIL; the rest of it would keep everybody waiting, at a lower priority.
+        # For what needs no GIL alone: whoever has that at a lower priority keeps everybody waiting.
         nicer = partial(be_nicer_in_this_thread, _LONG_NICENESS)
         self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="long-encode", initializer=nicer)
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)

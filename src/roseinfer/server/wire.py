@@ -41,8 +41,8 @@ from roseinfer.server.wire_structured import (
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_PROMPT_SCORES = 1 << 18  # in one answer: a fraction of a second of the front end, some tens of megabytes
-MAX_KEPT_SCORES = 1 << 22  # for an answer that is told at its end: some hundreds of megabytes
-_KEPT_SCORES = f"Not streamed, the most tokens of all choices times that number + 1 are at most {MAX_KEPT_SCORES}."
+MAX_KEPT_SCORES = 1 << 20  # until the end of an answer that is not streamed: a hundred megabytes
+_KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences is at most {MAX_KEPT_SCORES}."
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]

@@ -99,3 +99,23 @@ async def test_what_nobody_waits_for_any_more_is_not_begun(work: LongWork) -> No
     may_end.set()
     await asyncio.gather(*pieces, return_exceptions=True)
     assert begun == [0, 2]
+
+
+async def test_who_leaves_while_a_piece_is_done_leaves_the_rest_to_the_next(work: LongWork) -> None:
+    has_begun, may_end, ended_s = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        has_begun.set()
+        may_end.wait(10)
+        time.sleep(0.02)
+        ended_s.append(time.monotonic())
+        raise ValueError("nobody hears of it")
+
+    leaving = asyncio.create_task(work.do(first))
+    await asyncio.to_thread(has_begun.wait, 10)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    following = asyncio.create_task(work.do(time.monotonic))
+    may_end.set()
+    assert await following - ended_s[0] >= 0.02
