@@ -230,5 +230,5 @@ async def test_what_an_answer_keeps_until_its_end_is_bounded(monkeypatch: pytest
     assert [answer.status for answer in (fits, open_end, streamed, unscored)] == [200] * 4
     for answer, name, most in ((refused, "max_tokens", 10), (chat, "max_completion_tokens", 20)):
         assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", name)
-        assert f"holds {most} tokens each of" in answer.error["message"]
+        assert f"at most {most} tokens of each of" in answer.error["message"]
     assert [request.params.max_tokens for request in engine.requests] == [10, 10, 20, 11, 11, 100, 100]

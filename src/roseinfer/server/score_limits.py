@@ -27,8 +27,8 @@ def most_tokens(num_sequences: int, num_logprobs: int | None, max_tokens: int | 
     most = max(1, MAX_KEPT_SCORES // (num_sequences * (num_logprobs + 1)))
     if max_tokens is not None and max_tokens > most:
         raise InvalidRequest(
-            f"`{name}`: with so many log-probabilities an answer that is not streamed holds {most} tokens each of "
-            f"{num_sequences} sequences, and {max_tokens} are asked for.",
+            f"`{name}`: an answer that is not streamed holds, with so many log-probabilities, at most {most} tokens of "
+            f"each of {num_sequences} sequences, and {max_tokens} are asked for.",
             param=name,
         )
     return most
