@@ -75,6 +75,7 @@ class LLM:
         self._streams: dict[str, Stream] = {}  # until their last piece is taken; touched by callers' threads only
         self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of the streams that have left
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
         self._tokenize_workers = tokenize_workers
         self._encoding = asyncio.Semaphore(tokenize_workers)
         self._places = None if max_inflight is None else threading.BoundedSemaphore(max_inflight)
@@ -85,10 +86,11 @@ class LLM:
             thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
             thread.start()
             undo.callback(self._end_loop, thread)
+            used = undo.enter_context(ExitStack())  # by requests, so it is closed when those have ended
             undo.callback(lambda: self._call(self._stop()))
             self.info: EngineInfo = self._call(self._client.start(on_progress))
-            self.tokenizer = undo.enter_context(closing(Tokenizer.load(Path(self.info.checkpoint_dir))))
-            self._checker = undo.enter_context(closing(GrammarChecker(self.config.structured, lambda: self.info)))
+            self.tokenizer = used.enter_context(closing(Tokenizer.load(Path(self.info.checkpoint_dir))))
+            self._checker = used.enter_context(closing(GrammarChecker(self.config.structured, lambda: self.info)))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -253,12 +255,14 @@ class LLM:
     # --- on the loop ------------------------------------------------------------------------------------------------
 
     def _launch(self, streams: Sequence[Stream]) -> None:
+        if self._is_stopping:
+            return  # `_end_loop` tells them
         for stream in streams:
             self._client.open_timeline(stream.timeline)
         task = self._loop.create_task(self._drive(streams))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of which all were told
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # told or logged by `_drive`
 
     async def _drive(self, streams: Sequence[Stream]) -> None:
         by_id = {stream.timeline.request_id: stream for stream in streams}
@@ -271,7 +275,7 @@ class LLM:
                     for output in outputs:
                         self._route(by_id[output.request_id], output)
         finally:  # whatever happened, nobody waits for ever
-            error = as_told(sys.exception())
+            error = as_told(sys.exception(), streams)
             failure = FinishReason.REJECTED if isinstance(error, RequestError) else FinishReason.ERROR
             for stream in streams:
                 self._finish(stream, FinishReason.ABORT if error is None else failure, error)
@@ -281,13 +285,7 @@ class LLM:
             async with self._encoding:
                 [token_ids] = await self.tokenizer.encode([stream.prompt], add_special_tokens=True)
                 self._check(stream, token_ids)
-        assert not isinstance(stream.prompt, str)
-        return Request(
-            request_id=stream.timeline.request_id,
-            prompt_token_ids=stream.prompt,
-            params=stream.params,
-            cache_salt=stream.cache_salt,
-        )
+        return stream.request
 
     def _route(self, stream: Stream, output: TokenOutput) -> None:
         if stream.is_finished:  # it ended at a stop string; the engine's last word on it comes later
@@ -332,6 +330,7 @@ class LLM:
             self._places.release()
 
     async def _stop(self) -> None:
+        self._is_stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -343,6 +342,6 @@ class LLM:
         thread.join()
         self._loop.close()
         for stream in self._streams.values():
-            if not stream.is_finished:  # submitted so late that the loop never saw it
+            if not stream.is_finished:  # submitted so late that it was not begun
                 stream.is_finished = True
                 stream.end(EngineDead("The engine was stopped."))

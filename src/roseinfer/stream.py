@@ -4,14 +4,17 @@ The loop's thread fills it; whoever submitted it empties it.
 """
 
 import asyncio
-from collections.abc import Generator
+import logging
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from roseinfer.errors import EngineError, RoseinferError
-from roseinfer.messages import SamplingParams
+from roseinfer.messages import Request, SamplingParams
 from roseinfer.records import RequestTimeline
 from roseinfer.server.choice import Choice, Delta
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,6 +34,17 @@ class Stream:
     def timeline(self) -> RequestTimeline:
         return self.choice.timeline
 
+    @property
+    def request(self) -> Request:
+        """What the engine is asked, once the prompt is token ids."""
+        assert not isinstance(self.prompt, str)
+        return Request(
+            request_id=self.timeline.request_id,
+            prompt_token_ids=self.prompt,
+            params=self.params,
+            cache_salt=self.cache_salt,
+        )
+
     def put(self, delta: Delta) -> None:
         self._deltas.put(delta)
 
@@ -47,15 +61,18 @@ class Stream:
             raise delta
 
 
-def as_told(raised: BaseException | None) -> RoseinferError | None:
+def as_told(raised: BaseException | None, streams: Iterable[Stream]) -> RoseinferError | None:
     """What whoever waits is told: of a mistake of ours all that there is, as the cause of an EngineError.
 
-    None for what is no mistake: nothing was raised, or the request was cancelled.
+    None for what is no mistake: nothing was raised, or the requests were cancelled. Where all of them have ended nobody
+    waits, and it is logged instead.
     """
-    if raised is None or isinstance(raised, RoseinferError):
-        return raised
-    if isinstance(raised, asyncio.CancelledError):
+    if raised is None or isinstance(raised, asyncio.CancelledError):
         return None
+    if all(stream.is_finished for stream in streams):
+        _log.error("something failed when its requests had ended", exc_info=raised)
+    if isinstance(raised, RoseinferError):
+        return raised
     error = EngineError(f"The request met an unforeseen {type(raised).__name__}.")
     error.__cause__ = raised
     return error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import tokenizers
 
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.errors import EngineDead, EngineError, RequestTimeout, SequenceFailed
@@ -15,6 +16,8 @@ from roseinfer.llm import LLM
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.server.choice import Choice
+from roseinfer.server.tokenizer import LONG_CHARS
+from roseinfer.stream import Stream
 from tests.integration.fake_llm import greedy, until, use_fake_engine, write_tokenizer
 
 
@@ -60,6 +63,45 @@ def test_who_comes_after_close_is_told(engines: list[AsyncEngine], monkeypatch: 
     ):
         with pytest.raises(EngineDead, match="was stopped"):
             call()
+
+
+def test_close_aborts_what_is_being_tokenised(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is closed when nobody needs it any more: what its threads do then is nobody's error."""
+    llm = LLM(tokenize_workers=1)
+    tokenizer, has_begun, is_closed = llm.tokenizer, threading.Event(), threading.Event()
+    close = tokenizer.close
+
+    def encode(*_: object) -> list[tokenizers.Encoding]:
+        has_begun.set()
+        assert is_closed.wait(10)
+        return []
+
+    def close_and_wait() -> None:
+        close()
+        is_closed.set()
+        until(lambda: timeline.finish_reason is not None)
+
+    monkeypatch.setattr(tokenizer, "_encode_batches", encode)
+    monkeypatch.setattr(tokenizer, "close", close_and_wait)
+    request_id = llm.submit("x" * (LONG_CHARS + 1), greedy(5))
+    timeline = llm.timeline(request_id)
+    assert has_begun.wait(10)
+    llm.close()
+    assert (list(llm.stream(request_id)), timeline.finish_reason) == ([], FinishReason.ABORT)
+
+
+def test_what_comes_while_it_closes_is_told(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(tokenize_workers=1)
+    close, late = llm.tokenizer.close, []
+
+    def submit_and_close() -> None:
+        late.append(llm.submit("Hello", greedy(5)))
+        close()
+
+    monkeypatch.setattr(llm.tokenizer, "close", submit_and_close)
+    llm.close()
+    with pytest.raises(EngineDead, match="was stopped"):
+        llm.result(late[0])
 
 
 def test_a_start_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -113,6 +155,25 @@ def test_what_nobody_foresaw_is_told_to_whom_it_happened_alone(
         again = [llm.submit("others", greedy(2)) for _ in range(3)]  # every place came back
         assert [len(llm.result(request_id).token_ids) for request_id in again] == [2, 2, 2]
         until(lambda: not llm._tasks)
+
+
+def test_what_nobody_foresaw_is_logged_where_all_have_ended(
+    engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    route = LLM._route
+
+    def route_and_fail(llm: LLM, stream: Stream, output: TokenOutput) -> None:
+        route(llm, stream, output)
+        if stream.is_finished:
+            raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(LLM, "_route", route_and_fail)
+    with LLM() as llm:
+        assert len(llm.result(llm.submit("Hello", greedy(3))).token_ids) == 3
+        until(lambda: not llm._tasks)
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("roseinfer.stream", "ERROR")
+    assert "a mistake of ours" in caplog.text
 
 
 def test_what_nobody_foresaw_before_the_engine_heard_of_it_is_told(

@@ -9,7 +9,7 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.explain import stories
 from roseinfer.explain.knobs import knob_for, meaning_of
 from roseinfer.explain.modes import Mode, find_modes
-from roseinfer.explain.shares import LEAST_GAPS, CauseShare, Parts, Without
+from roseinfer.explain.shares import CauseShare, Parts, Without
 from roseinfer.explain.stories import Story
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.recording import Recording
@@ -19,6 +19,7 @@ Timing = Literal["wire", "engine", "ledger"]
 """Of writes, of tokens, or of whole requests: then a gap is the average one of a request."""
 
 NUM_STORIES = 5
+_MOST_OTHER_VOTES = 0.1  # of gaps that are not slow; more say something of their own. Of nine, one is too many
 _WORTH_A_KNOB = 0.05  # share of p99 - p50 below which turning something would not be noticed
 
 
@@ -43,7 +44,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_gaps: int
     num_slow_gaps: int
-    has_few_slow_gaps: bool  # fewer than vote on the shares: the causes are in part those of gaps that are not slow
+    num_votes: int  # gaps that have one on the shares: those around p99, of which the slowest are no part
+    num_slow_votes: int  # of them are slow
+    has_few_slow_gaps: bool  # among those: the causes are in part, or all, those of gaps that are not slow
     p50_s: float
     p99_s: float
     widest_s: float
@@ -63,7 +66,7 @@ def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timin
     parts = Parts(gaps)
     causes = parts.shares()
     unknown = [share for share in causes if share.cause is Cause.UNKNOWN]
-    num_slow = sum(gap.is_slow for gap in gaps)
+    num_votes, num_slow_votes = len(parts.votes.is_slow), int(parts.votes.is_slow.sum())
     return Explanation(
         source=source,
         clock=clock,
@@ -72,8 +75,10 @@ def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timin
         span_s=(max(gap.end_ns for gap in gaps) - min(gap.start_ns for gap in gaps)) / 1e9,
         num_requests=len({gap.serial for gap in gaps}),
         num_gaps=len(gaps),
-        num_slow_gaps=num_slow,
-        has_few_slow_gaps=num_slow < LEAST_GAPS,
+        num_slow_gaps=sum(gap.is_slow for gap in gaps),
+        num_votes=num_votes,
+        num_slow_votes=num_slow_votes,
+        has_few_slow_gaps=num_votes - num_slow_votes > _MOST_OTHER_VOTES * num_votes,
         p50_s=parts.p50_s,
         p99_s=parts.p99_s,
         widest_s=float(parts.durations_s[-1]),

@@ -11,6 +11,7 @@ overlap in a gap save less one by one than together, so the savings need not add
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,11 +22,12 @@ from roseinfer.observe.recording import CAUSES
 from roseinfer.records import Cause
 
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 _MIDDLE = (0.4, 0.6)
 _TAIL = 0.99
 _TAIL_WIDTH = 0.005
-LEAST_GAPS = 9  # that vote; where fewer are slow, others have a vote too
+_LEAST_GAPS = 9  # that vote; where fewer are slow, others have a vote too
 
 
 class CauseShare(msgspec.Struct, frozen=True):
@@ -44,6 +46,13 @@ class Without(msgspec.Struct, frozen=True):
     saved_s: float
 
 
+class Votes(NamedTuple):
+    """Of the gaps around p99 with anything above the usual: excess [gaps, causes] in ns, is_slow [gaps]."""
+
+    excess: FloatArray
+    is_slow: BoolArray
+
+
 class Parts:
     """Gaps as a table, in the order of their durations: durations [gaps] in seconds, parts [gaps, causes] in ns."""
 
@@ -58,26 +67,29 @@ class Parts:
         order = durations.argsort(kind="stable")
         self.durations_s: FloatArray = durations[order]
         self._table: FloatArray = table[order]
+        is_slow: BoolArray = np.array([gap.is_slow for gap in gaps])[order]
         self.p50_s, self.p99_s = (float(value) for value in np.quantile(durations, (0.5, _TAIL)))
-        self._usual: FloatArray = self._between(*_MIDDLE).mean(axis=0)
+        self._usual: FloatArray = self._table[self._between(*_MIDDLE)].mean(axis=0)
+        tail = self._between(_TAIL - _TAIL_WIDTH, _TAIL + _TAIL_WIDTH)
+        excess = self._table[tail] - self._usual
+        excess[excess < 1] = 0  # less than a nanosecond is rounding
+        has_vote = excess.any(axis=1)
+        self.votes = Votes(excess[has_vote], is_slow[tail][has_vote])
 
-    def _between(self, low: float, high: float) -> FloatArray:
-        """The parts, [gaps, causes], of the gaps between two ranks."""
+    def _between(self, low: float, high: float) -> slice:
+        """The gaps between two ranks."""
         count = len(self.durations_s)
-        wanted = min(count, max(LEAST_GAPS, math.ceil((high - low) * count)))
+        wanted = min(count, max(_LEAST_GAPS, math.ceil((high - low) * count)))
         begin = round((low + high) / 2 * (count - 1) - (wanted - 1) / 2)
         begin = min(max(begin, 0), count - wanted)
-        return self._table[begin : begin + wanted]
+        return slice(begin, begin + wanted)
 
     def shares(self) -> list[CauseShare]:
         """Each cause with a share, the largest first; nothing where p99 is no longer than p50."""
-        excess = self._between(_TAIL - _TAIL_WIDTH, _TAIL + _TAIL_WIDTH) - self._usual
-        excess[excess < 1] = 0  # less than a nanosecond is rounding
-        totals = excess.sum(axis=1)
-        spread_s, has_vote = self.p99_s - self.p50_s, totals > 0
-        if spread_s <= 0 or not has_vote.any():
+        excess, spread_s = self.votes.excess, self.p99_s - self.p50_s
+        if spread_s <= 0 or not len(excess):
             return []
-        shares = (excess[has_vote] / totals[has_vote, None]).mean(axis=0)
+        shares = (excess / excess.sum(axis=1, keepdims=True)).mean(axis=0)
         found = [
             CauseShare(cause, float(share) * spread_s, float(share))
             for cause, share in zip(CAUSES, shares, strict=True)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from roseinfer.explain.durations import ms, percent
 from roseinfer.explain.explanation import Explanation, KnobAdvice
-from roseinfer.explain.shares import LEAST_GAPS
 from roseinfer.explain.stories import Story
 
 _WIDTH = 100
@@ -56,7 +55,7 @@ def _causes(found: Explanation) -> Iterator[str]:
         yield "p99 is no longer than p50: there is no tail to explain."
         return
     if found.has_few_slow_gaps:
-        yield _few_slow_gaps(found.num_slow_gaps)
+        yield _few_slow_gaps(found)
     yield f"p99 - p50 = {ms(found.p99_s - found.p50_s)} went to"
     for share, without in zip(found.causes, found.without, strict=True):
         if share.share < 0.005:
@@ -65,11 +64,14 @@ def _causes(found: Explanation) -> Iterator[str]:
         yield f"  {share.cause:<20} {part}   p99 without it {ms(without.p99_s)}"
 
 
-def _few_slow_gaps(number: int) -> str:
-    if not number:
+def _few_slow_gaps(found: Explanation) -> str:
+    number = found.num_slow_votes
+    if not found.num_slow_gaps:
         return "No gap is slow: what follows is about gaps that are not."
-    are_slow = "1 gap is slow" if number == 1 else f"{number} gaps are slow"
-    return f"Only {are_slow}, fewer than {LEAST_GAPS}: what follows is in part about gaps that are not."
+    if not number:
+        return f"Of the {found.num_votes} gaps around p99 none is slow: what follows is about gaps that are not."
+    are_slow = "1 is slow" if number == 1 else f"{number} are slow"
+    return f"Of the {found.num_votes} gaps around p99 only {are_slow}: what follows is in part about gaps that are not."
 
 
 def _story(story: Story) -> Iterator[str]:

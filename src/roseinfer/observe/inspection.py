@@ -133,7 +133,8 @@ class Inspection:
         """Request id -> how many requests are before it, for those that wait.
 
         Of the requests without a token that the engine had by the end of its last step, the last ones in the queue's
-        order are those that wait; whatever came later waits too.
+        order are those that wait; whatever came later waits too. That is a guess by `priority` and `pack`: a patient
+        one may be computed since before the urgent one came that waits.
         """
         entered = [timeline for timeline in self._recorder.in_flight if stage_of(timeline) == "in_engine"]
         entered.sort(key=self._turn_ns)

@@ -1,32 +1,47 @@
 """What a report says of itself before its figures."""
 
-from pathlib import Path
-
 import pytest
 
-from roseinfer.cli import main
 from roseinfer.explain import text
 from roseinfer.explain.explanation import explain
+from roseinfer.observe.causes import Gap
 from roseinfer.records import Cause
 from tests.unit.explain.gaps import make_gap
-from tests.unit.explain.test_command import explained, interfered
+from tests.unit.explain.test_command import interfered
+
+
+def gaps_of(num_gaps: int, num_slow: int) -> list[Gap]:
+    """Of so many gaps so many waited for a prompt; of the others no two are equally long."""
+    ordinary = [make_gap({Cause.DECODE: 9.0 + number / num_gaps}) for number in range(num_gaps - num_slow)]
+    return ordinary + [make_gap({Cause.DECODE: 9.0, Cause.PREFILL_OF_OTHERS: 30.0})] * num_slow
+
+
+IN_PART, NOT = "what follows is in part about gaps that are not.", "what follows is about gaps that are not."
 
 
 @pytest.mark.parametrize(
-    ("num_newcomers", "words"),
-    [(2, "Only 8 gaps are slow, fewer than 9: what follows is in part about gaps that are not."), (3, "")],
+    ("num_gaps", "num_slow", "words"),
+    [
+        (100, 1, f"Of the 9 gaps around p99 only 1 is slow: {IN_PART}"),
+        (100, 8, f"Of the 9 gaps around p99 only 8 are slow: {IN_PART}"),
+        (100, 9, ""),
+        (2000, 12, f"Of the 21 gaps around p99 only 2 are slow: {IN_PART}"),
+        (5000, 20, f"Of the 51 gaps around p99 none is slow: {NOT}"),
+        (20_000, 90, f"Of the 201 gaps around p99 none is slow: {NOT}"),
+        (20_000, 270, f"Of the 201 gaps around p99 only 170 are slow: {IN_PART}"),
+        (20_000, 290, ""),
+    ],
 )
-def test_few_slow_gaps_are_told(
-    num_newcomers: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each newcomer makes four. They are told before the causes are."""
-    file = tmp_path / "few.npz"
-    interfered(num_newcomers).save(file)
-    assert main(["explain", str(file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_few_slow_gaps_among_those_that_vote_are_told(num_gaps: int, num_slow: int, words: str) -> None:
+    """Before the causes are; and of slow gaps the causes are what was planted."""
+    explanation = explain(gaps_of(num_gaps, num_slow), interfered(0), "here", "engine")
+    lines = list(text.lines(explanation))
     [before] = [lines[index - 1] for index, line in enumerate(lines) if line.startswith("p99 - p50 = ")]
     assert before == words
-    assert explained(capsys, str(file))["has_few_slow_gaps"] is bool(words)
+    assert explanation.has_few_slow_gaps is bool(words)
+    shares = {share.cause: share.share for share in explanation.causes}
+    of_slow = explanation.num_slow_votes / explanation.num_votes
+    assert shares.get(Cause.PREFILL_OF_OTHERS, 0.0) == pytest.approx(of_slow)
 
 
 def test_without_a_slow_gap_that_is_told() -> None:

@@ -17,6 +17,12 @@ def tokens(count: int) -> list[ScoredToken]:
     return [ScoredToken(b"t%d" % index, index, -index / 7, LIKELY) for index in range(count)]
 
 
+def with_prompt(num_prompt: int, num_generated: int) -> list[ScoredToken]:
+    """Of a prompt the first has nothing before it, and so no log-probability."""
+    first = [ScoredToken(b"first", 0, None, None)] if num_prompt else []
+    return first + tokens(num_prompt - len(first) + num_generated)
+
+
 async def told(columns: Columns, prompt: Sequence[ScoredToken], generated: Sequence[ScoredToken]) -> object:
     scores = Scores(columns)
     scores.add_prompt(iter(prompt))
@@ -30,7 +36,7 @@ async def told(columns: Columns, prompt: Sequence[ScoredToken], generated: Seque
 @pytest.mark.parametrize("num_prompt", [0, 1, PIECE, PIECE + 1, 3 * PIECE])
 @pytest.mark.parametrize("num_generated", [0, 1, PIECE + 1])
 async def test_the_object_is_that_of_all_tokens_at_once(columns: Columns, num_prompt: int, num_generated: int) -> None:
-    scored = tokens(num_prompt + num_generated)
+    scored = with_prompt(num_prompt, num_generated)
     in_pieces = await told(columns, scored[:num_prompt], scored[num_prompt:])
     assert in_pieces == msgspec.json.decode(msgspec.json.encode(columns(scored)))
 

@@ -88,13 +88,19 @@ using Sums = typename OfWords<T>::Sums;
 // sum + x * weight, in each lane: of a word's one product, its two or its four.
 template <typename T>
 inline __attribute__((always_inline)) Sums<T> add_product(Sums<T> sum, Floats x, Floats weight) {
-    if constexpr (sizeof(T) == sizeof(float)) return multiply_add(x, weight, sum);
+    if constexpr (sizeof(T) == sizeof(float)) {
+        return multiply_add(x, weight, sum);
 #ifdef __AVX512VNNI__
-    if constexpr (sizeof(T) == 1) return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weight);
+    } else if constexpr (sizeof(T) == 1) {
+        return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weight);
 #endif
 #ifdef __AVX512BF16__
-    if constexpr (sizeof(T) == 2) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
+    } else if constexpr (sizeof(T) == 2) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
 #endif
+    } else {
+        static_assert(sizeof(T) == 0, "this level has no product of such words");
+    }
 }
 
 template <typename T, int num_rows>
