@@ -259,7 +259,7 @@ def main() -> int:
         f"{clients.statuses.total()} exchanges, {clients.num_server_errors} answers 5xx, growth after the warm-up: "
         f"front end {growth(steady, 'front_end_mib'):+.1f} MiB, engine {growth(steady, 'engine_mib'):+.1f} MiB; "
         f"/livez p50 {statistics.median(all_ms):.1f}, p99 {np.percentile(all_ms, 99):.1f} ms of {len(all_ms)}, "
-        f"slowest {max(latencies_ms[0]):.1f} in the first round, in which processes start, and {max(later_ms):.1f} later"
+        f"slowest {max(latencies_ms[0]):.1f} in the first round, when processes start, and {max(later_ms):.1f} later"
     )
     print("\n".join(found) or "flat")
     return 1 if found else 0
