@@ -188,10 +188,12 @@ async def test_forced_calls_are_a_grammar(choice: object, is_parallel: bool, nam
         (f"Wait.\n{CALL}\n{CALL}", "Wait.", [("f", {"a": 1})] * 2, "tool_calls"),
         ('<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', ..., [], "stop"),
         ("<tool_call>[1, 2]</tool_call> <tool", ..., [], "stop"),
+        ('<tool_call>{"arguments": "x", "name": "f"}</tool_call>', ..., [], "stop"),
         ("a < b <tool_cal", ..., [], "stop"),
         ("Wait. <tool_call>", "Wait.", [], "stop"),
         ('<tool_call>\n{"name": "', None, [], "stop"),
         (f'{CALL}\n<tool_call>\n{{"name"', None, [("f", {"a": 1})], "tool_calls"),
+        ('<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}', None, [("f", {})], "tool_calls"),
     ],
 )
 async def test_calls_are_found_the_same_whole_and_streamed(

@@ -89,8 +89,8 @@ class _Call:
             self._name_raw += piece.text
             if piece.is_last:
                 self._name = _text_of(self._name_raw)
-                self.is_refused = self._name not in self._names
-        elif piece.key in _ARGUMENT_KEYS and self._key in {None, piece.key}:
+                self.is_refused = self.is_refused or self._name not in self._names
+        elif piece.key in _ARGUMENT_KEYS and self._key in {None, piece.key} and not self.has_arguments:
             if self._key is None and not piece.text.startswith("{"):
                 self.is_refused = True
             self._key = piece.key
