@@ -25,6 +25,8 @@ HERMES = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %}"
     "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}{% endfor %}"
 )
+LLAMA = HERMES.replace("<tool_call>", '{"name": "", "parameters": 1}')
+NAMED = {"type": "function", "function": {"name": "f"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -186,7 +188,12 @@ async def test_forced_calls_are_a_grammar(choice: object, is_parallel: bool, nam
         (f"Wait.\n{CALL}\n{CALL}", "Wait.", [("f", {"a": 1})] * 2, "tool_calls"),
         ('<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', ..., [], "stop"),
         ("<tool_call>[1, 2]</tool_call> <tool", ..., [], "stop"),
+        ('<tool_call>{"arguments": "x", "name": "f"}</tool_call>', ..., [], "stop"),
         ("a < b <tool_cal", ..., [], "stop"),
+        ("Wait. <tool_call>", "Wait.", [], "stop"),
+        ('<tool_call>\n{"name": "', None, [], "stop"),
+        (f'{CALL}\n<tool_call>\n{{"name"', None, [("f", {"a": 1})], "tool_calls"),
+        ('<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}', None, [("f", {})], "tool_calls"),
     ],
 )
 async def test_calls_are_found_the_same_whole_and_streamed(
@@ -272,6 +279,47 @@ async def test_a_call_that_was_cut_short_says_so() -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+@pytest.mark.parametrize(
+    ("stop", "arguments", "reason"),
+    [("}", '{"a": 1', "stop"), ("1}", '{"a": ', "stop"), ("}\n", '{"a": 1}', "tool_calls")],
+)
+async def test_a_call_that_a_stop_string_cut_is_not_told_as_whole(
+    choice: object, stop: str, arguments: str, reason: str
+) -> None:
+    """Clients decode the arguments where the reason is `tool_calls`."""
+    body: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "stop": [stop]}
+    [whole] = (await ask(ScriptedEngine(says(CALL)), **body)).json["choices"]
+    [call] = whole["message"]["tool_calls"]
+    assert (call["function"]["arguments"], whole["finish_reason"]) == (arguments, reason)
+    streamed = await ask(ScriptedEngine(says(CALL)), **body, stream=True)
+    assert told(streamed.events) == ("", [{"name": "f", "arguments": arguments}], reason)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize(("choice", "template"), [("required", HERMES), (NAMED, HERMES), (NAMED, LLAMA)])
+async def test_forced_calls_are_never_text_wherever_they_are_cut(
+    choice: object, template: str, reason: FinishReason
+) -> None:
+    text = CALL if template == HERMES else '{"name": "f", "parameters": {"a": 1}}'
+    text += f"\n{CALL}" * (choice == "required")
+
+    def reply(request: Request) -> Iterable[TokenOutput]:
+        return says(text[: request.params.seed], reason)(request)
+
+    async with serving(ScriptedEngine(reply), text=text_model(template=template)) as server:
+        server.service.grammars = Checks()
+        for cut in range(1, len(text) + 1):
+            body: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "seed": cut}
+            [whole] = (await server.chat(**body)).json["choices"]
+            assert whole["message"]["content"] is None, text[:cut]
+            calls = [call["function"] for call in whole["message"].get("tool_calls", [])]
+            are_whole = bool(calls) and calls[-1]["arguments"] == '{"a": 1}'
+            assert whole["finish_reason"] == ("tool_calls" if are_whole and reason == "stop" else reason), text[:cut]
+            streamed = await server.chat(**body, stream=True)
+            assert told(streamed.events) == ("", calls, whole["finish_reason"]), text[:cut]
+
+
 async def test_one_call_where_several_are_not_wanted() -> None:
     answer = await ask(
         ScriptedEngine(says(f"{CALL}\n{CALL} bye", FinishReason.STOP)), tools=[TOOL], parallel_tool_calls=False
@@ -290,10 +338,11 @@ async def test_choices_have_calls_of_their_own() -> None:
 
 
 async def test_llama_writes_a_bare_object() -> None:
-    template = HERMES.replace("<tool_call>", '{"name": "", "parameters": 1}')
     text = '{"name": "f", "parameters": {"a": 2}}'
-    answer = await ask(ScriptedEngine(says(text, FinishReason.STOP)), template=template, tools=[TOOL])
+    answer = await ask(ScriptedEngine(says(text, FinishReason.STOP)), template=LLAMA, tools=[TOOL])
     [call] = answer.json["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": '{"a": 2}'}
-    said = await ask(ScriptedEngine(says('{"b": 1} is it', FinishReason.STOP)), template=template, tools=[TOOL])
-    assert said.json["choices"][0]["message"]["content"] == '{"b": 1} is it'
+    for text in ('{"b": 1} is it', '{"name": "', '{"b": 1', '{"name": "f", "par'):
+        said = await ask(ScriptedEngine(says(text, FinishReason.STOP)), template=LLAMA, tools=[TOOL])
+        is_text = '"f"' not in text  # it may be an answer in JSON
+        assert said.json["choices"][0]["message"]["content"] == (text if is_text else None)

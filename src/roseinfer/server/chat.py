@@ -135,8 +135,10 @@ class ToolDialect(ChatDialect):
         return msgspec.json.encode(told) if told else NOTHING
 
     def finish_reason(self, delta: Delta) -> str | None:
-        has_calls = self._parsers[delta.choice.index].num_calls > 0
-        return "tool_calls" if has_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
+        parser = self._parsers[delta.choice.index]
+        # Who reads `tool_calls` runs them, so it is not said of arguments that a stop string cut.
+        has_whole_calls = parser.num_calls > 0 and not parser.is_cut
+        return "tool_calls" if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
 
     def message(self, delta: Delta) -> dict[str, Any]:
         content, calls = self._read(delta)

@@ -56,6 +56,7 @@ class _Call:
     def __init__(self, index: int, names: Collection[str]) -> None:
         self.is_told = False  # its id and name are out
         self.is_refused = False  # it is no call of a function that is there
+        self.has_arguments = False  # from their first brace to their last
         self.raw = ""  # until it is told
         self.scanner = ObjectScanner()
         self._index = index
@@ -65,6 +66,11 @@ class _Call:
         self._arguments = ""  # not told yet
         self._key: str | None = None  # that the arguments stand under
 
+    @property
+    def is_named(self) -> bool:
+        """It has the name of a function that is there."""
+        return self._name is not None and not self.is_refused
+
     def feed(self, text: str, parts: Parts) -> str:
         """Take text. Returns what lies behind the call."""
         if not self.is_told:
@@ -72,8 +78,7 @@ class _Call:
         pieces, rest = self.scanner.feed(text)
         for piece in pieces:
             self._take(piece)
-        is_whole = self.scanner.is_done and not self.is_refused and self._name is not None
-        if not self.is_refused and self._name is not None and (self._key is not None or is_whole):
+        if self.is_named and (self._key is not None or self.scanner.is_done):
             self._tell(parts)
         elif self.scanner.is_done or self.scanner.is_malformed:
             self.is_refused = self.is_refused or not self.is_told
@@ -84,12 +89,13 @@ class _Call:
             self._name_raw += piece.text
             if piece.is_last:
                 self._name = _text_of(self._name_raw)
-                self.is_refused = self._name not in self._names
-        elif piece.key in _ARGUMENT_KEYS and self._key in {None, piece.key}:
+                self.is_refused = self.is_refused or self._name not in self._names
+        elif piece.key in _ARGUMENT_KEYS and self._key in {None, piece.key} and not self.has_arguments:
             if self._key is None and not piece.text.startswith("{"):
                 self.is_refused = True
             self._key = piece.key
             self._arguments += piece.text
+            self.has_arguments = piece.is_last
 
     def _tell(self, parts: Parts) -> None:
         told, self._arguments = self._arguments, ""
@@ -112,11 +118,13 @@ def _text_of(raw: str) -> str | None:
 class ToolCallParser:
     """One answer. Its parts, joined, do not depend on how the text was cut."""
 
-    def __init__(self, tool_format: ToolFormat, names: Collection[str], *, is_parallel: bool) -> None:
+    def __init__(self, tool_format: ToolFormat, names: Collection[str], *, is_parallel: bool, is_forced: bool) -> None:
         self.num_calls = 0
+        self.is_cut = False  # the text ended amid the arguments of a call that was told
         self._opening = OPENING if tool_format == "hermes" else ""
         self._names = names
         self._is_single = not is_parallel or tool_format != "hermes"
+        self._is_forced = is_forced  # the text is calls, as far as it goes
         self._held = ""  # text that may be the beginning of a tag, and blanks that a call may follow
         self._blanks = ""  # before the tag of the call
         self._call: _Call | None = None
@@ -132,14 +140,22 @@ class ToolCallParser:
         return parts
 
     def finish(self) -> Parts:
-        """The text has ended: what was held back, where it is no tag cut short."""
+        """The text has ended: what was held back, where it is text. Where calls are forced nothing is."""
         parts = Parts()
-        if self._call is not None and not self._call.is_told:
-            self._say(self._blanks + self._opening + self._call.raw, parts)
-        elif not self._expects_closing and (not self.num_calls or self._held.strip()):
-            self._say(self._held, parts)
+        call = self._call
+        if call is not None and call.is_told:
+            self.is_cut = not call.has_arguments
+        elif not self._is_forced:
+            self._say(self._rest(), parts)
         self._call, self._held = None, ""
         return parts
+
+    def _rest(self) -> str:
+        """What was held back, as far as it is text."""
+        if self._call is None:
+            return "" if self._expects_closing or (self.num_calls and not self._held.strip()) else self._held
+        # A whole tag opens a call. A bare object may be any answer in JSON until it has the name of a function.
+        return "" if self._opening or self._call.is_named else self._call.raw
 
     def _push_call(self, text: str, parts: Parts) -> str:
         """Take text inside a call. Returns what is to be taken as text."""

@@ -83,4 +83,4 @@ class ToolUse:
 
     def parser(self) -> ToolCallParser:
         names = {tool.function.name for tool in self.tools}
-        return ToolCallParser(self.tool_format, names, is_parallel=self.is_parallel)
+        return ToolCallParser(self.tool_format, names, is_parallel=self.is_parallel, is_forced=self.is_forced)
