@@ -51,9 +51,10 @@ PromptPart = str | TokenId | list[TokenId]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """How a stream is told."""
+    """How a stream is told. `include_obfuscation` has no effect: chunks are never padded."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False
 
 
 class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -70,7 +71,10 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     stream: Annotated[bool, Meta(description="Answer with server-sent events, as the tokens come.")] = False
     stream_options: Annotated[
         StreamOptions,
-        Meta(description="`include_usage`: one more chunk, with `usage` and no choices, before `[DONE]`."),
+        Meta(
+            description="`include_usage`: one more chunk, with `usage` and no choices, before `[DONE]`. "
+            "`include_obfuscation`: no effect, chunks are never padded."
+        ),
     ] = StreamOptions()
     stream_interval: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
@@ -165,6 +169,8 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     user: Annotated[str, Meta(description="No effect.")] = ""
     metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
     service_tier: Annotated[str, Meta(description="No effect.")] = "auto"
+    prompt_cache_key: Annotated[str, Meta(description="No effect.")] = ""
+    safety_identifier: Annotated[str, Meta(description="No effect.")] = ""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -210,7 +216,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     messages: Annotated[
         list[Message],
-        Meta(min_length=1, description="The conversation so far; content is text or a list of text parts."),
+        Meta(
+            min_length=1,
+            description="The conversation so far; content is text or a list of text parts. In an assistant's message "
+            "without content `refusal` is what was said. `name` and `annotations` have no effect; `audio` is null.",
+        ),
     ]
     tools: Annotated[
         list[Tool],
