@@ -66,6 +66,20 @@ def test_zero_keeps_all_of_the_likeliest() -> None:
     assert refused({"prompt": "a", "top_k": "a"}).message == "`top_k`: Expected `int | null`, got `str`."
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"structured_outputs": {"json_object": False}},
+         "`structured_outputs`: exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed."),
+        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+         "`response_format`: `json_schema` belongs to the type `json_schema` alone."),
+        ({"logit_bias": {"5": 1, "five": 1}}, "`logit_bias`: Expected `int`, got `str` as a key, 'five'."),
+    ],
+)  # fmt: skip
+def test_a_key_is_named_where_it_is_the_clients_own(field: dict[str, Any], message: str) -> None:
+    assert refused({"prompt": "a", **field}).message == message
+
+
 @pytest.mark.parametrize("part", [IMAGE, dict(reversed(IMAGE.items())), {"type": "file"}])
 def test_content_that_is_no_text_is_told_as_that(part: dict[str, Any]) -> None:
     error = refused({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]})
