@@ -59,8 +59,7 @@ def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
     if error.param is not None:
         source = f" (from {given[error.param].source})" if error.param in given else ""
         where = f"{error.param}{source}: "
-    message = error.message.removeprefix(f"`{error.param}`").lstrip(": ") if where else error.message
-    print(f"roseinfer: {where}{message}", file=sys.stderr)
+    print(f"roseinfer: {where}{error.reason}", file=sys.stderr)
     return code
 
 

@@ -27,8 +27,9 @@ Each option can be given in three ways, the later ones winning:
    A boolean is turned on by `--cache.prefix-caching` and off by `--no-cache.prefix-caching`; `=true` and `=false` work.
 
 A value that does not fit, an unknown key in the file and an unknown `ROSEINFER_` variable end the program with exit
-code 2 and one line that names the option and who gave it. Variables that Kubernetes adds for services are ignored, and
-so is {foreign}, which belongs to the tests. `HF_HUB_OFFLINE=1` is honoured: no network is needed then.
+code 2 and one line that names the option and who gave it; variables that Kubernetes adds for services do not. Two are
+no options: {foreign}.
+`HF_HUB_OFFLINE=1` is honoured: no network is needed then.
 """
 
 
@@ -54,7 +55,7 @@ def json_schema() -> dict[str, Any]:
 
 def markdown() -> str:
     """docs/configuration.md."""
-    foreign = ", ".join(f"`{name}`" for name in sorted(FOREIGN_VARIABLES))
+    foreign = ", and ".join(f"`{name}` {meaning}" for name, meaning in FOREIGN_VARIABLES.items())
     parts = [_HEAD.replace("{foreign}", foreign)]
     definitions = json_schema()["$defs"]
     sections = definitions["Config"]["properties"]

@@ -17,7 +17,11 @@ from roseinfer.errors import ConfigError
 MAX_PROBLEM_CHARS = 300
 _LIKE = 0.6  # of 1, two names are alike: difflib's own measure
 
-FOREIGN_VARIABLES = frozenset({"ROSEINFER_REQUIRE_ALL", "ROSEINFER_API_KEYS"})  # ours, but no part of the tree
+# Ours, but no part of the tree: what each of them is.
+FOREIGN_VARIABLES: Mapping[str, str] = {
+    "ROSEINFER_API_KEYS": "holds API keys beside those of `server.api_key_file`",
+    "ROSEINFER_REQUIRE_ALL": "belongs to the tests",
+}
 
 # What Kubernetes puts into every pod of a namespace that has a service called `roseinfer…`.
 _SERVICE_LINK = re.compile(

@@ -46,9 +46,18 @@ class RoseinferError(Exception):
         self.message = message
         self.param = param
 
+    @property
+    def reason(self) -> str:
+        """The message without the name it begins with, for whoever has said `param` already."""
+        return self.message.removeprefix(f"`{self.param}`").lstrip(": ") if self.param is not None else self.message
+
 
 class ConfigError(RoseinferError):
     """A value given at start cannot be used. `param` is its path in the configuration tree, such as `server.port`."""
+
+    def __str__(self) -> str:
+        """As the command line tells it: most messages do not say which value it is."""
+        return self.message if self.param is None else f"{self.param}: {self.reason}"
 
 
 class RequestError(RoseinferError):

@@ -67,6 +67,30 @@ async def test_content_in_parts_a_developer_and_an_assistant() -> None:
     assert bytes(server.engine.requests[0].prompt_token_ids).decode() == expected
 
 
+async def test_what_openai_answered_can_be_sent_back() -> None:
+    """As its SDK writes a message: with all fields that it knows."""
+    nothing: dict[str, Any] = {
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    citation = {"type": "url_citation", "url_citation": {"url": "http://a", "title": "A", "start_index": 0}}
+    messages = [
+        {"role": "user", "content": "a"},
+        nothing | {"role": "assistant", "content": "b", "annotations": [citation]},
+        {"role": "user", "content": "c"},
+        nothing | {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "user", "content": "d"},
+        {"role": "assistant", "content": "e", "refusal": "not told beside content"},
+    ]
+    async with serving(ScriptedEngine(says("x"))) as server:
+        assert (await server.chat(messages=messages)).status == 200
+    expected = "<user>a\n<assistant>b\n<user>c\n<assistant>No.\n<user>d\n<assistant>e\n<assistant>"
+    assert bytes(server.engine.requests[0].prompt_token_ids).decode() == expected
+
+
 async def test_special_tokens_are_the_templates_affair() -> None:
     template = "{{ bos_token }}{{ messages[0].content }}"
     async with serving(ScriptedEngine(says("x")), text=text_model(template=template, with_bos=True)) as server:
@@ -143,6 +167,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "refusal": "No."}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": "a", "annotations": {}}]}, "messages[0].annotations"),
+    ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "b"}}]}, "messages[0].audio"),
     ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

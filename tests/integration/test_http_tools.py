@@ -146,6 +146,30 @@ async def test_tools_need_a_template_that_knows_them() -> None:
     assert plain.status == 200
 
 
+@pytest.mark.parametrize(
+    ("num_chars", "limit", "param"),
+    [
+        (5000, {}, "messages"),  # counted where it is encoded
+        (1000, {}, "messages"),
+        (50, {"max_tokens": 100}, "max_tokens"),
+    ],
+)
+async def test_tools_that_do_not_fit_are_named_beside_the_messages(
+    num_chars: int, limit: dict[str, Any], param: str
+) -> None:
+    long = {"type": "function", "function": {"name": "f", "description": "x" * num_chars}}
+    answer = await ask(ScriptedEngine(says("x")), tools=[long], **limit)
+    assert (answer.error["code"], answer.error["param"]) == ("context_length_exceeded", param)
+    assert "of `messages` with `tools` " in answer.error["message"]
+
+
+async def test_tools_that_are_not_told_to_the_template_are_not_to_blame() -> None:
+    messages = [{"role": "user", "content": "x" * 1000}]
+    answer = await ask(ScriptedEngine(says("x")), tools=[TOOL], tool_choice="none", messages=messages)
+    assert answer.error["code"] == "context_length_exceeded"
+    assert "tools" not in answer.error["message"]
+
+
 async def test_the_template_is_told_of_tools_calls_and_results() -> None:
     engine = ScriptedEngine(says("x"))
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -123,6 +123,8 @@ def test_what_it_cannot_be_started_with_is_named(arguments: dict[str, Any], para
     with pytest.raises(ConfigError) as caught:
         LLM(**arguments)
     assert caught.value.param == param
+    assert str(caught.value).startswith(f"{param}: ")
+    assert f"`{param}`" not in str(caught.value)
 
 
 def test_what_fits_still_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

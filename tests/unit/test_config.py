@@ -205,6 +205,7 @@ def test_other_peoples_variables_are_left_alone() -> None:
     env = {
         "PATH": "/bin",
         "ROSEINFER_REQUIRE_ALL": "1",
+        "ROSEINFER_API_KEYS": "a key",
         "ROSEINFER_SERVICE_HOST": "10.0.0.1",
         "ROSEINFER_SERVICE_PORT": "8000",
         "ROSEINFER_OPS_SERVICE_PORT_METRICS": "8001",
@@ -252,6 +253,12 @@ def test_the_documentation_names_every_option() -> None:
     for option in options().values():
         assert f"| `{option.path}`" in text
         assert option.short_flag is None or f"`{option.short_flag}`" in text
+
+
+def test_the_documentation_says_what_variables_do_that_are_no_options() -> None:
+    text = config_docs.markdown()
+    assert "`ROSEINFER_API_KEYS` holds API keys" in text
+    assert "`ROSEINFER_REQUIRE_ALL` belongs to the tests" in text
 
 
 def test_the_tree_survives_the_engine_link() -> None:

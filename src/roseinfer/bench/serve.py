@@ -24,6 +24,7 @@ from roseinfer.bench.load_plan import (
     take_scenario,
 )
 from roseinfer.bench.observed import Verdict, lag_p99_ns
+from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.request_body import RequestForm, fresh_salt
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace, _: LoadedConfig, pacer: Pacer | None = No
     """Print the report. Returns the exit code: 1 when the generator did not keep its schedule, or nothing completed."""
     take_scenario(arguments)
     plan = planner_of(arguments)
+    check_outputs(json=arguments.json, recording=arguments.recording)
     endpoint = endpoint_of(arguments)
     settle_seed(arguments, endpoint)
     planned = plan(arguments.seed)

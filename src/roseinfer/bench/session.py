@@ -13,6 +13,7 @@ from typing import Any
 from roseinfer import __version__
 from roseinfer.arguments import Prompt
 from roseinfer.bench import report, workload
+from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.runs import Run, StepLog
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError
@@ -109,7 +110,8 @@ class Session:
 
 @contextmanager
 def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -> Iterator[Session]:
-    """The engine, up; `options` go to `LLM`."""
+    """The engine, up; `options` go to `LLM`. Raises ConfigError before that for a file that cannot be written."""
+    check_outputs(json=arguments.json)
     texts = workload.prompts_of(arguments)
     config = workload.with_all_active(loaded, len(texts))
     log = StepLog()

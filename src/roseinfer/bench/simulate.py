@@ -15,6 +15,7 @@ from roseinfer.bench.cost_model import CostModel
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_options import DEFAULT_COSTS
 from roseinfer.bench.load_plan import describe, objective_of, plan_of, take_scenario
+from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.bench.simulation import Decision, Setup, Simulated, Simulation
@@ -32,6 +33,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report. Returns the exit code."""
     take_scenario(arguments)
     planned = plan_of(arguments)
+    check_outputs(json=arguments.json, recording=arguments.recording)
     recording = recording_of(arguments.cost_model)
     if recording is None and arguments.cost_model is None and arguments.trace is not None:
         recording = _recording_at(arguments.trace)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from roseinfer.bench import definitions as d
 from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, planner_of, settle_seed
 from roseinfer.bench.observed import Objective, duration_s
+from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.report import NS_PER_MS
 from roseinfer.bench.serve import EXIT_INVALID, endpoint_of, send
 from roseinfer.bench.serve_report import ServeRun
@@ -51,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.duration = DEFAULT_DURATION_S
     turns = [argparse.Namespace(**{**vars(arguments), "rate": rate}) for rate in arguments.sweep]
     plans = [planner_of(turn) for turn in turns]
+    check_outputs(json=arguments.json)
     endpoint = endpoint_of(arguments)
     settle_seed(arguments, endpoint)
     say("=== rate sweep ===", f"URL: {endpoint.url}", f"Model: {endpoint.model}")

@@ -3,13 +3,14 @@
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest
+from roseinfer.errors import InvalidRequest, PromptTooLong
 from roseinfer.records import FinishReason
 from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta
@@ -42,17 +43,30 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     wanted = requested_grammar(body) if tool_use is None else tool_use.grammar()
     await check_grammar(wanted, service.grammars)
     tools = None if tool_use is None else [tool.for_template() for tool in tool_use.tools]
-    job = Job(
-        body=body,
-        prompts=[await _encode_messages(body, tools, text_model, service.client.info.max_model_len)],
-        prompt_names=["messages"],
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        num_sequences=body.n,
-        grammar=wanted and wanted[0],
-        limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-    )
-    return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
+    with _naming_tools(has_tools=tools is not None):
+        job = Job(
+            body=body,
+            prompts=[await _encode_messages(body, tools, text_model, service.client.info.max_model_len)],
+            prompt_names=["messages"],
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_sequences=body.n,
+            grammar=wanted and wanted[0],
+            limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        )
+        return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
+
+
+@contextmanager
+def _naming_tools(*, has_tools: bool) -> Iterator[None]:
+    """The template writes tools into the prompt, so what is too long may be they, and not the messages."""
+    try:
+        yield
+    except PromptTooLong as error:
+        if not has_tools:
+            raise
+        message = error.message.replace("`messages`", "`messages` with `tools`")
+        raise PromptTooLong(message, param=error.param) from None
 
 
 async def _encode_messages(

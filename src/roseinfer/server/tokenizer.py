@@ -86,8 +86,8 @@ class Tokenizer:
         for name, text in zip(names, texts, strict=True):
             if len(text) > self._most_chars_per_token * max_model_len:
                 message = (
-                    f"This model's context is {max_model_len} tokens, of {self._most_chars_per_token} characters at "
-                    f"most; the {len(text)} of `{name}` do not fit."
+                    f"This model's context is {max_model_len} tokens of at most {self._most_chars_per_token} "
+                    f"characters each; the {len(text)} characters of `{name}` do not fit."
                 )
                 raise PromptTooLong(message, param=name)
 

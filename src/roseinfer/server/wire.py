@@ -51,9 +51,10 @@ PromptPart = str | TokenId | list[TokenId]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """How a stream is told."""
+    """How a stream is told. `include_obfuscation` has no effect: chunks are never padded."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False
 
 
 class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -70,7 +71,10 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     stream: Annotated[bool, Meta(description="Answer with server-sent events, as the tokens come.")] = False
     stream_options: Annotated[
         StreamOptions,
-        Meta(description="`include_usage`: one more chunk, with `usage` and no choices, before `[DONE]`."),
+        Meta(
+            description="`include_usage`: one more chunk, with `usage` and no choices, before `[DONE]`. "
+            "`include_obfuscation`: no effect, chunks are never padded."
+        ),
     ] = StreamOptions()
     stream_interval: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
@@ -165,6 +169,8 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     user: Annotated[str, Meta(description="No effect.")] = ""
     metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
     service_tier: Annotated[str, Meta(description="No effect.")] = "auto"
+    prompt_cache_key: Annotated[str, Meta(description="No effect.")] = ""
+    safety_identifier: Annotated[str, Meta(description="No effect.")] = ""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -210,7 +216,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     messages: Annotated[
         list[Message],
-        Meta(min_length=1, description="The conversation so far; content is text or a list of text parts."),
+        Meta(
+            min_length=1,
+            description="The conversation so far; content is text or a list of text parts. In an assistant's message "
+            "without content `refusal` is what was said. `name` and `annotations` have no effect; `audio` is null.",
+        ),
     ]
     tools: Annotated[
         list[Tool],
@@ -254,9 +264,15 @@ UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
     },
 }
 
-# What vLLM called it before it had `structured_outputs`.
-_RENAMED = {
-    f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")
+# Fields of vLLM's, its older names for `structured_outputs` among them: what there is instead.
+_ELSEWHERE: Mapping[str, str] = {
+    **{f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")},
+    "add_special_tokens": "a text gets the model's, a chat its template's; token ids are taken as they are",
+    "chat_template_kwargs": "the chat template is told of messages and tools alone",
+    "continuous_usage_stats": "the usage is told once, in the last chunk",
+    "prompt_logprobs": "use `echo` with `logprobs`, of /v1/completions",
+    "skip_special_tokens": "special tokens are always left out of the text",
+    "truncate_prompt_tokens": "a prompt is never cut",
 }
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
@@ -272,21 +288,30 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     for name in ("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice"):
         if name in present:
             present[name] = without_nulls(present[name])
-    for name, now in _RENAMED.items():
-        if name in present:
-            raise InvalidRequest(f"`{name}` is not supported: {now}.", param=name)
     if unknown := present.keys() - set(body_type.__struct_encode_fields__):
-        name = next(name for name in present if name in unknown)
-        raise InvalidRequest(f"Unknown field `{name}`.", param=name)
+        raise _unknown(next(name for name in present if name in unknown))
     try:
         return msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except msgspec.ValidationError as error:
-        refused = refusal(error, present, body_type)
-        if (
-            body_type is CompletionBody and refused.message == "`max_tokens`: Expected `int` >= 0."
-        ):  # alone it is no use
-            refused = InvalidRequest("`max_tokens`: Expected `int` >= 1, or 0 with `echo`.", param="max_tokens")
-        raise refused from None
+        raise _with_hint(refusal(error, present, body_type), body_type) from None
+
+
+def _unknown(path: str) -> InvalidRequest:
+    """Of a field that no struct has."""
+    instead = _ELSEWHERE.get(path.rpartition(".")[2])
+    message = f"Unknown field `{path}`." if instead is None else f"`{path}` is not supported: {instead}."
+    return InvalidRequest(message, param=path)
+
+
+def _with_hint(refused: InvalidRequest, body_type: type[ModelBody]) -> InvalidRequest:
+    """The same with what would do instead, where types and bounds do not say it."""
+    if refused.param and refused.message == f"Unknown field `{refused.param}`.":
+        return _unknown(refused.param)
+    if refused.message == "`top_k`: Expected `int` >= 0.":  # -1 is the word of others for all
+        return InvalidRequest("`top_k`: Expected `int` >= 0; 0 keeps all.", param="top_k")
+    if body_type is CompletionBody and refused.message == "`max_tokens`: Expected `int` >= 0.":  # alone it is no use
+        return InvalidRequest("`max_tokens`: Expected `int` >= 1, or 0 with `echo`.", param="max_tokens")
+    return refused
 
 
 def _is_one_of(value: object, neutral: Sequence[object]) -> bool:

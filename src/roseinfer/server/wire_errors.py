@@ -78,7 +78,8 @@ def refusal(
     phrase, path = locate_choice(error, body_type)
     if (other := _not_text(path, fields)) is not None:
         return other
-    if isinstance(mapping := fields.get(path.removesuffix("[...]")), dict):
+    name = path.removesuffix("[...]")
+    if isinstance(mapping := fields.get(name), dict) and _is_mapping(body_type, name):
         phrase, path = _at_key(mapping, body_type, path, phrase)
     return InvalidRequest(f"`{path}`: {phrase}.", param=path or None)
 
@@ -96,6 +97,12 @@ def _not_text(path: str, fields: Mapping[str, Any]) -> InvalidRequest | None:
     return InvalidRequest(
         f"`{found['part']}`: Only text content is supported, not {kind[:100]!r}.", param=f"{found['part']}.type"
     )
+
+
+def _is_mapping(body_type: type[msgspec.Struct], name: str) -> bool:
+    """Whether the keys of a field are the client's own, and not the names of fields."""
+    kinds = _inside(_type_info(body_type), name)
+    return any(isinstance(part, inspect.DictType) for kind in kinds for part in _alternatives(kind))
 
 
 def _at_key(mapping: dict[str, Any], body_type: type[msgspec.Struct], path: str, phrase: str) -> tuple[str, str]:

@@ -40,7 +40,10 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that."""
+    """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that.
+
+    An answer can be sent back as OpenAI gave it; what it was annotated with has no effect.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -48,9 +51,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] = []
     tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
+    annotations: list[dict[str, Any]] = []
+    audio: None = None
 
     def __post_init__(self) -> None:
-        if self.content is None and not self.tool_calls:
+        was_refused = self.refusal is not None and self.role == "assistant"
+        if self.content is None and not self.tool_calls and not was_refused:
             raise ValueError("Object missing required field `content`")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message has `tool_calls`")
@@ -59,7 +65,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def text(self) -> str:
-        content = self.content or ""
+        """What was said; a refusal is that where there is nothing else."""
+        content = (self.refusal if self.content is None else self.content) or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
     def for_template(self) -> dict[str, object]:

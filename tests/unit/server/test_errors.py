@@ -33,6 +33,19 @@ def descendants(error: type[RoseinferError]) -> Iterator[type[RoseinferError]]:
 SENT = [error for error in descendants(RoseinferError) if error not in GROUPS]
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "told"),
+    [
+        ("Expected `int` >= 1, got 0", "scheduler.max_num_seqs", "scheduler.max_num_seqs: Expected `int` >= 1, got 0"),
+        ("`max_inflight`: Expected `int` >= 1.", "max_inflight", "max_inflight: Expected `int` >= 1."),
+        ("`server.port` is taken.", None, "`server.port` is taken."),
+    ],
+)
+def test_a_value_given_at_start_is_named_in_the_traceback(message: str, param: str | None, told: str) -> None:
+    error = ConfigError(message, param=param)
+    assert (str(error), error.message) == (told, message)
+
+
 @pytest.mark.parametrize("error", SENT, ids=lambda error: error.__name__)
 def test_every_error_is_told_and_documented(error: type[RoseinferError]) -> None:
     response = error_response(error("It went wrong."))

@@ -71,6 +71,19 @@ def test_spaces_written_otherwise_are_still_there() -> None:
     assert most_chars_per_token(json.dumps(file).encode(), [b"abc", *(bytes([byte]) for byte in range(256))]) == 3
 
 
+def test_a_text_that_is_refused_unread_is_told_in_characters() -> None:
+    tokenizer = Tokenizer.from_bytes(byte_tokenizer().to_str().encode())
+    most = 4 * len(HUGE_TEXT)
+    tokenizer.check_length(["x" * most], 4, ["prompt"])
+    with pytest.raises(PromptTooLong) as caught:
+        tokenizer.check_length(["", "x" * (most + 1)], 4, ["prompt[0]", "prompt[1]"])
+    assert caught.value.param == "prompt[1]"
+    assert caught.value.message == (
+        f"This model's context is 4 tokens of at most {len(HUGE_TEXT)} characters each; "
+        f"the {most + 1} characters of `prompt[1]` do not fit."
+    )
+
+
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60), st.integers(1, 12))
 def test_no_text_that_fits_is_refused(text: str, max_model_len: int) -> None:
     inner = byte_tokenizer()

@@ -37,6 +37,49 @@ def test_a_closed_set_is_listed(field: dict[str, Any], param: str, message: str)
     assert (error.param, error.message) == (param, f"`{param}`: {message}")
 
 
+@pytest.mark.parametrize("least", [{"messages": MESSAGES}, {"prompt": "a"}], ids=str)
+@pytest.mark.parametrize(
+    ("field", "path", "instead"),
+    [
+        ({"add_special_tokens": False}, "add_special_tokens", "token ids are taken as they are"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "messages and tools alone"),
+        ({"guided_json": {}}, "guided_json", "use `structured_outputs` with `json`"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "use `echo` with `logprobs`, of /v1/completions"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "always left out"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats", "told once"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "a prompt is never cut"),
+    ],
+    ids=str,
+)
+def test_a_field_of_vllms_is_told_with_what_there_is_instead(
+    field: dict[str, Any], path: str, instead: str, least: dict[str, Any]
+) -> None:
+    error = refused(least | field)
+    assert error.param == path
+    assert error.message.startswith(f"`{path}` is not supported: ")
+    assert instead in error.message
+
+
+def test_zero_keeps_all_of_the_likeliest() -> None:
+    error = refused({"prompt": "a", "top_k": -1})
+    assert (error.param, error.message) == ("top_k", "`top_k`: Expected `int` >= 0; 0 keeps all.")
+    assert refused({"prompt": "a", "top_k": "a"}).message == "`top_k`: Expected `int | null`, got `str`."
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"structured_outputs": {"json_object": False}},
+         "`structured_outputs`: exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed."),
+        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+         "`response_format`: `json_schema` belongs to the type `json_schema` alone."),
+        ({"logit_bias": {"5": 1, "five": 1}}, "`logit_bias`: Expected `int`, got `str` as a key, 'five'."),
+    ],
+)  # fmt: skip
+def test_a_key_is_named_where_it_is_the_clients_own(field: dict[str, Any], message: str) -> None:
+    assert refused({"prompt": "a", **field}).message == message
+
+
 @pytest.mark.parametrize("part", [IMAGE, dict(reversed(IMAGE.items())), {"type": "file"}])
 def test_content_that_is_no_text_is_told_as_that(part: dict[str, Any]) -> None:
     error = refused({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]})
