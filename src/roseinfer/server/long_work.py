@@ -12,7 +12,7 @@ _MAX_REST_S = 0.05  # some times what a piece takes; one that took longer was ke
 
 
 class LongWork:
-    """One thread, which rests before its next piece of work as long as the last one took.
+    """One thread, which rests before its next piece of work as long as the last one took, or _MAX_REST_S.
 
     The event loop gives the GIL up at every read and write, and waits a whole call of such work to get it back: with
     piece after piece it would wait so at each step it takes, the convoy effect of python/cpython issue 52194.
