@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roseinfer.observe.deliveries import RecordedInterruptions, delivery_segments
+from roseinfer.observe.quantiles import median
 from roseinfer.observe.recording import CAUSES, Recording, RequestRecord, step_of
 from roseinfer.observe.step_gaps import GapSplitter, Segments, StepGaps, parts_of
 from roseinfer.records import Arrival, Cause, Delivery
@@ -88,14 +89,7 @@ class Usual:
         self._num_seen += num_gaps
         if self._num_seen >= self._median_at:
             self._median_at = self._num_seen + min(1 + self._num_seen // 16, _MEDIAN_EVERY)
-            self.threshold_ns = max(self._factor * self._median_ns(), self._min_ns)
-
-    def _median_ns(self) -> float:
-        """Of the ring, by a partial sort: what np.median does around it takes longer than that."""
-        count = min(self._num_seen, _NUM_USUAL)
-        low, high = (count - 1) // 2, count // 2
-        parted = np.partition(self._gaps[:count], (low, high))
-        return (int(parted[low]) + int(parted[high])) / 2
+            self.threshold_ns = max(self._factor * median(self._gaps[: min(self._num_seen, _NUM_USUAL)]), self._min_ns)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
         """Name a gap by what is unusual about it."""

@@ -6,6 +6,7 @@ The model is `a + b * rows + c * context tokens`, fitted by least squares to rec
 import numpy as np
 import numpy.typing as npt
 
+from roseinfer.observe.quantiles import median
 from roseinfer.records import StepRecord
 
 _WINDOW = 256  # steps that are remembered
@@ -55,7 +56,7 @@ class StepCosts:
         coefficients = _least_squares(features, times)
         expected = features @ coefficients
         residuals = np.abs(expected - times)
-        is_usual = residuals <= np.maximum(_OUTLIER * np.median(residuals), _CLOSE * expected)
+        is_usual = residuals <= np.maximum(_OUTLIER * median(residuals), _CLOSE * expected)
         if not is_usual.all():
             coefficients = _least_squares(features[is_usual], times[is_usual])
         constant, per_row, per_token = coefficients.tolist()

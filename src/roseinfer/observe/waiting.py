@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roseinfer.config import Config
+from roseinfer.observe.quantiles import quantiles
 from roseinfer.records import Advanced, BlockedBy, StepRecord
 
 NUM_STARTS = 512
@@ -94,7 +95,5 @@ class QueueDrain:
         known = min(width, len(starts) // 2)
         spans = (starts[known:] - starts[:-known]) * (width / known)
         passed = now_ns - starts[-1]
-        low, middle, high = (
-            max(0.0, float(value) / _NS_PER_S) for value in np.percentile(spans, (10, 50, 90)) - passed
-        )
+        low, middle, high = (max(0.0, (value - passed) / _NS_PER_S) for value in quantiles(spans, (0.1, 0.5, 0.9)))
         return StartEstimate(middle, low, high, len(starts))
