@@ -23,12 +23,14 @@ from roseinfer.config import StructuredConfig
 from roseinfer.errors import InvalidRequest, NotReady, Overloaded
 from roseinfer.grammar.bounds import check_bounds
 from roseinfer.messages import EngineInfo, Grammar
+from roseinfer.nicer_child import start_nicer_child
 
 MAX_WAITING = 32  # checks that wait for their turn; most take a millisecond
 START_TIMEOUT_S = 60.0  # of the child, which reads the vocabulary first
 VERDICT_CACHE_BYTES = 8 << 20
 _VERDICT_BYTES = 512  # beside its texts
 _HEADER_BYTES = 4
+_NICER_BY = 5  # levels of nice(2): its imports and a stranger's grammar wait for the streams, but have a deadline
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -107,12 +109,7 @@ class GrammarChecker:
         if self._is_closed:
             raise NotReady("The server is shutting down.")
         info = self._info()  # before there is a child, which would be left without its setup
-        # -P: nothing from the working directory
-        command = [sys.executable, "-P", "-m", "roseinfer.grammar.checker"]
-        pipe = subprocess.PIPE
-        child = self._child = subprocess.Popen(  # noqa: S603
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        child = self._child = start_nicer_child("roseinfer.grammar.checker", _NICER_BY, subprocess.DEVNULL)
         setup = Setup(info.checkpoint_dir, info.vocab_size, info.eos_token_ids, self._config.compile_memory_mib << 20)
         try:
             problem = self._exchange(child, msgspec.msgpack.encode(setup), START_TIMEOUT_S).decode()

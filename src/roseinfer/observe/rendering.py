@@ -5,7 +5,6 @@ very streams that are being watched, so a server has a process for it, at low pr
 """
 
 import io
-import os
 import select
 import struct
 import subprocess
@@ -18,6 +17,7 @@ from typing import IO, Literal
 import msgspec
 
 from roseinfer.errors import InvalidRequest, NotReady
+from roseinfer.nicer_child import start_nicer_child
 from roseinfer.observe.causes import gaps_of
 from roseinfer.observe.chrome_trace import chrome_trace
 from roseinfer.observe.recording import Recording
@@ -28,7 +28,7 @@ IDLE_EXIT_S = 60.0
 
 _HEAD = struct.Struct(">QQ")  # length of the job, of the archive
 _ANSWER = struct.Struct(">?Q")  # whether it is what was asked for, or else why not; its length
-_NICE = 10
+_NICER_BY = 10  # levels of nice(2): whoever watches can wait
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,10 +95,7 @@ class RenderProcess:
         if self._is_closed:
             raise NotReady("The server is shutting down.")
         if self._child is None:
-            # -P: nothing from the working directory
-            command = [sys.executable, "-P", "-m", "roseinfer.observe.rendering"]
-            pipe = subprocess.PIPE
-            self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # noqa: S603
+            self._child = start_nicer_child("roseinfer.observe.rendering", _NICER_BY)
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         told = msgspec.json.encode(job)
@@ -124,7 +121,6 @@ def _read(file: IO[bytes], length: int) -> bytes:
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """The child: one answer for each request, until there are no more, or none for a while."""
-    os.nice(_NICE)
     while select.select([requests], [], [], IDLE_EXIT_S)[0]:
         try:
             job_length, archive_length = _HEAD.unpack(_read(requests, _HEAD.size))
