@@ -548,7 +548,7 @@ class TracingConfig:
         Meta(
             gt=0,
             description="A request is always kept that had a slow gap, ended in error or timeout, or took longer than "
-            "this to its first token.",
+            "this to its first token: to its write in a stream, else to the engine's having it.",
         ),
     ] = _option(1.0)
     step_interval: Annotated[

@@ -63,8 +63,8 @@ TTFT = Objective(
     bad="first tokens came later than",
     wanted="0.99",
     threshold=bound(0.5),
-    good=lambda threshold, over: over.total("time_to_first_token_seconds_bucket", BY, le=threshold),
-    all=lambda over: over.total("time_to_first_token_seconds_count", BY),
+    good=lambda threshold, over: over.total("time_to_first_token_seconds_bucket", BY, le=threshold, streamed="true"),
+    all=lambda over: over.total("time_to_first_token_seconds_count", BY, streamed="true"),
 )
 ITL = Objective(
     key="itl",

@@ -33,9 +33,11 @@ def _good(objective: Objective, expression: str, advice: str) -> Placed:
     return number(f"{objective.title}: good", "percentunit", advice, Query(expression), *steps, height=8, decimals=2)
 
 
-def _within(name: str, variable: str) -> str:
-    good = SHOWN.total(f"{name}_bucket", le=variable)
-    return f"{good} / {SHOWN.total(f'{name}_count')} >= 0"  # without traffic: nothing, rather than no number
+def _within(name: str, variable: str, **matchers: str) -> str:
+    good = SHOWN.total(f"{name}_bucket", le=variable, **matchers)
+    return (
+        f"{good} / {SHOWN.total(f'{name}_count', **matchers)} >= 0"  # without traffic: nothing, rather than no number
+    )
 
 
 def _objectives() -> Section:
@@ -47,9 +49,9 @@ def _objectives() -> Section:
         [
             _good(
                 TTFT,
-                _within("time_to_first_token_seconds", "$ttft"),
-                "Share of first tokens that were written within the target. Red is a budget of 30 days gone in two: "
-                "see *Time to first token by part* below for which part grew.",
+                _within("time_to_first_token_seconds", "$ttft", streamed="true"),
+                "Share of streams' first tokens that were written within the target. Red is a budget of 30 days gone "
+                "in two: see *Time to first token by part* below for which part grew.",
             ),
             _good(
                 ITL,
@@ -164,11 +166,12 @@ def _first_token() -> Section:
             lines(
                 "Time to first token",
                 "s",
-                "First byte in to first token out, as clients of the server see it. When it jumps, click a diamond "
-                "for the trace of a slow request, and see the next panel for the part that grew.",
-                Query(SHOWN.quantile(0.5, name), "p50"),
-                Query(SHOWN.quantile(0.95, name), "p95"),
-                Query(SHOWN.quantile(0.99, name), "p99", exemplar=True),
+                "First byte in to first token out, of streams, as their clients see it; an answer that is not streamed "
+                "is written when it is complete, see *Request duration*. When it jumps, click a diamond for the trace "
+                "of a slow request, and see the next panel for the part that grew.",
+                Query(SHOWN.quantile(0.5, name, streamed="true"), "p50"),
+                Query(SHOWN.quantile(0.95, name, streamed="true"), "p95"),
+                Query(SHOWN.quantile(0.99, name, streamed="true"), "p99", exemplar=True),
                 width=12,
             ),
             lines(

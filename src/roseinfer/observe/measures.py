@@ -97,6 +97,11 @@ def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[
     return values
 
 
+def is_streamed(timeline: RequestTimeline) -> str:
+    """As a label's value."""
+    return "true" if timeline.is_streamed else "false"
+
+
 def client_lag_s(timeline: RequestTimeline) -> Sequence[float]:
     lag_s = timeline.client_submit_lag_s
     return () if lag_s is None or lag_s < 0 else (lag_s,)

@@ -29,7 +29,7 @@ def check_page(page: Page, traffic: Traffic) -> None:
     num_rejected = page.value("roseinfer_requests_total", finish_reason="rejected")
     assert page.total("roseinfer_requests_rejected_total") == num_rejected
     num_written = sum(bool(timeline.write_ns) for timeline in traffic.ended)
-    assert page.value("roseinfer_time_to_first_token_seconds_count") == num_written <= len(with_token)
+    assert page.total("roseinfer_time_to_first_token_seconds_count") == num_written <= len(with_token)
     assert page.total("roseinfer_telemetry_dropped_total") == 0
     for family in page.families:
         if family.type == "histogram":
