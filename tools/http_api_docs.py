@@ -155,6 +155,11 @@ def page() -> str:
         "## Errors\n",
         'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
         "null. The message names no internals; the log says more, under the request's id.\n",
+        "An error that is told before the engine has heard of the request counts in",
+        "[`roseinfer_requests_rejected_total`](metrics.md#requests), on both ports, whatever was asked for. A later",
+        "one is the end of its request, which `roseinfer_requests_total` counts; one that is the server's fault is in",
+        "`roseinfer_request_errors_total` too. A connection that is closed without an answer, at a cap or after a",
+        "deadline, is in the log alone.\n",
         "| status | type | code | means |",
         "|---|---|---|---|",
         *(f"| {status} | `{kind}` | `{code}` | {meaning} |" for status, code, kind, meaning in _errors()),
@@ -223,7 +228,7 @@ def _errors() -> list[tuple[int, str, str, str]]:
     while todo:
         error = todo.pop()
         todo += error.__subclasses__()
-        if error.code is not None:
+        if error.code is not None and error is not EngineError:  # which `LLM` alone raises
             rows.append((error.status, error.code, error.error_type, _meaning(error)))
     return sorted(rows)
 

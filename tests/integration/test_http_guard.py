@@ -289,6 +289,6 @@ def test_without_the_compiled_parser_nothing_starts(monkeypatch: pytest.MonkeyPa
 
 def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
-    assert guard.Guard(ServerConfig()).max_connections == 100 - guard.SPARE_DESCRIPTORS
+    assert guard.Guard(ServerConfig(), lambda _: None).max_connections == 100 - guard.SPARE_DESCRIPTORS
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 200))
-    assert guard.Guard(ServerConfig()).max_connections == ServerConfig().max_connections
+    assert guard.Guard(ServerConfig(), lambda _: None).max_connections == ServerConfig().max_connections

@@ -65,4 +65,5 @@ def _application(service: Service, routes: list[web.RouteDef]) -> web.Applicatio
 
 def build_runner(app: web.Application, shutdown_timeout_s: float) -> GuardedRunner:
     """The application as it meets the network."""
-    return GuardedRunner(app, app[SERVICE].config, shutdown_timeout_s)
+    service = app[SERVICE]
+    return GuardedRunner(app, service.config, service.observer.on_refusal, shutdown_timeout_s)

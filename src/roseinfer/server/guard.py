@@ -139,7 +139,12 @@ class Connection(web.RequestHandler):
             error = HeadTooLarge(f"The head has more than {MAX_HEADERS} headers.")
         else:
             error = MalformedRequest(f"This cannot be read as an HTTP request: {_first_line(message or '')}.")
-        _log.info("refused what is no HTTP request", extra={"peer": self.peer, "reason": error.message})
+        return self.refuse(error)
+
+    def refuse(self, error: RoseinferError) -> web.Response:
+        """The answer to a head that no handler gets."""
+        _log.info("answered without a handler", extra={"peer": self.peer, "reason": error.message})
+        self._guard.on_refusal(error.told_code)
         response = error_response(error)
         response.force_close()
         return response
@@ -193,8 +198,10 @@ def _first_line(text: str) -> str:
 class Guard:
     """All the connections of one port."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, on_refusal: Callable[[str], None]) -> None:
+        """`on_refusal` is told the code of each answer to a head that no handler gets."""
         self._config = config
+        self.on_refusal = on_refusal
         self.handshake_timeout_s = config.head_timeout_s  # it is part of the head
         self.max_connections = min(config.max_connections, _spare_descriptors())
         self._connections: set[Connection] = set()
@@ -283,9 +290,7 @@ def _answering(handle: Handle) -> Handle:
         connection.begin()
         try:
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-                response = error_response(UnmetExpectation("No such expectation can be met.", param="Expect"))
-                response.force_close()
-                return response
+                return connection.refuse(UnmetExpectation("No such expectation can be met.", param="Expect"))
             return await handle(request)
         finally:
             connection.end()
@@ -296,9 +301,11 @@ def _answering(handle: Handle) -> Handle:
 class GuardedRunner(web.AppRunner):
     """An application behind a guard."""
 
-    def __init__(self, app: web.Application, config: ServerConfig, shutdown_timeout_s: float) -> None:
+    def __init__(
+        self, app: web.Application, config: ServerConfig, on_refusal: Callable[[str], None], shutdown_timeout_s: float
+    ) -> None:
         super().__init__(app, shutdown_timeout=shutdown_timeout_s)
-        self.guard = Guard(config)
+        self.guard = Guard(config, on_refusal)
         app.cleanup_ctx.append(self.guard.watching)
         self._options: dict[str, Any] = {
             "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that
