@@ -89,7 +89,7 @@ authentication, and they are off when none is configured.
 ## Headers
 
 - `x-request-id`, in a request: up to 128 letters, digits, dots, dashes and underscores. The answer and the log carry
-  it; a request without one gets one.
+  it; a request without one gets one, and so does a head that cannot be read.
 - `x-roseinfer-ledger: 1`, in a request: answer with where its time went, part by part, in `roseinfer_ledger` and the
   header `Server-Timing`; see [causes](causes.md#the-ledger).
 - `x-roseinfer-intended-time`, in a request: the unix time in seconds, such as `1700000000.25`, at which a load

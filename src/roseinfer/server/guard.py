@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError, UnmetExpectation
-from roseinfer.server.middleware import error_response
+from roseinfer.server.middleware import error_response, request_id_of
 from roseinfer.server.tls import Certificate
 
 MAX_LINE_BYTES = 8190  # of the request line, and of one header
@@ -139,13 +139,15 @@ class Connection(web.RequestHandler):
             error = HeadTooLarge(f"The head has more than {MAX_HEADERS} headers.")
         else:
             error = MalformedRequest(f"This cannot be read as an HTTP request: {_first_line(message or '')}.")
-        return self.refuse(error)
+        return self.refuse(request, error)
 
-    def refuse(self, error: RoseinferError) -> web.Response:
-        """The answer to a head that no handler gets."""
-        _log.info("answered without a handler", extra={"peer": self.peer, "reason": error.message})
+    def refuse(self, request: web.BaseRequest, error: RoseinferError) -> web.Response:
+        """The answer to a head that no handler gets, with an id as every answer has one."""
+        request_id = request_id_of(request)
+        facts = {"request_id": request_id, "peer": self.peer, "reason": error.message}
+        _log.info("answered without a handler", extra=facts)
         self._guard.on_refusal(error.told_code)
-        response = error_response(error)
+        response = error_response(error, {"X-Request-Id": request_id})
         response.force_close()
         return response
 
@@ -290,7 +292,7 @@ def _answering(handle: Handle) -> Handle:
         connection.begin()
         try:
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-                return connection.refuse(UnmetExpectation("No such expectation can be met.", param="Expect"))
+                return connection.refuse(request, UnmetExpectation("No such expectation can be met.", param="Expect"))
             return await handle(request)
         finally:
             connection.end()
