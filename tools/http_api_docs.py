@@ -45,7 +45,7 @@ range. A field that is null counts as left out. Where a default is "the model's"
 | `POST /v1/chat/completions` | the next turn of a conversation, through the model's chat template |
 | `GET /v1/models` | the one model that is served, with its context `max_model_len` and the size of its vocabulary |
 | `GET /v1/models/{id}` | the same model by its name; 404 for another |
-| `POST /v1/requests/{id}/abort` | ends a request that is being answered, by its `x-request-id` or its answer's `id` |
+| `POST /v1/requests/{id}/abort` | ends what is being answered, by its `x-request-id` or the answer's `id`; no body |
 | `POST /tokenize`, `POST /detokenize` | token ids of a text or a conversation, and the text of token ids |
 | `GET /openapi.json` | all of this as an OpenAPI 3.1 document, with the limits of the model that is served |
 | `GET /livez` | 200 while the engine is alive and makes progress, 503 when the process should be restarted |
@@ -83,6 +83,7 @@ it alone has these, of which [timeline.md](timeline.md) says more:
 | `GET /debug/invariants` | how often each [invariant](reliability.md) was checked, and how often it did not hold |
 | `POST /debug/profile` | 202 and the directory of a profile of the next `steps` steps; see [captures](capture.md) |
 
+A name in the query that is not listed here, or that comes twice, is a 400, and so is a body but for the view.
 On the loopback they need no key. With `server.ops_host` elsewhere they need one, also as the password of Basic
 authentication, and they are off when none is configured.
 

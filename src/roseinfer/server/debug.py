@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from roseinfer.errors import BodyTooLarge, InvalidRequest, UnknownRequest
+from roseinfer.errors import BodyTooLarge, UnknownRequest
+from roseinfer.server.debug_question import integer_of
 
 DEFAULT_STEPS = 500
 MAX_RECORDING_BYTES = 64 * 1024 * 1024  # of a recording that is sent to be looked at
@@ -123,16 +124,6 @@ class _Handlers:
 
     def _limit(self, request: web.Request, default: int) -> int:
         return integer_of(request, "limit", min(default, self._view.max_steps), 1, self._view.max_steps)
-
-
-def integer_of(request: web.Request, name: str, default: int, least: int, most: int) -> int:
-    """A number of the query. Raises InvalidRequest that names it."""
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
-        raise InvalidRequest(f"`{name}` must be a whole number from {least} to {most}.", param=name)
-    return int(text)
 
 
 async def _read(request: web.Request) -> bytes:
