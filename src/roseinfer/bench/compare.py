@@ -28,7 +28,7 @@ from roseinfer.bench.compare_results import (
     told,
 )
 from roseinfer.bench.comparison import MIN_RUNS, Thresholds, judge
-from roseinfer.bench.endpoint import Endpoint
+from roseinfer.bench.endpoint import Endpoint, base_of
 from roseinfer.bench.launched import serving
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_client import find_endpoint
@@ -95,7 +95,7 @@ def _refuse_equal(arguments: argparse.Namespace) -> None:
 
 def _plain(text: str) -> str:
     """A URL or a path without what makes no difference."""
-    return text.rstrip("/").lower() if text.startswith(_URL) else str(Path(text).resolve())
+    return base_of(text).lower() if text.startswith(_URL) else str(Path(text).resolve())
 
 
 def _of_results(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[Comparison, dict[str, Any]]:

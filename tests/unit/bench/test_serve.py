@@ -151,3 +151,16 @@ def test_what_is_no_recording_replaces_none(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="is no recording"):
             fetch_recording(port.url, "", file)
     assert file.read_bytes() == b"an older one"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:9/", "http://127.0.0.1:9/v1", "127.0.0.1:9/v1/"])
+def test_the_server_may_be_named_as_clients_of_openai_name_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", "--url", url]) == cli.EXIT_USAGE
+    assert "--url: nothing answers at http://127.0.0.1:9/v1/models: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--url", "--ops-url"])
+@pytest.mark.parametrize("url", ["localhost", "ftp://127.0.0.1:9", ""])
+def test_what_is_no_url_is_told_what_one_is(flag: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", flag, url]) == cli.EXIT_USAGE
+    assert f"{flag}: expected a URL such as http://127.0.0.1:8000, got {url!r}" in capsys.readouterr().err

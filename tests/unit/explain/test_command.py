@@ -264,9 +264,11 @@ def port() -> Iterator[OperationsPort]:
 
 def test_a_running_server(path: Path, port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
     port.answer("/debug/recording", path.read_bytes())
+    bare = port.url.removeprefix("http://")
     for address in (port.url, f"{port.url}/", f"{port.url}/debug/timeline"):
         found = explained(capsys, address)
         assert (found["num_gaps"], found["source"]) == (1356, address)
+    assert explained(capsys, bare)["source"] == port.url
 
 
 def test_a_key_is_sent_when_there_is_one(
