@@ -77,7 +77,7 @@ it alone has these, of which [timeline.md](timeline.md) says more:
 | `GET /debug/steps` | the newest steps, as many as `limit` says, 100 by default |
 | `GET /debug/requests` | the requests in flight, and how many are before each of those that wait |
 | `GET /debug/requests/{id}` | one request, in flight or remembered: its times, and why it waits if it does |
-| `GET /debug/recording` | everything that is remembered, as a NumPy archive |
+| `GET /debug/recording` | what is remembered, as a NumPy archive; with `since_ns` what ended after that moment |
 | `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB at most |
 | `GET /debug/trace` | the newest `limit` steps, 500 by default, and their requests in Chrome's trace format |
 | `GET /debug/invariants` | how often each [invariant](reliability.md) was checked, and how often it did not hold |

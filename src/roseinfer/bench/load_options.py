@@ -254,7 +254,7 @@ def _add_report(parser: Parser) -> None:
     _add_objective(group)
     add_max_lag_share(group)
     group.add_argument(
-        "--recording", type=Path, metavar="FILE", help="at the end fetch the server's recording, an .npz, into FILE"
+        "--recording", type=Path, metavar="FILE", help="fetch what the server recorded meanwhile, an .npz, into FILE"
     )
 
 

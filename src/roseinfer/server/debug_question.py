@@ -13,6 +13,7 @@ QUERIES: Mapping[str, frozenset[str]] = {
     "/debug/steps": frozenset({"limit"}),
     "/debug/trace": frozenset({"limit"}),
     "/debug/timeline/data": frozenset({"limit", "since", "since_ns"}),
+    "/debug/recording": frozenset({"since_ns"}),
     "/debug/profile": frozenset({"steps"}),
 }
 """What each path may be asked in its query; the others are asked nothing there."""
