@@ -33,12 +33,12 @@ from roseinfer.bench.launched import serving
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_client import find_endpoint
 from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, planner_of, settle_seed, take_scenario
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.serve import key_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError
+from roseinfer.outputs import check_folder, check_outputs
 
 EXIT_FAILED = 1
 NUM_WARM_UP = 8  # requests at once that are not counted: what comes first in a process is slower
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
     texts: list[str] = arguments.sides
     _refuse_equal(arguments)
     check_outputs(json=arguments.json)
+    check_folder("keep", arguments.keep)
     if arguments.a is None and arguments.b is None and not any(text.startswith(_URL) for text in texts):
         comparison, header = _of_results(arguments, thresholds)
         settings: dict[str, Any] = {}

@@ -24,13 +24,13 @@ from roseinfer.bench.load_plan import (
     take_scenario,
 )
 from roseinfer.bench.observed import Verdict, lag_p99_ns
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.request_body import RequestForm, fresh_salt
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.observe.recording import ClockPair, Recording
+from roseinfer.outputs import check_outputs
 from roseinfer.progress import Progress
 from roseinfer.server.api_keys import read_keys
 
