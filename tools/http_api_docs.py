@@ -45,7 +45,7 @@ range. A field that is null counts as left out. Where a default is "the model's"
 | `POST /v1/chat/completions` | the next turn of a conversation, through the model's chat template |
 | `GET /v1/models` | the one model that is served, with its context `max_model_len` and the size of its vocabulary |
 | `GET /v1/models/{id}` | the same model by its name; 404 for another |
-| `POST /v1/requests/{id}/abort` | ends a request that is being answered, by its `x-request-id` or its answer's `id` |
+| `POST /v1/requests/{id}/abort` | ends what is being answered, by its `x-request-id` or the answer's `id`; no body |
 | `POST /tokenize`, `POST /detokenize` | token ids of a text or a conversation, and the text of token ids |
 | `GET /openapi.json` | all of this as an OpenAPI 3.1 document, with the limits of the model that is served |
 | `GET /livez` | 200 while the engine is alive and makes progress, 503 when the process should be restarted |
@@ -77,19 +77,20 @@ it alone has these, of which [timeline.md](timeline.md) says more:
 | `GET /debug/steps` | the newest steps, as many as `limit` says, 100 by default |
 | `GET /debug/requests` | the requests in flight, and how many are before each of those that wait |
 | `GET /debug/requests/{id}` | one request, in flight or remembered: its times, and why it waits if it does |
-| `GET /debug/recording` | everything that is remembered, as a NumPy archive |
+| `GET /debug/recording` | what is remembered, as a NumPy archive; with `since_ns` what ended after that moment |
 | `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB at most |
 | `GET /debug/trace` | the newest `limit` steps, 500 by default, and their requests in Chrome's trace format |
 | `GET /debug/invariants` | how often each [invariant](reliability.md) was checked, and how often it did not hold |
 | `POST /debug/profile` | 202 and the directory of a profile of the next `steps` steps; see [captures](capture.md) |
 
+A name in the query that is not listed here, or that comes twice, is a 400, and so is a body but for the view.
 On the loopback they need no key. With `server.ops_host` elsewhere they need one, also as the password of Basic
 authentication, and they are off when none is configured.
 
 ## Headers
 
 - `x-request-id`, in a request: up to 128 letters, digits, dots, dashes and underscores. The answer and the log carry
-  it; a request without one gets one.
+  it; a request without one gets one, and so does a head that cannot be read.
 - `x-roseinfer-ledger: 1`, in a request: answer with where its time went, part by part, in `roseinfer_ledger` and the
   header `Server-Timing`; see [causes](causes.md#the-ledger).
 - `x-roseinfer-intended-time`, in a request: the unix time in seconds, such as `1700000000.25`, at which a load
@@ -155,6 +156,11 @@ def page() -> str:
         "## Errors\n",
         'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
         "null. The message names no internals; the log says more, under the request's id.\n",
+        "An error that is told before the engine has heard of the request counts in",
+        "[`roseinfer_requests_rejected_total`](metrics.md#requests), on both ports, whatever was asked for. A later",
+        "one is the end of its request, which `roseinfer_requests_total` counts; one that is the server's fault is in",
+        "`roseinfer_request_errors_total` too. A connection that is closed without an answer, at a cap or after a",
+        "deadline, is in the log alone.\n",
         "| status | type | code | means |",
         "|---|---|---|---|",
         *(f"| {status} | `{kind}` | `{code}` | {meaning} |" for status, code, kind, meaning in _errors()),
@@ -223,7 +229,7 @@ def _errors() -> list[tuple[int, str, str, str]]:
     while todo:
         error = todo.pop()
         todo += error.__subclasses__()
-        if error.code is not None:
+        if error.code is not None and error is not EngineError:  # which `LLM` alone raises
             rows.append((error.status, error.code, error.error_type, _meaning(error)))
     return sorted(rows)
 

@@ -35,7 +35,8 @@ Each is a test, and each holds on every single page, since a page shows one mome
 - `roseinfer_inter_token_latency_seconds_count` = `roseinfer_generation_tokens_total` − requests that have a token
 - sum over reasons of `roseinfer_requests_total` + `roseinfer_http_inflight_streams` =
   `roseinfer_requests_received_total`
-- sum over codes of `roseinfer_requests_rejected_total` = `roseinfer_requests_total{finish_reason="rejected"}`
+- sum over codes of `roseinfer_requests_rejected_total` ≥ `roseinfer_requests_total{finish_reason="rejected"}`: what
+  asked for no tokens counts in the first alone
 - `roseinfer_request_duration_seconds_count` = sum over reasons of `roseinfer_requests_total`
 - sum over `streamed` of `roseinfer_time_to_first_token_seconds_count` ≤ requests that have a token
 - a histogram's `_count` is its `+Inf` bucket; counters and buckets never fall; nothing observed is negative

@@ -281,6 +281,9 @@ class Observer:
     def on_start(self, timeline: RequestTimeline) -> None:
         """A request was received."""
 
+    def on_refusal(self, code: str) -> None:
+        """An HTTP request was answered with an error of this code before the engine had heard of it."""
+
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         """A step ended, and these have a token of it."""
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from roseinfer.observe.flight import Flight
 from roseinfer.observe.recording import Recording
-from roseinfer.server import debug
+from roseinfer.server import debug, debug_question, invariants, profile
 from roseinfer.server.app import build_ops_app, build_runner
 from roseinfer.server.debug_guard import is_loopback
 from roseinfer.server.instruments import Instruments
@@ -41,9 +41,9 @@ class Operations:
 async def operations(
     flight: Flight | None = None, *, ops_host: str = "127.0.0.1", keys: list[str] | None = None
 ) -> AsyncIterator[Operations]:
-    instruments = Instruments(
-        metrics=metrics_handler, ledger=lambda *_: {}, debug_routes=debug.routes(flight or make_flight())
-    )
+    routes = [*debug.routes(flight or make_flight()), profile.route(lambda: Path("new"), lambda *_: None)]
+    routes.append(invariants.route(dict))
+    instruments = Instruments(metrics=metrics_handler, ledger=lambda *_: {}, debug_routes=routes)
     async with serving(ScriptedEngine(), keys=keys, ops_host=ops_host) as server:
         app = build_ops_app(server.service, instruments)
         runner = build_runner(app, 0.5)
@@ -174,12 +174,38 @@ async def test_too_long_a_recording_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ("trace?limit=99999999999999999999999", "limit"),
         ("timeline/data?since=new", "since"),
         ("timeline/data?since_ns=-5", "since_ns"),
+        ("steps?limit=1&limit=2", "limit"),
     ],
 )
 async def test_bad_questions_are_refused_by_name(path: str, param: str) -> None:
     async with operations() as port:
         answer = await port.ask(f"/debug/{path}")
     assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_what_a_path_would_not_read_is_refused() -> None:
+    async with operations() as port:
+        routes = [(route.method, route.resource.canonical) for route in port.app.router.routes() if route.resource]
+        asked = [(method, path) for method, path in routes if method != "HEAD" and path.startswith("/debug/")]
+        assert {("POST", "/debug/profile"), ("GET", "/debug/invariants"), ("GET", "/debug/timeline/{file}")} <= {*asked}
+        for method, path in asked:
+            url = path.format(id="stream-1", file="main.js")
+            unknown = await port.ask(f"{url}?Limit=3&verbose", method)
+            assert (unknown.status, unknown.error["param"]) == (400, "Limit")
+            assert "`Limit`, `verbose`" in unknown.error["message"]
+            if path not in debug_question.WITH_BODY:
+                answer = await port.ask(url, method, data=b"x")
+                assert (answer.status, answer.error["param"]) == (400, "body")
+
+
+async def test_a_body_that_turns_out_empty_is_none() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in list[bytes]():
+            yield piece
+
+    async with operations() as port:
+        answer = await port.ask("/debug/steps", data=pieces())
+    assert answer.status == 200
 
 
 async def test_a_request_in_flight_and_one_that_ended() -> None:

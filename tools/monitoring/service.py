@@ -1,7 +1,7 @@
 """The dashboard of what clients get: objectives, traffic, and the latency of requests; knows no engine."""
 
 from monitoring.board import RECORDED, SHOWN, Board, Section, one_of
-from monitoring.objectives import FAILED, ITL, OBJECTIVES, REFUSED_BY_US, TTFT, Objective
+from monitoring.objectives import FAILED, ITL, OBJECTIVES, REFUSED_BY_US, TTFT, Objective, asked
 from monitoring.panels import AMBER, GREEN, RED, Placed, Query, lines, number
 from monitoring.promql import bound, nonzero
 
@@ -43,7 +43,6 @@ def _within(name: str, variable: str, **matchers: str) -> str:
 def _objectives() -> Section:
     failed = f"{SHOWN.total('requests_total', finish_reason=FAILED)}"
     refused = f"{SHOWN.total('requests_rejected_total', code=REFUSED_BY_US)}"
-    ended = nonzero(SHOWN.total("requests_total"))
     return Section(
         "Objectives",
         [
@@ -61,7 +60,7 @@ def _objectives() -> Section:
             ),
             _good(
                 OBJECTIVES[2],
-                f"1 - ({failed} + {refused}) / {ended} >= 0",
+                f"1 - ({failed} + {refused}) / {nonzero(asked(SHOWN, by=''))} >= 0",
                 "Share of requests that neither failed nor were refused for a reason of the server's. When it falls, "
                 "look at *Refused* and *Requests by end* for which.",
             ),
@@ -118,9 +117,9 @@ def _traffic() -> Section:
             lines(
                 "Refused",
                 "reqps",
-                "Refused requests by code. `overloaded`: add replicas, or raise server.max_inflight. `not_ready` "
-                "during a rollout: the grace or the drain is too short. `engine_dead`: a pod restarts. The others are "
-                "clients' mistakes: talk to them.",
+                "Refused requests by code, whatever they asked for. `overloaded`: add replicas, or raise "
+                "server.max_inflight. `not_ready` during a rollout: the grace or the drain is too short. "
+                "`engine_dead`: a pod restarts. The others are clients' mistakes: talk to them.",
                 Query(f"{SHOWN.total('requests_rejected_total', 'code')} > 0 or on () vector(0)", "{{code}}"),
             ),
             lines(

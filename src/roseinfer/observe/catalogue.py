@@ -231,17 +231,19 @@ _REQUESTS = (
     counter(
         "roseinfer_requests_rejected_total",
         "requests",
-        AtFinish(measures.rejections, measures.rejection_code),
-        "HTTP requests refused before the engine heard of them, by the code of the error that answered: overloaded is "
-        "status 429, not_ready and engine_dead are 503, other is an unforeseen 500, the rest are clients' mistakes; "
-        "the sum over codes is that of finish reason rejected.",
+        AtScrape(measures.rejections),
+        "HTTP requests that either port answered with an error before the engine heard of them, whatever they asked "
+        "for, each counted once by the code of the error: overloaded is status 429, not_ready and engine_dead are 503, "
+        "other is an unforeseen 500, the rest are clients' mistakes. Those that asked for tokens have the finish "
+        "reason rejected too. A connection that is closed without an answer is in the log alone.",
         Label(name="code", values=measures.REJECTION_CODES),
     ),
     counter(
         "roseinfer_request_errors_total",
         "requests",
         AtFinish(measures.server_faults, measures.error_type),
-        "Requests that ended by a fault of the server: finish reasons error and timeout, by error code.",
+        "Requests that ended by a fault of the server after the engine had heard of them: finish reasons error and "
+        "timeout, by error code; queue_timeout is a deadline that passed before the engine had begun.",
         Label(name="error_type", values=measures.ERROR_TYPES),
     ),
     counter(

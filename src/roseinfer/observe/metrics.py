@@ -22,7 +22,7 @@ from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.catalogue import CATALOGUE
 from roseinfer.observe.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.histogram import Histogram
-from roseinfer.observe.measures import NS_PER_S
+from roseinfer.observe.measures import NS_PER_S, OTHER, REJECTION_CODES
 from roseinfer.observe.series import (
     AtFinish,
     AtScrape,
@@ -124,6 +124,10 @@ class Metrics(Collector, WriteObserver):
     def on_start(self, timeline: RequestTimeline) -> None:  # noqa: ARG002 - that it came is all that is told
         with self._lock:
             self._state.num_received += 1
+
+    def on_refusal(self, code: str) -> None:
+        with self._lock:
+            self._state.num_refusals[code if code in REJECTION_CODES else OTHER] += 1
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         with self._lock:

@@ -33,6 +33,16 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     return body
 
 
+async def refuse_body(request: web.Request) -> None:
+    """For a path that takes none. Raises InvalidRequest for a single byte of it, or BodyTimeout."""
+    if not request.body_exists:
+        return
+    try:
+        await _read(request, 0, request.app[SERVICE].config.body_timeout_s)
+    except BodyTooLarge:
+        raise InvalidRequest(f"{request.method} {request.path} takes no body.", param="body") from None
+
+
 def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
     check_num_values(raw, max_model_len)
     return parse_body(raw, body_type)

@@ -162,8 +162,8 @@ def test_faults_of_the_server_are_counted_under_a_closed_set_of_types(
 )
 def test_a_refusal_is_counted_under_the_code_that_the_client_was_told(error_code: str, code: str) -> None:
     metrics = make_metrics()
+    metrics.on_refusal(error_code)
     metrics.on_finish(make_timeline(finish_reason=FinishReason.REJECTED, error_code=error_code))
-    metrics.on_finish(make_timeline(finish_reason=FinishReason.ABORT, error_code=error_code))
     page = Page(metrics)
     assert page.value("roseinfer_requests_rejected_total", code=code) == 1
     assert page.total("roseinfer_requests_rejected_total") == 1

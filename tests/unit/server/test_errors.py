@@ -21,7 +21,7 @@ from roseinfer.server.openapi import document
 from tests.unit.server.harness import engine_info
 
 ROOT = Path(__file__).parents[3]
-GROUPS = {RoseinferError, RequestError, CapacityError, ConfigError}  # never sent, or never with a meaning of their own
+GROUPS = {RoseinferError, RequestError, CapacityError, EngineError, ConfigError}  # never sent, or without a meaning
 
 
 def descendants(error: type[RoseinferError]) -> Iterator[type[RoseinferError]]:
