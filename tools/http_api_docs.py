@@ -138,6 +138,19 @@ text without being part of it has an entry in a completion and none in a chat. W
 To score a text, ask for a completion with it as `prompt`, `echo`, `logprobs`, and `max_tokens` 0; with 1, as evaluation
 harnesses do, the last entry is always the generated token's. There is one entry for each token of the prompt, and the
 first is `null`. What a prompt is scored depends neither on the company it is read in nor on how it is cut.
+
+## Template variables
+
+The entries of `chat_template_kwargs` become variables of the model's chat template, as in vLLM and SGLang, for a chat
+and for `/tokenize` with `messages`. `{"enable_thinking": false}` lets Qwen3 answer at once. Which variables there are,
+the template decides; a name is made of letters, digits and underscores, 64 at most.
+
+- What the server gives the template itself is a 400: `messages`, `tools`, `documents`, `add_generation_prompt`, the
+  special tokens by name, such as `bos_token`, and functions such as `raise_exception` and `range`.
+- A variable that the template does not read is a 400, too, and the error lists those that it does read: one that is
+  misspelt would do nothing, and nobody would know. vLLM leaves it out.
+- `enable_thinking` and `thinking` are taken by every model, since clients send them to all. Where the template has no
+  such switch they have no effect: such a model reasons always or never, whatever they say.
 """
 
 
@@ -203,9 +216,12 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
         return ", or ".join(_values(choice, definitions) for choice in choices)
     kind, unit = schema["type"], ""
-    if kind == "object" and "additionalProperties" in schema:
+    if kind == "object":
+        values = (
+            f" of ({_values(schema['additionalProperties'], definitions)})" if "additionalProperties" in schema else ""
+        )
         most = f", ≤ {schema['maxProperties']} entries" if "maxProperties" in schema else ""
-        return f"object of ({_values(schema['additionalProperties'], definitions)}){most}"
+        return f"object{values}{most}"
     if kind == "array":
         kind, unit = f"list of ({_values(schema['items'], definitions)})", " items"
     elif kind == "string":

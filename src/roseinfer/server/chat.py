@@ -74,11 +74,12 @@ async def _encode_messages(
 ) -> list[int]:
     """The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong."""
     template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
-    messages = [message.for_template() for message in body.messages]
-    if tools is None and sum(len(message.text) for message in body.messages) + len(messages) <= INLINE_CHARS:
-        text = template.render(messages)
+    messages, variables = [message.for_template() for message in body.messages], body.chat_template_kwargs
+    num_chars = sum(len(message.text) for message in body.messages) + len(msgspec.json.encode(variables))
+    if tools is None and num_chars + len(messages) <= INLINE_CHARS:
+        text = template.render(messages, variables=variables)
     else:
-        text = await tokenizer.off_loop(template.render, messages, tools)
+        text = await tokenizer.off_loop(template.render, messages, tools, variables)
     [token_ids] = await tokenizer.encode_prompts([text], max_model_len, ["messages"], add_special_tokens=False)
     return token_ids
 

@@ -42,7 +42,6 @@ def test_a_closed_set_is_listed(field: dict[str, Any], param: str, message: str)
     ("field", "path", "instead"),
     [
         ({"add_special_tokens": False}, "add_special_tokens", "token ids are taken as they are"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "messages and tools alone"),
         ({"guided_json": {}}, "guided_json", "use `structured_outputs` with `json`"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "use `echo` with `logprobs`, of /v1/completions"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "always left out"),
