@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
+from roseinfer.server.long_body import FEW_VALUES
 from roseinfer.server.text_endpoints import DetokenizeBody, TokenizeBody
 from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, ModelBody
 
@@ -151,6 +152,20 @@ the template decides; a name is made of letters, digits and underscores, 64 at m
   misspelt would do nothing, and nobody would know. vLLM leaves it out.
 - `enable_thinking` and `thinking` are taken by every model, since clients send them to all. Where the template has no
   such switch they have no effect: such a model reasons always or never, whatever they say.
+
+## Special tokens
+
+A text is encoded with the special tokens that are spelled in it. `<|im_end|>` in a `prompt`, in a message, in a tool or
+in a template variable becomes the one token that ends a turn, where the vocabulary has it, and not ten characters. So
+does any other token that was added to the vocabulary, such as `<think>`. `/tokenize` does the same, whatever
+`add_special_tokens` says: that is about the tokens around a text.
+
+So whoever writes a message can end it and begin a turn of any role, also the system's. vLLM, SGLang and `transformers`
+encode a chat in the same way. Before text of strangers goes into a message, such as what users write, web pages or
+results of tools, take these spellings out of it, until none is left. `/tokenize` with `messages` and
+`return_token_strs` shows what a conversation becomes.
+
+Generated special tokens are left out of the text.
 """
 
 
@@ -164,7 +179,9 @@ def page() -> str:
         _fields("POST /tokenize", TokenizeBody, model),
         "The answer has `count`, `max_model_len`, `tokens` and `token_strs`, as vLLM's has.\n",
         _fields("POST /detokenize", DetokenizeBody, model),
-        "The answer has the text as `prompt`; special tokens are spelled out.\n",
+        "The answer has the text as `prompt`; special tokens are spelled out. A list may have fewer than",
+        f"{FEW_VALUES} + 2 × `max_model_len` ids. `/tokenize` encodes all that a body holds and may answer with more:",
+        "send those in parts, cut where a character ends.\n",
         "## Errors\n",
         'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
         "null. The message names no internals; the log says more, under the request's id.\n",

@@ -86,7 +86,8 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     seed: Annotated[
         Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
         Meta(
-            description="Choice i uses (seed + i) mod 2**63; the same seed gives the same text. Default: random.",
+            description="From -2**63 to 2**63 - 1. Choice i uses (seed + i) mod 2**63; the same seed gives the same "
+            "text. Default: random.",
         ),
     ] = None
     temperature: Annotated[
