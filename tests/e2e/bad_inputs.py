@@ -96,7 +96,7 @@ CHAT: dict[str, dict[str, list[Any]]] = {
             for part in (
                 *({"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}, {"type": "text"}, {"text": "a"}),
                 *({"type": "input_audio", "input_audio": {}}, {"type": "file", "file": {}}, 1, "a", None, {}),
-                {"type": "text", "text": 5},
+                *({"type": "text", "text": 5}, {"type": "refusal", "refusal": "a"}, {"type": "refusal"}),
             )
         ]
     },

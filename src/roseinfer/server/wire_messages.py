@@ -32,11 +32,20 @@ class ToolCall(Part, frozen=True, kw_only=True):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="text"):
     """One piece of a message's content. Images, audio and files are not supported."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="refusal"):
+    """One piece of an assistant's message: how it refused."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -46,7 +55,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] = []
@@ -58,15 +67,22 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         was_refused = self.refusal is not None and self.role == "assistant"
         if self.content is None and not self.tool_calls and not was_refused:
             raise ValueError("Object missing required field `content`")
+        if self._has_refusal and self.role != "assistant":
+            raise ValueError("only an assistant's message has a `refusal`")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message has `tool_calls`")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("a message has a `tool_call_id` if its role is `tool`, and only then")
 
     @property
+    def _has_refusal(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return self.refusal is not None or any(isinstance(part, RefusalPart) for part in parts)
+
+    @property
     def text(self) -> str:
         """What was said; a refusal is that where there is nothing else."""
-        content = (self.refusal if self.content is None else self.content) or ""
+        content = self.content or self.refusal or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
     def for_template(self) -> dict[str, object]:

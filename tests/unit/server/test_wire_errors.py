@@ -91,6 +91,13 @@ def test_a_part_of_text_with_something_else_in_it_is_not_called_an_image() -> No
     assert error.message == "Unknown field `messages[0].content[0].other`."
 
 
+def test_a_refusal_is_told_what_is_wrong_with_it_and_not_that_it_is_no_text() -> None:
+    error = refused({"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}]})
+    assert error.message == "`messages[0].content[0].refusal`: Expected `str`, got `int`."
+    error = refused({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]})
+    assert error.message == "`messages[0]`: only an assistant's message has a `refusal`."
+
+
 @pytest.mark.parametrize("kind", [{}, [], 5])
 def test_a_part_whose_type_is_no_text_is_told_as_that(kind: object) -> None:
     error = refused({"messages": [{"role": "user", "content": [{"text": "", "type": kind}]}]})
