@@ -91,6 +91,26 @@ async def test_what_openai_answered_can_be_sent_back() -> None:
     assert bytes(server.engine.requests[0].prompt_token_ids).decode() == expected
 
 
+async def test_what_openais_sdk_parsed_can_be_sent_back() -> None:
+    """As it writes what `parse` and `stream` gave."""
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"x": 1}', "parsed_arguments": {"x": 1}},
+        "index": 0,
+    }
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": '{"x": 1}', "parsed": {"x": 1}, "function_call": None},
+        {"role": "assistant", "content": None, "refusal": "No.", "parsed": None},
+        {"role": "assistant", "content": "b", "tool_calls": [call], "parsed": None},
+    ]
+    async with serving(ScriptedEngine(says("x"))) as server:
+        assert (await server.chat(messages=messages)).status == 200
+    expected = '<user>a\n<assistant>{"x": 1}\n<assistant>No.\n<assistant>b\n<assistant>'
+    assert bytes(server.engine.requests[0].prompt_token_ids).decode() == expected
+
+
 async def test_a_refusal_in_the_content_is_what_the_assistant_said() -> None:
     messages = [
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "Never."}], "refusal": None},

@@ -223,7 +223,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             min_length=1,
             description="The conversation so far; content is text or a list of text parts, in an assistant's message "
             "also of `refusal` parts, whose text is told as any other. In such a message without content `refusal` is "
-            "what was said. `name` and `annotations` have no effect; `audio` is null.",
+            "what was said. `name`, `annotations` and `parsed` have no effect; `audio` is null.",
         ),
     ]
     tools: Annotated[

@@ -9,18 +9,20 @@ from roseinfer.server.wire_structured import MAX_TOOLS, Name, Part
 
 
 class FunctionCall(Part, frozen=True, kw_only=True):
-    """`arguments` is JSON in a string."""
+    """`arguments` is JSON in a string. What OpenAI's SDK read in it has no effect."""
 
     name: Name
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(Part, frozen=True, kw_only=True):
-    """What the assistant asked for in an earlier turn."""
+    """What the assistant asked for in an earlier turn. `index`, of a call that was streamed, has no effect."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
 
     def for_template(self) -> dict[str, object]:
         """Templates write the arguments themselves, so they get them as an object."""
@@ -51,7 +53,7 @@ class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_f
 class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that.
 
-    An answer can be sent back as OpenAI gave it; what it was annotated with has no effect.
+    An answer can be sent back as OpenAI or its SDK gave it; what it was annotated with or parsed into has no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -62,6 +64,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
     annotations: list[dict[str, Any]] = []
     audio: None = None
+    parsed: Any = None
 
     def __post_init__(self) -> None:
         was_refused = self.refusal is not None and self.role == "assistant"
