@@ -71,10 +71,18 @@ async def test_where_they_do_nothing_they_are_refused(path: str, body: dict[str,
     assert engine.requests == []
 
 
-async def test_a_value_that_is_long_is_a_prompt_that_is_long() -> None:
-    async with serving(ScriptedEngine(says("a")), text=text_model(template=TEMPLATE)) as server:
-        answer = await server.chat(chat_template_kwargs={"note": "x" * 200})
+@pytest.mark.parametrize(
+    ("tools", "told"),
+    [
+        ([], "`messages` with `chat_template_kwargs`"),
+        ([{"type": "function", "function": {"name": "f"}}], "`messages` with `tools` and `chat_template_kwargs`"),
+    ],
+)
+async def test_a_value_that_is_long_is_a_prompt_that_is_long(tools: list[Any], told: str) -> None:
+    async with serving(ScriptedEngine(says("a")), text=text_model(template=TEMPLATE + "{{ tools }}")) as server:
+        answer = await server.chat(chat_template_kwargs={"note": "x" * 200}, tools=tools)
     assert (answer.error["code"], answer.error["param"]) == ("context_length_exceeded", "messages")
+    assert f" of {told} and the " in answer.error["message"]
 
 
 async def test_the_document_says_how_they_are_called_and_how_many_there_may_be() -> None:
