@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
+from roseinfer.server.long_body import FEW_VALUES
 from roseinfer.server.text_endpoints import DetokenizeBody, TokenizeBody
 from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, ModelBody
 
@@ -139,6 +140,33 @@ text without being part of it has an entry in a completion and none in a chat. W
 To score a text, ask for a completion with it as `prompt`, `echo`, `logprobs`, and `max_tokens` 0; with 1, as evaluation
 harnesses do, the last entry is always the generated token's. There is one entry for each token of the prompt, and the
 first is `null`. What a prompt is scored depends neither on the company it is read in nor on how it is cut.
+
+## Template variables
+
+The entries of `chat_template_kwargs` become variables of the model's chat template, as in vLLM and SGLang, for a chat
+and for `/tokenize` with `messages`. `{"enable_thinking": false}` lets Qwen3 answer at once. Which variables there are,
+the template decides; a name is made of letters, digits and underscores, 64 at most.
+
+- What the server gives the template itself is a 400: `messages`, `tools`, `documents`, `add_generation_prompt`, the
+  special tokens by name, such as `bos_token`, and functions such as `raise_exception` and `range`.
+- A variable that the template does not read is a 400, too, and the error lists those that it does read: one that is
+  misspelt would do nothing, and nobody would know. vLLM leaves it out.
+- `enable_thinking` and `thinking` are taken by every model, since clients send them to all. Where the template has no
+  such switch they have no effect: such a model reasons always or never, whatever they say.
+
+## Special tokens
+
+A text is encoded with the special tokens that are spelled in it. `<|im_end|>` in a `prompt`, in a message, in a tool or
+in a template variable becomes the one token that ends a turn, where the vocabulary has it, and not ten characters. So
+does any other token that was added to the vocabulary, such as `<think>`. `/tokenize` does the same, whatever
+`add_special_tokens` says: that is about the tokens around a text.
+
+So whoever writes a message can end it and begin a turn of any role, also the system's. vLLM, SGLang and `transformers`
+encode a chat in the same way. Before text of strangers goes into a message, such as what users write, web pages or
+results of tools, take these spellings out of it, until none is left. `/tokenize` with `messages` and
+`return_token_strs` shows what a conversation becomes.
+
+Generated special tokens are left out of the text.
 """
 
 
@@ -152,7 +180,9 @@ def page() -> str:
         _fields("POST /tokenize", TokenizeBody, model),
         "The answer has `count`, `max_model_len`, `tokens` and `token_strs`, as vLLM's has.\n",
         _fields("POST /detokenize", DetokenizeBody, model),
-        "The answer has the text as `prompt`; special tokens are spelled out.\n",
+        "The answer has the text as `prompt`; special tokens are spelled out. A list may have fewer than",
+        f"{FEW_VALUES} + 2 × `max_model_len` ids. `/tokenize` encodes all that a body holds and may answer with more:",
+        "send those in parts, cut where a character ends.\n",
         "## Errors\n",
         'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
         "null. The message names no internals; the log says more, under the request's id.\n",
@@ -209,9 +239,12 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
         return ", or ".join(_values(choice, definitions) for choice in choices)
     kind, unit = schema["type"], ""
-    if kind == "object" and "additionalProperties" in schema:
+    if kind == "object":
+        values = (
+            f" of ({_values(schema['additionalProperties'], definitions)})" if "additionalProperties" in schema else ""
+        )
         most = f", ≤ {schema['maxProperties']} entries" if "maxProperties" in schema else ""
-        return f"object of ({_values(schema['additionalProperties'], definitions)}){most}"
+        return f"object{values}{most}"
     if kind == "array":
         kind, unit = f"list of ({_values(schema['items'], definitions)})", " items"
     elif kind == "string":

@@ -38,6 +38,7 @@ from roseinfer.messages import (
     check_text,
     check_value,
 )
+from roseinfer.prompt_name import PromptName
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.server.choice import Choice, Delta, Telling
 from roseinfer.server.tokenizer import Tokenizer
@@ -236,7 +237,7 @@ class LLM:
     def _check(self, stream: Stream, token_ids: list[int], name: str = "prompt") -> None:
         """Give the stream its token ids. Raises RequestError when it cannot run."""
         stream.prompt = token_ids
-        check_request(stream.params, token_ids, self.info, name)
+        check_request(stream.params, token_ids, self.info, PromptName(name))
         stream.timeline.tokenized_ns = time.monotonic_ns()
 
     def _start(self, streams: Sequence[Stream]) -> None:

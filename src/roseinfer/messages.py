@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, PromptTooLong
+from roseinfer.prompt_name import PromptName
 from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord, Violation
 
 GREEDY_BELOW = 1e-5  # dividing logits by such a temperature could overflow float32; the likeliest has all the mass
@@ -277,7 +278,7 @@ def check_request(
     params: SamplingParams,
     prompt_token_ids: Sequence[int],
     info: EngineInfo,
-    name: str = "prompt",
+    name: PromptName,
     limit_name: str = "max_tokens",
 ) -> None:
     """Whether the engine can run this: what the server and `LLM` both ask before it hears of a request.
@@ -287,9 +288,9 @@ def check_request(
     """
     check_value(msgspec.structs.asdict(params), SamplingParams)
     if not prompt_token_ids:
-        raise InvalidRequest(f"`{name}` is empty.", param=name)
+        raise InvalidRequest(f"`{name.param}` is empty.", param=name.param)
     known = list[Annotated[int, Meta(ge=0, lt=info.vocab_size)]]
-    for where, token_ids in ((name, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+    for where, token_ids in ((name.param, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
         check_value(token_ids, known, where, f"; the vocabulary has {info.vocab_size} tokens")
     if params.logit_bias and max(params.logit_bias) >= info.vocab_size:
         raise InvalidRequest(
@@ -298,9 +299,9 @@ def check_request(
         )
     if len(prompt_token_ids) + params.max_tokens > info.max_model_len:
         raise PromptTooLong(
-            f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of `{name}` and the "
+            f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of {name} and the "
             f"{params.max_tokens} to be generated do not fit.",
-            param=limit_name if len(prompt_token_ids) < info.max_model_len else name,
+            param=limit_name if len(prompt_token_ids) < info.max_model_len else name.param,
         )
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(

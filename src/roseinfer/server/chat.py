@@ -3,14 +3,14 @@
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest, PromptTooLong
+from roseinfer.errors import InvalidRequest
+from roseinfer.prompt_name import PromptName
 from roseinfer.records import FinishReason
 from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta
@@ -24,6 +24,7 @@ from roseinfer.server.tokenizer import INLINE_CHARS
 from roseinfer.server.tool_calls import CallPart, ToolCallParser
 from roseinfer.server.tools import ToolUse, find_format
 from roseinfer.server.wire import ChatBody
+from roseinfer.server.wire_template import FIELD
 
 
 @generates_tokens("chat")
@@ -43,44 +44,39 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     wanted = requested_grammar(body) if tool_use is None else tool_use.grammar()
     await check_grammar(wanted, service.grammars)
     tools = None if tool_use is None else [tool.for_template() for tool in tool_use.tools]
-    with _naming_tools(has_tools=tools is not None):
-        job = Job(
-            body=body,
-            prompts=[await _encode_messages(body, tools, text_model, service.client.info.max_model_len)],
-            prompt_names=["messages"],
-            max_tokens=body.max_completion_tokens or body.max_tokens,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            num_sequences=body.n,
-            grammar=wanted and wanted[0],
-            limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-        )
-        return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
-
-
-@contextmanager
-def _naming_tools(*, has_tools: bool) -> Iterator[None]:
-    """The template writes tools into the prompt, so what is too long may be they, and not the messages."""
-    try:
-        yield
-    except PromptTooLong as error:
-        if not has_tools:
-            raise
-        message = error.message.replace("`messages`", "`messages` with `tools`")
-        raise PromptTooLong(message, param=error.param) from None
+    name, prompt = await _encode_messages(body, tools, text_model, service.client.info.max_model_len)
+    job = Job(
+        body=body,
+        prompts=[prompt],
+        prompt_names=[name],
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_sequences=body.n,
+        grammar=wanted and wanted[0],
+        limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+    )
+    return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
 
 
 async def _encode_messages(
     body: ChatBody, tools: Sequence[object] | None, text_model: TextModel, max_model_len: int
-) -> list[int]:
-    """The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong."""
+) -> tuple[PromptName, list[int]]:
+    """What the prompt is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong.
+
+    The template writes the special tokens itself, so none are added.
+    """
     template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
-    messages = [message.for_template() for message in body.messages]
-    if tools is None and sum(len(message.text) for message in body.messages) + len(messages) <= INLINE_CHARS:
-        text = template.render(messages)
+    messages, variables = [message.for_template() for message in body.messages], body.chat_template_kwargs
+    num_chars = sum(len(message.text) for message in body.messages) + len(msgspec.json.encode(variables))
+    if tools is None and num_chars + len(messages) <= INLINE_CHARS:
+        text = template.render(messages, variables=variables)
     else:
-        text = await tokenizer.off_loop(template.render, messages, tools)
-    [token_ids] = await tokenizer.encode_prompts([text], max_model_len, ["messages"], add_special_tokens=False)
-    return token_ids
+        text = await tokenizer.off_loop(template.render, messages, tools, variables)
+    # The template writes all of these into the prompt, so what is too long may be any of them.
+    written = {"tools": tools, FIELD: variables}
+    name = PromptName("messages", tuple(field for field, value in written.items() if value))
+    [token_ids] = await tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
+    return name, token_ids
 
 
 class ChatDialect:

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from roseinfer.config import ServerConfig
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
+from roseinfer.prompt_name import PromptName
 from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
@@ -59,7 +60,7 @@ class Job:
 
     body: GenerationBody
     prompts: list[list[int]]
-    prompt_names: list[str]  # what each is called in an error
+    prompt_names: list[PromptName]
     max_tokens: int | None  # None: as many as the context leaves; 0: the prompt alone is told
     num_logprobs: int | None
     num_sequences: int  # of each prompt; the best `n` are told

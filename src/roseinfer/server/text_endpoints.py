@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize: text into token ids and back, as a generation endpoint would. Knows no engine."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -16,6 +17,7 @@ from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
 from roseinfer.server.wire import ModelBody
 from roseinfer.server.wire_messages import Message
+from roseinfer.server.wire_template import FIELD, TemplateVariables
 
 # Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose
 # spelling is `"\u0000",` at worst.
@@ -39,6 +41,7 @@ class TokenizeBody(ModelBody, frozen=True, kw_only=True):
     add_generation_prompt: Annotated[
         bool, Meta(description="End the conversation with what makes the assistant speak. Needs `messages`.")
     ] = True
+    chat_template_kwargs: TemplateVariables = msgspec.field(default_factory=dict)
     return_token_strs: Annotated[bool, Meta(description="Also spell out each token.")] = False
 
 
@@ -68,13 +71,15 @@ async def _text(body: TokenizeBody, text_model: TextModel) -> str:
     if body.prompt is not None:
         if not body.add_generation_prompt:
             raise InvalidRequest("`add_generation_prompt` needs `messages`.", param="add_generation_prompt")
+        if body.chat_template_kwargs:
+            raise InvalidRequest(f"`{FIELD}` needs `messages`.", param=FIELD)
         return body.prompt
     if body.messages is None:
         raise InvalidRequest("Missing field `prompt` or `messages`.", param="prompt")
     template = text_model.require_chat_template()
     messages = [message.for_template() for message in body.messages]
     render = template.render if body.add_generation_prompt else template.render_closed
-    return await text_model.tokenizer.off_loop(render, messages)
+    return await text_model.tokenizer.off_loop(partial(render, messages, variables=body.chat_template_kwargs))
 
 
 def _tokenized(

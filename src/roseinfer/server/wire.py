@@ -37,6 +37,8 @@ from roseinfer.server.wire_structured import (
     ToolChoice,
     without_nulls,
 )
+from roseinfer.server.wire_template import FIELD as TEMPLATE_FIELD
+from roseinfer.server.wire_template import TemplateVariables, check_variables
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -84,7 +86,8 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     seed: Annotated[
         Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
         Meta(
-            description="Choice i uses (seed + i) mod 2**63; the same seed gives the same text. Default: random.",
+            description="From -2**63 to 2**63 - 1. Choice i uses (seed + i) mod 2**63; the same seed gives the same "
+            "text. Default: random.",
         ),
     ] = None
     temperature: Annotated[
@@ -218,8 +221,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         list[Message],
         Meta(
             min_length=1,
-            description="The conversation so far; content is text or a list of text parts. In an assistant's message "
-            "without content `refusal` is what was said. `name` and `annotations` have no effect; `audio` is null.",
+            description="The conversation so far; content is text or a list of text parts, in an assistant's message "
+            "also of `refusal` parts, whose text is told as any other. In such a message without content `refusal` is "
+            "what was said. `name`, `annotations` and `parsed` have no effect; `audio` is null.",
         ),
     ]
     tools: Annotated[
@@ -231,6 +235,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         Meta(description="`none`, `auto`, `required`, or a function to call. Default: `auto` with tools."),
     ] = None
     parallel_tool_calls: Annotated[bool, Meta(description="Whether one answer may hold several calls.")] = True
+    chat_template_kwargs: TemplateVariables = {}
     max_completion_tokens: Annotated[
         TokenCount | None, Meta(description="Most tokens to generate. Default: what the context leaves.")
     ] = None
@@ -268,7 +273,6 @@ UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
 _ELSEWHERE: Mapping[str, str] = {
     **{f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")},
     "add_special_tokens": "a text gets the model's, a chat its template's; token ids are taken as they are",
-    "chat_template_kwargs": "the chat template is told of messages and tools alone",
     "continuous_usage_stats": "the usage is told once, in the last chunk",
     "prompt_logprobs": "use `echo` with `logprobs`, of /v1/completions",
     "skip_special_tokens": "special tokens are always left out of the text",
@@ -291,9 +295,11 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     if unknown := present.keys() - set(body_type.__struct_encode_fields__):
         raise _unknown(next(name for name in present if name in unknown))
     try:
-        return msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
+        body = msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except msgspec.ValidationError as error:
         raise _with_hint(refusal(error, present, body_type), body_type) from None
+    check_variables(present.get(TEMPLATE_FIELD, {}))
+    return body
 
 
 def _unknown(path: str) -> InvalidRequest:
