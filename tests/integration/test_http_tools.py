@@ -98,6 +98,10 @@ async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, An
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x\n", "schema": {}}}},
+            "response_format.json_schema.name",
+        ),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "refused"}}}},

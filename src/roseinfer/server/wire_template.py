@@ -16,7 +16,7 @@ MAX_VARIABLES = 32
 MAX_LEVELS = 16  # lists and objects within each other: enough for a JSON schema
 MAX_BYTES = 16 * 1024  # all names and values together, as JSON
 
-VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}(?!\n)$")]  # as a name of a function
 TemplateVariables = Annotated[
     dict[VariableName, Any],
     Meta(

@@ -111,6 +111,7 @@ def test_what_is_within_the_bounds_is_taken_as_it_stands(body_type: type[ModelBo
         ({"a b": 1}, "chat_template_kwargs", "as a key, 'a b'"),
         ({"é": 1}, "chat_template_kwargs", "as a key, 'é'"),
         ({"": 1}, "chat_template_kwargs", "as a key, ''"),
+        ({"a\n": 1}, "chat_template_kwargs", "as a key, 'a\\n'"),
         ({"x" * 65: 1}, "chat_template_kwargs", "as a key, 'xxx"),
         ({f"a{i}": i for i in range(MAX_VARIABLES + 1)}, "chat_template_kwargs", f"length <= {MAX_VARIABLES}"),
         ({"a": 1, "b": nested(MAX_LEVELS + 1)}, "chat_template_kwargs.b", f"deeper than {MAX_LEVELS} levels"),
