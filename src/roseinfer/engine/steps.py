@@ -102,7 +102,9 @@ class RowFailures:
     def judge(self, rows: "SampledRows") -> list[int]:
         """The rows that failed, but for surplus ones. Raises UnattributableFailure."""
         token_ids = rows.sampled.token_ids
-        if not len(token_ids) or np.minimum.reduce(token_ids) != NO_TOKEN:
+        if not len(token_ids):  # parts of prompts alone: nothing was seen, neither for nor against
+            return []
+        if np.minimum.reduce(token_ids) != NO_TOKEN:
             self._num_in_a_row = 0
             return []
         failed = [row for row in (token_ids == NO_TOKEN).nonzero()[0].tolist() if row not in rows.surplus]

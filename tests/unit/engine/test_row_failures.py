@@ -139,6 +139,17 @@ def test_a_request_that_is_alone_fails_alone_but_not_for_ever() -> None:
         engine.step()
 
 
+def test_steps_that_read_a_part_of_a_prompt_are_no_sign_of_life() -> None:
+    """They sample nothing: a device that computes no number at all is found out whatever the lengths of the prompts."""
+    engine = poison(make_engine(max_prefill_tokens=8), lambda *_: True)
+    for i in range(MAX_FAILURES_IN_A_ROW):
+        engine.add(make_request(f"r{i}", [i + 1] * 20))
+        assert run_to_end(engine).reasons == {f"r{i}": FinishReason.ERROR}
+    engine.add(make_request("last", [9] * 20))
+    with pytest.raises(UnattributableFailure):
+        run_to_end(engine)
+
+
 CONFIGS: list[dict[str, Any]] = [{}, {"num_blocks": 18}, {"max_prefill_tokens": 8, "pipeline_depth": 1}]
 
 
