@@ -100,17 +100,17 @@ class RowFailures:
         self._num_in_a_row = 0  # since a row had a token
 
     def judge(self, rows: "SampledRows") -> list[int]:
-        """The rows that failed, but for surplus ones. Raises UnattributableFailure."""
+        """The rows that failed; the surplus ones among them speak for nothing. Raises UnattributableFailure."""
         token_ids = rows.sampled.token_ids
         if not len(token_ids):  # parts of prompts alone: nothing was seen, neither for nor against
             return []
         if np.minimum.reduce(token_ids) != NO_TOKEN:
             self._num_in_a_row = 0
             return []
-        failed = [row for row in (token_ids == NO_TOKEN).nonzero()[0].tolist() if row not in rows.surplus]
-        num_judged = len(token_ids) - len(rows.surplus)
-        self._num_in_a_row = self._num_in_a_row + len(failed) if len(failed) == num_judged else 0
-        if (len(failed) == num_judged > 1) or self._num_in_a_row > MAX_FAILURES_IN_A_ROW:
+        failed: list[int] = (token_ids == NO_TOKEN).nonzero()[0].tolist()
+        num_failed, num_judged = len(set(failed) - rows.surplus), len(token_ids) - len(rows.surplus)
+        self._num_in_a_row = self._num_in_a_row + num_failed if num_failed == num_judged else 0
+        if (num_failed == num_judged > 1) or self._num_in_a_row > MAX_FAILURES_IN_A_ROW:
             raise UnattributableFailure(f"no row of a step had a finite logit ({num_judged} rows)")
         return failed
 

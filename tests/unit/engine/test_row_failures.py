@@ -103,6 +103,28 @@ def test_what_it_started_from_is_forgotten_and_what_others_computed_after_that()
     assert num_cached_beside(engine, "d", [*PREFIX, *[60] * 16, 50]) == 0
 
 
+@pytest.mark.parametrize("ended_by", ["a stop token", "an abort"])
+def test_a_surplus_row_that_failed_leaves_nothing_behind_either(ended_by: str) -> None:
+    """Its sequence ended well, and nobody is told; but what it wrote into the last of its blocks is no number."""
+    prompt = PREFIX[:23]  # the first token that is generated fills the third block
+    [first] = run_alone(make_request("bad", prompt, max_tokens=1))
+    stops = (first,) if ended_by == "a stop token" else ()
+    engine = poison(make_engine(pipeline_depth=1), lambda name, p: name == "bad" and p == 24)
+    for request in (
+        make_request("other", [9, 9, 9], max_tokens=30),
+        make_request("bad", prompt, max_tokens=9, stop_token_ids=stops),
+    ):
+        engine.add(request)
+    transcript = Transcript()
+    transcript.take(engine.step())
+    if ended_by == "an abort":
+        engine.abort("bad")  # with the row in flight
+    reasons = run_to_end(engine, transcript).reasons
+    ended = FinishReason.STOP if ended_by == "a stop token" else FinishReason.ABORT
+    assert reasons == {"bad": ended, "other": FinishReason.LENGTH}
+    assert num_cached(engine, "next", [*prompt, first, 50]) == 0
+
+
 def num_cached_beside(engine: Engine, request_id: str, prompt: list[int]) -> int:
     """The same beside another request, which goes on."""
     engine.add(make_request(request_id, prompt))
