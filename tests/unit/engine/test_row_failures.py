@@ -1,57 +1,19 @@
 """A row without a token: its request ends with an error, its blocks are nobody's, and nobody else notices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from roseinfer.engine.batch import NO_TOKEN, Launched, SampledTokens, ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.steps import MAX_FAILURES_IN_A_ROW, UnattributableFailure
 from roseinfer.records import FinishReason
-from roseinfer.stopwatch import Watch
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
+from tests.unit.engine.poison import poison
 
 PREFIX = list(range(1, 41))  # five blocks of eight
-IsPoisoned = Callable[[str, int], bool]
-"""(request id, position of the token to be sampled) -> whether its logits hold a NaN."""
-
-
-class _Poisoned:
-    graph_rows = h2d_bytes = 0
-
-    def __init__(self, launched: Launched, rows: list[int]) -> None:
-        self.launched, self.rows = launched, rows
-
-    def wait(self) -> SampledTokens:
-        sampled = self.launched.wait()
-        token_ids = sampled.token_ids.copy()
-        token_ids[self.rows] = NO_TOKEN
-        return SampledTokens(token_ids, sampled.logprobs)
-
-
-def poison(engine: Engine, is_poisoned: IsPoisoned) -> Engine:
-    """The engine with a device whose logits are not finite here and there."""
-    launch = engine.runner.launch
-
-    def launch_poisoned(batch: ScheduledBatch, watch: Watch) -> Launched:
-        owners = engine.scheduler.residency.table.owners
-        rows = [
-            (owners[slot], position)
-            for slot, position, samples in zip(
-                batch.slots.tolist(), (batch.starts + batch.num_new_tokens).tolist(), batch.samples, strict=True
-            )
-            if samples
-        ]
-        failed = [row for row, (owner, position) in enumerate(rows) if owner and is_poisoned(
-            owner.request.request_id, position
-        )]  # fmt: skip
-        return _Poisoned(launch(batch, watch), failed)
-
-    engine.runner.launch = launch_poisoned  # type: ignore[method-assign]
-    return engine
 
 
 def num_cached(engine: Engine, request_id: str, prompt: list[int]) -> int:
@@ -159,6 +121,19 @@ def test_a_request_that_is_alone_fails_alone_but_not_for_ever() -> None:
     engine.add(make_request("last", [5]))
     with pytest.raises(UnattributableFailure):
         engine.step()
+
+
+@pytest.mark.parametrize("length", [3, 40])  # the shorter ones share a step, the longer ones wait for one another
+@pytest.mark.parametrize("num_choices", [2, 8])
+def test_the_choices_of_a_prompt_fail_as_one(num_choices: int, length: int) -> None:
+    """However many they are, they are one client's doing."""
+    engine = poison(make_engine(), lambda name, _: name.startswith("bad"))
+    prompt = PREFIX[:length]
+    for i in range(num_choices):
+        engine.add(replace(make_request(f"bad{i}"), prompt_token_ids=prompt))
+    assert run_to_end(engine).reasons == dict.fromkeys([f"bad{i}" for i in range(num_choices)], FinishReason.ERROR)
+    engine.add(make_request("good", prompt))
+    assert run_to_end(engine).reasons == {"good": FinishReason.LENGTH}
 
 
 def test_steps_that_read_a_part_of_a_prompt_are_no_sign_of_life() -> None:
