@@ -39,7 +39,7 @@ from roseinfer.messages import (
 from roseinfer.records import Advanced, Arrival, FinishReason, Invariant, Observer, RequestTimeline, Violation
 
 _MANY_PLACES = 1 << 20
-PAUSE_FACTOR = 10  # a collection, or the capture of a graph, may take so many times what a step may
+PAUSE_FACTOR = 10  # a collection, a capture of a graph or a profile's writing may take so many times what a step may
 _CODES = {FinishReason.ERROR: SequenceFailed.code or "", FinishReason.TIMEOUT: RequestTimeout.code or ""}
 
 
@@ -107,7 +107,7 @@ class AsyncEngine:
         if not self._num_in_engine:  # it may stand still wherever it is: nobody waits
             return account
         now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
-        if account.activity in {Activity.GC, Activity.CAPTURING}:
+        if account.activity in {Activity.GC, Activity.CAPTURING, Activity.PROFILING}:
             limit_ns *= PAUSE_FACTOR
         elif account.activity is Activity.IDLE:  # though it should be doing something, and since it should be
             since_ns = max(since_ns, self._last_progress_ns)

@@ -326,6 +326,7 @@ async def test_a_hung_engine_is_stuck_a_busy_collector_is_not_and_an_idle_one_ne
         (transport.pulse.begin_step, Activity.STEPPING, 30.0),
         (transport.pulse.begin_collection, Activity.GC, 300.0),
         (transport.pulse.begin_capture, Activity.CAPTURING, 300.0),
+        (transport.pulse.begin_profiling, Activity.PROFILING, 300.0),
     ):
         after(0)
         begin()
