@@ -1,7 +1,8 @@
 """A step between its schedule and its commit: what is remembered of it, and what is told once its tokens are known.
 
-Knows slots, counts and ids; changes no sequence. These are msgspec structs because some are made in every step: a
-frozen dataclass takes several times as long to make.
+Knows slots, counts and ids. Of a sequence it changes two things only: how its prompt's tokens were scored, and how far
+its grammar has been followed. These are msgspec structs because some are made in every step: a frozen dataclass takes
+several times as long to make.
 """
 
 import msgspec
