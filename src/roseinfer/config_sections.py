@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from roseinfer.messages import MAX_PROFILE_STEPS
+
 DEMO_MODEL = "roseinfer/demo"
 
 
@@ -263,8 +265,8 @@ class EngineConfig:
         Meta(
             gt=0,
             description="Longest time that a step may take, from its start; then the engine counts as hung and is "
-            "ended. Collections of garbage and captures of CUDA graphs may take ten times as long. Far above any step "
-            "that is only slow, and below what an orchestrator waits.",
+            "ended. Collections of garbage, captures of CUDA graphs and the writing of a profile may take ten times as "
+            "long. Far above any step that is only slow, and below what an orchestrator waits.",
         ),
     ] = _option(30.0)
     on_failure: Annotated[
@@ -526,7 +528,10 @@ class ObserveConfig:
     capture_profile_steps: Annotated[
         int,
         Meta(
-            ge=0, le=1000, description="Steps that the profiler records after a breach; 0 records none. It slows them."
+            ge=0,
+            le=MAX_PROFILE_STEPS,
+            description="Steps that the profiler records after a breach; 0 records none. It slows them, and no step "
+            "runs while the trace is written.",
         ),
     ] = _option(0)
 

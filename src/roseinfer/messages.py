@@ -19,7 +19,7 @@ from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRec
 
 GREEDY_BELOW = 1e-5  # dividing logits by such a temperature could overflow float32; the likeliest has all the mass
 MAX_LOGPROBS = 20
-MAX_PROFILE_STEPS = 1000
+MAX_PROFILE_STEPS = 200  # nobody is served while the trace of all is written
 _MAX_INT32 = 2**31 - 1
 
 # What a request may ask for, the same for a body, a flag and a caller of `LLM`.

@@ -211,6 +211,8 @@ async def test_choices_are_numbered_prompt_by_prompt_and_have_their_own_seeds() 
     assert usage["prompt_tokens"] == 5, "a prompt counts once, however many choices it has"
     assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
     assert usage["completion_tokens"] == sum(map(len, texts))
+    first, second = (request.prompt_token_ids for request in server.engine.requests[:2])
+    assert first is second, "they go to the engine once, and fail as one"
 
 
 async def test_what_one_step_made_due_is_one_write() -> None:

@@ -353,8 +353,8 @@ class Scheduler:
         self.counts = step.counts
         rows = step.sampled_rows(sampled, {sequence.slot for sequence in self.leaving})
         last = find_last(rows, self._table, self.eos_token_ids)
-        if failed := self._failures.judge(rows):
-            last |= dict.fromkeys(failed, FinishReason.ERROR)
+        if failed := self._failures.judge(rows, self._table):
+            last |= {row: FinishReason.ERROR for row in failed if row not in rows.surplus}
             self._disown(self._table.owner(rows.index[row]) for row in failed)
         for row in range(batch.num_device_rows, batch.num_rows):
             self.residency.publish(self._table.owner(step.index[row]), int(step.ends[row]))
