@@ -151,6 +151,41 @@ def test_what_cannot_be_used_is_refused_in_one_line(vocabulary: Vocabulary, gram
     assert len(caught.value.message) < 300
 
 
+def wide(num_optional: int, *, is_required: bool = False) -> dict[str, object]:
+    """An object with so many properties that may all come first, or that come one after the other."""
+    properties = {f"p{i}": {"type": "integer"} for i in range(num_optional)}
+    return {"type": "object", "properties": properties, "required": list(properties) if is_required else []}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        pytest.param(schema(wide(600)), id="behind the first bracket"),
+        pytest.param(
+            schema({"type": "object", "properties": {"settings": wide(600)}, "required": ["settings"]}),
+            id="behind text that must come and a blank that may",
+        ),
+        pytest.param(
+            Grammar("lark", f'start: ("<" object)?\nobject: %json {json.dumps(wide(600))}'),
+            id="where the text may also end at once",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_bytes", [True, False])
+def test_what_meets_a_limit_behind_its_first_tokens_is_refused(
+    vocabulary: Vocabulary, grammar: Grammar, *, is_bytes: bool
+) -> None:
+    """The first mask of all of these is well, and whatever the model says, it could not go on."""
+    of_demo = Vocabulary.load(DEMO, 2048, [0])  # its first token is the one that ends the text
+    with pytest.raises(InvalidRequest, match=r"cannot be used: too much may come next .* not required"):
+        (vocabulary if is_bytes else of_demo).compile(grammar)
+
+
+@pytest.mark.parametrize("of", [wide(480), wide(600, is_required=True)])
+def test_many_properties_can_be_used_that_are_fewer_or_required(vocabulary: Vocabulary, of: dict[str, object]) -> None:
+    assert ord("p") in allowed(follow(vocabulary, schema(of), '{"'))
+
+
 def decoded(of: Sequence[int], tokenizer: Tokenizer) -> bytes:
     return b"".join(map(tokenizer.text_bytes, of))
 
