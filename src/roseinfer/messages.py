@@ -189,6 +189,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     times: EngineTimes | None = None  # on the first output after a prefill, and on the last
     slot: int | None = None  # on the first output after a prefill: where `StepOutput.tokens` tells the next ones
     prompt_logprobs: PromptLogprobs | None = None  # on the first output of all, when asked for
+    grammar_error: str = ""  # on the last with the reason error, where it was the grammar's: for the log
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):

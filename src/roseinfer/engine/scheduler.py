@@ -118,17 +118,18 @@ class Scheduler:
         if sequence is not None:
             self._end_early(sequence, FinishReason.ABORT)
 
-    def _end_early(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end_early(self, sequence: Sequence, reason: FinishReason, grammar_error: str = "") -> None:
         """End it outside a step, without a token."""
         self._end(sequence)
-        self._ended.append(TokenOutput(sequence.request.request_id, [], None, reason, None, sequence.times))
+        request_id, times = sequence.request.request_id, sequence.times
+        self._ended.append(TokenOutput(request_id, [], None, reason, times=times, grammar_error=grammar_error))
 
     def _take_compiled(self) -> None:
         """Those whose grammars are compiled wait for their turn; those whose are not fit to be used have failed."""
-        for sequence, can_run in self.compiling.take():
+        for sequence, error in self.compiling.take():
             self.waiting.add(sequence)
-            if not can_run:
-                self._end_early(sequence, FinishReason.ERROR)
+            if error is not None:
+                self._end_early(sequence, FinishReason.ERROR, f"{type(error).__name__}: {error}")
 
     def take_ended(self) -> list[TokenOutput]:
         """Last outputs of what ended outside a step since the last call. Each is handed out once."""

@@ -234,8 +234,8 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
     slot, token_id = int(rows.index[row]), int(rows.sampled.token_ids[row])
     sequence, is_first = table.owner(slot), row in rows.first
     logprobs = None if rows.sampled.logprobs is None else rows.sampled.logprobs[row]
-    has_failed = finish_reason is FinishReason.ERROR
-    ends_in_text = sequence.constraint is not None and sequence.constraint.is_over
+    has_failed, constraint = finish_reason is FinishReason.ERROR, sequence.constraint
+    ends_in_text = constraint is not None and constraint.is_over
     return TokenOutput(
         request_id=sequence.request.request_id,
         token_ids=[] if has_failed else [token_id],
@@ -245,6 +245,7 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
         times=sequence.times if is_first or finish_reason is not None else None,
         slot=slot if is_first else None,
         prompt_logprobs=None if sequence.scores is None else _take_scores(sequence),
+        grammar_error=constraint.error if has_failed and constraint is not None else "",
     )
 
 
