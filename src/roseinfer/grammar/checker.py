@@ -57,7 +57,7 @@ class GrammarChecker:
         self._is_closed = False
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
-        """Raises Overloaded at once, and from the future InvalidRequest that names the field `param`."""
+        """Raises Overloaded at once, and from the future InvalidRequest that names the field `param`, or NotReady."""
         if not self._places.acquire(blocking=False):
             raise Overloaded(f"{MAX_WAITING} grammars wait to be checked already.")
         future = self._thread.submit(self._check, grammar, param)
@@ -93,7 +93,7 @@ class GrammarChecker:
     def _ask(self, grammar: Grammar) -> tuple[str, bool]:
         """What is wrong with the grammar, empty when nothing is; and whether it will be wrong another time.
 
-        That a child was slow, or ended, may be due to the machine, or to the grammars before.
+        That a child was slow, or ended, may be due to the machine, or to the grammars before. Raises NotReady.
         """
         child = None if self._unusable else self._child or self._start()
         if child is None:
@@ -111,7 +111,8 @@ class GrammarChecker:
     def _start(self) -> "subprocess.Popen[bytes] | None":
         """None where the child told that it can do nothing with the vocabulary: another would tell the same.
 
-        Raises NotReady for one that ended without a word, or was silent, which may be due to the machine.
+        Raises NotReady for one that ended without a word, or was silent, which may be due to the machine; and when the
+        server is shutting down, or does not know its engine.
         """
         if self._is_closed:
             raise NotReady("The server is shutting down.")

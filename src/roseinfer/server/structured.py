@@ -20,7 +20,7 @@ class GrammarCheck(Protocol):
     """Whoever knows whether a grammar can be used: `grammar/checker.py`."""
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
-        """Raises InvalidRequest that names the field `param`, at once or from the future; Overloaded at once."""
+        """Raises Overloaded at once; at once or from the future InvalidRequest that names the field, or NotReady."""
 
 
 def requested_grammar(body: GenerationBody) -> tuple[Grammar, str] | None:
@@ -60,7 +60,7 @@ def _of_structured_outputs(body: GenerationBody) -> tuple[Grammar, str] | None:
 
 
 async def check_grammar(wanted: tuple[Grammar, str] | None, check: GrammarCheck | None) -> None:
-    """Raises InvalidRequest that names the field of a grammar that cannot be used."""
+    """Raises InvalidRequest that names the field of a grammar that cannot be used, Overloaded or NotReady."""
     if wanted is None:
         return
     grammar, param = wanted
