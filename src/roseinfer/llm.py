@@ -7,6 +7,7 @@ measures. Each request has a `RequestTimeline`; its `write_ns` are the moments w
 
 import asyncio
 import itertools
+import secrets
 import sys
 import threading
 import time
@@ -121,7 +122,10 @@ class LLM:
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
     ) -> str:
-        """Start one request and return its id. Raises RequestError for one that cannot run, or Overloaded."""
+        """Start one request and return its id. Raises RequestError for one that cannot run, or Overloaded.
+
+        Without `params` the model's own are taken. Without a seed in them the request is given a new one.
+        """
         stream = self._new_stream(prompt, params, stop, cache_salt, "prompt")
         self._check_grammar(stream.params)
         if self._places is not None:
@@ -147,7 +151,10 @@ class LLM:
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
     ) -> list[Completion]:
-        """Run all prompts, or a single one, as one batch and wait; nothing starts when one of them cannot run."""
+        """Run all prompts, or a single one, as one batch and wait; nothing starts when one of them cannot run.
+
+        `params` are as for `submit`: without a seed each prompt is given its own; one that is given is for all of them.
+        """
         streams = [
             self._new_stream(prompt, params, stop, cache_salt, f"prompts[{i}]")
             for i, prompt in enumerate(as_prompts(prompts))
@@ -231,6 +238,8 @@ class LLM:
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
         choice = Choice(0, self.tokenizer, timeline, Telling(stop=stops))
         params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         return Stream(prompt, params, cache_salt, choice)
 
     def _check_grammar(self, params: SamplingParams) -> None:
