@@ -189,7 +189,10 @@ class LLM:
         deltas, timeline = list(self._pieces(stream, lambda delta: delta)), stream.timeline
         assert timeline.finish_reason is not None, "a finished request has a reason"
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
-        return Completion("".join(delta.text for delta in deltas), token_ids, timeline.finish_reason, timeline)
+        logprobs = None if stream.params.num_logprobs is None else stream.logprobs[: len(token_ids)]
+        return Completion(
+            "".join(delta.text for delta in deltas), token_ids, timeline.finish_reason, timeline, logprobs
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request and forget its text. Unknown and finished ids are ignored."""
@@ -300,6 +303,7 @@ class LLM:
         except EngineError as error:
             self._finish(stream, FinishReason.ERROR, None if stream.is_aborted else error)
             return
+        stream.logprobs += output.logprobs or ()
         if choice.is_due(self.config.server.stream_interval):
             delta = choice.pop()
             stream.put(delta)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from roseinfer.errors import EngineError, RoseinferError
-from roseinfer.messages import Request, SamplingParams
+from roseinfer.messages import Request, SamplingParams, TokenLogprobs
 from roseinfer.records import RequestTimeline
 from roseinfer.server.choice import Choice, Delta
 
@@ -28,6 +28,7 @@ class Stream:
     has_place: bool = False  # one of `max_inflight`, to be given back at its end
     is_aborted: bool = False
     is_finished: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, and maybe of some behind its end
     _deltas: SimpleQueue[Delta | RoseinferError | None] = field(default_factory=SimpleQueue)
 
     @property
