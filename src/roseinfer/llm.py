@@ -12,12 +12,10 @@ import sys
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, closing
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
@@ -25,8 +23,8 @@ import msgspec
 from roseinfer import wiring
 from roseinfer.arguments import Prompt, as_prompt, as_prompts, as_stops, check_params, check_settings
 from roseinfer.completion import Completion
-from roseinfer.config import Config, shown
-from roseinfer.errors import EngineError, Overloaded, RequestError, RoseinferError, UnknownRequest
+from roseinfer.config import Config
+from roseinfer.errors import EngineError, Overloaded, RequestError, RoseinferError
 from roseinfer.grammar.checker import GrammarChecker
 from roseinfer.loop_thread import LoopThread
 from roseinfer.messages import (
@@ -44,9 +42,7 @@ from roseinfer.prompt_name import PromptName
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.server.choice import Choice, Delta, Telling
 from roseinfer.server.tokenizer import Tokenizer
-from roseinfer.stream import Stream, as_told
-
-NUM_KEPT_TIMELINES = 4096
+from roseinfer.stream import Stream, Streams, as_told
 
 T = TypeVar("T")
 
@@ -61,6 +57,8 @@ class LLM:
     must be given to `stream`, `stream_tokens`, `result` or `abort`. An argument of the wrong type or out of its range
     is an InvalidRequest that names it, and one of this constructor a ConfigError. What is begun after `close` raises
     EngineDead.
+
+    `config` is what it runs with, `info` what became of it, and `tokenizer` that of the checkpoint.
     """
 
     def __init__(
@@ -76,8 +74,7 @@ class LLM:
         config = Config() if config is None else config
         check_settings(config, observers, tokenize_workers=tokenize_workers, max_inflight=max_inflight)
         self.config = config if model is None else replace(config, model=replace(config.model, path=model))
-        self._streams: dict[str, Stream] = {}  # until their last piece is taken; touched by callers' threads only
-        self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of the streams that have left
+        self._streams = Streams()
         self._tokenize_workers = tokenize_workers
         self._encoding = asyncio.Semaphore(tokenize_workers)
         self._places = None if max_inflight is None else threading.BoundedSemaphore(max_inflight)
@@ -95,7 +92,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -134,9 +131,9 @@ class LLM:
             stream.has_place = True
         try:
             if not isinstance(stream.prompt, str):
-                self._check(stream, stream.prompt)
+                self._give_tokens(stream, stream.prompt)
             elif not self._tokenize_workers:
-                self._check(stream, self._encode([stream.prompt])[0])
+                self._give_tokens(stream, self._encode([stream.prompt])[0])
             self._start([stream])
         except BaseException:
             self._leave_place(stream)
@@ -163,7 +160,8 @@ class LLM:
             self._check_grammar(stream.params)
         encoded = iter(self._encode([stream.prompt for stream in streams if isinstance(stream.prompt, str)]))
         for i, stream in enumerate(streams):
-            self._check(stream, next(encoded) if isinstance(stream.prompt, str) else stream.prompt, f"prompts[{i}]")
+            token_ids = next(encoded) if isinstance(stream.prompt, str) else stream.prompt
+            self._give_tokens(stream, token_ids, f"prompts[{i}]")
         self._start(streams)
         try:
             return [self.result(stream.timeline.request_id) for stream in streams]
@@ -177,15 +175,18 @@ class LLM:
         Raises UnknownRequest at once for an id that is none or whose pieces were taken, and, while it goes on,
         EngineError when the engine could not finish it.
         """
-        return self._pieces(self._find(request_id), lambda delta: delta.text)
+        return self._pieces(self._streams.find(request_id), lambda delta: delta.text)
 
     def stream_tokens(self, request_id: str) -> Iterator[list[int]]:
-        """As `stream`, but the token ids of each piece."""
-        return self._pieces(self._find(request_id), lambda delta: delta.token_ids)
+        """As `stream`, but the token ids of each piece, with the one that ended the text, which has no text."""
+        return self._pieces(self._streams.find(request_id), lambda delta: delta.token_ids)
 
     def result(self, request_id: str) -> Completion:
-        """Wait for the end. Raises what `stream` does."""
-        stream = self._find(request_id)
+        """Wait for the end. Raises what `stream` does.
+
+        Where another thread ends it meanwhile, by `abort` or `close`, it holds what there was, and its reason is abort.
+        """
+        stream = self._streams.find(request_id)
         deltas, timeline = list(self._pieces(stream, lambda delta: delta)), stream.timeline
         assert timeline.finish_reason is not None, "a finished request has a reason"
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
@@ -196,33 +197,13 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """End a request and forget its text. Unknown and finished ids are ignored."""
-        check_value(request_id, str, "request_id")
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return
-        self._timelines[request_id] = stream.timeline  # before it leaves the streams, so that it is always found
-        self._streams.pop(request_id, None)
-        while len(self._timelines) > NUM_KEPT_TIMELINES:
-            self._timelines.popitem(last=False)
-        if not stream.is_finished:
+        stream = self._streams.remove(request_id)
+        if stream is not None and not stream.is_finished:
             self._loop.post(self._abort, stream)
 
     def timeline(self, request_id: str) -> RequestTimeline:
-        """The stamps so far; kept for the last `NUM_KEPT_TIMELINES` finished requests. Else raises UnknownRequest."""
-        try:
-            return self._find(request_id).timeline
-        except UnknownRequest:
-            if (timeline := self._timelines.get(request_id)) is None:
-                raise
-            return timeline
-
-    def _find(self, request_id: str) -> Stream:
-        check_value(request_id, str, "request_id")
-        stream = self._streams.get(request_id)
-        if stream is None:
-            message = f"There is no request {shown(request_id)} here, or what it generated has been taken already."
-            raise UnknownRequest(message, param="request_id")
-        return stream
+        """The stamps so far; when it has ended, until some thousands more have. Then raises UnknownRequest."""
+        return self._streams.timeline(request_id)
 
     def _pieces(self, stream: Stream, piece_of: Callable[[Delta], T]) -> Iterator[T]:
         try:
@@ -254,8 +235,8 @@ class LLM:
         if isinstance(params.grammar, Grammar):
             self._loop.call(check(params.grammar))
 
-    def _check(self, stream: Stream, token_ids: list[int], name: str = "prompt") -> None:
-        """Give the stream its token ids. Raises RequestError when it cannot run."""
+    def _give_tokens(self, stream: Stream, token_ids: list[int], name: str = "prompt") -> None:
+        """Raises RequestError when it cannot run with these; then the prompt is called `name`."""
         stream.prompt = token_ids
         check_request(stream.params, token_ids, self.info, PromptName(name))
         stream.timeline.tokenized_ns = time.monotonic_ns()
@@ -265,7 +246,7 @@ class LLM:
 
     def _start(self, streams: Sequence[Stream]) -> None:
         self._loop.begin(self._drive(streams))
-        self._streams.update((stream.timeline.request_id, stream) for stream in streams)
+        self._streams.add(streams)
 
     # --- on the loop ------------------------------------------------------------------------------------------------
 
@@ -291,7 +272,7 @@ class LLM:
         if isinstance(stream.prompt, str):
             async with self._encoding:
                 [token_ids] = await self.tokenizer.encode([stream.prompt], add_special_tokens=True)
-                self._check(stream, token_ids)
+                self._give_tokens(stream, token_ids)
         return stream.request
 
     def _route(self, stream: Stream, output: TokenOutput) -> None:

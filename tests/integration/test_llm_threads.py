@@ -154,6 +154,6 @@ def test_a_timeline_is_found_while_its_request_leaves(
             return stream
 
     with LLM() as llm:
-        monkeypatch.setattr(llm, "_streams", Watched())
+        monkeypatch.setattr(llm._streams, "_streams", Watched())
         timeline = llm.result(llm.submit("Hello", greedy(2))).timeline
         assert found == [timeline]
