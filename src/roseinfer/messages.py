@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: MinTokens = 0  # until then neither eos nor a stop token can be sampled; no more than max_tokens
     stop_token_ids: StopTokenIds = ()
     ignore_eos: bool = False
-    seed: Seed = 0  # with the position it determines the random number of each token
+    seed: Seed | None = None  # with the position it determines each random number; None: front doors draw one
     num_logprobs: NumLogprobs | None = None  # None: none; k: the sampled token's and the k likeliest tokens'
     presence_penalty: Penalty = 0.0  # taken from the logit of every token that was generated
     frequency_penalty: Penalty = 0.0  # and this as often as it was

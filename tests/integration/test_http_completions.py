@@ -117,6 +117,7 @@ async def test_defaults() -> None:
         assert (await server.complete()).status == 200
     first, second = (request.params for request in server.engine.requests)
     assert first == SamplingParams(max_tokens=16, seed=first.seed)
+    assert first.seed is not None
     assert 0 <= first.seed < 2**63
     assert first.seed != second.seed, "without a seed, each request has its own"
 

@@ -309,7 +309,7 @@ async def test_one_call_where_several_are_not_wanted() -> None:
 
 async def test_choices_have_calls_of_their_own() -> None:
     def reply(request: Request) -> Iterable[TokenOutput]:
-        text = CALL if request.params.seed % 2 else "no"
+        text = CALL if (request.params.seed or 0) % 2 else "no"
         return says(text, FinishReason.STOP)(request)
 
     answer = await ask(ScriptedEngine(reply), tools=[TOOL], n=2, seed=4)

@@ -3,6 +3,7 @@
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,12 +124,11 @@ class ToolDialect(ChatDialect):
     """The same where functions may be called: `tool_calls` beside the text, and as a finish reason."""
 
     def __init__(self, tool_use: ToolUse) -> None:
-        self._tool_use = tool_use
-        self._parsers: dict[int, ToolCallParser] = {}
+        self._parsers = defaultdict[int, ToolCallParser](tool_use.parser)  # by the index of the choice
 
     def _read(self, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
         """What is said and which calls are made in a delta; each delta is read once."""
-        parser = self._parsers.setdefault(delta.choice.index, self._tool_use.parser())
+        parser = self._parsers[delta.choice.index]
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts.extend(parser.finish())

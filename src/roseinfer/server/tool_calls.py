@@ -17,6 +17,7 @@ ToolFormat = Literal["hermes", "llama3_json"]
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_PIECE_CHARS = 4096  # what is left of a piece is copied at each tag in it: as one piece, a long answer took seconds
 MAX_RESCANNED_CHARS = 512  # of a call that turns out to be none: in more than that no other is looked for
 
 
@@ -72,17 +73,19 @@ class _Call:
         return self._name is not None and not self.is_refused
 
     def feed(self, text: str, parts: Parts) -> str:
-        """Take text. Returns what lies behind the call."""
+        """Take text, up to where the call ends or is known to be none. Returns what lies behind."""
+        scanner, position = self.scanner, 0
+        while position < len(text) and not (self.is_refused or scanner.is_done or scanner.is_malformed):
+            piece, position = scanner.feed(text, position)
+            if piece is not None:
+                self._take(piece)
         if not self.is_told:
-            self.raw += text
-        pieces, rest = self.scanner.feed(text)
-        for piece in pieces:
-            self._take(piece)
-        if self.is_named and (self._key is not None or self.scanner.is_done):
+            self.raw += text[:position]
+        if self.is_named and (self._key is not None or scanner.is_done):
             self._tell(parts)
-        elif self.scanner.is_done or self.scanner.is_malformed:
-            self.is_refused = self.is_refused or not self.is_told
-        return rest
+        elif scanner.is_done or scanner.is_malformed:
+            self.is_refused = True
+        return text[position:]
 
     def _take(self, piece: Piece) -> None:
         if piece.key == "name" and self._name is None:
@@ -135,8 +138,10 @@ class ToolCallParser:
     def push(self, text: str) -> Parts:
         """Take a piece of the answer's text."""
         parts = Parts()
-        while text:
-            text = self._push_call(text, parts) if self._call is not None else self._push_text(text, parts)
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            while piece:
+                piece = self._push_call(piece, parts) if self._call is not None else self._push_text(piece, parts)
         return parts
 
     def finish(self) -> Parts:
@@ -155,7 +160,7 @@ class ToolCallParser:
         if self._call is None:
             return "" if self._expects_closing or (self.num_calls and not self._held.strip()) else self._held
         # A whole tag opens a call. A bare object may be any answer in JSON until it has the name of a function.
-        return "" if self._opening or self._call.is_named else self._call.raw
+        return "" if self._opening or self._call.is_named else self._blanks + self._call.raw
 
     def _push_call(self, text: str, parts: Parts) -> str:
         """Take text inside a call. Returns what is to be taken as text."""
@@ -164,14 +169,14 @@ class ToolCallParser:
         was_told = call.is_told
         rest = call.feed(text, parts)
         self.num_calls += call.is_told and not was_told
-        if call.is_refused and not call.is_told:
+        if call.is_refused:
             self._call = None
             self._has_said = True
             if len(call.raw) > MAX_RESCANNED_CHARS:
                 self._say(self._blanks + self._opening + call.raw, parts)
                 return rest
             self._say(self._blanks + self._opening, parts)  # and what follows may hold the next tag
-            return call.raw
+            return call.raw + rest
         if call.scanner.is_done or call.scanner.is_malformed:
             self._call, self._is_after_call, self._expects_closing = None, True, bool(self._opening)
         return rest
@@ -203,14 +208,14 @@ class ToolCallParser:
     def _push_untagged(self, text: str, parts: Parts) -> str:
         """An answer that begins with a brace is a call, as far as it goes."""
         begin = text.lstrip()
-        if not begin:
-            self._held = text
-        elif begin.startswith("{") and not self._has_said:
+        if self._has_said or (begin and not begin.startswith("{")):
+            self._say(text, parts)
+        elif begin:
             self._call = _Call(self.num_calls, self._names)
-            self._call.raw = text[: len(text) - len(begin)]
+            self._blanks = text[: len(text) - len(begin)]
             return begin
         else:
-            self._say(text, parts)
+            self._held = text
         return ""
 
     def _drop_closing(self, text: str) -> str:

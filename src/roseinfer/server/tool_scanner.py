@@ -52,29 +52,33 @@ class ObjectScanner:
     def is_done(self) -> bool:
         return self._at is _At.DONE
 
-    def feed(self, text: str) -> tuple[list[Piece], str]:
-        """The pieces of values in the text, and the rest of it: behind the object, or from where it is none."""
-        pieces: list[Piece] = []
-        for position, char in enumerate(text):
-            if self._at is _At.DONE:
-                return pieces, text[position:]
+    def feed(self, text: str, start: int) -> tuple[Piece | None, int]:
+        """Take `text` from `start` on, up to the next place at which somebody may have seen enough.
+
+        These are behind the first character of a value and behind its last: so what is known there does not depend on
+        how the text was cut. Returns what was read of a value, and where it stopped: there, behind the object, at a
+        character that belongs to none, or behind the text.
+        """
+        for position in range(start, len(text)):
             try:
-                self._take(char, pieces)
+                piece = self._take(text[position])
             except _Malformed:
                 self.is_malformed = True
-                return pieces, text[position:]
+                return None, position
+            if piece is not None or self.is_done:
+                return piece, position + 1
         if self._at is _At.VALUE and self._raw:
-            pieces.append(Piece(self._key, self._raw, is_last=False))
-            self._raw = ""
-        return pieces, ""
+            return self._piece(is_last=False), len(text)
+        return None, len(text)
 
-    def _take(self, char: str, pieces: list[Piece]) -> None:
+    def _take(self, char: str) -> Piece | None:
         if self._at is _At.VALUE:
-            self._take_value(char, pieces)
-        elif self._at is _At.KEY and (self._raw or char == '"'):
+            return self._take_value(char)
+        if self._at is _At.KEY and (self._raw or char == '"'):
             self._take_key(char)
         elif char not in _BLANKS:
             self._take_mark(char)
+        return None
 
     def _take_key(self, char: str) -> None:
         self._raw += char
@@ -100,31 +104,36 @@ class ObjectScanner:
         else:
             raise _Malformed
 
-    def _take_value(self, char: str, pieces: list[Piece]) -> None:
-        if not self._has_begun and char in _BLANKS:
-            return
+    def _take_value(self, char: str) -> Piece | None:
+        """The value's beginning, or its end."""
+        if not self._has_begun:
+            return None if char in _BLANKS else self._begin_value(char)
         if self._is_string:
             self._raw += char
-            if self._ends_string(char) and not self._depth:
-                self._end_value(pieces)
-        elif char in "}]," and not self._depth:  # behind a number or a word
-            if not self._has_begun or char == "]":
+            return self._end_value() if self._ends_string(char) and not self._depth else None
+        if not self._depth and char in "}]," + _BLANKS:  # behind a number or a word
+            if char == "]":
                 raise _Malformed
-            self._end_value(pieces)
-            self._take_mark(char)
-        elif char in _BLANKS and not self._depth:
-            self._end_value(pieces)
-        else:
-            self._has_begun = True
-            self._raw += char
-            if char == '"':
-                self._is_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    self._end_value(pieces)
+            piece = self._end_value()
+            if char not in _BLANKS:
+                self._take_mark(char)
+            return piece
+        self._raw += char
+        if char == '"':
+            self._is_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            return None if self._depth else self._end_value()
+        return None
+
+    def _begin_value(self, char: str) -> Piece:
+        if char in "}],":
+            raise _Malformed
+        self._has_begun, self._is_string, self._depth = True, char == '"', int(char in "{[")
+        self._raw = char
+        return self._piece(is_last=False)
 
     def _ends_string(self, char: str) -> bool:
         """Take a character of a string behind its first quote; whether it is the last quote."""
@@ -137,6 +146,10 @@ class ObjectScanner:
             return True
         return False
 
-    def _end_value(self, pieces: list[Piece]) -> None:
-        pieces.append(Piece(self._key, self._raw, is_last=True))
-        self._raw, self._at = "", _At.END
+    def _end_value(self) -> Piece:
+        self._at = _At.END
+        return self._piece(is_last=True)
+
+    def _piece(self, *, is_last: bool) -> Piece:
+        piece, self._raw = Piece(self._key, self._raw, is_last), ""
+        return piece
