@@ -67,9 +67,10 @@ async def _encode_messages(
     The template writes the special tokens itself, so none are added.
     """
     template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
-    messages, variables = [message.for_template() for message in body.messages], body.chat_template_kwargs
-    num_chars = sum(len(message.text) for message in body.messages) + len(msgspec.json.encode(variables))
-    if tools is None and num_chars + len(messages) <= INLINE_CHARS:
+    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
+    variables = body.chat_template_kwargs
+    num_chars = sum(message.num_chars for message in body.messages) + len(msgspec.json.encode(variables))
+    if tools is None and num_chars + len(body.messages) <= INLINE_CHARS:
         text = template.render(messages, variables=variables)
     else:
         text = await tokenizer.off_loop(template.render, messages, tools, variables)

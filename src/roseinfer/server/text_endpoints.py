@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize: text into token ids and back, as a generation endpoint would. Knows no engine."""
 
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
 from roseinfer.server.wire import ModelBody
-from roseinfer.server.wire_messages import Message
+from roseinfer.server.wire_messages import Message, earlier_arguments
 from roseinfer.server.wire_template import FIELD, TemplateVariables
 
 # Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose
@@ -44,6 +44,9 @@ class TokenizeBody(ModelBody, frozen=True, kw_only=True):
     ] = True
     chat_template_kwargs: TemplateVariables = msgspec.field(default_factory=dict)
     return_token_strs: Annotated[bool, Meta(description="Also spell out each token.")] = False
+
+    def json_texts(self) -> Iterable[tuple[str, str]]:
+        return earlier_arguments(self.messages or ())
 
 
 class DetokenizeBody(ModelBody, frozen=True, kw_only=True):
@@ -78,7 +81,7 @@ async def _text(body: TokenizeBody, text_model: TextModel) -> str:
     if body.messages is None:
         raise InvalidRequest("Missing field `prompt` or `messages`.", param="prompt")
     template = text_model.require_chat_template()
-    messages = [message.for_template() for message in body.messages]
+    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
     render = template.render if body.add_generation_prompt else template.render_closed
     return await text_model.tokenizer.off_loop(partial(render, messages, variables=body.chat_template_kwargs))
 
