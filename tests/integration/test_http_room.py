@@ -1,8 +1,11 @@
 """What long bodies hold is bounded for all requests together, counted to the end of the answer, and given back."""
 
 import asyncio
+import gc
 import io
 import json
+import tracemalloc
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -123,3 +126,29 @@ async def test_what_detokenize_answers_is_held_until_its_client_has_read_it() ->
             await asyncio.sleep(0.01)
         assert (await detokenize(server, HUGE, HUGE)).json == {"prompt": HUGE_TEXT * 2}
         assert server.service.room.num_bytes == 0
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Memory is counted, and what refers to itself stays in it."""
+    gc.disable()
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+    gc.enable()
+
+
+@pytest.mark.usefixtures("traced")
+async def test_an_answer_that_finds_no_room_is_not_kept_with_its_refusal() -> None:
+    engine = ScriptedEngine()
+    async with serving(engine, max_bodies_mib=1) as server:
+        first = asyncio.create_task(ask(server, stream=True))
+        await engine.received()
+        assert_refused(await detokenize(server, *[HUGE] * 40))
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(5):
+            assert_refused(await detokenize(server, *[HUGE] * 40))
+        after, _ = tracemalloc.get_traced_memory()
+        engine.say("b", FinishReason.LENGTH)
+        await first
+    assert after - before < len(HUGE_TEXT) * 40
