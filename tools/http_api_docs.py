@@ -65,8 +65,9 @@ A connection has deadlines: 10 s for the head of a request, 30 s for its body, 7
 buffer is not read at all. A body has at most 2 MiB, a line of the head 8190 bytes, a head 128 headers. All but the last
 two are [options](configuration.md#server). What nests deeper than the decoder's recursion limit, about a thousand
 levels, and a number that does not fit its field are refused while decoding. So that no body holds up the others, one
-of more than 64 KiB may hold 65536 values and two more for each token of the context; and where the vocabulary allows
-the proof, a text with more characters than the context can hold is refused without being encoded.
+of more than 64 KiB may hold 65536 values and two more for each token of the context, and the `arguments` of its earlier
+tool calls as many together; and where the vocabulary allows the proof, a text with more characters than the context can
+hold is refused without being encoded.
 
 The operations port has the probes and `/metrics` and needs no key for them, nor for `GET /`, which lists its paths; and
 it alone has these, of which [timeline.md](timeline.md) says more:

@@ -377,7 +377,7 @@ class ServerConfig:
             ge=1,
             description="Bodies of more than 64 KiB that are held at once, from their first byte to the last of their "
             "answer; one that comes on top is answered 429, unless it is alone. 128 are half a megabyte for each of "
-            "`max_inflight`. `/tokenize` counts what it may answer too.",
+            "`max_inflight`. `/tokenize` and `/detokenize` count what they answer too.",
         ),
     ] = _option(128)
     request_timeout_s: Annotated[

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
 from roseinfer.server.exchange import EXCHANGE
-from roseinfer.server.long_body import check_num_values
+from roseinfer.server.long_body import check_num_values, check_num_values_within
 from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import BodyT, parse_body
@@ -45,7 +45,9 @@ async def refuse_body(request: web.Request) -> None:
 
 def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
     check_num_values(raw, max_model_len)
-    return parse_body(raw, body_type)
+    body = parse_body(raw, body_type)
+    check_num_values_within(body.json_texts(), max_model_len)
+    return body
 
 
 def _check_media_type(request: web.Request) -> None:

@@ -3,8 +3,9 @@
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.sse import NOTHING
 from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import INLINE_CHARS
-from roseinfer.server.tool_calls import CallPart, ToolCallParser
+from roseinfer.server.tool_calls import CallPart, Parts, ToolCallParser, in_pieces
 from roseinfer.server.tools import ToolUse, find_format
 from roseinfer.server.wire import ChatBody
 from roseinfer.server.wire_template import FIELD
@@ -67,9 +68,10 @@ async def _encode_messages(
     The template writes the special tokens itself, so none are added.
     """
     template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
-    messages, variables = [message.for_template() for message in body.messages], body.chat_template_kwargs
-    num_chars = sum(len(message.text) for message in body.messages) + len(msgspec.json.encode(variables))
-    if tools is None and num_chars + len(messages) <= INLINE_CHARS:
+    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
+    variables = body.chat_template_kwargs
+    num_chars = sum(message.num_chars for message in body.messages) + len(msgspec.json.encode(variables))
+    if tools is None and num_chars + len(body.messages) <= INLINE_CHARS:
         text = template.render(messages, variables=variables)
     else:
         text = await tokenizer.off_loop(template.render, messages, tools, variables)
@@ -107,14 +109,14 @@ class ChatDialect:
     def finish_reason(self, delta: Delta) -> str | None:
         return delta.finish_reason
 
-    def message(self, delta: Delta) -> dict[str, Any]:
+    async def message(self, delta: Delta) -> dict[str, Any]:
         """What the assistant answered."""
         return {"role": "assistant", "content": delta.text, "refusal": None}
 
-    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
+    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
         return {
             "index": delta.choice.index,
-            "message": self.message(delta),
+            "message": await self.message(delta),
             "logprobs": logprobs,
             "finish_reason": self.finish_reason(delta),
         }
@@ -126,16 +128,19 @@ class ToolDialect(ChatDialect):
     def __init__(self, tool_use: ToolUse) -> None:
         self._parsers = defaultdict[int, ToolCallParser](tool_use.parser)  # by the index of the choice
 
-    def _read(self, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
-        """What is said and which calls are made in a delta; each delta is read once."""
+    def _read(self, delta: Delta) -> Iterator[Parts]:
+        """What is said and which calls are made in a delta, as it is read; each delta is read once."""
         parser = self._parsers[delta.choice.index]
-        parts = parser.push(delta.text)
+        for piece in in_pieces(delta.text):
+            yield parser.push(piece)
         if delta.finish_reason is not None:
-            parts.extend(parser.finish())
-        return parts.content, [_call(part) for part in parts.calls]
+            yield parser.finish()
 
     def payload(self, delta: Delta) -> bytes:
-        content, calls = self._read(delta)
+        parts = Parts()
+        for more in self._read(delta):
+            parts.extend(more)
+        content, calls = parts.content, [_call(part) for part in parts.calls]
         # Null, as OpenAI has it: a client that joins the pieces has null at the end too where nothing but calls came.
         told: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
         if content:
@@ -150,8 +155,13 @@ class ToolDialect(ChatDialect):
         has_whole_calls = parser.num_calls > 0 and not parser.is_cut
         return "tool_calls" if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
 
-    def message(self, delta: Delta) -> dict[str, Any]:
-        content, calls = self._read(delta)
+    async def message(self, delta: Delta) -> dict[str, Any]:
+        """Read with others having their turn between: the text is all that was generated."""
+        parts = Parts()
+        for more in self._read(delta):
+            parts.extend(more)
+            await asyncio.sleep(0)
+        content, calls = parts.content, [_call(part) for part in parts.calls]
         told: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
         if calls:
             told["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]

@@ -5,7 +5,7 @@ A client may set variables that the template reads and the server does not give 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -121,21 +121,22 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, object]],
+        messages: Iterable[Mapping[str, object]],
         tools: Sequence[object] | None = None,
         variables: Mapping[str, object] = _NO_VARIABLES,
     ) -> str:
         """The prompt up to the place where the assistant speaks, with a client's variables.
 
+        Messages may be made as they are gone through, in the thread that renders.
         Raises InvalidRequest when the template refuses the messages, or has no use for a variable.
         """
-        return self._render(variables, messages=messages, tools=tools, add_generation_prompt=True)
+        return self._render(variables, messages=list(messages), tools=tools, add_generation_prompt=True)
 
     def render_closed(
-        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object] = _NO_VARIABLES
+        self, messages: Iterable[Mapping[str, object]], variables: Mapping[str, object] = _NO_VARIABLES
     ) -> str:
         """The conversation alone, with nobody asked to speak."""
-        return self._render(variables, messages=messages, tools=None, add_generation_prompt=False)
+        return self._render(variables, messages=list(messages), tools=None, add_generation_prompt=False)
 
     def _check(self, variables: Mapping[str, object]) -> None:
         """What is misspelt would do nothing, and nobody would know. Raises InvalidRequest that names the variable."""

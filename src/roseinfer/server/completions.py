@@ -134,7 +134,7 @@ class CompletionDialect:
     def finish_reason(self, delta: Delta) -> str | None:
         return delta.finish_reason
 
-    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
+    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
         return {
             "index": delta.choice.index,
             "text": delta.text,

@@ -50,8 +50,8 @@ class Dialect(Protocol):
     def finish_reason(self, delta: Delta) -> str | None:
         """How the choice ended, if it has, in OpenAI's words; asked for after `payload`."""
 
-    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> object:
-        """A choice of an unstreamed reply, ready for JSON."""
+    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> object:
+        """A choice of an unstreamed reply, ready for JSON; read in pieces where reading takes long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +304,7 @@ class _Reply:
             object=self._dialect.reply_object,
             created=self._created,
             model=self._model_name,
-            choices=[self._dialect.choice(delta, await delta.encode_scores()) for delta in deltas],
+            choices=[await self._dialect.choice(delta, await delta.encode_scores()) for delta in deltas],
             usage=generation.usage(),
         )
         headers = {}

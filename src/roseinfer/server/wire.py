@@ -4,7 +4,7 @@ What a struct accepts is the whole of what is accepted: an unknown field, a wron
 `InvalidRequest` that names the field. The field tables of docs/http-api.md are generated from the annotations here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -28,7 +28,7 @@ from roseinfer.messages import (
     TopP,
 )
 from roseinfer.server.wire_errors import decode_object, refusal
-from roseinfer.server.wire_messages import Message
+from roseinfer.server.wire_messages import Message, earlier_arguments
 from roseinfer.server.wire_structured import (
     MAX_TOOLS,
     ResponseFormat,
@@ -65,6 +65,10 @@ class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     model: Annotated[
         str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
     ] = None
+
+    def json_texts(self) -> Iterable[tuple[str, str]]:
+        """The texts that are JSON themselves and are decoded for a chat template, each behind its path."""
+        return ()
 
 
 class GenerationBody(ModelBody, frozen=True, kw_only=True):
@@ -248,6 +252,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             + _KEPT_SCORES
         ),
     ] = None
+
+    def json_texts(self) -> Iterable[tuple[str, str]]:
+        return earlier_arguments(self.messages)
 
 
 # Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.

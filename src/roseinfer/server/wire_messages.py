@@ -1,5 +1,6 @@
 """The turns of a conversation, as bodies have them and as templates want them. Knows no template and no tokens."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -88,6 +89,11 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         content = self.content or self.refusal or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
+    @property
+    def num_chars(self) -> int:
+        """How much of it a template is told of, in the main."""
+        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls)
+
     def for_template(self) -> dict[str, object]:
         told: dict[str, object] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
@@ -95,3 +101,10 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if self.tool_call_id is not None:
             told["tool_call_id"] = self.tool_call_id
         return told
+
+
+def earlier_arguments(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Of all the calls that were made, each behind its path in the body."""
+    for at, message in enumerate(messages):
+        for index, call in enumerate(message.tool_calls):
+            yield f"messages[{at}].tool_calls[{index}].function.arguments", call.function.arguments
