@@ -25,6 +25,7 @@ MAX_MESSAGE_CHARS = 200
 # In which the worst expression grows by about 5 MiB; a usual one is done with growing before.
 MAX_FOLLOWED_NS = 50_000_000
 MAX_TOKEN_CHARS = 255
+MAX_FORCED_TOKENS = 4096  # in a row: each mask before them looks at all, 4 ms for 16,000 characters and 38 for 120,000
 _NUM_TRIED = 8  # times that a new grammar is followed: by all that must come next, or by one token of those that may
 
 # Where the library's own default would allow half a gigabyte of automaton; the others are its defaults, written down
@@ -91,9 +92,12 @@ class Vocabulary:
         compiled = Compiled(matcher, self._tokenizer.vocab_size, self.vocab_size, can_grow=can_grow(grammar))
         first = compiled.matcher()
         # Much is only found out, and made, on the way.
-        first.try_out(np.zeros(-(-self.vocab_size // 32), np.uint32), self._tokenizer.eos_tokens)
-        if first.error:
-            raise InvalidRequest(f"The {_KINDS[grammar.kind]} cannot be used: {first.why(grammar)}.")
+        num_forced = first.try_out(np.zeros(-(-self.vocab_size // 32), np.uint32), self._tokenizer.eos_tokens)
+        why_not = first.why(grammar) if first.error else ""
+        if num_forced > MAX_FORCED_TOKENS:
+            why_not = f"it leaves no choice for {num_forced} tokens in a row, and may for {MAX_FORCED_TOKENS} at most"
+        if why_not:
+            raise InvalidRequest(f"The {_KINDS[grammar.kind]} cannot be used: {why_not}.")
         compiled.begin(time.monotonic_ns() - began_ns)
         return compiled
 
@@ -261,19 +265,23 @@ class LibraryMatcher:
         """See Matcher."""
         self._compiled.accept(self._inner, token_id)
 
-    def try_out(self, allowed: MaskArray, end_token_ids: Sequence[int]) -> None:
+    def try_out(self, allowed: MaskArray, end_token_ids: Sequence[int]) -> int:
         """Go some way into the text, by what must follow or else by the first token that may: see `error` then.
 
         A limit is often met behind the first bracket only. Which of several ways is taken is as good as chance.
-        `allowed` is for the masks.
+        `allowed` is for the masks. Returns how many tokens had to come in a row, at most.
         """
+        most = 0
         for _ in range(_NUM_TRIED):
             self.fill(allowed)
             if self.has_failed or self.is_over:
-                return
-            tokens = self._inner.compute_ff_tokens() or _first_token(allowed, end_token_ids)
+                break
+            forced = self._inner.compute_ff_tokens()
+            most = max(most, len(forced))
+            tokens = forced or _first_token(allowed, end_token_ids)
             if not tokens or not self._inner.consume_tokens(tokens):
-                return
+                break
+        return most
 
 
 def _first_token(allowed: MaskArray, end_token_ids: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.engine.constraint import Matcher
 from roseinfer.errors import InvalidRequest
-from roseinfer.grammar.library import MAX_TOKEN_CHARS, Vocabulary
+from roseinfer.grammar.library import MAX_FORCED_TOKENS, MAX_TOKEN_CHARS, Vocabulary
 from roseinfer.messages import CallGrammar, CallShape, Grammar
 from roseinfer.server.tokenizer import Tokenizer
 from tests.unit.grammar import vocabulary as checkpoint
@@ -184,6 +184,21 @@ def test_what_meets_a_limit_behind_its_first_tokens_is_refused(
 @pytest.mark.parametrize("of", [wide(480), wide(600, is_required=True)])
 def test_many_properties_can_be_used_that_are_fewer_or_required(vocabulary: Vocabulary, of: dict[str, object]) -> None:
     assert ord("p") in allowed(follow(vocabulary, schema(of), '{"'))
+
+
+@pytest.mark.parametrize("property_name", ["", "a"])
+def test_a_text_that_leaves_no_choice_for_too_long_is_refused(vocabulary: Vocabulary, property_name: str) -> None:
+    """Each mask in it looks at all that is left, and every stream waits for that."""
+
+    def grammar(num_chars: int) -> Grammar:
+        of: dict[str, object] = {"const": "x" * num_chars}
+        if property_name:
+            of = {"type": "object", "properties": {property_name: of}, "required": [property_name]}
+        return schema(of)
+
+    vocabulary.compile(grammar(MAX_FORCED_TOKENS - 20))  # a byte is a token, and brackets and quotes are too
+    with pytest.raises(InvalidRequest, match=rf"no choice for \d+ tokens in a row, .* {MAX_FORCED_TOKENS} at most"):
+        vocabulary.compile(grammar(MAX_FORCED_TOKENS + 1))
 
 
 def decoded(of: Sequence[int], tokenizer: Tokenizer) -> bytes:
