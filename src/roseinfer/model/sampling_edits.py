@@ -47,10 +47,10 @@ class LogitsEdits:
 
     def bind(self, binding: SlotBinding) -> None:
         """The slot has a new owner."""
+        wanted = [edit.bind(binding) for edit in self._edits]  # it may raise, and then the row is as it was
         row = self._wanted[binding.slot]
-        self._num_wanting -= int(row.any())
-        row[:] = [edit.bind(binding) for edit in self._edits]
-        self._num_wanting += int(row.any())
+        self._num_wanting += int(any(wanted)) - int(row.any())
+        row[:] = wanted
 
     def rows(self, slots: Int32Array) -> Int64Array:
         """Which of the rows want any change."""

@@ -184,3 +184,15 @@ def test_no_graph_where_logits_are_changed() -> None:
     assert sampler.can_capture(slots + 1)
     sampler.bind(binding(0, msgspec.structs.replace(KINDS[1]), []))
     assert sampler.can_capture(slots)
+
+
+def test_parameters_that_cannot_be_used_take_nothing_from_another_slot() -> None:
+    """As the runner does it: a slot whose owner asked for a bias gets one whose bias is none, and then a plain one."""
+    sampler = Sampler(2, VOCAB, CPU)
+    sampler.bind(binding(0, SamplingParams(temperature=0.0, logit_bias={3: 50.0}), []))
+    with pytest.raises(ValueError, match=r"str|much"):
+        sampler.bind(binding(0, SamplingParams(temperature=0.0, logit_bias={5: "much"}), []))  # type: ignore[dict-item]
+    sampler.bind(binding(0, SamplingParams(temperature=0.0), []))
+    sampler.bind(binding(1, SamplingParams(temperature=0.0, logit_bias={7: 50.0}), []))
+    logits, slots, positions = random_logits(2), np.arange(2, dtype=np.int32), np.full(2, len(PROMPT), np.int32)
+    assert sampler.sample(logits, slots, positions)[0].tolist() == [int(logits[0].argmax()), 7]
