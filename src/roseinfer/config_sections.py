@@ -238,8 +238,11 @@ class RunnerConfig:
     batch_invariant: Annotated[
         bool,
         Meta(
-            description="On CUDA: a request's tokens do not depend on what else is in the batch, bit for bit, at some "
-            "cost. A CPU keeps that promise always."
+            description="On CUDA: attention by Triton gives a token the same bits whatever else is in the batch, at "
+            "the cost of long sequences in small batches. It is no promise about a request's tokens: matrix products "
+            "are the library's, which chooses by the number of rows. A CPU has it always, and there the tokens do not "
+            "depend on the batch either, bit for bit, unless linears are plain `torch` (label `linear` of "
+            "`roseinfer_model_info`), as where torch has no oneDNN and there are no compiled kernels."
         ),
     ] = _option(False)
     num_threads: Annotated[

@@ -1,7 +1,8 @@
 """Rows of activations into rows of activations, through one weight. Knows nothing about sequences.
 
-Every kind of linear on a CPU gives a row the same bits whatever the other rows and their number: our kernels and
-integers by construction, oneDNN when it is asked in a way that was measured (docs/log.md).
+Our kernels, integers and oneDNN give a row the same bits whatever the other rows and their number: the first two by
+construction, oneDNN when it is asked in a way that was measured (docs/log.md). Plain torch does not, neither on a GPU
+nor on a CPU that has nothing else.
 """
 
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def _multiply(
 
 
 class TorchLinear:
-    """The plain form: on a GPU, and where torch was built without oneDNN."""
+    """The plain form: on a GPU, and where torch was built without oneDNN. The library chooses by the number of rows."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class Placement:
 
     @property
     def linears(self) -> LinearKind:
-        """How linears are multiplied: each kind gives a row the same bits whatever the others (see `padded_rows`)."""
+        """How linears are multiplied. All but `torch` give a row the same bits whatever the others (`padded_rows`)."""
         if self.quantization == "int8":
             return "int8"
         if self.device.type != "cpu":

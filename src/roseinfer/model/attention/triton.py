@@ -6,10 +6,11 @@ a step only the shapes count, and the two maxima. So a captured graph serves eve
 lengths; `max_context_len` decides how far rows are split, not what is right.
 
 `batch_invariant` sends every step through the kernel for packed rows, which never splits a row's keys and cuts them at
-absolute positions. Then a token's bits depend on its own sequence alone: not on the other rows, nor on how the prompt
-was cut into steps, nor on what was found in the cache. It costs a long sequence that decodes in a small batch most of
-the GPU, since one program for each key head reads all of its keys. Without it, the bits depend on the number of rows
-of the step, and on whether another row of it has more than one token.
+absolute positions. Then the bits of a token's attention depend on its own sequence alone: not on the other rows, nor
+on how the prompt was cut into steps, nor on what was found in the cache. Nothing is said of the matrix products around
+it. It costs a long sequence that decodes in a small batch most of the GPU, since one program for each key head reads
+all of its keys. Without it, the bits depend on the number of rows of the step, and on whether another row of it has
+more than one token.
 """
 
 from functools import partial
