@@ -52,9 +52,9 @@ class Penalties:
         self._owners[binding.slot] = _Owner(
             params,
             binding.num_prompt_tokens,
-            torch.from_numpy(known).to(self._device),
-            torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self._device),
-            torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self._device),
+            sent(known, self._device),
+            sent(np.array(list(params.logit_bias), np.int64), self._device),
+            sent(np.array(list(params.logit_bias.values()), np.float32), self._device),
         )
         return True
 

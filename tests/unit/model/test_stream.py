@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roseinfer.engine.batch import SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.sampler import Sampler
+from roseinfer.model.sampling_penalties import Penalties
 from roseinfer.model.sampling_torch import TorchSampling
 from roseinfer.model.stream import sent
 
@@ -63,6 +64,15 @@ def test_a_copy_to_a_gpu_is_queued_from_pinned_memory(pinned: list[torch.Tensor]
     assert copies.waits == [False]
 
 
+def test_penalties_are_bound_without_waiting(pinned: list[torch.Tensor]) -> None:
+    """A request that joins a batch does not hold up the step that is on its way."""
+    params = SamplingParams(presence_penalty=1.0, max_tokens=2, logit_bias={3: 1.5, 9: -100.0})
+    with Copies() as copies:
+        assert Penalties(DEVICE).bind(SlotBinding(0, params, 3, (), np.array([7, 8, 8], np.int32)))
+    assert [tensor.tolist() for tensor in pinned] == [[7, 8, 8, 0, 0], [3, 9], [1.5, -100.0]]
+    assert copies.waits == [False] * 3
+
+
 KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(seed=1),
@@ -89,6 +99,7 @@ def test_a_step_is_sampled_without_waiting(
         sampler._backend = TritonSampling(sampler._table, DEVICE)
     for slot, params in enumerate(KINDS):
         sampler.bind(SlotBinding(slot, params, 3, (), np.array([7, 8, 8], np.int32)))
+    pinned.clear()
     slots = np.arange(len(KINDS), dtype=np.int32)
     with Copies() as copies:
         tokens, logprobs = sampler.sample(torch.empty(len(KINDS), 300, device=DEVICE), slots, slots * 0 + 3)
