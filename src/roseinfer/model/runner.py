@@ -17,6 +17,7 @@ import torch
 from roseinfer.config import Config, RunnerConfig
 from roseinfer.engine.batch import Int32Array, ScheduledBatch, ScoredRow, SlotBinding
 from roseinfer.messages import SamplingParams
+from roseinfer.model import warm_batches
 from roseinfer.model.graphs import CudaGraphs, graph_sizes
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.results import LaunchedBatch, Results
@@ -29,12 +30,6 @@ from roseinfer.stopwatch import UNWATCHED, Watch
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
 _MAX_WARM_ROWS = 1024  # beyond, a step takes many times as long as the building of its kernels
-_WARM_PARAMS = (
-    SamplingParams(frequency_penalty=0.1, logit_bias={0: 1.0}),
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(top_p=0.9, num_logprobs=1),
-)
 # What bad parameters raise on the host, before anything of theirs is on the device.
 _FAULTS_OF_ONE = (ArithmeticError, LookupError, TypeError, ValueError)
 
@@ -61,6 +56,7 @@ class ModelRunner:
         self._attention = loaded.attention
         self._placement = loaded.placement
         self._limits = limits
+        self._is_host = stream.is_host
         self._captures_at_startup = config.cuda_graphs == "startup"
         self._on_progress = on_progress
         padded_rows, device, num_slots = cache(loaded.placement.padded_rows), stream.device, limits.num_slots
@@ -79,7 +75,7 @@ class ModelRunner:
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # where a graph leaves its tokens
         # Decode steps that warming up has to meet: kernels of a GPU are compiled for ranges of the number of rows.
-        self._decode_sizes = (limits.max_decode_rows,) if stream.is_host else graph_sizes(limits.max_decode_rows)
+        self._decode_sizes = (limits.max_decode_rows,) if self._is_host else graph_sizes(limits.max_decode_rows)
         self._failed_slots = set[int]()  # whose parameters could not be used: their rows have no tokens
         self._graphs: CudaGraphs | None = None
         if config.cuda_graphs != "off" and not stream.is_host and loaded.attention.is_capturable:
@@ -198,16 +194,18 @@ class ModelRunner:
         self._build_linears(max_num_tokens)
         prompt_length = min(64, self.info.max_model_len - 1)
         prompt = np.zeros(prompt_length, np.int32)
-        for params in _WARM_PARAMS:
+        if not self._is_host:
+            self._warm_sampling()
+        for params in warm_batches.KINDS:
             binding = SlotBinding(0, params, prompt_length, (), prompt)
             batch = self._prompt_batch(prompt_length, (binding,))
             self.launch(msgspec.structs.replace(batch, scored=(ScoredRow(0, prompt, 1),))).wait()
-            self.launch(_decode_batch(1, prompt_length)).wait()
+            self.launch(warm_batches.decode_batch(1, prompt_length)).wait()
         # The largest steps touch every page of the buffers that grow, and a graph needs them where they will stay.
         for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
             self.launch(self._prompt_batch(num_tokens)).wait()
         for num_rows in reversed(self._decode_sizes):
-            self.launch(_decode_batch(num_rows)).wait()
+            self.launch(warm_batches.decode_batch(num_rows)).wait()
         self._graphs = graphs
         if graphs is not None and self._captures_at_startup:
             with torch.inference_mode():
@@ -215,7 +213,19 @@ class ModelRunner:
             # Each capture has torch give back the memory that it kept for the next step. What does not fit beside the
             # graphs fails here, and not in a stream.
             self.launch(self._prompt_batch(max_num_tokens)).wait()
+            self._warm_sampling()
         self._last_token.zero_()
+
+    def _warm_sampling(self) -> None:
+        """A draw and masks that take as much memory as any: the sampler's buffers have their size from then on.
+
+        On a GPU it keeps those that it outgrows, and what does not fit is to fail here, not in a stream. The slots are
+        plain again afterwards.
+        """
+        num_slots = self._limits.num_slots
+        for batch in (warm_batches.largest_draw, warm_batches.masked_draw):
+            self.launch(batch(num_slots, self.vocab_size)).wait()
+        self._bind(SlotBinding(slot, SamplingParams(temperature=0.0), 0, ()) for slot in range(num_slots))
 
     def _prompt_sizes(self, max_num_tokens: int) -> set[int]:
         """Numbers of prompt tokens that a step is run with. A GPU loads a kernel when a size first asks for it."""
@@ -261,22 +271,6 @@ def _sampled(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:
     if batch.num_device_rows == batch.num_rows:
         return batch.slots, ends
     return batch.slots[batch.samples], ends[batch.samples]
-
-
-def _decode_batch(num_rows: int, start: int = 0) -> ScheduledBatch:
-    """Rows that decode at one position, all over the first blocks of the pool."""
-    blocks = np.arange(start + 1, dtype=np.int32)
-    return ScheduledBatch(
-        step_id=0,
-        slots=np.arange(num_rows, dtype=np.int32),
-        starts=np.full(num_rows, start, np.int32),
-        num_new_tokens=np.ones(num_rows, np.int32),
-        samples=np.ones(num_rows, np.bool_),
-        num_device_rows=num_rows,
-        token_ids=np.zeros(0, np.int32),
-        block_table=np.repeat(blocks[None], num_rows, axis=0),
-        bindings=(),
-    )
 
 
 def load_runner(config: Config, max_active_seqs: int, on_progress: OnProgress) -> ModelRunner:

@@ -78,17 +78,17 @@ class RowModel:
     """A model of one layer and one head."""
 
     model_type = "fake"
-    vocab_size = VOCAB_SIZE
     max_positions = MAX_MODEL_LEN
     num_parameters = 0
     attention_spec = AttentionSpec(1, 1, HEAD_DIM, 1.0, (None,))
     cache_shape = CacheShape(1, 1, HEAD_DIM)
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        self.vocab_size = vocab_size
         generator = torch.Generator().manual_seed(5)
-        self._tokens = torch.randn(VOCAB_SIZE, HEAD_DIM, generator=generator)
+        self._tokens = torch.randn(vocab_size, HEAD_DIM, generator=generator)
         self._positions = torch.randn(MAX_MODEL_LEN, HEAD_DIM, generator=generator)
-        self._head = torch.randn(VOCAB_SIZE, HEAD_DIM, generator=generator)
+        self._head = torch.randn(vocab_size, HEAD_DIM, generator=generator)
 
     @property
     def layer_linears(self) -> list[Linear]:
@@ -110,9 +110,9 @@ class RowModel:
 Parts = tuple[CausalLM, AttentionBackend]
 
 
-def row_model() -> Parts:
+def row_model(vocab_size: int = VOCAB_SIZE) -> Parts:
     """A model and an attention that a graph can hold, and that are exact."""
-    model = RowModel()
+    model = RowModel(vocab_size)
     return model, DeviceAttention(_new_cache(model))
 
 

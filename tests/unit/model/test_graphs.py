@@ -102,7 +102,7 @@ def test_a_runner_captures_before_it_is_ready_and_says_so() -> None:
     assert stream.num_captures == 5
 
 
-def test_the_largest_prompt_runs_again_after_the_captures() -> None:
+def test_the_largest_prompt_and_draw_run_again_after_the_captures() -> None:
     """Each of them has torch give back the memory of steps, and the first stream would wait for all of it anew."""
     model, attention = row_model()
     num_tokens: list[int] = []
@@ -115,7 +115,7 @@ def test_the_largest_prompt_runs_again_after_the_captures() -> None:
     model.forward = noted  # type: ignore[method-assign]
     runner = make_runner(LateStream(), RunnerConfig(), NUM_SLOTS, make_model=lambda: (model, attention))
     runner.warm_up(64)
-    assert num_tokens[-2:] == [1, 64], "the smallest graph, and the prompt"
+    assert num_tokens[-4:] == [1, 64, NUM_SLOTS, NUM_SLOTS], "the smallest graph, the prompt, the draw and the masks"
 
 
 @pytest.mark.parametrize(("mode", "num_captures"), [("lazy", 0), ("off", 0)])

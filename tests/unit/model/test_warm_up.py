@@ -1,0 +1,96 @@
+"""What a runner has met before its first request: on a GPU that is none, and on a CPU no more than it needs."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from roseinfer.config import RunnerConfig
+from roseinfer.engine.batch import ScheduledBatch, SlotBinding
+from roseinfer.messages import SamplingParams
+from roseinfer.model import sampling_torch
+from roseinfer.model.runner import ModelRunner
+from roseinfer.model.sampling_edits import GROUP
+from roseinfer.model.sampling_masks import Masked
+from roseinfer.model.sampling_slots import SlotTable
+from roseinfer.model.sampling_torch import TorchSampling
+from roseinfer.model.scratch import Scratch
+from roseinfer.model.warm_batches import KINDS, decode_batch
+from tests.unit.model.conftest import MakePlayer, Shape
+from tests.unit.model.fake_device import LateStream
+from tests.unit.model.fake_model import make_runner, row_model
+
+NUM_SLOTS = GROUP + 8
+VOCAB = 3000  # more than the most candidates that are looked at before all tokens are
+
+
+def runner_of() -> ModelRunner:
+    config = RunnerConfig(cuda_graphs="off")
+    return make_runner(LateStream(), config, NUM_SLOTS, make_model=partial(row_model, VOCAB))
+
+
+def record(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[tuple[object, ...]]:
+    """The arguments of each call of a function, which goes on as it was."""
+    calls: list[tuple[object, ...]] = []
+    function = getattr(owner, name)
+
+    def noted(*arguments: object) -> object:
+        calls.append(arguments)
+        return function(*arguments)
+
+    patch.setattr(owner, name, noted)
+    return calls
+
+
+def test_sampling_has_met_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = record(monkeypatch, sampling_torch, "_draw_kept")
+    scored = record(monkeypatch, TorchSampling, "logprobs")
+    masked = record(monkeypatch, Masked, "apply")
+    barred: list[int] = []
+    barred_of = SlotTable.barred
+
+    def noted(table: SlotTable, *arguments: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        rows_and_ids = barred_of(table, *arguments)
+        barred.append(0 if rows_and_ids is None else len(rows_and_ids[0]))
+        return rows_and_ids
+
+    monkeypatch.setattr(SlotTable, "barred", noted)
+    runner_of().warm_up(64)
+    assert [len(masses) for _, masses, _ in draws] == [NUM_SLOTS]  # type: ignore[arg-type]
+    assert max(len(rows) for _, _, _, rows, _ in scored) == NUM_SLOTS  # type: ignore[arg-type]
+    assert [len(logits) for _, logits, _, _ in masked] == [GROUP]  # type: ignore[arg-type]
+    assert [count for count in barred if count] == [NUM_SLOTS]
+
+
+def test_buffers_of_sampling_are_taken_once_and_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU one that is outgrown is kept, and one that grows in a stream may not fit any more."""
+    taken = record(monkeypatch, Scratch, "_room")
+    runner = runner_of()
+    runner.warm_up(64)
+    assert len(taken) == 3, "the masses, a spare one, and the logits that are changed"
+    kinds = [SamplingParams(top_k=VOCAB - 1), SamplingParams(num_logprobs=5), SamplingParams(logit_bias={1: 1.0})]
+    for params in kinds:
+        bindings = tuple(SlotBinding(slot, params, 0, ()) for slot in range(NUM_SLOTS))
+        runner.launch(decode_batch(NUM_SLOTS, bindings=bindings)).wait()
+    assert len(taken) == 3
+
+
+def test_all_slots_but_the_first_are_plain_afterwards() -> None:
+    """So the steps that follow meet the kernels of plain rows, whatever their number."""
+    runner = runner_of()
+    runner.warm_up(64)
+    assert runner._sampler.can_capture(np.arange(1, NUM_SLOTS, dtype=np.int32))
+
+
+def test_a_cpu_is_spared_what_costs_it_time(make_player: MakePlayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_player(Shape(), num_slots=12).runner
+    sizes: list[tuple[int, int]] = []
+    launch = runner.launch
+
+    def noted(batch: ScheduledBatch) -> object:
+        sizes.append((batch.num_rows, batch.num_tokens))
+        return launch(batch)
+
+    monkeypatch.setattr(runner, "launch", noted)
+    runner.warm_up(200)
+    assert sizes == [(1, 64), (1, 1)] * len(KINDS) + [(1, 200), (12, 12)]
