@@ -74,14 +74,12 @@ class ModelRunner:
         self._sampler = Sampler(num_slots + 1, loaded.model.vocab_size, device, loaded.placement.kernels)
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # where a graph leaves its tokens
-        # Decode steps that warming up has to meet: kernels of a GPU are compiled for ranges of the number of rows.
-        self._decode_sizes = (limits.max_decode_rows,) if self._is_host else graph_sizes(limits.max_decode_rows)
         self._failed_slots = set[int]()  # whose parameters could not be used: their rows have no tokens
         self._graphs: CudaGraphs | None = None
         if config.cuda_graphs != "off" and not stream.is_host and loaded.attention.is_capturable:
-            fill = partial(self._staging.stage_decode, None)
-            self._graphs = CudaGraphs(stream, self._decode_sizes, fill, self._decode)
-            self.info = msgspec.structs.replace(loaded.info, graph_sizes=list(self._decode_sizes))
+            fill, sizes_of_graphs = partial(self._staging.stage_decode, None), graph_sizes(limits.max_decode_rows)
+            self._graphs = CudaGraphs(stream, sizes_of_graphs, fill, self._decode)
+            self.info = msgspec.structs.replace(loaded.info, graph_sizes=list(sizes_of_graphs))
 
     @property
     def vocab_size(self) -> int:
@@ -204,7 +202,7 @@ class ModelRunner:
         # The largest steps touch every page of the buffers that grow, and a graph needs them where they will stay.
         for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
             self.launch(self._prompt_batch(num_tokens)).wait()
-        for num_rows in reversed(self._decode_sizes):
+        for num_rows in sorted(self._decode_sizes(), reverse=True):
             self.launch(warm_batches.decode_batch(num_rows)).wait()
         self._graphs = graphs
         if graphs is not None and self._captures_at_startup:
@@ -232,6 +230,17 @@ class ModelRunner:
         if self._placement.device.type == "cpu":
             return {max_num_tokens}
         return {max_num_tokens, *(1 << power for power in range(max_num_tokens.bit_length()))}
+
+    def _decode_sizes(self) -> set[int]:
+        """Numbers of rows with one token that a step is run with, as far as they are different for a device.
+
+        A GPU's kernels are compiled for ranges of them. Beside rows that decode there may be the last tokens of
+        prompts, so there may be more rows than a graph has: up to one for each slot.
+        """
+        num_slots, max_decode_rows = self._limits.num_slots, self._limits.max_decode_rows
+        if self._is_host:
+            return {max_decode_rows}
+        return {*graph_sizes(max_decode_rows), *graph_sizes(num_slots)}
 
     def _prompt_batch(self, num_tokens: int, bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
         """Prompts of zeros, each as long as one may be but the last, all over the first blocks of the pool."""

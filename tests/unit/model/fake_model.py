@@ -139,6 +139,7 @@ def make_runner(
     num_slots: int = 12,
     on_progress: OnProgress = lambda *_: None,
     make_model: Callable[[], Parts] = row_model,
+    max_decode_rows: int | None = None,
 ) -> ModelRunner:
     """A runner on a device of a test's own."""
     model, attention = make_model()
@@ -159,5 +160,5 @@ def make_runner(
         startup_s={},
     )
     loaded = LoadedModel(model, attention, UNPADDED, info)
-    limits = RunnerLimits(num_slots=num_slots, max_decode_rows=num_slots, max_tokens=4 * MAX_MODEL_LEN)
+    limits = RunnerLimits(num_slots, max_decode_rows or num_slots, max_tokens=4 * MAX_MODEL_LEN)
     return ModelRunner(loaded, stream, limits, config or RunnerConfig(), on_progress)

@@ -1,6 +1,8 @@
 """What a runner has met before its first request: on a GPU that is none, and on a CPU no more than it needs."""
 
+from collections.abc import Iterable
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from roseinfer.config import RunnerConfig
 from roseinfer.engine.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model import sampling_torch
+from roseinfer.model.graphs import graph_sizes
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.sampling_edits import GROUP
 from roseinfer.model.sampling_masks import Masked
@@ -80,6 +83,23 @@ def test_all_slots_but_the_first_are_plain_afterwards() -> None:
     runner = runner_of()
     runner.warm_up(64)
     assert runner._sampler.can_capture(np.arange(1, NUM_SLOTS, dtype=np.int32))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
+@pytest.mark.parametrize("num_kv_heads", [8, 12])
+def test_attention_has_met_every_number_of_splits(monkeypatch: pytest.MonkeyPatch, num_kv_heads: int) -> None:
+    """Each is a kernel of its own. Steps of one token a row may have more rows than the largest graph: prompts end."""
+    from roseinfer.model.triton_kernels.decode import choose_num_splits
+
+    def splits(sizes: Iterable[int]) -> set[int]:
+        return {choose_num_splits(size * num_kv_heads, 100_000, num_processors=132) for size in sizes}
+
+    runner = make_runner(LateStream(), RunnerConfig(), NUM_SLOTS, max_decode_rows=6)
+    batches = record(monkeypatch, runner, "_launch_eager")
+    runner.warm_up(64)
+    met = {batch.num_rows for batch, _ in batches if batch.num_device_rows}  # type: ignore[attr-defined]
+    assert splits(met) == splits(range(1, NUM_SLOTS + 1))
+    assert runner.info.graph_sizes == list(graph_sizes(6)), "a graph never has more rows than a step decodes"
 
 
 def test_a_cpu_is_spared_what_costs_it_time(make_player: MakePlayer, monkeypatch: pytest.MonkeyPatch) -> None:
