@@ -3,6 +3,8 @@
 Both happen in processes of their own (see triton_processes.py).
 """
 
+import re
+import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -220,6 +222,36 @@ def test_kernels_are_compiled_once_and_fit(compiler: Worker, capability: int, ca
     decode = "_decode_head" if case.num_heads == case.num_kv_heads else "_decode_group"
     assert [name for name, _ in kernels] == ["_append_tile", "_attend_tile", decode, "_join"]
     assert max(num_bytes for _, num_bytes in kernels) <= SHARED_BYTES[capability]
+
+
+def compile_with_ptxas(case: Case, directory: Path) -> dict[str, tuple[int, int]]:
+    """Warps of each attention kernel, and the bytes of registers that it spills, compiled for sm_90."""
+    import triton
+
+    compile_steps(90, case, [[1], [2]])
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    source, cubin = directory / "kernel.ptx", directory / "kernel.cubin"
+    found = {}
+    for kernel in compiled:
+        source.write_text(kernel.asm["ptx"])
+        [target] = re.findall(r"^\.target (sm_90a?)", kernel.asm["ptx"], re.MULTILINE)
+        command = [str(ptxas), "--verbose", f"--gpu-name={target}", str(source), "--output-file", str(cubin)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        [spilled] = re.findall(r"(\d+) bytes spill stores", told)
+        found[kernel.metadata.name] = kernel.metadata.num_warps, int(spilled)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "num_warps"),
+    [(128, 128, {"_decode_group": 8, "_attend_tile": 8}), (64, 256, {"_decode_group": 8, "_attend_tile": 4})],
+)
+def test_large_groups_get_the_warps_that_hold_their_sums(
+    compiler: Worker, tmp_path: Path, num_heads: int, head_dim: int, num_warps: dict[str, int]
+) -> None:
+    """Eight only where four would spill registers."""
+    found = compiler.call(compile_with_ptxas, Case(num_heads, 1, head_dim, dtype=torch.bfloat16), tmp_path)
+    assert {name: found[name] for name in num_warps} == {name: (count, 0) for name, count in num_warps.items()}
 
 
 def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:

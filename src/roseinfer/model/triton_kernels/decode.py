@@ -20,6 +20,7 @@ MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # a program with fewer keys costs more to start than it saves
 
 _TILE_ELEMENTS = 4096  # keys of a tile times padded_dim: 32 registers a thread for each of K, V and the sums
+_SPILLING_SUMS = 64 * 256  # of a program: with four warps ptxas spills registers from here on (docs/log.md)
 _DOT_ROWS = 16  # rows of the smallest product of tensor cores
 _LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that the difference of two of them is a number
 
@@ -75,7 +76,8 @@ def decode(
         _decode_head[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_warps=4)
     else:
         num_dot_rows = max(_DOT_ROWS, 1 << (group - 1).bit_length())
-        _decode_group[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_dot_rows, num_warps=4)
+        num_warps = 8 if num_dot_rows * padded_dim >= _SPILLING_SUMS else 4
+        _decode_group[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_dot_rows, num_warps=num_warps)
     if num_splits > 1:
         _join[num_rows, num_heads](step, parts, heads, num_splits, num_warps=2)
 

@@ -18,6 +18,8 @@ from roseinfer.model.triton_kernels.language import LOG2_E, Constant, constant, 
 from roseinfer.model.triton_kernels.paging import Heads, Pages, Rows, Step, find_tile, num_tiles, page_offsets, table_of
 
 _APPENDED_TOKENS = 32  # by one program, for one head
+_TILE_ROWS = 64  # of tensor cores' products, unless a group has more heads
+_SPILLING_SUMS = 64 * 256  # of larger tiles: with four warps ptxas spills registers from here on (docs/log.md)
 _LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that the difference of two of them is a number
 
 
@@ -51,7 +53,8 @@ def varlen(step: Step, pages: Pages, rows: Rows, heads: Heads, *, scale: float, 
     num_tokens, num_kv_heads = step.k.shape[:2]
     num_rows = rows.starts.shape[0]
     grid = (num_tiles(num_tokens, num_rows, num_tile_queries), num_kv_heads)
-    _attend_tile[grid](step, pages, rows, heads, tiles, num_rows, scale * LOG2_E, num_warps=4)
+    num_warps = 8 if num_tile_rows > _TILE_ROWS and num_tile_rows * padded_dim >= _SPILLING_SUMS else 4
+    _attend_tile[grid](step, pages, rows, heads, tiles, num_rows, scale * LOG2_E, num_warps=num_warps)
 
 
 def append(step: Step, pages: Pages, rows: Rows, heads: Heads) -> None:
@@ -66,7 +69,7 @@ def _tile_shape(padded_dim: int, item_size: int) -> tuple[int, int]:
     """Rows and keys of a tile: float32 is multiplied without tensor cores, out of registers, so its tiles are small."""
     if item_size == 4:
         return 16, 32
-    return (64, 64) if padded_dim <= 128 else (64, 32)
+    return _TILE_ROWS, 64 if padded_dim <= 128 else 32
 
 
 @kernel("num_rows")
