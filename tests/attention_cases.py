@@ -116,7 +116,6 @@ class Bench:
                 slots=self._int32(np.append(slots, np.full(num_padding_rows, self.spare_slot))),
                 starts=self._int32(np.append(starts, np.zeros(num_padding_rows))),
                 query_starts=self._int32(np.append(query_starts, query_starts[-1] + padding)),
-                positions=self._int32(np.append(positions, np.zeros(num_padding_rows))),
                 block_table=self._int32(self.table),
             ),
         )

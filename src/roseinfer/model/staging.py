@@ -52,7 +52,6 @@ class StagingSizes:
             "token_positions": Field(self.max_tokens, is_wide=True),
             "sampled_tokens": Field(self.max_rows, is_wide=True),  # index of the last token of each row that samples
             "sampled_slots": Field(self.max_rows, is_wide=True),
-            "positions": Field(self.max_tokens),
         }
 
 
@@ -159,7 +158,6 @@ class InputStaging:
         # A GPU's kernel for rows of one token is compiled for ranges of this: one for all lengths, and that of the
         # graphs. A prompt of which one token is left is such a row too.
         has_one_range = max_query_len == 1 and not self._is_host
-        device_positions = self._device["positions"][: len(positions)]
         return PackedTokens(
             slots=slots,
             positions=positions,
@@ -169,15 +167,14 @@ class InputStaging:
             max_context_len=self._sizes.max_model_len
             if has_one_range
             else int((batch.starts + batch.num_new_tokens).max()),
-            device=None if self._is_host else self._device_tokens(batch.num_rows, device_positions),
+            device=None if self._is_host else self._device_tokens(batch.num_rows),
         )
 
-    def _device_tokens(self, num_rows: int, positions: torch.Tensor) -> DeviceTokens:
+    def _device_tokens(self, num_rows: int) -> DeviceTokens:
         return DeviceTokens(
             slots=self._device["slots"][:num_rows],
             starts=self._device["starts"][:num_rows],
             query_starts=self._device["query_starts"][: num_rows + 1],
-            positions=positions,
             block_table=self.block_table,
         )
 
@@ -187,7 +184,6 @@ class InputStaging:
         host["slots"][:num_rows] = batch.slots
         host["starts"][:num_rows] = batch.starts
         host["query_starts"][: num_rows + 1] = packed.query_starts
-        host["positions"][: len(packed.positions)] = packed.positions
 
     @property
     def num_sent_bytes(self) -> int:
@@ -261,7 +257,7 @@ class InputStaging:
                 block_table=np.zeros((0, self._sizes.max_blocks), np.int32),
                 max_query_len=1,
                 max_context_len=self._sizes.max_model_len,
-                device=self._device_tokens(num_rows, self._device["starts"][:num_rows]),
+                device=self._device_tokens(num_rows),
             ),
             token_ids=self._device["token_ids"][:num_rows],
             num_gathered=num_rows,

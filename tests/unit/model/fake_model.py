@@ -59,9 +59,9 @@ class DeviceAttention:
     def _attend(
         self, tokens: DeviceTokens, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        size, positions = self.cache.block_size, tokens.positions.long()
-        index = torch.arange(len(positions), dtype=torch.int32)
+        index = torch.arange(len(q), dtype=torch.int32)
         rows = torch.searchsorted(tokens.query_starts, index, right=True) - 1
+        size, positions = self.cache.block_size, (tokens.starts[rows] + index - tokens.query_starts[rows]).long()
         blocks = tokens.block_table[tokens.slots[rows]].long()  # [tokens, max_blocks]
         own = blocks.gather(1, (positions // size).unsqueeze(-1)).squeeze(-1)
         keys, values = self.cache.keys[layer][:, 0], self.cache.values[layer][:, 0]  # [blocks, block_size, head_dim]

@@ -1,5 +1,6 @@
 """A step's integers on the device: what they say, how they travel, and what of the block table travels with them."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -114,9 +115,9 @@ def test_a_gpu_finds_the_rows_on_the_device() -> None:
     device = staging.stage(batch_of([(4, 9, 1), (1, 0, 3)], 1)).packed.device
     assert device is not None
     assert (device.slots.tolist(), device.starts.tolist()) == ([4, 1], [9, 0])
-    assert (device.query_starts.tolist(), device.positions.tolist()) == ([0, 1, 4], [9, 0, 1, 2])
+    assert device.query_starts.tolist() == [0, 1, 4]
     assert device.block_table is staging.block_table
-    integers = (device.slots, device.starts, device.query_starts, device.positions, device.block_table)
+    integers = (device.slots, device.starts, device.query_starts, device.block_table)
     assert {tensor.dtype for tensor in integers} == {torch.int32}
 
 
@@ -154,6 +155,12 @@ def test_a_step_is_one_copy_and_takes_no_memory() -> None:
     assert stream.num_allocations == before
 
 
+def test_a_token_brings_its_id_and_its_position() -> None:
+    """Eight bytes each, and nothing else: attention finds the positions of a row's tokens by the row."""
+    small, large = (replace(SIZES, max_tokens=count).layout().values() for count in (64, 66))
+    assert sum(field.num_words for field in large) - sum(field.num_words for field in small) == 2 * (2 + 2)
+
+
 def test_decode_rows_bring_nothing_but_rows() -> None:
     """Whatever the length of a prompt, or of the block table."""
     stream = LateStream()
@@ -185,7 +192,7 @@ def test_graphs_read_where_they_were_captured() -> None:
     device = captured.packed.device
     assert device is not None
     assert captured.slots.tolist() == device.slots.tolist() == [3, 5, 6, 6]
-    assert captured.positions.tolist() == device.starts.tolist() == device.positions.tolist() == [17, 2, 0, 0]
+    assert captured.positions.tolist() == device.starts.tolist() == [17, 2, 0, 0]
     assert staging.next_positions(4).tolist() == [18, 3, 1, 1]
     assert device.query_starts.tolist() == [0, 1, 2, 3, 4]
 

@@ -29,7 +29,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:
-    """The integers of one step where a GPU reads them: int32, with the shapes of `PackedTokens`' arrays.
+    """The integers of one step where a GPU reads them: int32. A token's position follows from its row's.
 
     Under a CUDA graph the tensors keep their addresses, and rows past the step's own belong to a slot whose blocks
     nobody reads.
@@ -38,7 +38,6 @@ class DeviceTokens:
     slots: torch.Tensor  # [rows] row of the block table
     starts: torch.Tensor  # [rows] position of the row's first new token
     query_starts: torch.Tensor  # [rows + 1] index of the row's first token; ends with the number of tokens
-    positions: torch.Tensor  # [tokens]
     block_table: torch.Tensor  # [slots, max_blocks]
 
 
