@@ -277,5 +277,5 @@ class Llama:
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [rows, width] -> logits [rows, vocab_size]."""
+        """Hidden rows [rows, width] -> logits [rows, vocab_size]: float32, or bfloat16 where linears give only that."""
         return self.head(self._final_norm(hidden))

@@ -48,7 +48,10 @@ class CausalLM(Protocol):
         """Ids and positions [tokens] -> hidden rows [tokens, width]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [rows, width] -> logits [rows, vocab_size] float32."""
+        """Hidden rows [rows, width] -> logits [rows, vocab_size]: float32, or bfloat16 where linears give only that.
+
+        Those of plain torch and of oneDNN give the type of the weights, so on CUDA it is bfloat16 as a rule.
+        """
 
 
 _Constructor = Callable[[dict[str, Any], Checkpoint, Placement], CausalLM]

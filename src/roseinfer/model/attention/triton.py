@@ -33,7 +33,8 @@ _INTERPRETED_PROCESSORS = 132
 class TritonAttention:
     """Attention over a head-major cache `[blocks, kv_heads, block_size, head_dim]`; softmax and sums in float32.
 
-    What `attend` returns for a step of single tokens is valid until its next call: such a step allocates nothing.
+    What `attend` returns for a step of single tokens is valid until its next call: such a step allocates nothing. With
+    `batch_invariant` it does, as every other: what each layer returns is a tensor of its own.
     """
 
     name = "triton"
