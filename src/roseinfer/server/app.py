@@ -4,7 +4,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.server import admin, chat, completions, debug_guard, middleware, openapi, text_endpoints
-from roseinfer.server.guard import GuardedRunner
+from roseinfer.server.guarded_port import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import SERVICE, Service
 

@@ -3,38 +3,32 @@
 aiohttp bounds the lines of a head but has no deadline for a head, for a reader that stalls, or for the number of
 sockets. `Connection` is aiohttp's own protocol with the moments noted at which something was last owed by the client;
 `Guard` looks at all of them a few times in the shortest deadline and drops those that are late. The deadline of a body
-is `body.py`'s, because an answer is still possible there. asyncio tells a protocol of a connection with TLS when its
-handshake is over; with `Handshake` it counts, and its deadline runs, from when it was accepted.
+is `body.py`'s, because an answer is still possible there.
 """
 
 import asyncio
 import contextlib
 import logging
 import resource
-import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import http_parser, web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from roseinfer.config import ServerConfig
-from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError, UnmetExpectation
+from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
 from roseinfer.server.middleware import error_response
-from roseinfer.server.tls import Certificate
 
 MAX_LINE_BYTES = 8190  # of the request line, and of one header
 MAX_HEADERS = 128
-LINGER_S = 5.0  # for the rest of a body that was refused: closing at once would take the answer away with it
 SPARE_DESCRIPTORS = 64  # of the process's own files
 _CHECKS_IN_A_DEADLINE = 4
-_LONGEST_CHECK_S = 1.0
+LONGEST_CHECK_S = 1.0
 # aiohttp's words: it has no class for this. Where a later version says it otherwise, the answer to too many headers
 # becomes a 400, which tests/integration/test_http_guard.py notices.
 _TOO_MANY_HEADERS = "Too many headers received"
-
-Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger(__name__)
 
@@ -145,46 +139,6 @@ class Connection(web.RequestHandler):
         return response
 
 
-class Handshake(asyncio.Protocol):
-    """A socket that is to speak TLS, in the place of its connection until it does."""
-
-    def __init__(self, connection: Connection, context: ssl.SSLContext, timeout_s: float) -> None:
-        self._connection = connection
-        self._context = context
-        self._timeout_s = timeout_s
-        self._shaking: asyncio.Task[None] | None = None
-        self._early = b""  # what came with the handshake's last bytes
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        if self._connection.enter(transport):
-            transport.pause_reading()  # until there is somebody to understand it
-            self._shaking = asyncio.get_running_loop().create_task(self._shake(transport))
-
-    def connection_lost(self, _: BaseException | None) -> None:
-        """Before the handshake began; `start_tls` would wait for it all the same."""
-        self._connection.leave()
-        if self._shaking is not None:
-            self._shaking.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        self._early += data
-
-    async def _shake(self, transport: asyncio.Transport) -> None:
-        connection, secured = self._connection, None
-        with contextlib.suppress(OSError):  # ssl.SSLError, and the end of the handshake's time, are some
-            secured = await asyncio.get_running_loop().start_tls(
-                transport, self, self._context, server_side=True, ssl_handshake_timeout=self._timeout_s
-            )
-        if secured is None:  # refused, overdue, or the client has gone
-            connection.leave()
-            return
-        secured.set_protocol(connection)
-        connection.connection_made(secured)
-        if self._early:
-            connection.data_received(self._early)
-
-
 def _first_line(text: str) -> str:
     """What aiohttp says of a head, without the piece of it that it quotes."""
     return text.partition("\n")[0].rstrip(" :.") or "malformed"
@@ -236,7 +190,7 @@ class Guard:
         config = self._config
         shortest = min(config.head_timeout_s, config.idle_timeout_s, config.write_timeout_s)
         while True:
-            await asyncio.sleep(min(_LONGEST_CHECK_S, shortest / _CHECKS_IN_A_DEADLINE))
+            await asyncio.sleep(min(LONGEST_CHECK_S, shortest / _CHECKS_IN_A_DEADLINE))
             self._check(asyncio.get_running_loop().time())
 
     def _check(self, now: float) -> None:
@@ -253,85 +207,3 @@ def _spare_descriptors() -> int:
     """How many sockets the process may open beside what it needs itself."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_DESCRIPTORS)
-
-
-class GuardedServer(web.Server):
-    """aiohttp's factory of protocols, making guarded ones."""
-
-    def __init__(self, guard: Guard, handle: Handle, options: dict[str, Any], **server_options: Any) -> None:
-        super().__init__(_answering(handle), **server_options)
-        self._guard = guard
-        self._options = options
-
-    def connection(self) -> Connection:
-        """For one more socket."""
-        return Connection(self._guard, self, **self._options)
-
-    def __call__(self) -> web.RequestHandler:
-        return self.connection()
-
-
-def _answering(handle: Handle) -> Handle:
-    """The handler, with its connection told of begin and end.
-
-    The header Expect is judged here because aiohttp does so before any middleware, and fails at one that is no UTF-8.
-    """
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, Connection)
-        connection.begin()
-        try:
-            if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-                response = error_response(UnmetExpectation("No such expectation can be met.", param="Expect"))
-                response.force_close()
-                return response
-            return await handle(request)
-        finally:
-            connection.end()
-
-    return answer
-
-
-class GuardedRunner(web.AppRunner):
-    """An application behind a guard."""
-
-    def __init__(self, app: web.Application, config: ServerConfig, shutdown_timeout_s: float) -> None:
-        super().__init__(app, shutdown_timeout=shutdown_timeout_s)
-        self.guard = Guard(config)
-        app.cleanup_ctx.append(self.guard.watching)
-        self._options: dict[str, Any] = {
-            "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that
-            "access_log": None,  # ours carries the request id
-            "keepalive_timeout": config.idle_timeout_s + _LONGEST_CHECK_S,  # ours, unless we are late
-            "lingering_time": LINGER_S,
-            "max_line_size": MAX_LINE_BYTES,
-            "max_field_size": MAX_LINE_BYTES,
-            "max_headers": MAX_HEADERS,
-        }
-
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        return GuardedServer(
-            self.guard,
-            server.request_handler,
-            self._options,
-            request_factory=server.request_factory,
-            handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
-        )
-
-    async def listen(self, host: str, port: int, certificate: Certificate | None) -> asyncio.Server:
-        """Accept connections from now on, with a certificate those that speak TLS. Raises OSError or UnicodeError.
-
-        Whoever calls it closes it.
-        """
-        server = self.server
-        assert isinstance(server, GuardedServer), "listen before setup"
-
-        def accept() -> asyncio.Protocol:
-            connection = server.connection()
-            if certificate is None:
-                return connection
-            return Handshake(connection, certificate.context, self.guard.handshake_timeout_s)
-
-        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=128)
