@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-from aiohttp import http_parser, web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, http_parser, web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from roseinfer.config import ServerConfig
@@ -51,7 +51,9 @@ class Connection(web.RequestHandler):
         self._guard = guard
         self._socket: asyncio.Transport | None = None
         self._head_since: float | None = loop.time()  # None: none has begun
-        self._idle_since: float | None = None  # None: a request is being answered
+        self._idle_since = loop.time()
+        self._is_answering = False  # while it is, a client may send the next head as slowly as it likes
+        self._content: StreamReader = EMPTY_PAYLOAD  # the body of the last request that was begun
         self._full_since: float | None = None  # when its write buffer became full, if it still is
 
     def enter(self, transport: asyncio.Transport) -> bool:
@@ -80,8 +82,8 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if data and self._idle_since is not None:
-            self._head_since, self._idle_since = self._loop.time(), None
+        if data and self._head_since is None and self._content.is_eof():  # else it is the rest of a body
+            self._head_since = self._loop.time()
         super().data_received(data)
 
     def pause_writing(self) -> None:
@@ -90,27 +92,33 @@ class Connection(web.RequestHandler):
 
     def resume_writing(self) -> None:
         self._full_since = None
-        if self._idle_since is not None:
-            self._idle_since = self._loop.time()  # it was reading an answer until now
+        self._wait_anew()  # it was reading an answer until now
         super().resume_writing()
 
-    def begin(self) -> None:
-        """The head of a request is complete."""
-        self._head_since = self._idle_since = None
+    def begin(self, content: StreamReader) -> None:
+        """The head of a request is complete; its body may be on its way, also behind an answer that refuses it."""
+        self._content, self._head_since, self._is_answering = content, None, True
 
     def end(self) -> None:
         """The request has its answer, or never will."""
+        self._is_answering = False
+        self._wait_anew()
+
+    def _wait_anew(self) -> None:
+        """From now on the client owes the next request, or the rest of its head where that has begun."""
         self._idle_since = self._loop.time()
+        if self._head_since is not None:
+            self._head_since = self._idle_since
 
     def lateness(self, now: float, config: ServerConfig) -> str | None:
         """What is overdue at a moment of the loop's clock, if anything is."""
         if self._full_since is not None:
             return "the reading of an answer" if now - self._full_since > config.write_timeout_s else None
+        if self._is_answering:
+            return None
         if self._head_since is not None:
             return "the head of a request" if now - self._head_since > config.head_timeout_s else None
-        if self._idle_since is not None and now - self._idle_since > config.idle_timeout_s:
-            return "the next request"
-        return None
+        return "the next request" if now - self._idle_since > config.idle_timeout_s else None
 
     def drop(self) -> None:
         """Close without waiting for what is still unread."""

@@ -88,7 +88,7 @@ def _answering(handle: Handle) -> Handle:
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, Connection)
-        connection.begin()
+        connection.begin(request.content)
         try:
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
                 response = error_response(UnmetExpectation("No such expectation can be met.", param="Expect"))
