@@ -10,7 +10,7 @@ from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.long_body import check_num_values
 from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE
-from roseinfer.server.wire import BodyT, parse_body
+from roseinfer.server.wire import BodyT, GenerationBody, parse_body
 
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
 
@@ -30,6 +30,11 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
         )
     if (exchange := request.get(EXCHANGE)) is not None:
         exchange.timelines[0].parsed_ns = time.monotonic_ns()
+        assert isinstance(body, GenerationBody), "an exchange is about tokens"
+        config = service.config
+        exchange.set_deadlines(
+            body.timeout_s or config.request_timeout_s, body.queue_timeout_s or config.queue_timeout_s
+        )
     return body
 
 
