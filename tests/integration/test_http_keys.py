@@ -101,8 +101,23 @@ async def test_a_pair_that_does_not_fit_is_named_and_changes_nothing(tmp_path: P
     pair = Certificate(Path(certificate), Path(key))
     (tmp_path / "tls.key").write_text("nothing")
     with pytest.raises(ConfigError) as caught:
-        pair.check()
+        pair.read()
     assert caught.value.param == "server.tls_cert_file"
+
+
+async def test_a_file_that_changes_behind_its_reading_breaks_no_handshake(tmp_path: Path) -> None:
+    """Who renews a pair writes two files: the next look may come between them, and the second write at any time."""
+    certificate, key = write_certificate(tmp_path, "old")
+    trust = ssl.create_default_context(cafile=certificate)
+    pair = Certificate(Path(certificate), Path(key))
+    read = pair.read()
+    write_certificate(tmp_path, "new")
+    (tmp_path / "tls.key").write_text("half of a")
+    pair.take(read)
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=pair.context)
+    async with server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), ssl=trust)
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ async def run(
                 if keys is not None and keys.path is not None:
                     tasks.spawn(watch([keys.path], keys.read, keys.take, WATCH_INTERVAL_S))
                 if certificate is not None:
-                    tasks.spawn(watch(certificate.paths, certificate.check, certificate.take, WATCH_INTERVAL_S))
+                    tasks.spawn(watch(certificate.paths, certificate.read, certificate.take, WATCH_INTERVAL_S))
                 exit_code = await _serve(service, load_text, signals, lambda: on_ready(url), Restarts(config.engine))
         finally:
             await _close(service)

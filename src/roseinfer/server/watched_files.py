@@ -36,7 +36,7 @@ def state_of(paths: Sequence[Path]) -> State:
 async def watch(paths: Sequence[Path], read: Callable[[], T], take: Callable[[T], None], interval_s: float) -> None:
     """Whenever one of the files has changed, `read` them in a thread and `take` the result on the loop; never returns.
 
-    When `read` raises ConfigError it is logged and what was taken before stays; the next change is the next attempt.
+    When `read` fails it is logged and what was taken before stays; the next change is the next attempt.
     """
     seen = await asyncio.to_thread(state_of, paths)
     while True:
@@ -50,5 +50,7 @@ async def watch(paths: Sequence[Path], read: Callable[[], T], take: Callable[[T]
             take(await asyncio.to_thread(read))
         except ConfigError as error:
             _log.error("a changed file cannot be used; what it held before stays", extra={"why": error.message})
+        except (OSError, ValueError):  # of a file and of what it holds; whoever reads should have told it as the other
+            _log.exception("a changed file cannot be used; what it held before stays", extra={"files": names})
         else:
             _log.info("a changed file was read again", extra={"files": names})
