@@ -71,6 +71,31 @@ async def test_a_key_is_added_and_another_withdrawn(
     assert "key-two" not in caplog.text
 
 
+async def test_what_changes_while_the_ports_open_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first reading and the first look the server loads its certificate and opens its ports."""
+    keys = tmp_path / "keys"
+    keys.write_text("key-one\n")
+    certificate, key = write_certificate(tmp_path, "old")
+    listening = lifecycle._listening
+
+    def late(*arguments: Any) -> Any:
+        keys.write_text("key-two\n")
+        write_certificate(tmp_path, "new")
+        return listening(*arguments)
+
+    monkeypatch.setattr(lifecycle, "_listening", late)
+    files = {"api_key_file": str(keys), "tls_cert_file": certificate, "tls_key_file": key}
+    async with running(tmp_path, monkeypatch, **files) as url, aiohttp.ClientSession() as session:
+        headers, status = {"Authorization": "Bearer key-two"}, 0
+        while status != 200:
+            try:
+                trust = ssl.create_default_context(cafile=certificate)
+                async with session.get(f"{url}/v1/models", headers=headers, ssl=trust) as response:
+                    status = response.status
+            except aiohttp.ClientConnectorCertificateError:  # the client trusts the new one already
+                pass
+
+
 async def test_a_certificate_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, key = write_certificate(tmp_path, "old")
     async with running(tmp_path, monkeypatch, tls_cert_file=certificate, tls_key_file=key) as url:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
+from roseinfer.server.watched_files import WatchedFiles
 
 
 class Certificate:
@@ -12,6 +13,7 @@ class Certificate:
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self.paths = (certificate, key)
+        self.files = WatchedFiles(self.paths)
         self.context = self.read()
 
     @classmethod

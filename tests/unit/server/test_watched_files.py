@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roseinfer.errors import ConfigError
-from roseinfer.server.watched_files import watch
+from roseinfer.server.watched_files import WatchedFiles
 
 INTERVAL_S = 0.01
 
@@ -19,6 +19,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.files = WatchedFiles([path])
         self.failure: Exception | None = None
         self.num_reads = 0
         self.taken: asyncio.Queue[str] = asyncio.Queue()
@@ -33,7 +34,7 @@ class Reader:
 
 @asynccontextmanager
 async def watched(reader: Reader) -> AsyncIterator[None]:
-    task = asyncio.create_task(watch([reader.path], reader.read, reader.taken.put_nowait, INTERVAL_S))
+    task = asyncio.create_task(reader.files.watch(reader.read, reader.taken.put_nowait, INTERVAL_S))
     try:
         yield
     finally:
@@ -49,7 +50,6 @@ async def test_a_reading_that_fails_is_told_and_the_next_change_is_read(
 ) -> None:
     reader = Reader(tmp_path / "watched")
     async with watched(reader):
-        await asyncio.sleep(5 * INTERVAL_S)
         reader.failure = failure
         reader.path.write_text("a")
         while not reader.num_reads:  # noqa: ASYNC110  # in a thread of its own
