@@ -5,7 +5,7 @@ import time
 
 from aiohttp import web
 
-from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
+from roseinfer.errors import BodyTimeout, BodyTooLarge, MalformedRequest, NotJSON, UnknownModel
 from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.long_body import check_num_values
 from roseinfer.server.room import PLACE
@@ -16,7 +16,11 @@ INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to 
 
 
 async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
-    """Step 2. Raises NotJSON, BodyTooLarge, InvalidRequest, PromptTooLong, UnknownModel or Overloaded."""
+    """Step 2.
+
+    Raises NotJSON, BodyTooLarge, BodyTimeout, MalformedRequest, InvalidRequest, PromptTooLong, UnknownModel or
+    Overloaded.
+    """
     service = request.app[SERVICE]
     _check_media_type(request)
     raw = await _read(request, service.config.max_body_bytes, service.config.body_timeout_s)
@@ -66,7 +70,7 @@ async def _read(request: web.Request, limit: int, timeout_s: float) -> bytearray
     except TimeoutError:
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except web.RequestPayloadError:
-        raise InvalidRequest("The body ended early or is badly framed.") from None
+        raise MalformedRequest("This cannot be read as an HTTP request: its body is badly framed.") from None
     return raw
 
 

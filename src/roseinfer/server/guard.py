@@ -12,9 +12,11 @@ import logging
 import resource
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import islice
 from typing import Any
 
 from aiohttp import EMPTY_PAYLOAD, StreamReader, http_parser, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from roseinfer.config import ServerConfig
@@ -53,7 +55,8 @@ class Connection(web.RequestHandler):
         self._head_since: float | None = loop.time()  # None: none has begun
         self._idle_since = loop.time()
         self._is_answering = False  # while it is, a client may send the next head as slowly as it likes
-        self._content: StreamReader = EMPTY_PAYLOAD  # the body of the last request that was begun
+        self._arriving: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head is complete
+        self._begun: StreamReader = EMPTY_PAYLOAD  # the body of the last request that was begun
         self._full_since: float | None = None  # when its write buffer became full, if it still is
 
     def enter(self, transport: asyncio.Transport) -> bool:
@@ -82,9 +85,24 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if data and self._head_since is None and self._content.is_eof():  # else it is the rest of a body
+        if data and self._head_since is None and self._arriving.is_eof():  # else it is the rest of a body
             self._head_since = self._loop.time()
+        num_queued = len(self._messages)
         super().data_received(data)
+        for message, content in [*islice(self._messages, num_queued, None)]:
+            if isinstance(message, RawRequestMessage):
+                self._arriving = content
+            elif not self._arriving.is_eof():
+                self._break_body()
+
+    def _break_body(self) -> None:
+        """An error was queued behind the request whose body it is in, which aiohttp leaves waiting for the rest."""
+        self._messages.pop()  # with it one request would have two answers
+        if self._arriving is not self._begun or self._is_answering:  # else aiohttp only throws the rest of it away
+            self._arriving.set_exception(web.RequestPayloadError())
+        self._arriving.feed_eof()
+        if not self._messages:
+            self.close()  # behind the answer
 
     def pause_writing(self) -> None:
         self._full_since = self._loop.time()
@@ -97,7 +115,9 @@ class Connection(web.RequestHandler):
 
     def begin(self, content: StreamReader) -> None:
         """The head of a request is complete; its body may be on its way, also behind an answer that refuses it."""
-        self._content, self._head_since, self._is_answering = content, None, True
+        self._begun, self._head_since, self._is_answering = content, None, True
+        if content.exception() is not None:
+            self.close()  # behind the answer
 
     def end(self) -> None:
         """The request has its answer, or never will."""

@@ -91,10 +91,13 @@ def _answering(handle: Handle) -> Handle:
         connection.begin(request.content)
         try:
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-                response = error_response(UnmetExpectation("No such expectation can be met.", param="Expect"))
-                response.force_close()
-                return response
-            return await handle(request)
+                refusal = error_response(UnmetExpectation("No such expectation can be met.", param="Expect"))
+                refusal.force_close()
+                return refusal
+            response = await handle(request)
+            if request.content.exception() is not None:
+                response.force_close()  # nobody can tell where the next request would begin
+            return response
         finally:
             connection.end()
 
