@@ -125,8 +125,8 @@ with a status.
 `timeout_s` and `queue_timeout_s` count from the first byte of a request. When the first passes, the engine ends the
 request at its next step: 504, or in a stream that has begun an error event after all that was generated. When either
 passes and the engine has not begun, the answer is 503 with `Retry-After`: nothing was computed; `param` names the one
-that passed. What a body leaves out, `server.request_timeout_s` and `server.queue_timeout_s` say. 408 is for a body that
-does not arrive.
+that passed. The time in which a grammar is checked and a long prompt becomes tokens counts too. What a body leaves out,
+`server.request_timeout_s` and `server.queue_timeout_s` say. 408 is for a body that does not arrive.
 
 ## Log-probabilities
 
