@@ -78,7 +78,7 @@ it alone has these, of which [timeline.md](timeline.md) says more:
 | `GET /debug/requests` | the requests in flight, and how many are before each of those that wait |
 | `GET /debug/requests/{id}` | one request, in flight or remembered: its times, and why it waits if it does |
 | `GET /debug/recording` | everything that is remembered, as a NumPy archive |
-| `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB at most |
+| `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB and `server.body_timeout_s` at most |
 | `GET /debug/trace` | the newest `limit` steps, 500 by default, and their requests in Chrome's trace format |
 | `GET /debug/invariants` | how often each [invariant](reliability.md) was checked, and how often it did not hold |
 | `POST /debug/profile` | 202 and the directory of a profile of the next `steps` steps; see [captures](capture.md) |

@@ -23,7 +23,7 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     """
     service = request.app[SERVICE]
     _check_media_type(request)
-    raw = await _read(request, service.config.max_body_bytes, service.config.body_timeout_s)
+    raw = await read_bytes(request, service.config.max_body_bytes, service.config.body_timeout_s)
     if len(raw) <= INLINE_BYTES:
         body = parse_body(raw, body_type)
     else:
@@ -55,8 +55,12 @@ def _check_media_type(request: web.Request) -> None:
         raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
 
 
-async def _read(request: web.Request, limit: int, timeout_s: float) -> bytearray:
-    too_large = BodyTooLarge(f"The body is longer than {limit} bytes.")
+async def read_bytes(request: web.Request, limit: int, timeout_s: float, param: str | None = None) -> bytearray:
+    """A body as it came, which holds its room. Raises BodyTooLarge, BodyTimeout, MalformedRequest or Overloaded.
+
+    `param` is what the body is called, where all of it is one thing.
+    """
+    too_large = BodyTooLarge(f"The body is longer than {limit} bytes.", param=param)
     if (request.content_length or 0) > limit:
         raise too_large
     raw = bytearray()

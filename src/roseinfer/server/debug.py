@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from roseinfer.errors import BodyTooLarge, InvalidRequest, UnknownRequest
+from roseinfer.errors import InvalidRequest, UnknownRequest
+from roseinfer.server.body import read_bytes
+from roseinfer.server.service import SERVICE
 
 DEFAULT_STEPS = 500
 MAX_RECORDING_BYTES = 64 * 1024 * 1024  # of a recording that is sent to be looked at
@@ -109,7 +111,9 @@ class _Handlers:
         return _json(await self._off_loop(self._view.timeline(limit, *since)))
 
     async def view_recording(self, request: web.Request) -> web.Response:
-        return _json(await self._off_loop(self._view.view, await _read(request)))
+        timeout_s = request.app[SERVICE].config.body_timeout_s
+        content = await read_bytes(request, MAX_RECORDING_BYTES, timeout_s, "recording")
+        return _json(await self._off_loop(self._view.view, bytes(content)))
 
     async def requests(self, _request: web.Request) -> web.Response:
         return web.json_response(self._view.requests())
@@ -133,15 +137,6 @@ def integer_of(request: web.Request, name: str, default: int, least: int, most: 
     if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
         raise InvalidRequest(f"`{name}` must be a whole number from {least} to {most}.", param=name)
     return int(text)
-
-
-async def _read(request: web.Request) -> bytes:
-    content = bytearray()
-    async for piece in request.content.iter_any():
-        content += piece
-        if len(content) > MAX_RECORDING_BYTES:
-            raise BodyTooLarge(f"The recording is longer than {MAX_RECORDING_BYTES} bytes.", param="recording")
-    return bytes(content)
 
 
 def _json(content: bytes) -> web.Response:
