@@ -22,6 +22,7 @@ from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
 from roseinfer.server.exchange import EXCHANGE, Exchange
+from roseinfer.server.guard import is_behind
 from roseinfer.server.score_limits import most_tokens
 from roseinfer.server.scores import Columns, ScoredToken
 from roseinfer.server.service import SERVICE, Service
@@ -250,10 +251,10 @@ class _Reply:
                     if not content:
                         continue
                     stream = generation.exchange.stream or await self._open(request)
-                    encoded_ns, was_paused = time.monotonic_ns(), sse.is_behind(request, len(content))
+                    encoded_ns, was_paused = time.monotonic_ns(), is_behind(request, len(content))
                     beacon.last_s = encoded_ns / 1e9
                     await stream.write(content)
-                    was_paused = was_paused or sse.is_behind(request)
+                    was_paused = was_paused or is_behind(request)
                     generation.note_write(told, resumed_ns, encoded_ns, was_paused=was_paused)
                     if generation.is_over:
                         break
@@ -272,7 +273,7 @@ class _Reply:
         return exchange.stream
 
     async def _keep_alive(self, request: web.Request) -> None:
-        if not sse.is_behind(request):  # else it is the client that is silent
+        if not is_behind(request):  # else it is the client that is silent
             with contextlib.suppress(ConnectionError):  # the handler hears of that itself
                 await (await self._open(request)).write(sse.COMMENT)
 
@@ -303,7 +304,7 @@ class _Reply:
         encoded_ns = time.monotonic_ns()
         await response.prepare(request)
         await response.write_eof()
-        generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=sse.is_behind(request))
+        generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=is_behind(request))
         return response
 
     def _template(self) -> sse.ChunkTemplate:

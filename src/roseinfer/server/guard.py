@@ -26,6 +26,7 @@ from roseinfer.server.middleware import error_response
 MAX_LINE_BYTES = 8190  # of the request line, and of one header
 MAX_HEADERS = 128
 SPARE_DESCRIPTORS = 64  # of the process's own files
+HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
 _CHECKS_IN_A_DEADLINE = 4
 LONGEST_CHECK_S = 1.0
 # aiohttp's words: it has no class for this. Where a later version says it otherwise, the answer to too many headers
@@ -51,7 +52,7 @@ class Connection(web.RequestHandler):
         super().__init__(server, loop=loop, **options)
         self.peer = ""
         self._guard = guard
-        self._socket: asyncio.Transport | None = None
+        self._socket: asyncio.Transport | None = None  # without the TLS that it may carry
         self._head_since: float | None = loop.time()  # None: none has begun
         self._idle_since = loop.time()
         self._is_answering = False  # while it is, a client may send the next head as slowly as it likes
@@ -77,7 +78,6 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         if self._socket is not None or self.enter(transport):  # behind a handshake it has its place
-            self._socket = transport
             super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -140,6 +140,14 @@ class Connection(web.RequestHandler):
             return "the head of a request" if now - self._head_since > config.head_timeout_s else None
         return "the next request" if now - self._idle_since > config.idle_timeout_s else None
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What was written and the system has not taken: of TLS what waits for the socket's buffer, and that."""
+        if self._socket is None or self.transport is None:
+            return 0
+        num_bytes = self._socket.get_write_buffer_size()
+        return num_bytes if self.transport is self._socket else num_bytes + self.transport.get_write_buffer_size()
+
     def drop(self) -> None:
         """Close without waiting for what is still unread."""
         if self._socket is not None:
@@ -165,6 +173,16 @@ class Connection(web.RequestHandler):
         response = error_response(error)
         response.force_close()
         return response
+
+
+def is_behind(request: web.Request, num_bytes: int = 0) -> bool:
+    """The client, or the network, has not taken all that was written; a write, of so many bytes, may wait for it.
+
+    That writing is paused says less: a write that waited returns when it is paused no longer.
+    """
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    return request.transport is not None and (connection.num_unsent_bytes > 0 or num_bytes > HIGH_WATER_BYTES)
 
 
 def _first_line(text: str) -> str:

@@ -57,6 +57,8 @@ class Handshake(asyncio.Protocol):
         if secured is None:  # refused, overdue, or the client has gone
             connection.leave()
             return
+        # What the socket's own buffer does not take is too much: asyncio would keep half a megabyte of it here.
+        secured.set_write_buffer_limits(high=1, low=0)
         secured.set_protocol(connection)
         connection.connection_made(secured)
         if self._early:
