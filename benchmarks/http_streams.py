@@ -63,7 +63,11 @@ async def scrape(session: aiohttp.ClientSession, url: str) -> Buckets:
     async with session.get(f"{url}/metrics") as response:
         page = await response.text()
     return {
-        family.name: {float(s.labels["le"]): s.value for s in family.samples if s.name.endswith("_bucket")}
+        family.name: {
+            float(s.labels["le"]): s.value
+            for s in family.samples
+            if s.name.endswith("_bucket") and s.labels.get("streamed") != "false"
+        }
         for family in text_string_to_metric_families(page)
         if family.name in SERIES.values()
     }

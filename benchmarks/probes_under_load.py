@@ -29,15 +29,18 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+import roseinfer
 from benchmarks.servers import free_port, wait_ready
 
 PROBE_INTERVAL_S = 0.01
 BOMB_MB = 256
 HEADERS = {"Content-Type": "application/json"}
+DEMO = Path(roseinfer.__file__).parent / "demo"
+LONG_TOKEN = "-" * 16  # none of the embedded model's that may stand in a JSON string is longer
 
 
 def bodies() -> dict[str, tuple[str, bytes]]:
-    """By name: where it is sent, and two megabytes of it or nearly."""
+    """By name: where it is sent, and two megabytes of it or nearly, or what has a long answer."""
     text = "hello world " * 150_000
     scattered = "".join(chr(0x4E00 + i % 20_000) for i in range(600_000))
     told = {
@@ -47,6 +50,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "lists of token ids": ("/v1/completions", {"prompt": [[1] * 10_000] * 64}),
         "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
         "many messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 55_000}),
+        "earlier tool calls": ("/v1/chat/completions", {"messages": [_call_of(f'{{"a":[{"[]," * 600_000}0]}}')]}),
         "tokenize": ("/tokenize", {"prompt": text}),
         "tokenize, spelled": ("/tokenize", {"prompt": text, "return_token_strs": True}),
         "detokenize": ("/detokenize", {"tokens": [5] * 650_000}),
@@ -66,6 +70,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
                 "top_logprobs": 20,
             },
         ),
+        "tool calls": ("/v1/chat/completions", _asking_for_long_calls()),
     }
     encoded = {
         name: (path, json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
@@ -75,6 +80,28 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     return encoded | {
         "brackets": ("/v1/completions", b"[" * 2_000_000),
         "a number": ("/v1/completions", b'{"prompt": "a", "seed": ' + b"9" * 2_000_000 + b"}"),
+    }
+
+
+def _call_of(arguments: str) -> dict[str, Any]:
+    """A message in which a function was called with these."""
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+def _asking_for_long_calls() -> dict[str, Any]:
+    """For eight calls, each with one text as an argument that is as long as some seconds of the embedded model."""
+    vocab = json.loads((DEMO / "tokenizer.json").read_bytes())["model"]["vocab"]
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    return {
+        "messages": [{"role": "user", "content": "a"}],
+        "n": 8,
+        "max_tokens": 400,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+        "tool_choice": "required",
+        "logit_bias": {str(vocab[LONG_TOKEN]): 100},
     }
 
 

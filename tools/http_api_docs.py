@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
+from roseinfer.server.long_body import FEW_VALUES
 from roseinfer.server.text_endpoints import DetokenizeBody, TokenizeBody
 from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, ModelBody
 
@@ -45,7 +46,7 @@ range. A field that is null counts as left out. Where a default is "the model's"
 | `POST /v1/chat/completions` | the next turn of a conversation, through the model's chat template |
 | `GET /v1/models` | the one model that is served, with its context `max_model_len` and the size of its vocabulary |
 | `GET /v1/models/{id}` | the same model by its name; 404 for another |
-| `POST /v1/requests/{id}/abort` | ends a request that is being answered, by its `x-request-id` or its answer's `id` |
+| `POST /v1/requests/{id}/abort` | ends what is being answered, by its `x-request-id` or the answer's `id`; no body |
 | `POST /tokenize`, `POST /detokenize` | token ids of a text or a conversation, and the text of token ids |
 | `GET /openapi.json` | all of this as an OpenAPI 3.1 document, with the limits of the model that is served |
 | `GET /livez` | 200 while the engine is alive and makes progress, 503 when the process should be restarted |
@@ -64,8 +65,9 @@ A connection has deadlines: 10 s for the head of a request, 30 s for its body, 7
 buffer is not read at all. A body has at most 2 MiB, a line of the head 8190 bytes, a head 128 headers. All but the last
 two are [options](configuration.md#server). What nests deeper than the decoder's recursion limit, about a thousand
 levels, and a number that does not fit its field are refused while decoding. So that no body holds up the others, one
-of more than 64 KiB may hold 65536 values and two more for each token of the context; and where the vocabulary allows
-the proof, a text with more characters than the context can hold is refused without being encoded.
+of more than 64 KiB may hold 65536 values and two more for each token of the context, and the `arguments` of its earlier
+tool calls as many together; and where the vocabulary allows the proof, a text with more characters than the context can
+hold is refused without being encoded.
 
 The operations port has the probes and `/metrics` and needs no key for them, nor for `GET /`, which lists its paths; and
 it alone has these, of which [timeline.md](timeline.md) says more:
@@ -77,19 +79,20 @@ it alone has these, of which [timeline.md](timeline.md) says more:
 | `GET /debug/steps` | the newest steps, as many as `limit` says, 100 by default |
 | `GET /debug/requests` | the requests in flight, and how many are before each of those that wait |
 | `GET /debug/requests/{id}` | one request, in flight or remembered: its times, and why it waits if it does |
-| `GET /debug/recording` | everything that is remembered, as a NumPy archive |
+| `GET /debug/recording` | what is remembered, as a NumPy archive; with `since_ns` what ended after that moment |
 | `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB and `server.body_timeout_s` at most |
 | `GET /debug/trace` | the newest `limit` steps, 500 by default, and their requests in Chrome's trace format |
 | `GET /debug/invariants` | how often each [invariant](reliability.md) was checked, and how often it did not hold |
 | `POST /debug/profile` | 202 and the directory of a profile of the next `steps` steps; see [captures](capture.md) |
 
+A name in the query that is not listed here, or that comes twice, is a 400, and so is a body but for the view.
 On the loopback they need no key. With `server.ops_host` elsewhere they need one, also as the password of Basic
 authentication, and they are off when none is configured.
 
 ## Headers
 
 - `x-request-id`, in a request: up to 128 letters, digits, dots, dashes and underscores. The answer and the log carry
-  it; a request without one gets one.
+  it; a request without one gets one, and so does a head that cannot be read.
 - `x-roseinfer-ledger: 1`, in a request: answer with where its time went, part by part, in `roseinfer_ledger` and the
   header `Server-Timing`; see [causes](causes.md#the-ledger).
 - `x-roseinfer-intended-time`, in a request: the unix time in seconds, such as `1700000000.25`, at which a load
@@ -138,6 +141,33 @@ text without being part of it has an entry in a completion and none in a chat. W
 To score a text, ask for a completion with it as `prompt`, `echo`, `logprobs`, and `max_tokens` 0; with 1, as evaluation
 harnesses do, the last entry is always the generated token's. There is one entry for each token of the prompt, and the
 first is `null`. What a prompt is scored depends neither on the company it is read in nor on how it is cut.
+
+## Template variables
+
+The entries of `chat_template_kwargs` become variables of the model's chat template, as in vLLM and SGLang, for a chat
+and for `/tokenize` with `messages`. `{"enable_thinking": false}` lets Qwen3 answer at once. Which variables there are,
+the template decides; a name is made of letters, digits and underscores, 64 at most.
+
+- What the server gives the template itself is a 400: `messages`, `tools`, `documents`, `add_generation_prompt`, the
+  special tokens by name, such as `bos_token`, and functions such as `raise_exception` and `range`.
+- A variable that the template does not read is a 400, too, and the error lists those that it does read: one that is
+  misspelt would do nothing, and nobody would know. vLLM leaves it out.
+- `enable_thinking` and `thinking` are taken by every model, since clients send them to all. Where the template has no
+  such switch they have no effect: such a model reasons always or never, whatever they say.
+
+## Special tokens
+
+A text is encoded with the special tokens that are spelled in it. `<|im_end|>` in a `prompt`, in a message, in a tool or
+in a template variable becomes the one token that ends a turn, where the vocabulary has it, and not ten characters. So
+does any other token that was added to the vocabulary, such as `<think>`. `/tokenize` does the same, whatever
+`add_special_tokens` says: that is about the tokens around a text.
+
+So whoever writes a message can end it and begin a turn of any role, also the system's. vLLM, SGLang and `transformers`
+encode a chat in the same way. Before text of strangers goes into a message, such as what users write, web pages or
+results of tools, take these spellings out of it, until none is left. `/tokenize` with `messages` and
+`return_token_strs` shows what a conversation becomes.
+
+Generated special tokens are left out of the text.
 """
 
 
@@ -151,10 +181,19 @@ def page() -> str:
         _fields("POST /tokenize", TokenizeBody, model),
         "The answer has `count`, `max_model_len`, `tokens` and `token_strs`, as vLLM's has.\n",
         _fields("POST /detokenize", DetokenizeBody, model),
-        "The answer has the text as `prompt`; special tokens are spelled out.\n",
+        "The answer has the text as `prompt`; special tokens are spelled out. A list may have fewer than",
+        f"{FEW_VALUES} + 2 × `max_model_len` ids. `/tokenize` encodes all that a body holds and may answer with more:",
+        "send those in parts, cut where a character ends.\n",
         "## Errors\n",
         'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` is the field at fault, or',
-        "null. The message names no internals; the log says more, under the request's id.\n",
+        "null. The message names no internals; the log says more, under the request's id. What asks for a",
+        "[form](structured-output.md) is answered with `invalid_value` also where the model's vocabulary cannot be",
+        "used for any.\n",
+        "An error that is told before the engine has heard of the request counts in",
+        "[`roseinfer_requests_rejected_total`](metrics.md#requests), on both ports, whatever was asked for. A later",
+        "one is the end of its request, which `roseinfer_requests_total` counts; one that is the server's fault is in",
+        "`roseinfer_request_errors_total` too. A connection that is closed without an answer, at a cap or after a",
+        "deadline, is in the log alone.\n",
         "| status | type | code | means |",
         "|---|---|---|---|",
         *(f"| {status} | `{kind}` | `{code}` | {meaning} |" for status, code, kind, meaning in _errors()),
@@ -203,9 +242,12 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
         return ", or ".join(_values(choice, definitions) for choice in choices)
     kind, unit = schema["type"], ""
-    if kind == "object" and "additionalProperties" in schema:
+    if kind == "object":
+        values = (
+            f" of ({_values(schema['additionalProperties'], definitions)})" if "additionalProperties" in schema else ""
+        )
         most = f", ≤ {schema['maxProperties']} entries" if "maxProperties" in schema else ""
-        return f"object of ({_values(schema['additionalProperties'], definitions)}){most}"
+        return f"object{values}{most}"
     if kind == "array":
         kind, unit = f"list of ({_values(schema['items'], definitions)})", " items"
     elif kind == "string":
@@ -223,7 +265,7 @@ def _errors() -> list[tuple[int, str, str, str]]:
     while todo:
         error = todo.pop()
         todo += error.__subclasses__()
-        if error.code is not None:
+        if error.code is not None and error is not EngineError:  # which `LLM` alone raises
             rows.append((error.status, error.code, error.error_type, _meaning(error)))
     return sorted(rows)
 

@@ -35,9 +35,10 @@ Each is a test, and each holds on every single page, since a page shows one mome
 - `roseinfer_inter_token_latency_seconds_count` = `roseinfer_generation_tokens_total` − requests that have a token
 - sum over reasons of `roseinfer_requests_total` + `roseinfer_http_inflight_streams` =
   `roseinfer_requests_received_total`
-- sum over codes of `roseinfer_requests_rejected_total` = `roseinfer_requests_total{finish_reason="rejected"}`
+- sum over codes of `roseinfer_requests_rejected_total` ≥ `roseinfer_requests_total{finish_reason="rejected"}`: what
+  asked for no tokens counts in the first alone
 - `roseinfer_request_duration_seconds_count` = sum over reasons of `roseinfer_requests_total`
-- `roseinfer_time_to_first_token_seconds_count` ≤ requests that have a token
+- sum over `streamed` of `roseinfer_time_to_first_token_seconds_count` ≤ requests that have a token
 - a histogram's `_count` is its `+Inf` bucket; counters and buckets never fall; nothing observed is negative
 - used + cached + free = total KV blocks; exactly one lifecycle state is 1
 - with nothing in flight, running and waiting are 0, and the sum of `roseinfer_request_output_tokens` is

@@ -3,17 +3,23 @@
 from dataclasses import dataclass
 
 from roseinfer.config import shown
+from roseinfer.messages import TokenLogprobs
 from roseinfer.records import FinishReason, RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole of one finished request. `text` ends before the stop string that ended it, if one did."""
+    """The whole of one finished request. `text` ends before the stop string that ended it, if one did.
+
+    `token_ids` hold also the token that ended the text. `logprobs` has an entry for each of them, natural logarithms,
+    where `SamplingParams.num_logprobs` asked for it, and is None elsewhere.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     timeline: RequestTimeline
+    logprobs: list[TokenLogprobs] | None = None
 
     def __repr__(self) -> str:
         """One line for a person, however long the text is; the stamps of its tokens would be pages."""

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from roseinfer.messages import MAX_PROFILE_STEPS
+
 DEMO_MODEL = "roseinfer/demo"
 
 
@@ -263,8 +265,8 @@ class EngineConfig:
         Meta(
             gt=0,
             description="Longest time that a step may take, from its start; then the engine counts as hung and is "
-            "ended. Collections of garbage and captures of CUDA graphs may take ten times as long. Far above any step "
-            "that is only slow, and below what an orchestrator waits.",
+            "ended. Collections of garbage, captures of CUDA graphs and the writing of a profile may take ten times as "
+            "long. Far above any step that is only slow, and below what an orchestrator waits.",
         ),
     ] = _option(30.0)
     on_failure: Annotated[
@@ -375,7 +377,7 @@ class ServerConfig:
             ge=1,
             description="Bodies of more than 64 KiB that are held at once, from their first byte to the last of their "
             "answer; one that comes on top is answered 429, unless it is alone. 128 are half a megabyte for each of "
-            "`max_inflight`. `/tokenize` counts what it may answer too.",
+            "`max_inflight`. `/tokenize` and `/detokenize` count what they answer too.",
         ),
     ] = _option(128)
     request_timeout_s: Annotated[
@@ -435,8 +437,8 @@ class StructuredConfig:
         float,
         Meta(
             gt=0,
-            description="Longest time that a grammar may take to compile, else 400. Most take a millisecond; 2 s is a "
-            "schema of 4,000 properties, and clients wait for each other's.",
+            description="Longest time that a grammar may take to compile, else 400. Most take a millisecond, a schema "
+            "of 4,000 required properties half a second. Clients wait for each other's.",
         ),
     ] = _option(2.0)
     compile_memory_mib: Annotated[
@@ -526,7 +528,10 @@ class ObserveConfig:
     capture_profile_steps: Annotated[
         int,
         Meta(
-            ge=0, le=1000, description="Steps that the profiler records after a breach; 0 records none. It slows them."
+            ge=0,
+            le=MAX_PROFILE_STEPS,
+            description="Steps that the profiler records after a breach; 0 records none. It slows them, and no step "
+            "runs while the trace is written.",
         ),
     ] = _option(0)
 
@@ -548,7 +553,7 @@ class TracingConfig:
         Meta(
             gt=0,
             description="A request is always kept that had a slow gap, ended in error or timeout, or took longer than "
-            "this to its first token.",
+            "this to its first token: to its write in a stream, else to the engine's having it.",
         ),
     ] = _option(1.0)
     step_interval: Annotated[

@@ -51,6 +51,11 @@ class RoseinferError(Exception):
         """The message without the name it begins with, for whoever has said `param` already."""
         return self.message.removeprefix(f"`{self.param}`").lstrip(": ") if self.param is not None else self.message
 
+    @property
+    def told_code(self) -> str:
+        """What clients, metrics and the log call it; an error without a code of its own was not foreseen."""
+        return self.code or "internal_error"
+
 
 class ConfigError(RoseinferError):
     """A value given at start cannot be used. `param` is its path in the configuration tree, such as `server.port`."""

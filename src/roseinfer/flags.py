@@ -5,6 +5,7 @@ It knows no option and no command by name, and imports nothing heavy: `roseinfer
 
 import argparse
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,8 @@ from roseinfer.config_sources import Given, closest
 from roseinfer.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
+
+_HOST_AND_PORT = re.compile(r"(\[[\dA-Fa-f:.]+\]|[\w.-]+):\d{1,5}(/.*)?")
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -143,6 +146,26 @@ def parser_of(kind: Any) -> Callable[[str], Any]:
 def positives(text: str) -> Sequence[int]:
     """`1,4`: a comma list of positive integers."""
     return [parser_of(Positive)(part.strip()) for part in text.split(",")]
+
+
+def url_of(text: str) -> str | None:
+    """A URL as it is, of a host and a port the URL that they mean, and None for all else."""
+    if text.startswith(("http://", "https://")):
+        return text
+    return f"http://{text}" if _HOST_AND_PORT.fullmatch(text) else None
+
+
+def server_url(text: str) -> str:
+    """`http://127.0.0.1:8000`, or without its scheme."""
+    if (url := url_of(text)) is None:
+        raise argparse.ArgumentTypeError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
+    return url
+
+
+def url_or_path(text: str) -> str:
+    """The same, or a path; a file whose name looks like a host and a port is that file."""
+    url = url_of(text)
+    return text if url is None or Path(text).exists() else url
 
 
 def _metavar(option: Option) -> str:

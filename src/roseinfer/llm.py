@@ -7,26 +7,26 @@ measures. Each request has a `RequestTimeline`; its `write_ns` are the moments w
 
 import asyncio
 import itertools
+import secrets
 import sys
 import threading
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, closing
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
 from roseinfer import wiring
 from roseinfer.arguments import Prompt, as_prompt, as_prompts, as_stops, check_params, check_settings
 from roseinfer.completion import Completion
-from roseinfer.config import Config, shown
-from roseinfer.errors import EngineDead, EngineError, Overloaded, RequestError, RoseinferError, UnknownRequest
+from roseinfer.config import Config
+from roseinfer.errors import EngineError, Overloaded, RequestError, RoseinferError
 from roseinfer.grammar.checker import GrammarChecker
+from roseinfer.loop_thread import LoopThread
 from roseinfer.messages import (
     EngineInfo,
     Grammar,
@@ -38,12 +38,11 @@ from roseinfer.messages import (
     check_text,
     check_value,
 )
+from roseinfer.prompt_name import PromptName
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.server.choice import Choice, Delta, Telling
 from roseinfer.server.tokenizer import Tokenizer
-from roseinfer.stream import Stream, as_told
-
-NUM_KEPT_TIMELINES = 4096
+from roseinfer.stream import Stream, Streams, as_told
 
 T = TypeVar("T")
 
@@ -56,7 +55,10 @@ class LLM:
     `tokenize_workers` = 0 a text prompt is tokenised inside `submit`; otherwise `submit` returns at once and so many
     are tokenised at a time. A grammar is checked inside `submit`, as a server checks it. Every id that `submit` returns
     must be given to `stream`, `stream_tokens`, `result` or `abort`. An argument of the wrong type or out of its range
-    is an InvalidRequest that names it, and one of this constructor a ConfigError.
+    is an InvalidRequest that names it, and one of this constructor a ConfigError. What is begun after `close` raises
+    EngineDead.
+
+    `config` is what it runs with, `info` what became of it, and `tokenizer` that of the checkpoint.
     """
 
     def __init__(
@@ -72,23 +74,17 @@ class LLM:
         config = Config() if config is None else config
         check_settings(config, observers, tokenize_workers=tokenize_workers, max_inflight=max_inflight)
         self.config = config if model is None else replace(config, model=replace(config.model, path=model))
-        self._streams: dict[str, Stream] = {}  # until their last piece is taken; touched by callers' threads only
-        self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of the streams that have left
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_stopping = False
+        self._streams = Streams()
         self._tokenize_workers = tokenize_workers
         self._encoding = asyncio.Semaphore(tokenize_workers)
         self._places = None if max_inflight is None else threading.BoundedSemaphore(max_inflight)
-        self._ids = (f"llm-{uuid.uuid4().hex[:8]}-{i}" for i in itertools.count())
+        self._ids = map(f"llm-{uuid.uuid4().hex[:8]}-{{}}".format, itertools.count())  # no generator: threads share it
         self._client = wiring.build_client(self.config, observers)
-        self._loop = asyncio.new_event_loop()
         with ExitStack() as undo:
-            thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
-            thread.start()
-            undo.callback(self._end_loop, thread)
+            self._loop = undo.enter_context(closing(LoopThread("llm")))
             used = undo.enter_context(ExitStack())  # by requests, so it is closed when those have ended
-            undo.callback(lambda: self._call(self._stop()))
-            self.info: EngineInfo = self._call(self._client.start(on_progress))
+            undo.callback(self._loop.stop, self._stop_engine)
+            self.info: EngineInfo = self._loop.call(self._client.start(on_progress))
             self.tokenizer = used.enter_context(closing(Tokenizer.load(Path(self.info.checkpoint_dir))))
             self._checker = used.enter_context(closing(GrammarChecker(self.config.structured, lambda: self.info)))
             self._undo = undo.pop_all()
@@ -96,21 +92,24 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End what is running with reason abort, stop the engine, join the thread. Idempotent."""
-        self._undo.close()
+        """End what is running with reason abort, stop the engine, join the thread.
+
+        Calls that wait for an answer raise EngineDead. Only the first call does anything; a later one returns at once.
+        """
+        if self._loop.shut():
+            self._undo.close()
 
     # --- for callers, from any thread -------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those the model expects around a text."""
-        self._check_open()
         check_text(text, "text")
         check_value(add_special_tokens, bool, "add_special_tokens")
-        return self._call(self.tokenizer.encode([text], add_special_tokens=add_special_tokens))[0]
+        return self._encode([text], add_special_tokens=add_special_tokens)[0]
 
     def submit(
         self,
@@ -120,21 +119,25 @@ class LLM:
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
     ) -> str:
-        """Start one request and return its id. Raises RequestError for one that cannot run, or Overloaded."""
+        """Start one request and return its id. Raises RequestError for one that cannot run, or Overloaded.
+
+        Without `params` the model's own are taken. Without a seed in them the request is given a new one.
+        """
         stream = self._new_stream(prompt, params, stop, cache_salt, "prompt")
+        self._check_grammar(stream.params)
         if self._places is not None:
             if not self._places.acquire(blocking=False):
                 raise Overloaded("As many requests as allowed are unfinished.")
             stream.has_place = True
         try:
             if not isinstance(stream.prompt, str):
-                self._check(stream, stream.prompt)
+                self._give_tokens(stream, stream.prompt)
             elif not self._tokenize_workers:
-                self._check(stream, self.encode(stream.prompt))
+                self._give_tokens(stream, self._encode([stream.prompt])[0])
+            self._start([stream])
         except BaseException:
             self._leave_place(stream)
             raise
-        self._start([stream])
         return stream.timeline.request_id
 
     def generate(
@@ -145,15 +148,20 @@ class LLM:
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
     ) -> list[Completion]:
-        """Run all prompts, or a single one, as one batch and wait; nothing starts when one of them cannot run."""
+        """Run all prompts, or a single one, as one batch and wait; nothing starts when one of them cannot run.
+
+        `params` are as for `submit`: without a seed each prompt is given its own; one that is given is for all of them.
+        """
         streams = [
             self._new_stream(prompt, params, stop, cache_salt, f"prompts[{i}]")
             for i, prompt in enumerate(as_prompts(prompts))
         ]
-        texts = [stream.prompt for stream in streams if isinstance(stream.prompt, str)]
-        encoded = iter(self._call(self.tokenizer.encode(texts, add_special_tokens=True)))
+        for stream in streams[:1]:  # they share it
+            self._check_grammar(stream.params)
+        encoded = iter(self._encode([stream.prompt for stream in streams if isinstance(stream.prompt, str)]))
         for i, stream in enumerate(streams):
-            self._check(stream, next(encoded) if isinstance(stream.prompt, str) else stream.prompt, f"prompts[{i}]")
+            token_ids = next(encoded) if isinstance(stream.prompt, str) else stream.prompt
+            self._give_tokens(stream, token_ids, f"prompts[{i}]")
         self._start(streams)
         try:
             return [self.result(stream.timeline.request_id) for stream in streams]
@@ -167,45 +175,35 @@ class LLM:
         Raises UnknownRequest at once for an id that is none or whose pieces were taken, and, while it goes on,
         EngineError when the engine could not finish it.
         """
-        return self._pieces(self._find(request_id), lambda delta: delta.text)
+        return self._pieces(self._streams.find(request_id), lambda delta: delta.text)
 
     def stream_tokens(self, request_id: str) -> Iterator[list[int]]:
-        """As `stream`, but the token ids of each piece."""
-        return self._pieces(self._find(request_id), lambda delta: delta.token_ids)
+        """As `stream`, but the token ids of each piece, with the one that ended the text, which has no text."""
+        return self._pieces(self._streams.find(request_id), lambda delta: delta.token_ids)
 
     def result(self, request_id: str) -> Completion:
-        """Wait for the end. Raises what `stream` does."""
-        stream = self._find(request_id)
+        """Wait for the end. Raises what `stream` does.
+
+        Where another thread ends it meanwhile, by `abort` or `close`, it holds what there was, and its reason is abort.
+        """
+        stream = self._streams.find(request_id)
         deltas, timeline = list(self._pieces(stream, lambda delta: delta)), stream.timeline
         assert timeline.finish_reason is not None, "a finished request has a reason"
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
-        return Completion("".join(delta.text for delta in deltas), token_ids, timeline.finish_reason, timeline)
+        logprobs = None if stream.params.num_logprobs is None else stream.logprobs[: len(token_ids)]
+        return Completion(
+            "".join(delta.text for delta in deltas), token_ids, timeline.finish_reason, timeline, logprobs
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request and forget its text. Unknown and finished ids are ignored."""
-        check_value(request_id, str, "request_id")
-        stream = self._streams.pop(request_id, None)
-        if stream is None:
-            return
-        self._timelines[request_id] = stream.timeline
-        while len(self._timelines) > NUM_KEPT_TIMELINES:
-            self._timelines.popitem(last=False)
-        if not stream.is_finished:
-            self._loop.call_soon_threadsafe(self._abort, stream)
+        stream = self._streams.remove(request_id)
+        if stream is not None and not stream.is_finished:
+            self._loop.post(self._abort, stream)
 
     def timeline(self, request_id: str) -> RequestTimeline:
-        """The stamps so far; kept for the last `NUM_KEPT_TIMELINES` finished requests. Else raises UnknownRequest."""
-        check_value(request_id, str, "request_id")
-        timeline = self._timelines.get(request_id)
-        return self._find(request_id).timeline if timeline is None else timeline
-
-    def _find(self, request_id: str) -> Stream:
-        check_value(request_id, str, "request_id")
-        stream = self._streams.get(request_id)
-        if stream is None:
-            message = f"There is no request {shown(request_id)} here, or what it generated has been taken already."
-            raise UnknownRequest(message, param="request_id")
-        return stream
+        """The stamps so far; when it has ended, until some thousands more have. Then raises UnknownRequest."""
+        return self._streams.timeline(request_id)
 
     def _pieces(self, stream: Stream, piece_of: Callable[[Delta], T]) -> Iterator[T]:
         try:
@@ -216,8 +214,7 @@ class LLM:
     def _new_stream(
         self, prompt: Prompt, params: SamplingParams | None, stop: str | Sequence[str], cache_salt: str, name: str
     ) -> Stream:
-        """Whatever can be said of it without the tokens of its prompt, called `name`, is checked here."""
-        self._check_open()
+        """What can be said of it without its tokens and without waiting is checked; the prompt is called `name`."""
         prompt, stops = as_prompt(prompt, name), as_stops(stop)
         check_params(params)
         check_text(cache_salt, "cache_salt")
@@ -225,46 +222,37 @@ class LLM:
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
         choice = Choice(0, self.tokenizer, timeline, Telling(stop=stops))
         params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
-        if isinstance(params.grammar, Grammar):  # what else it may be, `check_request` tells
-            self._checker.check(params.grammar, "grammar").result()
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         return Stream(prompt, params, cache_salt, choice)
 
-    def _check_open(self) -> None:
-        if self._loop.is_closed():
-            raise EngineDead("The engine was stopped.")
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest for one that does not compile; for what is no Grammar `check_request` does."""
 
-    def _check(self, stream: Stream, token_ids: list[int], name: str = "prompt") -> None:
-        """Give the stream its token ids. Raises RequestError when it cannot run."""
+        async def check(grammar: Grammar) -> None:
+            await asyncio.wrap_future(self._checker.check(grammar, "grammar"))
+
+        if isinstance(params.grammar, Grammar):
+            self._loop.call(check(params.grammar))
+
+    def _give_tokens(self, stream: Stream, token_ids: list[int], name: str = "prompt") -> None:
+        """Raises RequestError when it cannot run with these; then the prompt is called `name`."""
         stream.prompt = token_ids
-        check_request(stream.params, token_ids, self.info, name)
+        check_request(stream.params, token_ids, self.info, PromptName(name))
         stream.timeline.tokenized_ns = time.monotonic_ns()
 
-    def _start(self, streams: Sequence[Stream]) -> None:
-        self._streams.update((stream.timeline.request_id, stream) for stream in streams)
-        self._loop.call_soon_threadsafe(self._launch, streams)
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return self._loop.call(self.tokenizer.encode(texts, add_special_tokens=add_special_tokens))
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it on the loop and wait; an interrupt of the waiting thread cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+    def _start(self, streams: Sequence[Stream]) -> None:
+        self._loop.begin(self._drive(streams))
+        self._streams.add(streams)
 
     # --- on the loop ------------------------------------------------------------------------------------------------
 
-    def _launch(self, streams: Sequence[Stream]) -> None:
-        if self._is_stopping:
-            return  # `_end_loop` tells them
+    async def _drive(self, streams: Sequence[Stream]) -> None:
         for stream in streams:
             self._client.open_timeline(stream.timeline)
-        task = self._loop.create_task(self._drive(streams))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # told or logged by `_drive`
-
-    async def _drive(self, streams: Sequence[Stream]) -> None:
         by_id = {stream.timeline.request_id: stream for stream in streams}
         try:
             pairs = [(await self._request(stream), stream) for stream in streams]
@@ -284,7 +272,7 @@ class LLM:
         if isinstance(stream.prompt, str):
             async with self._encoding:
                 [token_ids] = await self.tokenizer.encode([stream.prompt], add_special_tokens=True)
-                self._check(stream, token_ids)
+                self._give_tokens(stream, token_ids)
         return stream.request
 
     def _route(self, stream: Stream, output: TokenOutput) -> None:
@@ -296,6 +284,7 @@ class LLM:
         except EngineError as error:
             self._finish(stream, FinishReason.ERROR, None if stream.is_aborted else error)
             return
+        stream.logprobs += output.logprobs or ()
         if choice.is_due(self.config.server.stream_interval):
             delta = choice.pop()
             stream.put(delta)
@@ -329,19 +318,6 @@ class LLM:
             stream.has_place = False
             self._places.release()
 
-    async def _stop(self) -> None:
-        self._is_stopping = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def _stop_engine(self) -> None:
         await self._client.close()
-        await self._loop.shutdown_default_executor()
-
-    def _end_loop(self, thread: threading.Thread) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        thread.join()
-        self._loop.close()
-        for stream in self._streams.values():
-            if not stream.is_finished:  # submitted so late that it was not begun
-                stream.is_finished = True
-                stream.end(EngineDead("The engine was stopped."))
+        await asyncio.get_running_loop().shutdown_default_executor()

@@ -14,11 +14,12 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, PromptTooLong
+from roseinfer.prompt_name import PromptName
 from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord, Violation
 
 GREEDY_BELOW = 1e-5  # dividing logits by such a temperature could overflow float32; the likeliest has all the mass
 MAX_LOGPROBS = 20
-MAX_PROFILE_STEPS = 1000
+MAX_PROFILE_STEPS = 200  # nobody is served while the trace of all is written
 _MAX_INT32 = 2**31 - 1
 
 # What a request may ask for, the same for a body, a flag and a caller of `LLM`.
@@ -82,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: MinTokens = 0  # until then neither eos nor a stop token can be sampled; no more than max_tokens
     stop_token_ids: StopTokenIds = ()
     ignore_eos: bool = False
-    seed: Seed = 0  # with the position it determines the random number of each token
+    seed: Seed | None = None  # with the position it determines each random number; None: front doors draw one
     num_logprobs: NumLogprobs | None = None  # None: none; k: the sampled token's and the k likeliest tokens'
     presence_penalty: Penalty = 0.0  # taken from the logit of every token that was generated
     frequency_penalty: Penalty = 0.0  # and this as often as it was
@@ -188,6 +189,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     times: EngineTimes | None = None  # on the first output after a prefill, and on the last
     slot: int | None = None  # on the first output after a prefill: where `StepOutput.tokens` tells the next ones
     prompt_logprobs: PromptLogprobs | None = None  # on the first output of all, when asked for
+    grammar_error: str = ""  # on the last with the reason error, where it was the grammar's: for the log
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -277,7 +279,7 @@ def check_request(
     params: SamplingParams,
     prompt_token_ids: Sequence[int],
     info: EngineInfo,
-    name: str = "prompt",
+    name: PromptName,
     limit_name: str = "max_tokens",
 ) -> None:
     """Whether the engine can run this: what the server and `LLM` both ask before it hears of a request.
@@ -287,9 +289,9 @@ def check_request(
     """
     check_value(msgspec.structs.asdict(params), SamplingParams)
     if not prompt_token_ids:
-        raise InvalidRequest(f"`{name}` is empty.", param=name)
+        raise InvalidRequest(f"`{name.param}` is empty.", param=name.param)
     known = list[Annotated[int, Meta(ge=0, lt=info.vocab_size)]]
-    for where, token_ids in ((name, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+    for where, token_ids in ((name.param, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
         check_value(token_ids, known, where, f"; the vocabulary has {info.vocab_size} tokens")
     if params.logit_bias and max(params.logit_bias) >= info.vocab_size:
         raise InvalidRequest(
@@ -298,9 +300,9 @@ def check_request(
         )
     if len(prompt_token_ids) + params.max_tokens > info.max_model_len:
         raise PromptTooLong(
-            f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of `{name}` and the "
+            f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of {name} and the "
             f"{params.max_tokens} to be generated do not fit.",
-            param=limit_name if len(prompt_token_ids) < info.max_model_len else name,
+            param=limit_name if len(prompt_token_ids) < info.max_model_len else name.param,
         )
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(

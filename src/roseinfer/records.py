@@ -228,6 +228,7 @@ class RequestTimeline:
     trace_id: str = ""  # 32 hexadecimal digits; empty when nothing is traced
     finish_reason: FinishReason | None = None
     error_code: str = ""  # for finish reasons error, timeout and rejected: the code of the error
+    grammar_error: str = ""  # for the finish reason error: what its grammar's library said, where that was why
 
     @property
     def arrival(self) -> Arrival | None:
@@ -280,6 +281,9 @@ class Observer:
 
     def on_start(self, timeline: RequestTimeline) -> None:
         """A request was received."""
+
+    def on_refusal(self, code: str) -> None:
+        """An HTTP request was answered with an error of this code before the engine had heard of it."""
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         """A step ended, and these have a token of it."""

@@ -1,7 +1,6 @@
 """A person at a terminal: one prompt continued, or a conversation. Text in, text out; knows no HTTP and no tensors."""
 
 import argparse
-import secrets
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,9 +35,8 @@ class Sampling:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Sampling":
         """From the flags that `generate` and `chat` share."""
-        seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
         params = SamplingParams(
-            temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k, seed=seed
+            temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k, seed=arguments.seed
         )
         return cls(params, arguments.max_tokens, tuple(arguments.stop))
 

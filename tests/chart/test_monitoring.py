@@ -42,7 +42,7 @@ def test_no_placeholder_is_left(spec: Object) -> None:
 
 def test_objectives_are_those_of_the_values(spec: Object) -> None:
     rules = rules_of(spec)
-    assert f'le="1.0",{SELECTOR}' in rules["roseinfer:ttft_good:rate5m"]["expr"]
+    assert f'le="1.0",streamed="true",{SELECTOR}' in rules["roseinfer:ttft_good:rate5m"]["expr"]
     assert f'le="0.1",{SELECTOR}' in rules["roseinfer:itl_good:rate5m"]["expr"]
     burns = {key: rules[f"Roseinfer{key}BudgetBurnFast"]["expr"] for key in ("TTFT", "ITL", "Availability")}
     assert "(1 - 0.95)" in burns["TTFT"]

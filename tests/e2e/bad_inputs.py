@@ -71,6 +71,15 @@ COMPLETIONS: dict[str, dict[str, list[Any]]] = {
     "a text that is none": {"prompt": ["\ud800", ["a", "\udfff"], "a\ud800b"]},
     "log-probabilities": {"logprobs": [-1, 21, 1.5, "5", True, [], {}]},
 }
+SEVENTEEN_LEVELS = json.loads("[" * 17 + "]" * 17)
+TEMPLATE_VARIABLES: list[Any] = [
+    *(1, "a", True, [], [{}], {"": 1}, {"a b": 1}, {"é": 1}, {"1a": 1}, {"x" * 65: 1}, {"a-b": 1}, {"a\n": 1}),
+    *({name: 1} for name in ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")),
+    *({name: 1} for name in ("raise_exception", "strftime_now", "range", "namespace", "lipsum", "cycler", "dict")),
+    *({name: 1} for name in ("enable_thinkng", "chat_template", "tokenize", "self", "loop", "__class__", "kwargs")),
+    *({"enable_thinking": value} for value in ("x" * 17_000, ["x"] * 5000, SEVENTEEN_LEVELS)),
+    {f"a{i}": 1 for i in range(33)},
+]
 CHAT: dict[str, dict[str, list[Any]]] = {
     "messages that are none": {
         "messages": [
@@ -87,7 +96,7 @@ CHAT: dict[str, dict[str, list[Any]]] = {
             for part in (
                 *({"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}, {"type": "text"}, {"text": "a"}),
                 *({"type": "input_audio", "input_audio": {}}, {"type": "file", "file": {}}, 1, "a", None, {}),
-                {"type": "text", "text": 5},
+                *({"type": "text", "text": 5}, {"type": "refusal", "refusal": "a"}, {"type": "refusal"}),
             )
         ]
     },
@@ -97,6 +106,7 @@ CHAT: dict[str, dict[str, list[Any]]] = {
         "max_completion_tokens": [1024, 2**31 - 1],
     },
     "log-probabilities": {"logprobs": [5, "true", [], {}], "top_logprobs": [-1, 21, 3, "3", True]},
+    "variables of the template": {"chat_template_kwargs": TEMPLATE_VARIABLES},
 }
 ASKED_OF_OTHERS: dict[str, list[Any]] = {
     "store": [True],
@@ -158,6 +168,7 @@ def cases() -> Iterator[Case]:
     for path, body in (
         ("/tokenize", b"{}"),
         ("/tokenize", b'{"prompt": 1}'),
+        ("/tokenize", b'{"prompt": "a", "chat_template_kwargs": {"enable_thinking": false}}'),
         ("/detokenize", b'{"tokens": [1000000]}'),
     ):
         yield Case("text endpoints", "POST", path, body, JSON_TYPE)

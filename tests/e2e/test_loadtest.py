@@ -72,10 +72,10 @@ def growth(before: Mapping[str, float], after: Mapping[str, float], name: str) -
 
 
 def histogram_growth(before: Mapping[str, float], after: Mapping[str, float], name: str) -> list[float]:
-    """Cumulative counts of the buckets, in the order of their bounds."""
+    """Cumulative counts of the buckets, in the order of their bounds; those of streams, where these are apart."""
     counts = {}
     for key in after:
-        if found := re.fullmatch(rf'{name}_bucket{{le="([^"]+)"}}', key):
+        if found := re.fullmatch(rf'{name}_bucket{{le="([^"]+)"(?:,streamed="true")?}}', key):
             counts[float(found[1])] = growth(before, after, key)
     return [counts[bound] for bound in sorted(counts)]
 
@@ -137,7 +137,7 @@ def check_counts(
         "roseinfer_requests_received_total": num_requests,
         "roseinfer_generation_tokens_total": num_tokens,
         "roseinfer_client_submit_lag_seconds_count": rows["submit lag"]["num_requests"],
-        "roseinfer_time_to_first_token_seconds_count": rows["TTFT"]["num_requests"],
+        'roseinfer_time_to_first_token_seconds_count{streamed="true"}': rows["TTFT"]["num_requests"],
         "roseinfer_time_per_output_token_seconds_count": rows["TPOT"]["num_requests"] + len(whole),
         "roseinfer_inter_token_latency_seconds_count": rows["ITL"]["num_requests"] + sum(whole) - len(whole),
     }

@@ -13,8 +13,8 @@ from tests.e2e.server import Server
 pytestmark = pytest.mark.e2e
 
 ONCE = [
-    "receive", "tokenize", "submit_lag", "queue_wait", "prefill", "time_to_first_token",
-    "engine_time_to_first_token", "time_per_output_token", "request_duration",
+    "receive", "tokenize", "submit_lag", "queue_wait", "prefill", "engine_time_to_first_token",
+    "time_per_output_token", "request_duration",
 ]  # fmt: skip
 
 
@@ -34,7 +34,9 @@ def test_one_streamed_request_is_counted_once_everywhere(start_server: StartServ
     assert samples['roseinfer_requests_total{finish_reason="rejected"}'] == 1
     assert samples['roseinfer_requests_rejected_total{code="invalid_value"}'] == 1
     assert samples["roseinfer_gc_pause_seconds_count"] >= 1  # the one that ends the start-up
-    first_token = samples["roseinfer_time_to_first_token_seconds_sum"]
+    assert samples['roseinfer_time_to_first_token_seconds_count{streamed="true"}'] == 1
+    assert samples['roseinfer_time_to_first_token_seconds_count{streamed="false"}'] == 0
+    first_token = samples['roseinfer_time_to_first_token_seconds_sum{streamed="true"}']
     named = ["receive", "tokenize", "submit_lag", "queue_wait", "prefill"]
     assert 0 < sum(samples[f"roseinfer_{name}_seconds_sum"] for name in named) < first_token
 

@@ -91,6 +91,39 @@ async def test_what_openai_answered_can_be_sent_back() -> None:
     assert bytes(server.engine.requests[0].prompt_token_ids).decode() == expected
 
 
+async def test_what_openais_sdk_parsed_can_be_sent_back() -> None:
+    """As it writes what `parse` and `stream` gave."""
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"x": 1}', "parsed_arguments": {"x": 1}},
+        "index": 0,
+    }
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": '{"x": 1}', "parsed": {"x": 1}, "function_call": None},
+        {"role": "assistant", "content": None, "refusal": "No.", "parsed": None},
+        {"role": "assistant", "content": "b", "tool_calls": [call], "parsed": None},
+    ]
+    async with serving(ScriptedEngine(says("x"))) as server:
+        assert (await server.chat(messages=messages)).status == 200
+    expected = '<user>a\n<assistant>{"x": 1}\n<assistant>No.\n<assistant>b\n<assistant>'
+    assert bytes(server.engine.requests[0].prompt_token_ids).decode() == expected
+
+
+async def test_a_refusal_in_the_content_is_what_the_assistant_said() -> None:
+    messages = [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "Never."}], "refusal": None},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]},
+        {"role": "assistant", "content": "", "refusal": "No."},
+        {"role": "assistant", "content": [], "refusal": "Nor."},
+    ]
+    async with serving(ScriptedEngine(says("x"))) as server:
+        assert (await server.chat(messages=messages)).status == 200
+    expected = "<assistant>Never.\n<assistant>a\nb\n<assistant>No.\n<assistant>Nor.\n<assistant>"
+    assert bytes(server.engine.requests[0].prompt_token_ids).decode() == expected
+
+
 async def test_special_tokens_are_the_templates_affair() -> None:
     template = "{{ bos_token }}{{ messages[0].content }}"
     async with serving(ScriptedEngine(says("x")), text=text_model(template=template, with_bos=True)) as server:
@@ -168,6 +201,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "refusal": "No."}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "a", "refusal": "No."}]}, "messages[0]"),
+    (
+        {"messages": [{"role": "tool", "tool_call_id": "a", "content": [{"type": "refusal", "refusal": "No."}]}]},
+        "messages[0]",
+    ),
+    ({"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "messages[0].content[0].refusal"),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}]},
+        "messages[0].content[0].refusal",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "No."}]}]},
+        "messages[0].content[0].text",
+    ),
     ({"messages": [{"role": "assistant", "content": "a", "annotations": {}}]}, "messages[0].annotations"),
     ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "b"}}]}, "messages[0].audio"),
     ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),

@@ -117,6 +117,7 @@ async def test_defaults() -> None:
         assert (await server.complete()).status == 200
     first, second = (request.params for request in server.engine.requests)
     assert first == SamplingParams(max_tokens=16, seed=first.seed)
+    assert first.seed is not None
     assert 0 <= first.seed < 2**63
     assert first.seed != second.seed, "without a seed, each request has its own"
 
@@ -211,6 +212,8 @@ async def test_choices_are_numbered_prompt_by_prompt_and_have_their_own_seeds() 
     assert usage["prompt_tokens"] == 5, "a prompt counts once, however many choices it has"
     assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
     assert usage["completion_tokens"] == sum(map(len, texts))
+    first, second = (request.prompt_token_ids for request in server.engine.requests[:2])
+    assert first is second, "they go to the engine once, and fail as one"
 
 
 async def test_what_one_step_made_due_is_one_write() -> None:

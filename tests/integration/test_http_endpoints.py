@@ -121,6 +121,8 @@ async def test_a_request_that_waits_is_told_that_it_was_ended() -> None:
     async with serving(engine) as server:
         waiting = asyncio.create_task(server.complete({"x-request-id": "mine"}))
         await engine.received()
+        unread = await server.request("POST", "/v1/requests/mine/abort", json={"reason": "late"})
+        assert (unread.status, unread.error["param"], engine.aborted) == (400, "body", [])
         assert (await server.request("POST", "/v1/requests/mine/abort")).status == 200
         answer = await waiting
     assert (answer.status, answer.error["code"]) == (499, "aborted")

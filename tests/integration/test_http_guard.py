@@ -241,7 +241,15 @@ async def test_an_odd_head_gets_the_error_object(name: str, caplog: pytest.LogCa
     assert "b'" not in body["error"]["message"], "nothing of what was sent is sent back"
     assert server.engine.requests == []
     assert b"aiohttp" not in head
+    request_id = head.partition(b"X-Request-Id: ")[2].partition(b"\r")[0].decode()
+    assert request_id in {vars(record).get("request_id") for record in caplog.records}
     assert not [record for record in caplog.records if record.exc_info], "a client's mistake is no traceback"
+
+
+async def test_an_expectation_that_is_not_met_is_answered_under_the_id_that_the_client_gave() -> None:
+    async with serving(ScriptedEngine()) as server, connected(server) as (reader, writer):
+        writer.write(HEAD + b"Expect: a miracle\r\nX-Request-Id: find-me\r\nContent-Length: 2\r\n\r\n{}")
+        assert b"\r\nX-Request-Id: find-me\r\n" in await reader.readuntil(b"\r\n\r\n")
 
 
 def test_what_an_odd_head_gets_is_in_the_document() -> None:
@@ -289,6 +297,6 @@ def test_without_the_compiled_parser_nothing_starts(monkeypatch: pytest.MonkeyPa
 
 def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
-    assert guard.Guard(ServerConfig()).max_connections == 100 - guard.SPARE_DESCRIPTORS
+    assert guard.Guard(ServerConfig(), lambda _: None).max_connections == 100 - guard.SPARE_DESCRIPTORS
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 200))
-    assert guard.Guard(ServerConfig()).max_connections == ServerConfig().max_connections
+    assert guard.Guard(ServerConfig(), lambda _: None).max_connections == ServerConfig().max_connections

@@ -36,7 +36,7 @@ async def profile(server: Server, query: str = "") -> Answer:
     return await server.request("POST", f"/debug/profile{query}")
 
 
-@pytest.mark.parametrize(("query", "num_steps"), [("", 20), ("?steps=1", 1), ("?steps=1000", 1000)])
+@pytest.mark.parametrize(("query", "num_steps"), [("", 20), ("?steps=1", 1), ("?steps=200", 200)])
 async def test_it_answers_at_once_with_the_directory(query: str, num_steps: int) -> None:
     async with profiling() as server:
         answer = await profile(server, query)
@@ -44,7 +44,7 @@ async def test_it_answers_at_once_with_the_directory(query: str, num_steps: int)
     assert [profile[:2] for profile in server.engine.profiles] == [(num_steps, "traces/new")]
 
 
-@pytest.mark.parametrize("steps", ["0", "1001", "-1", "1.5", "many", "", "9" * 5000])
+@pytest.mark.parametrize("steps", ["0", "201", "-1", "1.5", "many", "", "9" * 5000])
 async def test_steps_out_of_range_are_refused(steps: str) -> None:
     async with profiling() as server:
         answer = await profile(server, f"?steps={steps}")

@@ -1,8 +1,11 @@
 """What long bodies hold is bounded for all requests together, counted to the end of the answer, and given back."""
 
 import asyncio
+import gc
 import io
 import json
+import tracemalloc
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 from roseinfer.records import FinishReason
 from tests.integration.test_http_guard import connected
-from tests.unit.server.harness import Answer, ScriptedEngine, Server, says, serving
+from tests.unit.server.harness import HUGE, HUGE_TEXT, Answer, ScriptedEngine, Server, says, serving
 
 LONG = "x" * 700_000
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -100,3 +103,52 @@ async def test_what_tokenize_may_answer_counts_too() -> None:
         engine.say("b", FinishReason.LENGTH)
         await first
         assert server.service.room.num_bytes == 0
+
+
+async def detokenize(server: Server, *token_ids: int) -> Answer:
+    return await server.request("POST", "/detokenize", json={"tokens": token_ids})
+
+
+async def test_what_detokenize_answers_is_held_until_its_client_has_read_it() -> None:
+    """A body of a kilobyte may have an answer of many megabytes."""
+    num_tokens = 400
+    async with serving(ScriptedEngine(says("a")), max_bodies_mib=1) as server:
+        async with connected(server) as (reader, writer):
+            body = json.dumps({"tokens": [HUGE] * num_tokens}).encode()
+            head = HEAD.replace(b"/v1/completions", b"/detokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
+            writer.write(head + body)
+            assert b" 200 " in await reader.readline()
+            assert server.service.room.num_bytes == len(HUGE_TEXT) * num_tokens + len('{"prompt":""}')
+            assert_refused(await detokenize(server, HUGE, HUGE))
+            assert (await detokenize(server, *b"short")).json == {"prompt": "short"}
+            writer.transport.abort()
+        while server.service.room.num_bytes:  # noqa: ASYNC110  # the server's, without an event
+            await asyncio.sleep(0.01)
+        assert (await detokenize(server, HUGE, HUGE)).json == {"prompt": HUGE_TEXT * 2}
+        assert server.service.room.num_bytes == 0
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Memory is counted, and what refers to itself stays in it."""
+    gc.disable()
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+    gc.enable()
+
+
+@pytest.mark.usefixtures("traced")
+async def test_an_answer_that_finds_no_room_is_not_kept_with_its_refusal() -> None:
+    engine = ScriptedEngine()
+    async with serving(engine, max_bodies_mib=1) as server:
+        first = asyncio.create_task(ask(server, stream=True))
+        await engine.received()
+        assert_refused(await detokenize(server, *[HUGE] * 40))
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(5):
+            assert_refused(await detokenize(server, *[HUGE] * 40))
+        after, _ = tracemalloc.get_traced_memory()
+        engine.say("b", FinishReason.LENGTH)
+        await first
+    assert after - before < len(HUGE_TEXT) * 40

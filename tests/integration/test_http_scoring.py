@@ -185,7 +185,7 @@ async def test_the_best_are_told_best_first() -> None:
     told = {0: [-1.0], 1: [-0.5, -0.5, -0.2], 2: [-3.0], 3: [-0.9, -0.9]}
 
     def reply(request: Request) -> Iterable[TokenOutput]:
-        which = request.params.seed % 4
+        which = (request.params.seed or 0) % 4
         scored = [TokenLogprobs(logprob, 1, [], []) for logprob in told[which]]
         tokens = ids("0123"[which] * len(scored))
         yield TokenOutput(request.request_id, tokens, scored, FinishReason.LENGTH, None, times())

@@ -98,6 +98,10 @@ async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, An
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x\n", "schema": {}}}},
+            "response_format.json_schema.name",
+        ),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "refused"}}}},
@@ -305,7 +309,7 @@ async def test_one_call_where_several_are_not_wanted() -> None:
 
 async def test_choices_have_calls_of_their_own() -> None:
     def reply(request: Request) -> Iterable[TokenOutput]:
-        text = CALL if request.params.seed % 2 else "no"
+        text = CALL if (request.params.seed or 0) % 2 else "no"
         return says(text, FinishReason.STOP)(request)
 
     answer = await ask(ScriptedEngine(reply), tools=[TOOL], n=2, seed=4)

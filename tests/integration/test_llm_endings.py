@@ -1,5 +1,6 @@
 """How an `LLM` ends, and what ends in it: nothing is left behind, and whoever waits is told why."""
 
+import asyncio
 import re
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -13,7 +14,7 @@ import tokenizers
 from roseinfer.engine.client import AsyncEngine
 from roseinfer.errors import EngineDead, EngineError, RequestTimeout, SequenceFailed
 from roseinfer.llm import LLM
-from roseinfer.messages import Request, TokenOutput
+from roseinfer.messages import Grammar, Request, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.server.choice import Choice
 from roseinfer.server.tokenizer import LONG_CHARS
@@ -33,6 +34,11 @@ def llm(engines: list[AsyncEngine]) -> Iterator[LLM]:
         yield llm
 
 
+def num_driven(llm: LLM) -> int:
+    """Calls of `LLM._drive` that have not ended."""
+    return sum("LLM._drive" in repr(task.get_coro()) for task in asyncio.all_tasks(llm._loop._loop))
+
+
 def test_close_ends_streams_joins_threads_and_may_be_called_twice(engines: list[AsyncEngine]) -> None:
     before = set(threading.enumerate())
     llm = LLM()
@@ -49,20 +55,20 @@ def test_close_ends_streams_joins_threads_and_may_be_called_twice(engines: list[
     llm.close()
 
 
-def test_who_comes_after_close_is_told(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_after_close_is_told(engines: list[AsyncEngine]) -> None:
     llm = LLM()
-    monkeypatch.setattr(llm, "_launch", lambda _: None)  # as if the loop had stopped just before
-    late = llm.submit("Hello", greedy(5))
     llm.close()
     for call in (
-        lambda: llm.result(late),
         lambda: llm.submit("Hello"),
         lambda: llm.submit([1, 2]),
+        lambda: llm.submit("Hello", greedy(5, grammar=Grammar("regex", "a"))),
         lambda: llm.generate(["Hello"]),
+        lambda: llm.generate([[1, 2]]),
         lambda: llm.encode("Hello"),
     ):
         with pytest.raises(EngineDead, match="was stopped"):
             call()
+    llm.abort("nobody")
 
 
 def test_close_aborts_what_is_being_tokenised(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +97,19 @@ def test_close_aborts_what_is_being_tokenised(engines: list[AsyncEngine], monkey
 
 
 def test_what_comes_while_it_closes_is_told(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(tokenize_workers=1)
-    close, late = llm.tokenizer.close, []
+    llm = LLM(tokenize_workers=1, max_inflight=1)
+    close, told = llm.tokenizer.close, list[str]()
 
     def submit_and_close() -> None:
-        late.append(llm.submit("Hello", greedy(5)))
+        for _ in range(2):  # the first leaves its place
+            with pytest.raises(EngineDead) as caught:
+                llm.submit("Hello", greedy(5))
+            told.append(caught.value.message)
         close()
 
     monkeypatch.setattr(llm.tokenizer, "close", submit_and_close)
     llm.close()
-    with pytest.raises(EngineDead, match="was stopped"):
-        llm.result(late[0])
+    assert told == ["The engine was stopped."] * 2
 
 
 def test_a_start_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ def test_a_dead_engine_ends_every_stream_with_an_error(llm: LLM, engines: list[A
     ids = [llm.submit("Hello", greedy(100)) for _ in range(3)]
     stream = llm.stream(ids[0])
     next(stream)
-    llm._loop.call_soon_threadsafe(engines[0]._on_death, "the engine's process has ended")
+    llm._loop.post(engines[0]._on_death, "the engine's process has ended")
     with pytest.raises(EngineDead, match="has ended"):
         list(stream)
     for request_id in ids[1:]:
@@ -154,7 +162,7 @@ def test_what_nobody_foresaw_is_told_to_whom_it_happened_alone(
         until(lambda: engines[0].num_unfinished == 0)
         again = [llm.submit("others", greedy(2)) for _ in range(3)]  # every place came back
         assert [len(llm.result(request_id).token_ids) for request_id in again] == [2, 2, 2]
-        until(lambda: not llm._tasks)
+        until(lambda: not num_driven(llm))
 
 
 def test_what_nobody_foresaw_is_logged_where_all_have_ended(
@@ -170,7 +178,7 @@ def test_what_nobody_foresaw_is_logged_where_all_have_ended(
     monkeypatch.setattr(LLM, "_route", route_and_fail)
     with LLM() as llm:
         assert len(llm.result(llm.submit("Hello", greedy(3))).token_ids) == 3
-        until(lambda: not llm._tasks)
+        until(lambda: not num_driven(llm))
     [record] = caplog.records
     assert (record.name, record.levelname) == ("roseinfer.stream", "ERROR")
     assert "a mistake of ours" in caplog.text

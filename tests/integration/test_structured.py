@@ -194,6 +194,25 @@ def test_a_text_that_max_tokens_cuts_is_told_as_such_and_is_a_beginning(loaded: 
     assert loaded.text(transcript.tokens["long"]).startswith('["')
 
 
+def test_a_limit_that_is_met_deep_in_a_text_fails_it_alone_and_says_why(loaded: Loaded) -> None:
+    """Deeper than a grammar is followed before it is said to be usable: behind a few brackets that must come."""
+    deep: dict[str, Any] = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(600)}}
+    for _ in range(8):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"], "additionalProperties": False}
+    asked = [
+        Request(
+            request_id=name,
+            prompt_token_ids=[5, 6, 7],
+            params=SamplingParams(max_tokens=90, seed=1, grammar=Grammar("json_schema", json.dumps(schema))),
+        )
+        for name, schema in (("deep", deep), ("sound", SCHEMAS["integer"]))
+    ]
+    transcript = run(loaded.engine(), asked)
+    assert transcript.reasons == {"deep": FinishReason.ERROR, "sound": FinishReason.STOP}
+    errors = {o.request_id: o.grammar_error for step in transcript.steps for o in step.outputs if o.finish_reason}
+    assert (errors["sound"], "Current row has 2407 items" in errors["deep"]) == ("", True), errors
+
+
 def test_an_expression_is_matched_from_end_to_end(loaded: Loaded) -> None:
     pattern = "(ab|cd){2,5}[0-9]{1,3}"
     asked = [

@@ -92,6 +92,18 @@ def test_templates_render_as_there(tmp_path: Path, name: str, messages: list[dic
     assert ours.render(messages) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
+@pytest.mark.parametrize("value", [True, False, None])
+def test_a_variable_means_the_same_there(tmp_path: Path, value: bool | None) -> None:
+    theirs = both(tmp_path, TEMPLATES["qwen3"], with_bos=False)
+    ours = ChatTemplate.load(tmp_path)
+    assert ours is not None
+    expected = theirs.apply_chat_template(
+        CONVERSATIONS[0], tokenize=False, add_generation_prompt=True, enable_thinking=value
+    )
+    assert ours.render(CONVERSATIONS[0], variables={"enable_thinking": value}) == expected
+    assert (ours.render(CONVERSATIONS[0]) == expected) is (value is not False)
+
+
 @pytest.mark.parametrize("with_bos", [False, True], ids=["plain file", "file with bos"])
 @pytest.mark.parametrize("is_said_twice", [False, True])
 async def test_the_same_tokens_stand_around_a_text(tmp_path: Path, with_bos: bool, is_said_twice: bool) -> None:

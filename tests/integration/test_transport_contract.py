@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from roseinfer.config import Config, ModelConfig
 from roseinfer.engine.client import AsyncEngine
@@ -171,6 +172,17 @@ async def test_a_failing_step_ends_every_stream_with_an_error(start_engine: Star
     assert {t.finish_reason for t in facts.finished} == {FinishReason.ERROR}
     with pytest.raises(EngineDead):
         await collect(engine, "late")
+
+
+async def test_choices_that_fail_together_are_one_prompts_fault(start_engine: StartEngine) -> None:
+    """That they are of one prompt is known in the engine by its list, which goes over once."""
+    engine = await start_engine("poisoned")
+    prompt = [5, 6, 7]
+    requests = [replace(make_request(f"bad{i}", seed=i), prompt_token_ids=prompt) for i in range(6)]
+    timelines = [open_timeline(engine, request.request_id) for request in requests]
+    ended = [out.finish_reason async for outputs in engine.generate(requests, timelines) for out in outputs]
+    assert ended == [FinishReason.ERROR] * 6, "in one step or in six"
+    assert len(await collect(engine, "good")) == 6
 
 
 async def test_a_value_the_user_gave_fails_the_start(start_engine: StartEngine) -> None:

@@ -82,10 +82,13 @@ def ratio(name: str, value: float) -> PromTest:
 
 
 def test_good_shares_are_recorded_for_every_window(tmp_path: Path) -> None:
-    """Nine of ten first tokens are in time; of 40 requests 30 are served, and 5 of the others are clients' mistakes."""
+    """Nine of ten streams begin in time; of 40 requests 30 are served, and 5 of the others are clients' mistakes."""
     history = {
-        series("roseinfer_time_to_first_token_seconds_bucket", POD, le="0.5"): "0+9x120",
-        series("roseinfer_time_to_first_token_seconds_count", POD): "0+10x120",
+        series("roseinfer_time_to_first_token_seconds_bucket", POD, le="0.5", streamed="true"): "0+9x120",
+        # Answers that are not streamed are written when they are complete, and late by no promise.
+        series("roseinfer_time_to_first_token_seconds_bucket", POD, le="0.5", streamed="false"): "0+0x120",
+        series("roseinfer_time_to_first_token_seconds_count", POD, streamed="false"): "0+50x120",
+        series("roseinfer_time_to_first_token_seconds_count", POD, streamed="true"): "0+10x120",
         series("roseinfer_requests_total", POD, finish_reason="stop"): "0+20x120",
         series("roseinfer_requests_total", POD, finish_reason="abort"): "0+10x120",
         series("roseinfer_requests_total", POD, finish_reason="error"): "0+1x120",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from monitoring.promql import Queries, bound
 from roseinfer.errors import RoseinferError
+from roseinfer.observe.measures import OTHER, REJECTION_CODES
 from roseinfer.records import FinishReason
 
 
@@ -37,9 +38,8 @@ def _codes(root: type[RoseinferError]) -> Iterator[tuple[str, int]]:
 
 
 # A refusal with 429 or 5xx is the server's; `other` is an unforeseen 500. The other codes are mistakes of clients.
-REFUSED_BY_US = "|".join(
-    [*sorted({code for code, status in _codes(RoseinferError) if status == 429 or status >= 500}), "other"]
-)
+_OURS = {OTHER, *(code for code, status in _codes(RoseinferError) if status == 429 or status >= 500)}
+REFUSED_BY_US = "|".join(code for code in REJECTION_CODES if code in _OURS)
 FAILED = f"{FinishReason.ERROR}|{FinishReason.TIMEOUT}"
 SERVED = "|".join(reason for reason in FinishReason if reason not in (*FAILED.split("|"), FinishReason.REJECTED))
 
@@ -50,10 +50,10 @@ def _served(_: str, over: Queries) -> str:
     return over.total("requests_total", BY, finish_reason=SERVED)
 
 
-def _asked(over: Queries) -> str:
+def asked(over: Queries, by: str = BY) -> str:
     """All requests but those that were refused for a mistake of the client's."""
-    ended = over.total("requests_total", BY, finish_reason=f"{SERVED}|{FAILED}")
-    return f"{ended} + {over.total('requests_rejected_total', BY, code=REFUSED_BY_US)}"
+    ended = over.total("requests_total", by, finish_reason=f"{SERVED}|{FAILED}")
+    return f"{ended} + {over.total('requests_rejected_total', by, code=REFUSED_BY_US)}"
 
 
 TTFT = Objective(
@@ -63,8 +63,8 @@ TTFT = Objective(
     bad="first tokens came later than",
     wanted="0.99",
     threshold=bound(0.5),
-    good=lambda threshold, over: over.total("time_to_first_token_seconds_bucket", BY, le=threshold),
-    all=lambda over: over.total("time_to_first_token_seconds_count", BY),
+    good=lambda threshold, over: over.total("time_to_first_token_seconds_bucket", BY, le=threshold, streamed="true"),
+    all=lambda over: over.total("time_to_first_token_seconds_count", BY, streamed="true"),
 )
 ITL = Objective(
     key="itl",
@@ -84,6 +84,6 @@ AVAILABILITY = Objective(
     bad="requests failed or were refused",
     wanted="0.999",
     good=_served,
-    all=_asked,
+    all=asked,
 )
 OBJECTIVES = (TTFT, ITL, AVAILABILITY)

@@ -14,12 +14,12 @@ from monitoring.promql import Queries
 RAW_WINDOWS = ("5m", "30m", "1h", "2h", "6h")
 LONG_WINDOWS = ("1d", "3d")
 
-QUANTILES = (
-    (0.5, "inter_token_latency_seconds", "itl:p50"),
-    (0.99, "inter_token_latency_seconds", "itl:p99"),
-    (0.99, "stream_gap_seconds", "stream_gap:p99"),
-    (0.95, "time_to_first_token_seconds", "ttft:p95"),
-    (0.95, "queue_wait_seconds", "queue_wait:p95"),
+QUANTILES: tuple[tuple[float, str, str, dict[str, str]], ...] = (
+    (0.5, "inter_token_latency_seconds", "itl:p50", {}),
+    (0.99, "inter_token_latency_seconds", "itl:p99", {}),
+    (0.99, "stream_gap_seconds", "stream_gap:p99", {}),
+    (0.95, "time_to_first_token_seconds", "ttft:p95", {"streamed": "true"}),
+    (0.95, "queue_wait_seconds", "queue_wait:p95", {}),
 )
 
 Rule = dict[str, Any]
@@ -63,7 +63,10 @@ def recorded(name: str, expression: str, **labels: str) -> Rule:
 def recording_groups(parameters: Parameters) -> list[Group]:
     groups = [_objective(each, parameters) for each in parameters.objectives]
     over = parameters.over("5m")
-    quantiles = [recorded(f"{name}_rate5m", over.quantile(share, metric, BY)) for share, metric, name in QUANTILES]
+    quantiles = [
+        recorded(f"{name}_rate5m", over.quantile(share, metric, BY, **matchers))
+        for share, metric, name, matchers in QUANTILES
+    ]
     return [*groups, {"name": "roseinfer-quantiles", "rules": quantiles}]
 
 

@@ -1,7 +1,7 @@
 """The dashboard of what clients get: objectives, traffic, and the latency of requests; knows no engine."""
 
 from monitoring.board import RECORDED, SHOWN, Board, Section, one_of
-from monitoring.objectives import FAILED, ITL, OBJECTIVES, REFUSED_BY_US, TTFT, Objective
+from monitoring.objectives import FAILED, ITL, OBJECTIVES, REFUSED_BY_US, TTFT, Objective, asked
 from monitoring.panels import AMBER, GREEN, RED, Placed, Query, lines, number
 from monitoring.promql import bound, nonzero
 
@@ -33,23 +33,24 @@ def _good(objective: Objective, expression: str, advice: str) -> Placed:
     return number(f"{objective.title}: good", "percentunit", advice, Query(expression), *steps, height=8, decimals=2)
 
 
-def _within(name: str, variable: str) -> str:
-    good = SHOWN.total(f"{name}_bucket", le=variable)
-    return f"{good} / {SHOWN.total(f'{name}_count')} >= 0"  # without traffic: nothing, rather than no number
+def _within(name: str, variable: str, **matchers: str) -> str:
+    good = SHOWN.total(f"{name}_bucket", le=variable, **matchers)
+    return (
+        f"{good} / {SHOWN.total(f'{name}_count', **matchers)} >= 0"  # without traffic: nothing, rather than no number
+    )
 
 
 def _objectives() -> Section:
     failed = f"{SHOWN.total('requests_total', finish_reason=FAILED)}"
     refused = f"{SHOWN.total('requests_rejected_total', code=REFUSED_BY_US)}"
-    ended = nonzero(SHOWN.total("requests_total"))
     return Section(
         "Objectives",
         [
             _good(
                 TTFT,
-                _within("time_to_first_token_seconds", "$ttft"),
-                "Share of first tokens that were written within the target. Red is a budget of 30 days gone in two: "
-                "see *Time to first token by part* below for which part grew.",
+                _within("time_to_first_token_seconds", "$ttft", streamed="true"),
+                "Share of streams' first tokens that were written within the target. Red is a budget of 30 days gone "
+                "in two: see *Time to first token by part* below for which part grew.",
             ),
             _good(
                 ITL,
@@ -59,7 +60,7 @@ def _objectives() -> Section:
             ),
             _good(
                 OBJECTIVES[2],
-                f"1 - ({failed} + {refused}) / {ended} >= 0",
+                f"1 - ({failed} + {refused}) / {nonzero(asked(SHOWN, by=''))} >= 0",
                 "Share of requests that neither failed nor were refused for a reason of the server's. When it falls, "
                 "look at *Refused* and *Requests by end* for which.",
             ),
@@ -116,9 +117,9 @@ def _traffic() -> Section:
             lines(
                 "Refused",
                 "reqps",
-                "Refused requests by code. `overloaded`: add replicas, or raise server.max_inflight. `not_ready` "
-                "during a rollout: the grace or the drain is too short. `engine_dead`: a pod restarts. The others are "
-                "clients' mistakes: talk to them.",
+                "Refused requests by code, whatever they asked for. `overloaded`: add replicas, or raise "
+                "server.max_inflight. `not_ready` during a rollout: the grace or the drain is too short. "
+                "`engine_dead`: a pod restarts. The others are clients' mistakes: talk to them.",
                 Query(f"{SHOWN.total('requests_rejected_total', 'code')} > 0 or on () vector(0)", "{{code}}"),
             ),
             lines(
@@ -164,11 +165,12 @@ def _first_token() -> Section:
             lines(
                 "Time to first token",
                 "s",
-                "First byte in to first token out, as clients of the server see it. When it jumps, click a diamond "
-                "for the trace of a slow request, and see the next panel for the part that grew.",
-                Query(SHOWN.quantile(0.5, name), "p50"),
-                Query(SHOWN.quantile(0.95, name), "p95"),
-                Query(SHOWN.quantile(0.99, name), "p99", exemplar=True),
+                "First byte in to first token out, of streams, as their clients see it; an answer that is not streamed "
+                "is written when it is complete, see *Request duration*. When it jumps, click a diamond for the trace "
+                "of a slow request, and see the next panel for the part that grew.",
+                Query(SHOWN.quantile(0.5, name, streamed="true"), "p50"),
+                Query(SHOWN.quantile(0.95, name, streamed="true"), "p95"),
+                Query(SHOWN.quantile(0.99, name, streamed="true"), "p99", exemplar=True),
                 width=12,
             ),
             lines(

@@ -28,17 +28,17 @@ from roseinfer.bench.compare_results import (
     told,
 )
 from roseinfer.bench.comparison import MIN_RUNS, Thresholds, judge
-from roseinfer.bench.endpoint import Endpoint
+from roseinfer.bench.endpoint import Endpoint, base_of
 from roseinfer.bench.launched import serving
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_client import find_endpoint
 from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, planner_of, settle_seed, take_scenario
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.serve import key_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError
+from roseinfer.outputs import check_folder, check_outputs
 
 EXIT_FAILED = 1
 NUM_WARM_UP = 8  # requests at once that are not counted: what comes first in a process is slower
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
     texts: list[str] = arguments.sides
     _refuse_equal(arguments)
     check_outputs(json=arguments.json)
+    check_folder("keep", arguments.keep)
     if arguments.a is None and arguments.b is None and not any(text.startswith(_URL) for text in texts):
         comparison, header = _of_results(arguments, thresholds)
         settings: dict[str, Any] = {}
@@ -95,7 +96,7 @@ def _refuse_equal(arguments: argparse.Namespace) -> None:
 
 def _plain(text: str) -> str:
     """A URL or a path without what makes no difference."""
-    return text.rstrip("/").lower() if text.startswith(_URL) else str(Path(text).resolve())
+    return base_of(text).lower() if text.startswith(_URL) else str(Path(text).resolve())
 
 
 def _of_results(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[Comparison, dict[str, Any]]:

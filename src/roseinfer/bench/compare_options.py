@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from roseinfer.bench import load_options
-from roseinfer.flags import Parser, parser_of
+from roseinfer.flags import Parser, parser_of, url_or_path
 
 DEFAULT_ROUNDS = 12  # finds 5 % in nine of ten comparisons where runs of equal sides lie 2 % apart
 FAILING = ("worse", "void")
@@ -22,7 +22,11 @@ def add_compare(parser: Parser) -> None:
     """Flags of `bench compare`."""
     group = parser.add_argument_group("sides", "two URLs, two sets of results, or --a and --b")
     group.add_argument(
-        "sides", nargs="*", metavar="A B", help="two URLs of servers, or two results of `bench serve --json` or folders"
+        "sides",
+        nargs="*",
+        type=url_or_path,
+        metavar="A B",
+        help="two URLs of servers, or two results of `bench serve --json` or folders",
     )
     flags: dict[str, Any] = {"metavar": "FLAGS"}
     group.add_argument("--a", help="start `roseinfer serve FLAGS` for each run of A; --a='' for the defaults", **flags)

@@ -35,6 +35,11 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+def base_of(url: str) -> str:
+    """Without the `/v1` with which clients of OpenAI are given it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def authorization(api_key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 

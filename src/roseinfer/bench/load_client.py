@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import aiohttp
 import msgspec
 
-from roseinfer.bench.endpoint import Endpoint, authorization, read_models
+from roseinfer.bench.endpoint import Endpoint, authorization, base_of, read_models
 from roseinfer.bench.event_stream import DATA, read_events, read_refusal
 from roseinfer.bench.observed import Observed
 from roseinfer.errors import ConfigError
@@ -187,7 +187,7 @@ async def get(url: str, api_key: str, param: str) -> bytes:
 
 
 def find_endpoint(url: str, api_key: str) -> Endpoint:
-    """What serves at `url`. Raises ConfigError when nothing does."""
-    url = url.rstrip("/")
+    """What serves at `url`, with `/v1` at its end or without. Raises ConfigError when nothing does."""
+    url = base_of(url)
     body = asyncio.run(get(f"{url}/v1/models", api_key, "--url"))
     return read_models(url, api_key, body)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 from msgspec import Meta
 
 from roseinfer.errors import ConfigError
-from roseinfer.flags import Parser, Positive, add_config_flags, parser_of
+from roseinfer.flags import Parser, Positive, add_config_flags, parser_of, server_url, url_of
 from roseinfer.messages import Seed, TokenCount
 from roseinfer.records import Cause
 
@@ -65,7 +65,7 @@ def add_serve(parser: Parser) -> None:
 
 def _refuse_stray(text: str) -> NoReturn:
     """Where `roseinfer explain` and `top` take a URL, this takes a flag. Raises ConfigError."""
-    hint = f"; did you mean --url {text}?" if text.startswith(("http://", "https://")) else ""
+    hint = "" if url_of(text) is None else f"; did you mean --url {text}?"
     raise ConfigError(f"is not an argument of roseinfer bench serve{hint}", param=text)
 
 
@@ -125,10 +125,15 @@ def _add_simulator(parser: Parser) -> None:
 def _add_server(parser: Parser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--url", default="http://127.0.0.1:8000", metavar="URL", help="the API port; default: http://127.0.0.1:8000"
+        "--url",
+        type=server_url,
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the API port, with or without /v1; default: http://127.0.0.1:8000",
     )
     group.add_argument(
         "--ops-url",
+        type=server_url,
         default="http://127.0.0.1:8001",
         metavar="URL",
         help="the operations port, for --recording; default: http://127.0.0.1:8001",
@@ -249,7 +254,7 @@ def _add_report(parser: Parser) -> None:
     _add_objective(group)
     add_max_lag_share(group)
     group.add_argument(
-        "--recording", type=Path, metavar="FILE", help="at the end fetch the server's recording, an .npz, into FILE"
+        "--recording", type=Path, metavar="FILE", help="fetch what the server recorded meanwhile, an .npz, into FILE"
     )
 
 

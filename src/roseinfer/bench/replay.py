@@ -15,18 +15,18 @@ from roseinfer.bench import serve, simulate
 from roseinfer.bench.load import RecordedPlan, plan_of_recording
 from roseinfer.bench.load_plan import settle_seed
 from roseinfer.bench.observed import Observed, latency_pools, mean_interval_ns
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.report import NS_PER_MS, PERCENTS, Pool
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.observe.recording import Recording, RequestRecord
+from roseinfer.outputs import check_outputs
 
 
 def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report and the comparison. Returns the exit code."""
     recording = Recording.load(arguments.file)
     plan = plan_of_recording(recording)
-    check_outputs(json=arguments.json, recording=arguments.recording)
+    check_outputs(json=arguments.json, recording=arguments.recording, decision_log=arguments.decision_log)
     endpoint = None if arguments.simulate else serve.endpoint_of(arguments)
     settle_seed(arguments, endpoint)
     header = {"Recording": arguments.file, "Load": f"{describe(plan)}; seed {arguments.seed}"}

@@ -24,13 +24,13 @@ from roseinfer.bench.load_plan import (
     take_scenario,
 )
 from roseinfer.bench.observed import Verdict, lag_p99_ns
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.request_body import RequestForm, fresh_salt
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError, InvalidRequest
-from roseinfer.observe.recording import Recording
+from roseinfer.observe.recording import ClockPair, Recording
+from roseinfer.outputs import check_outputs
 from roseinfer.progress import Progress
 from roseinfer.server.api_keys import read_keys
 
@@ -60,9 +60,10 @@ def measure(
     pacer: Pacer | None = None,
 ) -> ServeRun:
     """Send the plan to the server, print the report and keep the files that were asked for."""
+    since_ns = None if arguments.recording is None else clock_ns(arguments.ops_url, endpoint.api_key)
     measured = send(arguments, planned, interval_ns, endpoint, "requests", pacer)
     say(*serve_report.lines_of(measured, {"URL": endpoint.url, "Model": endpoint.model, **header}, title))
-    _keep(arguments, measured, endpoint)
+    _keep(arguments, measured, endpoint, since_ns)
     return measured
 
 
@@ -92,12 +93,12 @@ def send(
     return ServeRun(seen, Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share), objective_of(arguments))
 
 
-def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint) -> None:
+def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint, since_ns: int | None) -> None:
     """Write the files that were asked for; the result also when the recording cannot be had."""
     recording: Path | None = arguments.recording
     try:
-        if recording is not None:
-            fetch_recording(arguments.ops_url, endpoint.api_key, recording)
+        if recording is not None and since_ns is not None:
+            fetch_recording(arguments.ops_url, endpoint.api_key, recording, since_ns)
     except (ConfigError, InvalidRequest):
         recording = None
         raise
@@ -107,9 +108,24 @@ def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint)
             serve_report.write_result(arguments.json, measured, settings, recording)
 
 
-def fetch_recording(ops_url: str, api_key: str, file: Path) -> None:
-    """Keep what the server remembers of its last steps. Raises ConfigError or InvalidRequest."""
-    body = asyncio.run(get(f"{ops_url.rstrip('/')}/debug/recording", api_key, "--ops-url"))
+class _Steps(msgspec.Struct):
+    clock: ClockPair
+
+
+def clock_ns(ops_url: str, api_key: str) -> int:
+    """Where the monotonic clock of the server's host stands. Raises ConfigError."""
+    url = f"{ops_url.rstrip('/')}/debug/steps?limit=1"
+    body = asyncio.run(get(url, api_key, "--ops-url"))
+    try:
+        return msgspec.json.decode(body, type=_Steps).clock.monotonic_ns
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise ConfigError(f"{url} says something else than expected", param="--ops-url") from None
+
+
+def fetch_recording(ops_url: str, api_key: str, file: Path, since_ns: int = 0) -> None:
+    """Keep what the server remembers since a moment of its clock. Raises ConfigError or InvalidRequest."""
+    url = f"{ops_url.rstrip('/')}/debug/recording?since_ns={since_ns}"
+    body = asyncio.run(get(url, api_key, "--ops-url"))
     Recording.read(io.BytesIO(body), f"What {ops_url} sent")  # or an older file would be lost for nothing
     try:
         file.write_bytes(body)

@@ -13,11 +13,11 @@ from typing import Any
 from roseinfer import __version__
 from roseinfer.arguments import Prompt
 from roseinfer.bench import report, workload
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.runs import Run, StepLog
 from roseinfer.config_sources import LoadedConfig
 from roseinfer.errors import ConfigError
 from roseinfer.llm import LLM
+from roseinfer.outputs import check_outputs
 from roseinfer.progress import Progress, show_loading
 
 Measure = Callable[[Sequence[Prompt], str], Run]  # of prompts and a cache salt

@@ -15,7 +15,6 @@ from roseinfer.bench.cost_model import CostModel
 from roseinfer.bench.load import PlannedRequest
 from roseinfer.bench.load_options import DEFAULT_COSTS
 from roseinfer.bench.load_plan import describe, objective_of, plan_of, take_scenario
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.bench.simulation import Decision, Setup, Simulated, Simulation
@@ -23,6 +22,7 @@ from roseinfer.config import Config, options
 from roseinfer.config_sources import Given, LoadedConfig, build
 from roseinfer.errors import ConfigError
 from roseinfer.observe.recording import Recording
+from roseinfer.outputs import check_outputs
 from roseinfer.progress import Progress
 from roseinfer.records import Cause
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report. Returns the exit code."""
     take_scenario(arguments)
     planned = plan_of(arguments)
-    check_outputs(json=arguments.json, recording=arguments.recording)
+    check_outputs(json=arguments.json, recording=arguments.recording, decision_log=arguments.decision_log)
     recording = recording_of(arguments.cost_model)
     if recording is None and arguments.cost_model is None and arguments.trace is not None:
         recording = _recording_at(arguments.trace)

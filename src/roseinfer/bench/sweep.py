@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from roseinfer.bench import definitions as d
 from roseinfer.bench.load_plan import describe, echo_of, interval_ns_of, objective_of, planner_of, settle_seed
 from roseinfer.bench.observed import Objective, duration_s
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.bench.report import NS_PER_MS
 from roseinfer.bench.serve import EXIT_INVALID, endpoint_of, send
 from roseinfer.bench.serve_report import ServeRun
 from roseinfer.bench.session import say
 from roseinfer.errors import ConfigError
+from roseinfer.outputs import check_outputs
 
 KNEE_SHARE = 0.95
 SWEEP_FORMAT = "roseinfer bench sweep 1"

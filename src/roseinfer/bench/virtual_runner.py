@@ -87,7 +87,7 @@ class VirtualRunner:
         """See Runner."""
         self._on_launch(batch)
         for binding in batch.bindings:
-            self._seeds[binding.slot] = binding.params.seed
+            self._seeds[binding.slot] = binding.params.seed or 0
         for delay in self._delays:
             if batch.step_id % delay.every == 0:
                 self._delay(delay, watch)

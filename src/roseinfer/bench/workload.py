@@ -22,13 +22,14 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def params_of(arguments: argparse.Namespace) -> SamplingParams:
-    """Greedy unless `--do-sample`."""
+    """Greedy unless `--do-sample`; then each run draws the same tokens."""
     return SamplingParams(
         temperature=arguments.temperature if arguments.do_sample else 0.0,
         top_k=arguments.top_k if arguments.do_sample else 0,
         top_p=arguments.top_p if arguments.do_sample else 1.0,
         max_tokens=arguments.max_new_tokens,
         ignore_eos=arguments.no_stop_on_eos,
+        seed=0,
     )
 
 

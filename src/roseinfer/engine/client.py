@@ -39,7 +39,7 @@ from roseinfer.messages import (
 from roseinfer.records import Advanced, Arrival, FinishReason, Invariant, Observer, RequestTimeline, Violation
 
 _MANY_PLACES = 1 << 20
-PAUSE_FACTOR = 10  # a collection, or the capture of a graph, may take so many times what a step may
+PAUSE_FACTOR = 10  # a collection, a capture of a graph or a profile's writing may take so many times what a step may
 _CODES = {FinishReason.ERROR: SequenceFailed.code or "", FinishReason.TIMEOUT: RequestTimeout.code or ""}
 
 
@@ -107,7 +107,7 @@ class AsyncEngine:
         if not self._num_in_engine:  # it may stand still wherever it is: nobody waits
             return account
         now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
-        if account.activity in {Activity.GC, Activity.CAPTURING}:
+        if account.activity in {Activity.GC, Activity.CAPTURING, Activity.PROFILING}:
             limit_ns *= PAUSE_FACTOR
         elif account.activity is Activity.IDLE:  # though it should be doing something, and since it should be
             since_ns = max(since_ns, self._last_progress_ns)
@@ -188,15 +188,13 @@ class AsyncEngine:
             self._last_progress_ns = time.monotonic_ns()
         self._num_in_engine += 1
         self._num_submitted += 1
-        entry.mailbox = mailbox
-        entry.is_in_engine = True
+        entry.mailbox, entry.is_in_engine = mailbox, True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
         timeline.max_tokens, timeline.priority = request.params.max_tokens, request.priority
         self.backlog.add(request)
         if self._prefix_digests is not None:
             timeline.prefix_digests = self._prefix_digests.of(request.prompt_token_ids, request.cache_salt)
-        timeline.temperature = request.params.temperature
-        timeline.top_p = request.params.top_p
+        timeline.temperature, timeline.top_p = request.params.temperature, request.params.top_p
 
     def holds(self, request_id: str) -> bool:
         entry = self._entries.get(request_id)
@@ -218,6 +216,8 @@ class AsyncEngine:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
+        if self._dead is not None and self._dead.done():  # it was given up: whom this tells of has been counted out
+            return
         try:
             self._handle(event)
         except BaseException:  # a mistake of ours: whoever waits must not wait for ever

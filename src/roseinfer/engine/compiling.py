@@ -47,9 +47,9 @@ class Compiling:
             constraint.pending.cancel()  # else whoever asks and leaves fills the compiler's queue
         return constraint is not None
 
-    def take(self) -> list[tuple[Sequence, bool]]:
-        """Those that are done, and whether their grammar can be used."""
-        done = [(s, c.pending.exception() is None) for s, c in self._sequences.items() if c.pending.done()]
+    def take(self) -> list[tuple[Sequence, BaseException | None]]:
+        """Those that are done, and why their grammar cannot be used, if it cannot."""
+        done = [(s, c.pending.exception()) for s, c in self._sequences.items() if c.pending.done()]
         for sequence, _ in done:
             del self._sequences[sequence]
         return done

@@ -28,6 +28,10 @@ class Matcher(Protocol):
     def has_failed(self) -> bool:
         """It met a limit, or a token that it does not allow, and knows nothing any more."""
 
+    @property
+    def error(self) -> str:
+        """Why it has failed, in one line; empty while it has not."""
+
     def fill(self, allowed: MaskArray) -> None:
         """Write which tokens may come next; end-of-sequence tokens where the text may end here."""
 
@@ -74,6 +78,11 @@ class Constraint:
     def has_failed(self) -> bool:
         """The sequence cannot go on: no token is allowed, or the matcher has given up."""
         return self._is_barred_off or self.matcher.has_failed
+
+    @property
+    def error(self) -> str:
+        """Why it has failed, in one line for the log; empty while it has not."""
+        return self.matcher.error or ("no token is allowed" if self._is_barred_off else "")
 
     def fill(self, allowed: MaskArray) -> None:
         """Write the mask of the next token. Where there can be none, all are allowed and `has_failed` holds."""

@@ -51,7 +51,8 @@ class EngineClient(Protocol):
 
         `timelines[i]`, already open, belongs to `requests[i]` and gets the engine's stamps. The generator ends after
         the last request finished. Closing it early (cancellation, `aclose`) aborts whatever has not finished. Raises
-        EngineFailed or EngineDead when the engine goes down.
+        EngineFailed or EngineDead when the engine goes down, SlowReader when its outputs are not taken and become too
+        many to keep.
         """
 
     def abort(self, request_id: str) -> None:

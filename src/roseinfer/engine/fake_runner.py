@@ -137,7 +137,7 @@ class FakeRunner:
     def _next_token(self, history: Int32Array, binding: SlotBinding) -> int:
         assert (history >= 0).all(), "a KV entry was read before it was written"
         params = binding.params
-        seed = 0 if params.is_greedy else params.seed
+        seed = 0 if params.is_greedy else params.seed or 0
         digest = hashlib.blake2b(history.tobytes(), digest_size=8, salt=seed.to_bytes(8, "little")).digest()
         token_id = int.from_bytes(digest, "little") % self._vocab_size
         barred = {*binding.eos_token_ids, *params.stop_token_ids}

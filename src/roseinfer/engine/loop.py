@@ -86,8 +86,10 @@ def _serve(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: boo
         engine.pulse.begin_step()
         output = engine.step(OutboxState(depth, wait_ns) if depth or wait_ns else IDLE_OUTBOX)
         outbox.send(output)
-        if engine.profile.is_active and (ended := engine.profile.count(output.record)) is not None:
-            outbox.send(ended)
+        if engine.profile.is_active:
+            engine.pulse.begin_profiling()  # this step may be the last: to write all takes longer than a step may
+            if (ended := engine.profile.count(output.record)) is not None:
+                outbox.send(ended)
 
 
 def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool) -> bool:
@@ -101,6 +103,7 @@ def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_i
             case Abort(request_id):
                 engine.abort(request_id)
             case Profile():
+                engine.pulse.begin_profiling()
                 if (refusal := engine.profile.begin(command)) is not None:
                     outbox.send(refusal)
             case Shutdown():

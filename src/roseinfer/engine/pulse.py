@@ -22,11 +22,12 @@ class Activity(StrEnum):
     STEPPING = "stepping"
     GC = "gc"  # a collection has stopped its interpreter
     CAPTURING = "capturing"  # recording a CUDA graph
+    PROFILING = "profiling"  # starting a profiler, or writing what it saw
     STUCK = "stuck"
 
 
-_CODES = (Activity.IDLE, Activity.STEPPING, Activity.CAPTURING)
-_IDLE, _STEPPING, _CAPTURING = range(len(_CODES))
+_CODES = (Activity.IDLE, Activity.STEPPING, Activity.CAPTURING, Activity.PROFILING)
+_IDLE, _STEPPING, _CAPTURING, _PROFILING = range(len(_CODES))
 _WHAT, _SINCE, _COLLECTING_SINCE, _COLLECTED = range(4)  # where each number is; the others are of nanoseconds
 
 
@@ -58,6 +59,9 @@ class Pulse:
 
     def begin_capture(self) -> None:
         self._begin(_CAPTURING)
+
+    def begin_profiling(self) -> None:
+        self._begin(_PROFILING)
 
     def _begin(self, code: int) -> None:
         """The moment is stored first, so it is never that of the past."""

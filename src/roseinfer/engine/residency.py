@@ -47,9 +47,10 @@ class Residency:
         return num_matched < self._max_matched(sequence) and self.prefix_cache.is_pending(sequence.chain, num_matched)
 
     def fits(self, sequence: Sequence, matched: list[int]) -> bool:
-        """A slot is free, all known tokens fit, and every resident could still take one more block.
+        """All known tokens fit, and every resident could still take one more block.
 
-        The margin keeps a newcomer from being preempted in the step after its admission.
+        The margin keeps a newcomer from being preempted in the step after its admission. Whether a slot is free is for
+        the caller to ask, of `table`.
         """
         num_revived = sum(self.pool.is_evictable(block_id) for block_id in matched)
         return self._num_new_blocks(sequence, matched) + num_revived + len(self.sequences) <= self.pool.num_available

@@ -118,17 +118,18 @@ class Scheduler:
         if sequence is not None:
             self._end_early(sequence, FinishReason.ABORT)
 
-    def _end_early(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end_early(self, sequence: Sequence, reason: FinishReason, grammar_error: str = "") -> None:
         """End it outside a step, without a token."""
         self._end(sequence)
-        self._ended.append(TokenOutput(sequence.request.request_id, [], None, reason, None, sequence.times))
+        request_id, times = sequence.request.request_id, sequence.times
+        self._ended.append(TokenOutput(request_id, [], None, reason, times=times, grammar_error=grammar_error))
 
     def _take_compiled(self) -> None:
         """Those whose grammars are compiled wait for their turn; those whose are not fit to be used have failed."""
-        for sequence, can_run in self.compiling.take():
+        for sequence, error in self.compiling.take():
             self.waiting.add(sequence)
-            if not can_run:
-                self._end_early(sequence, FinishReason.ERROR)
+            if error is not None:
+                self._end_early(sequence, FinishReason.ERROR, f"{type(error).__name__}: {error}")
 
     def take_ended(self) -> list[TokenOutput]:
         """Last outputs of what ended outside a step since the last call. Each is handed out once."""
@@ -353,8 +354,8 @@ class Scheduler:
         self.counts = step.counts
         rows = step.sampled_rows(sampled, {sequence.slot for sequence in self.leaving})
         last = find_last(rows, self._table, self.eos_token_ids)
-        if failed := self._failures.judge(rows):
-            last |= dict.fromkeys(failed, FinishReason.ERROR)
+        if failed := self._failures.judge(rows, self._table):
+            last |= {row: FinishReason.ERROR for row in failed if row not in rows.surplus}
             self._disown(self._table.owner(rows.index[row]) for row in failed)
         for row in range(batch.num_device_rows, batch.num_rows):
             self.residency.publish(self._table.owner(step.index[row]), int(step.ends[row]))

@@ -1,7 +1,8 @@
 """A step between its schedule and its commit: what is remembered of it, and what is told once its tokens are known.
 
-Knows slots, counts and ids; changes no sequence. These are msgspec structs because some are made in every step: a
-frozen dataclass takes several times as long to make.
+Knows slots, counts and ids. Of a sequence it changes two things only: how its prompt's tokens were scored, and how far
+its grammar has been followed. These are msgspec structs because some are made in every step: a frozen dataclass takes
+several times as long to make.
 """
 
 import msgspec
@@ -25,7 +26,7 @@ from roseinfer.records import BlockedBy, FinishReason
 Chunk = tuple[Sequence, int]
 """A sequence and how many of its known tokens a step computes."""
 
-MAX_FAILURES_IN_A_ROW = 4  # one request each: a client that tries again, and again
+MAX_FAILURES_IN_A_ROW = 4  # of one prompt each: a client that tries again, and again
 
 _NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 
@@ -92,24 +93,32 @@ class UnattributableFailure(Exception):
 class RowFailures:
     """Which rows of a step have no token, and whether that can be the fault of their requests.
 
-    A row that fails beside one that does not fails alone. When all rows of a step fail, and they are several, or when
-    so many steps of one row fail in succession as no single request explains, it is the device, or the weights.
+    A row that fails beside one that does not fails alone. When all rows of a step fail, and they are of several
+    prompts, or when so many prompts fail in succession as no single client explains, it is the device, or the weights.
+    The choices of a prompt are one: they share its list, in whichever process, and fail together or one by one.
     """
 
     def __init__(self) -> None:
-        self._num_in_a_row = 0  # since a row had a token
+        self._prompts: dict[int, list[int]] = {}  # that failed since a row had a token, by identity: see `judge`
 
-    def judge(self, rows: "SampledRows") -> list[int]:
-        """The rows that failed, but for surplus ones. Raises UnattributableFailure."""
+    def judge(self, rows: SampledRows, table: SlotTable) -> list[int]:
+        """The rows that failed; the surplus ones among them speak for nothing. Raises UnattributableFailure."""
         token_ids = rows.sampled.token_ids
-        if not len(token_ids) or np.minimum.reduce(token_ids) != NO_TOKEN:
-            self._num_in_a_row = 0
+        if not len(token_ids):  # parts of prompts alone: nothing was seen, neither for nor against
             return []
-        failed = [row for row in (token_ids == NO_TOKEN).nonzero()[0].tolist() if row not in rows.surplus]
-        num_judged = len(token_ids) - len(rows.surplus)
-        self._num_in_a_row = self._num_in_a_row + len(failed) if len(failed) == num_judged else 0
-        if (len(failed) == num_judged > 1) or self._num_in_a_row > MAX_FAILURES_IN_A_ROW:
-            raise UnattributableFailure(f"no row of a step had a finite logit ({num_judged} rows)")
+        if np.minimum.reduce(token_ids) != NO_TOKEN:
+            self._prompts.clear()
+            return []
+        failed: list[int] = (token_ids == NO_TOKEN).nonzero()[0].tolist()
+        judged = [row for row in failed if row not in rows.surplus]
+        if len(judged) < len(token_ids) - len(rows.surplus):
+            self._prompts.clear()
+            return failed
+        prompts = [table.owner(rows.index[row]).request.prompt_token_ids for row in judged]
+        of_step = {id(prompt): prompt for prompt in prompts}
+        self._prompts |= of_step  # kept, so that no other list gets the identity of one of them
+        if len(of_step) > 1 or len(self._prompts) > MAX_FAILURES_IN_A_ROW:
+            raise UnattributableFailure(f"no row of a step had a finite logit ({len(judged)} rows)")
         return failed
 
 
@@ -225,8 +234,8 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
     slot, token_id = int(rows.index[row]), int(rows.sampled.token_ids[row])
     sequence, is_first = table.owner(slot), row in rows.first
     logprobs = None if rows.sampled.logprobs is None else rows.sampled.logprobs[row]
-    has_failed = finish_reason is FinishReason.ERROR
-    ends_in_text = sequence.constraint is not None and sequence.constraint.is_over
+    has_failed, constraint = finish_reason is FinishReason.ERROR, sequence.constraint
+    ends_in_text = constraint is not None and constraint.is_over
     return TokenOutput(
         request_id=sequence.request.request_id,
         token_ids=[] if has_failed else [token_id],
@@ -236,6 +245,7 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
         times=sequence.times if is_first or finish_reason is not None else None,
         slot=slot if is_first else None,
         prompt_logprobs=None if sequence.scores is None else _take_scores(sequence),
+        grammar_error=constraint.error if has_failed and constraint is not None else "",
     )
 
 

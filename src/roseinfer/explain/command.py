@@ -12,11 +12,13 @@ from roseinfer.explain.explanation import Timing, explain
 from roseinfer.explain.source import read_evidence
 from roseinfer.observe.causes import gaps_of
 from roseinfer.observe.recording import Recording
+from roseinfer.outputs import check_outputs
 from roseinfer.server.api_keys import read_keys
 
 
 def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the explanation. Raises InvalidRequest for a source that holds none."""
+    _check_plot(arguments.plot)
     recording, ledgers = read_evidence(arguments.source, read_key(loaded.config))
     clock: Timing = _clock_of(recording, arguments.clock) if ledgers is None else "ledger"
     gaps = gaps_of(recording, arguments.clock) if ledgers is None else ledgers
@@ -34,6 +36,15 @@ def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
         for line in text.lines(explanation):
             print(line)
     return 0
+
+
+def _check_plot(path: Path | None) -> None:
+    """Before a server is asked whose last seconds would be others by then. Raises ConfigError."""
+    if path is not None:
+        from roseinfer.explain.plot import require_matplotlib
+
+        require_matplotlib()
+        check_outputs(plot=path)
 
 
 def _clock_of(recording: Recording, wanted: Timing) -> Timing:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from roseinfer.flags import Parser, add_alias, parser_of
+from roseinfer.flags import Parser, add_alias, parser_of, url_or_path
 
 _Interval = Annotated[float, Meta(ge=0.1, le=3600)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9)]
@@ -15,6 +15,7 @@ def add_explain(parser: Parser) -> None:
     """Flags of `explain`."""
     parser.add_argument(
         "source",
+        type=url_or_path,
         metavar="URL|FILE",
         help="operations port of a running server, such as http://127.0.0.1:8001; a recording (.npz); the directory of "
         "a capture; or the result of `bench serve` (.json)",

@@ -25,7 +25,7 @@ def render(samples: Sequence[Sample], where: Text, width: int, height: int) -> R
         Text(),
         _load(newest),
         _rates(newest, oldest, seconds),
-        _latency("first token", "roseinfer_time_to_first_token_seconds", newest, oldest),
+        _latency("first token", "roseinfer_time_to_first_token_seconds", newest, oldest, streamed="true"),
         _latency("token gap  ", "roseinfer_inter_token_latency_seconds", newest, oldest),
         _slow_gaps(newest, oldest, seconds),
         _last_step(newest),
@@ -72,11 +72,11 @@ def _rates(newest: Sample, oldest: Sample, seconds: float) -> Text:
     )
 
 
-def _latency(label: str, name: str, newest: Sample, oldest: Sample) -> Text:
-    histogram = scrape.between(newest.page, oldest.page, name)
+def _latency(heading: str, name: str, newest: Sample, oldest: Sample, **labels: str) -> Text:
+    histogram = scrape.between(newest.page, oldest.page, name, **labels)
     values = [histogram.quantile(quantile) for quantile in (0.5, 0.99)]
     median, tail = ("-" if value is None else ms(value) for value in values)
-    return Text.assemble((f"{label}  p50 ", "dim"), f"{median:<9}", (" p99 ", "dim"), tail)
+    return Text.assemble((f"{heading}  p50 ", "dim"), f"{median:<9}", (" p99 ", "dim"), tail)
 
 
 def _slow_gaps(newest: Sample, oldest: Sample, seconds: float) -> Text:

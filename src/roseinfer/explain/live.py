@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.explain.source import get, is_url
+from roseinfer.explain.source import get
+from roseinfer.flags import url_of
 from roseinfer.observe.scrape import Page
 
 _TIMEOUT_S = 5.0
@@ -72,9 +73,10 @@ class LiveServer:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         """Raises InvalidRequest for what is no URL."""
-        if not is_url(url):
+        found = url_of(url)
+        if found is None:
             raise InvalidRequest("It is no URL such as http://127.0.0.1:8001, the operations port's.", param=url)
-        self.url = url.rstrip("/")
+        self.url = found.rstrip("/")
         self._api_key = api_key
 
     def sample(self) -> Sample:

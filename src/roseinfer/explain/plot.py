@@ -14,15 +14,22 @@ _DPI = 150
 _NUM_BINS = 80
 
 
-def write_plot(path: Path, explanation: Explanation, gaps: Sequence[Gap]) -> None:
-    """A PNG file. Raises ConfigError without matplotlib, and for a path that cannot be written."""
+def require_matplotlib() -> None:
+    """Raises ConfigError where it is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
         raise ConfigError(
             "needs matplotlib, which the extra `plot` brings: pip install 'roseinfer[plot]'", param="--plot"
         ) from None
+
+
+def write_plot(path: Path, explanation: Explanation, gaps: Sequence[Gap]) -> None:
+    """A PNG file. Raises ConfigError for a path that cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))

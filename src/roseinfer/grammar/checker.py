@@ -53,10 +53,11 @@ class GrammarChecker:
         self._child: subprocess.Popen[bytes] | None = None
         self._verdicts: OrderedDict[Grammar, str] = OrderedDict()  # what is wrong with it; empty when nothing is
         self._num_verdict_bytes = 0
+        self._unusable = ""  # why no grammar can be used with this vocabulary, once a child has told
         self._is_closed = False
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
-        """Raises Overloaded at once, and from the future InvalidRequest that names the field `param`."""
+        """Raises Overloaded at once, and from the future InvalidRequest that names the field `param`, or NotReady."""
         if not self._places.acquire(blocking=False):
             raise Overloaded(f"{MAX_WAITING} grammars wait to be checked already.")
         future = self._thread.submit(self._check, grammar, param)
@@ -92,9 +93,11 @@ class GrammarChecker:
     def _ask(self, grammar: Grammar) -> tuple[str, bool]:
         """What is wrong with the grammar, empty when nothing is; and whether it will be wrong another time.
 
-        That a child was slow, or ended, may be due to the machine, or to the grammars before.
+        That a child was slow, or ended, may be due to the machine, or to the grammars before. Raises NotReady.
         """
-        child = self._child or self._start()
+        child = None if self._unusable else self._child or self._start()
+        if child is None:
+            return self._unusable, False
         try:
             answer = self._exchange(child, msgspec.msgpack.encode(grammar), self._config.compile_timeout_s)
         except TimeoutError:
@@ -105,19 +108,26 @@ class GrammarChecker:
             return "The grammar is too large or too complex to compile.", False
         return answer.decode(), True
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> "subprocess.Popen[bytes] | None":
+        """None where the child told that it can do nothing with the vocabulary: another would tell the same.
+
+        Raises NotReady for one that ended without a word, or was silent, which may be due to the machine; and when the
+        server is shutting down, or does not know its engine.
+        """
         if self._is_closed:
             raise NotReady("The server is shutting down.")
         info = self._info()  # before there is a child, which would be left without its setup
         child = self._child = start_nicer_child("roseinfer.grammar.checker", _NICER_BY, subprocess.DEVNULL)
         setup = Setup(info.checkpoint_dir, info.vocab_size, info.eos_token_ids, self._config.compile_memory_mib << 20)
         try:
-            problem = self._exchange(child, msgspec.msgpack.encode(setup), START_TIMEOUT_S).decode()
+            told = self._exchange(child, msgspec.msgpack.encode(setup), START_TIMEOUT_S).decode()
         except (EOFError, BrokenPipeError, TimeoutError):
-            problem = "it ended while it started"
-        if problem:
             self._stop()
-            raise NotReady(f"Grammars cannot be checked: {problem}.")
+            raise NotReady("Grammars cannot be checked: the process that does it ended while it started.") from None
+        if told:
+            self._stop()
+            self._unusable = f"Grammars cannot be used with this model's vocabulary: {told}."
+            return None
         return child
 
     def _exchange(self, child: "subprocess.Popen[bytes]", message: bytes, timeout_s: float) -> bytes:

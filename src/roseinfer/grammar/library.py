@@ -25,11 +25,13 @@ MAX_MESSAGE_CHARS = 200
 # In which the worst expression grows by about 5 MiB; a usual one is done with growing before.
 MAX_FOLLOWED_NS = 50_000_000
 MAX_TOKEN_CHARS = 255
+MAX_FORCED_TOKENS = 4096  # in a row: each mask before them looks at all, 4 ms for 16,000 characters and 38 for 120,000
+_NUM_TRIED = 8  # times that a new grammar is followed: by all that must come next, or by one token of those that may
 
 # Where the library's own default would allow half a gigabyte of automaton; the others are its defaults, written down
 # because the bounds in docs/structured-output.md rest on them.
 _LIMITS = llguidance.LLParserLimits(
-    max_items_in_row=2_000,
+    max_items_in_row=2_000,  # some 490 optional properties; the first mask with 2,000 takes 34 ms
     initial_lexer_fuel=1_000_000,  # about 20 ms
     step_lexer_fuel=200_000,  # about 15 ms; the first mask of a huge schema took 49
     step_max_items=50_000,  # about 3 ms
@@ -57,6 +59,7 @@ _KINDS = {
     "calls": "schema of a function",
     "lark": "grammar",
 }
+_TOO_WIDE = "Current row has"  # the library's words for more than `max_items_in_row`
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _PICTURE = re.compile(r"\n +\d+ \| .*\n *\^ *(?=\n|$)")
 _BAD_EXPRESSION = re.compile(
@@ -88,9 +91,13 @@ class Vocabulary:
         matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=_SILENT, limits=_LIMITS)
         compiled = Compiled(matcher, self._tokenizer.vocab_size, self.vocab_size, can_grow=can_grow(grammar))
         first = compiled.matcher()
-        first.fill(np.zeros(-(-self.vocab_size // 32), np.uint32))  # much is only found out, and made, on the way
-        if first.error:
-            raise InvalidRequest(f"The {_KINDS[grammar.kind]} cannot be used: {first.why(grammar)}.")
+        # Much is only found out, and made, on the way.
+        num_forced = first.try_out(np.zeros(-(-self.vocab_size // 32), np.uint32), self._tokenizer.eos_tokens)
+        why_not = first.why(grammar) if first.error else ""
+        if num_forced > MAX_FORCED_TOKENS:
+            why_not = f"it leaves no choice for {num_forced} tokens in a row, and may for {MAX_FORCED_TOKENS} at most"
+        if why_not:
+            raise InvalidRequest(f"The {_KINDS[grammar.kind]} cannot be used: {why_not}.")
         compiled.begin(time.monotonic_ns() - began_ns)
         return compiled
 
@@ -258,9 +265,42 @@ class LibraryMatcher:
         """See Matcher."""
         self._compiled.accept(self._inner, token_id)
 
+    def try_out(self, allowed: MaskArray, end_token_ids: Sequence[int]) -> int:
+        """Go some way into the text, by what must follow or else by the first token that may: see `error` then.
+
+        A limit is often met behind the first bracket only. Which of several ways is taken is as good as chance.
+        `allowed` is for the masks. Returns how many tokens had to come in a row, at most.
+        """
+        most = 0
+        for _ in range(_NUM_TRIED):
+            self.fill(allowed)
+            if self.has_failed or self.is_over:
+                break
+            forced = self._inner.compute_ff_tokens()
+            most = max(most, len(forced))
+            tokens = forced or _first_token(allowed, end_token_ids)
+            if not tokens or not self._inner.consume_tokens(tokens):
+                break
+        return most
+
+
+def _first_token(allowed: MaskArray, end_token_ids: Sequence[int]) -> list[int]:
+    """The first token that a mask allows, but for those that end the text; none where nothing else can follow."""
+    rest = allowed.copy()
+    for token_id in end_token_ids:
+        if token_id // 32 < len(rest):
+            rest[token_id // 32] &= ~np.uint32(1 << (token_id % 32))
+    places = rest.nonzero()[0]
+    if not len(places):
+        return []
+    word = int(rest[places[0]])
+    return [32 * int(places[0]) + (word & -word).bit_length() - 1]
+
 
 def _told(message: str, grammar: Grammar) -> str:
     """The library draws the place under a line of the text; an expression or a schema is only inside such a text."""
+    if _TOO_WIDE in message:
+        return "too much may come next at one place, such as 500 properties that are not required"
     place = _PLACE.match(message)
     where = f"line {place[1]}, column {place[2]}: " if place and grammar.kind == "lark" else ""
     rest = message[place.end() :] if place else message

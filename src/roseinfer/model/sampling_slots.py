@@ -66,7 +66,7 @@ class SlotTable:
         is_barred = params.min_tokens > 0 and len(barred) > 0
         self._barred_ids[slot] = barred
         row = self.host[slot : slot + 1]
-        row["seed"] = params.seed
+        row["seed"] = params.seed or 0  # None: of a rehearsal, since front doors draw one
         row["top_k"] = min(params.top_k, self._vocab_size)
         row["barred_before"] = binding.num_prompt_tokens + params.min_tokens if is_barred else 0
         row["top_p"] = params.top_p

@@ -28,10 +28,11 @@ from roseinfer.observe.series import (
 )
 from roseinfer.records import Cause, FinishReason, Invariant, LifecycleState, RequestTimeline
 
+_Interval = Callable[[RequestTimeline], float | None]
+_STREAMED = Label(name="streamed", values=("true", "false"))
 
-def _latency(
-    name: str, buckets: tuple[float, ...], interval_ns: Callable[[RequestTimeline], float | None], meaning: str
-) -> Row:
+
+def _latency(name: str, buckets: tuple[float, ...], interval_ns: _Interval, meaning: str) -> Row:
     """A histogram of one interval of each request that reached both of its ends."""
     return histogram(name, "seconds", buckets, AtFinish(measures.seconds(interval_ns)), meaning)
 
@@ -78,13 +79,15 @@ _LATENCIES = (
         intervals.prefill_ns,
         "First time in a batch (t_sched) → first token known on the host (t_tok[0]). Once per request with a token.",
     ),
-    _latency(
+    histogram(
         "roseinfer_time_to_first_token_seconds",
+        "seconds",
         WAIT_S,
-        intervals.time_to_first_token_ns,
+        AtFinish(measures.seconds(intervals.time_to_first_token_ns), measures.is_streamed),
         "Request head parsed (t_recv) → the socket write that carried the first token returned (t_write[0]); for a "
-        "response that is not streamed that is its only write. Equal to receive + tokenize + submit lag + queue wait "
-        "+ prefill + first write. Once per request that wrote a token.",
+        "response that is not streamed that is its only write, when all of it is made. Equal to receive + tokenize + "
+        "submit lag + queue wait + prefill + first write. Once per request that wrote a token.",
+        _STREAMED,
     ),
     _latency(
         "roseinfer_engine_time_to_first_token_seconds",
@@ -228,17 +231,19 @@ _REQUESTS = (
     counter(
         "roseinfer_requests_rejected_total",
         "requests",
-        AtFinish(measures.rejections, measures.rejection_code),
-        "HTTP requests refused before the engine heard of them, by the code of the error that answered: overloaded is "
-        "status 429, not_ready and engine_dead are 503, other is an unforeseen 500, the rest are clients' mistakes; "
-        "the sum over codes is that of finish reason rejected.",
+        AtScrape(measures.rejections),
+        "HTTP requests that either port answered with an error before the engine heard of them, whatever they asked "
+        "for, each counted once by the code of the error: overloaded is status 429, not_ready and engine_dead are 503, "
+        "other is an unforeseen 500, the rest are clients' mistakes. Those that asked for tokens have the finish "
+        "reason rejected too. A connection that is closed without an answer is in the log alone.",
         Label(name="code", values=measures.REJECTION_CODES),
     ),
     counter(
         "roseinfer_request_errors_total",
         "requests",
         AtFinish(measures.server_faults, measures.error_type),
-        "Requests that ended by a fault of the server: finish reasons error and timeout, by error code.",
+        "Requests that ended by a fault of the server after the engine had heard of them: finish reasons error and "
+        "timeout, by error code; queue_timeout is a deadline that passed before the engine had begun.",
         Label(name="error_type", values=measures.ERROR_TYPES),
     ),
     counter(

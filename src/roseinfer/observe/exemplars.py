@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from roseinfer.observe import intervals
+from roseinfer.observe import intervals, measures
 from roseinfer.observe.buckets import TOKEN_S
 from roseinfer.observe.measures import NS_PER_S
 from roseinfer.records import RequestTimeline
@@ -18,7 +18,7 @@ from roseinfer.records import RequestTimeline
 TIME_TO_FIRST_TOKEN = "roseinfer_time_to_first_token_seconds"  # noqa: S105 - a metric's name
 INTER_TOKEN_LATENCY = "roseinfer_inter_token_latency_seconds"  # noqa: S105 - likewise
 REQUEST_DURATION = "roseinfer_request_duration_seconds"
-WITH_EXEMPLARS = frozenset({TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, REQUEST_DURATION})  # none has a label
+WITH_EXEMPLARS = frozenset({TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, REQUEST_DURATION})
 
 StepIdOf = Callable[[int], int | None]
 
@@ -30,6 +30,7 @@ class Exemplar(msgspec.Struct, frozen=True, gc=False):
     at_ns: int  # when it was known
     trace_id: str
     step_id: int | None  # that ended it
+    label_value: str = ""  # of its metric's own label, where that has one
 
     @property
     def labels(self) -> dict[str, str]:
@@ -39,7 +40,7 @@ class Exemplar(msgspec.Struct, frozen=True, gc=False):
 
 
 class ExemplarShelf:
-    """The newest exemplar of each bucket of one histogram."""
+    """The newest exemplar of each bucket of one histogram's series."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -68,7 +69,8 @@ def of_request(timeline: RequestTimeline, step_id_of: StepIdOf) -> Iterator[tupl
     first_token_ns = intervals.time_to_first_token_ns(timeline)
     if first_token_ns is not None:
         step_id, at_ns = step_id_of(tokens[0]), timeline.write_ns[0]
-        yield TIME_TO_FIRST_TOKEN, Exemplar(first_token_ns / NS_PER_S, at_ns, timeline.trace_id, step_id)
+        label_value = measures.is_streamed(timeline)
+        yield TIME_TO_FIRST_TOKEN, Exemplar(first_token_ns / NS_PER_S, at_ns, timeline.trace_id, step_id, label_value)
     duration_ns = intervals.request_duration_ns(timeline)
     if duration_ns is not None:
         step_id = step_id_of(tokens[-1]) if tokens else None

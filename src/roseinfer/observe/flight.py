@@ -71,9 +71,9 @@ class Flight(WriteObserver):
         self.catch_up()
         return partial(_steps_json, self.recorder.steps(limit), self.recorder.clock_pair)
 
-    def recording(self) -> Callable[[], bytes]:
+    def recording(self, since_ns: int = 0) -> Callable[[], bytes]:
         self.catch_up()
-        return partial(_archive_of, self.recorder.capture(), is_compressed=True)
+        return partial(_archive_of, self.recorder.capture_since(since_ns), is_compressed=True)
 
     def trace(self, limit: int) -> Callable[[], bytes]:
         self.catch_up()

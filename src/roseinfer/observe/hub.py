@@ -33,7 +33,7 @@ MAX_DELAY_S = 0.2
 MAX_STEPS = 8  # that wait: telling so many keeps the event loop for about a millisecond
 MAX_ENDS = 16  # that wait, for the same reason
 
-_FACTS = ("on_lifecycle", "on_start", "on_step", "on_write", "on_finish", "on_rest")
+_FACTS = ("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish", "on_rest")
 _FAULTS = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT})
 _Facts = list[tuple[str, tuple[Any, ...]]]
 _What = ParamSpec("_What")
@@ -86,6 +86,9 @@ class Hub(Observer):
         if timeline.request_id in self._ends:  # the client uses its id again
             self.catch_up()
         self._tell([("on_start", (timeline,))])
+
+    def on_refusal(self, code: str) -> None:
+        self._tell([("on_refusal", (code,))])
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self._facts.append(("on_step", (record, advanced)))

@@ -214,6 +214,7 @@ class Logs(Observer):
             "trace_id": timeline.trace_id or None,
             "finish_reason": timeline.finish_reason,
             "error_code": timeline.error_code or None,
+            "grammar_error": timeline.grammar_error or None,
             "prompt_tokens": timeline.num_prompt_tokens,
             "cached_tokens": timeline.num_cached_tokens,
             "output_tokens": len(timeline.token_ns),

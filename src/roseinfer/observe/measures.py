@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from roseinfer.errors import EngineError, RoseinferError
+from roseinfer.errors import CapacityError, EngineDead, EngineError, RequestError, RoseinferError, SlowReader
 from roseinfer.observe.series import ServerState
 from roseinfer.observe.writes import Writes
 from roseinfer.records import Advanced, FinishReason, LifecycleState, RequestTimeline, StepRecord
@@ -26,8 +26,11 @@ def _codes(root: type[RoseinferError]) -> Iterator[str]:
 
 
 PHASES = ("prefill", "decode", "mixed")  # of a step that had rows
-ERROR_TYPES = (*sorted(set(_codes(EngineError))), "other")
-REJECTION_CODES = (*sorted(set(_codes(RoseinferError))), "other")
+OTHER = "other"  # an error that was not foreseen
+ERROR_TYPES = (*sorted({*_codes(EngineError)} - {EngineError.code}), OTHER)  # which is of `LLM` alone
+# Whoever reads slowly has been told a part of the answer. Of the rest each can be told before the engine is asked.
+_REFUSALS = {*_codes(RequestError), *_codes(CapacityError), *_codes(EngineDead)} - {SlowReader.code}
+REJECTION_CODES = (*sorted(_REFUSALS), OTHER)
 MODEL_FIELDS = (
     *("model_type", "num_parameters", "vocab_size", "max_model_len"),
     *("device", "dtype", "attention", "linear", "num_threads"),
@@ -97,6 +100,11 @@ def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[
     return values
 
 
+def is_streamed(timeline: RequestTimeline) -> str:
+    """As a label's value."""
+    return "true" if timeline.is_streamed else "false"
+
+
 def client_lag_s(timeline: RequestTimeline) -> Sequence[float]:
     lag_s = timeline.client_submit_lag_s
     return () if lag_s is None or lag_s < 0 else (lag_s,)
@@ -114,20 +122,12 @@ def finish_reason(timeline: RequestTimeline) -> str:
     return timeline.finish_reason or FinishReason.ERROR
 
 
-def rejections(timeline: RequestTimeline) -> Sequence[float]:
-    return (1,) if finish_reason(timeline) == FinishReason.REJECTED else ()
-
-
-def rejection_code(timeline: RequestTimeline) -> str:
-    return timeline.error_code if timeline.error_code in REJECTION_CODES else "other"
-
-
 def server_faults(timeline: RequestTimeline) -> Sequence[float]:
     return (1,) if finish_reason(timeline) in {FinishReason.ERROR, FinishReason.TIMEOUT} else ()
 
 
 def error_type(timeline: RequestTimeline) -> str:
-    return timeline.error_code if timeline.error_code in ERROR_TYPES else "other"
+    return timeline.error_code if timeline.error_code in ERROR_TYPES else OTHER
 
 
 def disconnects(timeline: RequestTimeline) -> Sequence[float]:
@@ -157,6 +157,10 @@ def kv_blocks(state: ServerState) -> dict[str, float]:
 def kv_usage(state: ServerState) -> dict[str, float]:
     blocks = kv_blocks(state)
     return {"": blocks["used"] / blocks["total"] if blocks["total"] else 0.0}
+
+
+def rejections(state: ServerState) -> dict[str, float]:
+    return {code: state.num_refusals[code] for code in REJECTION_CODES}
 
 
 def lifecycle(state: ServerState) -> dict[str, float]:

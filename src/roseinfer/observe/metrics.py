@@ -22,7 +22,7 @@ from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.catalogue import CATALOGUE
 from roseinfer.observe.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.histogram import Histogram
-from roseinfer.observe.measures import NS_PER_S
+from roseinfer.observe.measures import NS_PER_S, OTHER, REJECTION_CODES
 from roseinfer.observe.series import (
     AtFinish,
     AtScrape,
@@ -38,7 +38,7 @@ from roseinfer.observe.writes import WriteObserver, Writes
 from roseinfer.records import Advanced, Cause, LifecycleState, RequestTimeline, StepRecord, Violation
 
 Values = Mapping[str, float | str | int | Histogram]
-Exemplars = Sequence[MetricExemplar | None]
+Exemplars = Mapping[str, Sequence[MetricExemplar | None]]  # by label value, one place for each bucket
 Bucket = tuple[str, float] | tuple[str, float, MetricExemplar]
 
 
@@ -69,7 +69,11 @@ class Metrics(Collector, WriteObserver):
             for row in CATALOGUE
             if not isinstance(row.source, AtScrape | InfoAtScrape)
         }
-        self._shelves = {row.name: ExemplarShelf(row.buckets) for row in CATALOGUE if row.name in WITH_EXEMPLARS}
+        self._shelves = {
+            row.name: {child: ExemplarShelf(row.buckets) for child in self._cells[row.name]}
+            for row in CATALOGUE
+            if row.name in WITH_EXEMPLARS
+        }
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self._num_dropped_spans: Callable[[], int] = lambda: 0
         self._at_step = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtStep)]
@@ -100,13 +104,14 @@ class Metrics(Collector, WriteObserver):
         """Show where observed values came from: each names a metric, and a trace that is kept."""
         with self._lock:
             for name, exemplar in found:
-                self._shelves[name].put(exemplar)
+                self._shelves[name][exemplar.label_value].put(exemplar)
 
     def forget_exemplars(self, trace_id: str) -> None:
         """The trace is not kept after all."""
         with self._lock:
-            for shelf in self._shelves.values():
-                shelf.forget(trace_id)
+            for shelves in self._shelves.values():
+                for shelf in shelves.values():
+                    shelf.forget(trace_id)
 
     def on_lifecycle(self, state: LifecycleState) -> None:
         with self._lock:
@@ -119,6 +124,10 @@ class Metrics(Collector, WriteObserver):
     def on_start(self, timeline: RequestTimeline) -> None:  # noqa: ARG002 - that it came is all that is told
         with self._lock:
             self._state.num_received += 1
+
+    def on_refusal(self, code: str) -> None:
+        with self._lock:
+            self._state.num_refusals[code if code in REJECTION_CODES else OTHER] += 1
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         with self._lock:
@@ -193,13 +202,14 @@ class Metrics(Collector, WriteObserver):
             return [(row, self._values(row), self._exemplars(row)) for row in CATALOGUE]
 
     def _exemplars(self, row: Row) -> Exemplars:
-        """One for each bucket that has one; nothing for a metric without."""
-        if row.name not in self._shelves:
-            return ()
-        return [
-            None if found is None else MetricExemplar(found.labels, found.value_s, self._unix_s(found.at_ns))
-            for found in self._shelves[row.name].newest
-        ]
+        """Nothing for a metric without."""
+        return {
+            child: [
+                None if found is None else MetricExemplar(found.labels, found.value_s, self._unix_s(found.at_ns))
+                for found in shelf.newest
+            ]
+            for child, shelf in self._shelves.get(row.name, {}).items()
+        }
 
     def _unix_s(self, at_ns: int) -> float:
         """The same for the same stamp, always: a scraper would take another time for another exemplar."""
@@ -239,7 +249,7 @@ def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> 
         series = [*constant, child] if row.label else constant
         if isinstance(metric, HistogramMetricFamily):
             assert isinstance(value, Histogram)
-            metric.add_metric(series, _buckets(value, exemplars), value.total)
+            metric.add_metric(series, _buckets(value, exemplars.get(child, ())), value.total)
         else:
             assert isinstance(value, int | float)
             metric.add_metric(series, value)
@@ -262,7 +272,7 @@ def _empty(
             return InfoMetricFamily(row.name.removesuffix("_info"), row.help, labels=labels)
 
 
-def _buckets(histogram: Histogram, exemplars: Exemplars) -> list[Bucket]:
+def _buckets(histogram: Histogram, exemplars: Sequence[MetricExemplar | None]) -> list[Bucket]:
     bounds = (*map(repr, histogram.bounds), "+Inf")
     buckets: list[Bucket] = list(zip(bounds, histogram.cumulative_counts(), strict=True))
     for index, exemplar in enumerate(exemplars):

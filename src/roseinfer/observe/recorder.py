@@ -207,9 +207,15 @@ class FlightRecorder(WriteObserver):
 
         A request counts when it ended later than that step began, or has not ended.
         """
-        self._take_interruptions()
         steps = self._steps.newest(num_steps)
-        begin_ns = 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0])
+        return self._captured(steps, 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0]), trigger)
+
+    def capture_since(self, begin_ns: int) -> Capture:
+        """The same of what ended later than a moment of the monotonic clock."""
+        return self._captured(self._steps.since("end_ns", begin_ns), begin_ns, trigger="")
+
+    def _captured(self, steps: StructArray, begin_ns: int, trigger: str) -> Capture:
+        self._take_interruptions()
         finished = [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)]
         interruptions = self._interruptions.newest()
         writes = self._writes.since("written_ns", begin_ns)

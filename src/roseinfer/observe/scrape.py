@@ -59,12 +59,12 @@ def grown_by_label(newer: Page, older: Page, name: str, label: str) -> dict[str,
     return {child: count for child, count in growth.items() if count > 0}
 
 
-def between(newer: Page, older: Page, name: str) -> Histogram:
-    """The observations of a histogram that came between two pages."""
+def between(newer: Page, older: Page, name: str, **labels: str) -> Histogram:
+    """The observations of a histogram's series that came between two pages; `labels` are all but `le`."""
     bounds = {float(bound): bound for bound in newer.by_label(f"{name}_bucket", "le")}
     ladder = sorted(bounds)
     histogram = Histogram([bound for bound in ladder if bound < math.inf])
-    cumulative = [int(grown(newer, older, f"{name}_bucket", le=bounds[bound])) for bound in ladder]
+    cumulative = [int(grown(newer, older, f"{name}_bucket", le=bounds[bound], **labels)) for bound in ladder]
     if cumulative:
         histogram.counts = [count - below for count, below in zip(cumulative, [0, *cumulative], strict=False)]
     return histogram

@@ -3,6 +3,7 @@
 Telemetry libraries stay out of here: `metrics.py` turns rows and values into theirs.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,6 +28,7 @@ class ServerState:
     last_step_unix_s: float = 0.0
     num_received: int = 0
     num_finished: int = 0
+    num_refusals: Counter[str] = field(default_factory=Counter)  # by code
     num_refused_intervals: int = 0
     num_dropped_log_lines: int = 0
     gap_ns: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))

@@ -18,7 +18,7 @@ from typing import Protocol
 from roseinfer.config import Config, TracingConfig
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo
-from roseinfer.observe import exemplars, intervals, semconv, spans
+from roseinfer.observe import exemplars, semconv, spans
 from roseinfer.observe.attribution import Attribution
 from roseinfer.observe.causes import Gap
 from roseinfer.observe.measures import NS_PER_S
@@ -131,9 +131,9 @@ class Tracing(Observer):
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def _is_slow(self, timeline: RequestTimeline) -> bool:
-        """It ended badly, or was late with its first token. Slow gaps were told before."""
-        first_token_ns = intervals.time_to_first_token_ns(timeline)
-        is_late = first_token_ns is not None and first_token_ns > self._slow_ttft_ns
+        """It ended badly, or was late with its first token, streamed or not. Slow gaps were told before."""
+        firsts_ns = (timeline.write_ns if timeline.is_streamed else timeline.token_ns)[:1]
+        is_late = any(first_ns - timeline.recv_ns > self._slow_ttft_ns for first_ns in firsts_ns)
         return is_late or timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
 
     def _note_slow_step(self, step_id: int) -> None:

@@ -8,6 +8,7 @@ from roseinfer import __version__
 from roseinfer.errors import UnknownModel, UnknownRequest
 from roseinfer.records import LifecycleState
 from roseinfer.server import debug_guard
+from roseinfer.server.body import refuse_body
 from roseinfer.server.middleware import CALLER
 from roseinfer.server.service import SERVICE, Service
 
@@ -90,6 +91,7 @@ async def abort_request(request: web.Request) -> web.Response:
 
     A request that came with another API key is as unknown as one that never was.
     """
+    await refuse_body(request)
     request_id, caller = request.match_info["id"], request.get(CALLER)
     if not request.app[SERVICE].abort(request_id, caller):
         raise UnknownRequest("No request with this id is being answered.", param="id")

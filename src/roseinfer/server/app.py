@@ -3,7 +3,16 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.server import admin, chat, completions, debug_guard, middleware, openapi, text_endpoints
+from roseinfer.server import (
+    admin,
+    chat,
+    completions,
+    debug_guard,
+    debug_question,
+    middleware,
+    openapi,
+    text_endpoints,
+)
 from roseinfer.server.guarded_port import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import SERVICE, Service
@@ -32,7 +41,7 @@ def build_ops_app(service: Service, instruments: Instruments) -> web.Application
     """The operations port: probes and metrics again, for the cluster's own network, without a key; and `/debug/*`."""
     routes = [web.get("/", admin.list_paths), *_operations(instruments.metrics), *instruments.debug_routes]
     app = _application(service, routes)
-    app.middlewares.append(debug_guard.guard)
+    app.middlewares.extend((debug_guard.guard, debug_question.check))
     return app
 
 
@@ -65,4 +74,5 @@ def _application(service: Service, routes: list[web.RouteDef]) -> web.Applicatio
 
 def build_runner(app: web.Application, shutdown_timeout_s: float) -> GuardedRunner:
     """The application as it meets the network."""
-    return GuardedRunner(app, app[SERVICE].config, shutdown_timeout_s)
+    service = app[SERVICE]
+    return GuardedRunner(app, service.config, service.observer.on_refusal, shutdown_timeout_s)

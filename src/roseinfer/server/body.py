@@ -5,9 +5,9 @@ import time
 
 from aiohttp import web
 
-from roseinfer.errors import BodyTimeout, BodyTooLarge, MalformedRequest, NotJSON, UnknownModel
+from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, MalformedRequest, NotJSON, UnknownModel
 from roseinfer.server.exchange import EXCHANGE
-from roseinfer.server.long_body import check_num_values
+from roseinfer.server.long_body import check_num_values, check_num_values_within
 from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE
 from roseinfer.server.wire import BodyT, GenerationBody, parse_body
@@ -42,9 +42,21 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     return body
 
 
+async def refuse_body(request: web.Request) -> None:
+    """For a path that takes none. Raises InvalidRequest for a single byte of it, or BodyTimeout."""
+    if not request.body_exists:
+        return
+    try:
+        await read_bytes(request, 0, request.app[SERVICE].config.body_timeout_s)
+    except BodyTooLarge:
+        raise InvalidRequest(f"{request.method} {request.path} takes no body.", param="body") from None
+
+
 def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
     check_num_values(raw, max_model_len)
-    return parse_body(raw, body_type)
+    body = parse_body(raw, body_type)
+    check_num_values_within(body.json_texts(), max_model_len)
+    return body
 
 
 def _check_media_type(request: web.Request) -> None:

@@ -3,14 +3,16 @@
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest, PromptTooLong
+from roseinfer.errors import InvalidRequest
+from roseinfer.prompt_name import PromptName
 from roseinfer.records import FinishReason
 from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta
@@ -21,9 +23,10 @@ from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.sse import NOTHING
 from roseinfer.server.structured import check_grammar, requested_grammar
 from roseinfer.server.tokenizer import INLINE_CHARS
-from roseinfer.server.tool_calls import CallPart, ToolCallParser
+from roseinfer.server.tool_calls import CallPart, Parts, ToolCallParser, in_pieces
 from roseinfer.server.tools import ToolUse, find_format
 from roseinfer.server.wire import ChatBody
+from roseinfer.server.wire_template import FIELD
 
 
 @generates_tokens("chat")
@@ -43,44 +46,40 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     wanted = requested_grammar(body) if tool_use is None else tool_use.grammar()
     await check_grammar(wanted, service.grammars)
     tools = None if tool_use is None else [tool.for_template() for tool in tool_use.tools]
-    with _naming_tools(has_tools=tools is not None):
-        job = Job(
-            body=body,
-            prompts=[await _encode_messages(body, tools, text_model, service.client.info.max_model_len)],
-            prompt_names=["messages"],
-            max_tokens=body.max_completion_tokens or body.max_tokens,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            num_sequences=body.n,
-            grammar=wanted and wanted[0],
-            limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-        )
-        return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
-
-
-@contextmanager
-def _naming_tools(*, has_tools: bool) -> Iterator[None]:
-    """The template writes tools into the prompt, so what is too long may be they, and not the messages."""
-    try:
-        yield
-    except PromptTooLong as error:
-        if not has_tools:
-            raise
-        message = error.message.replace("`messages`", "`messages` with `tools`")
-        raise PromptTooLong(message, param=error.param) from None
+    name, prompt = await _encode_messages(body, tools, text_model, service.client.info.max_model_len)
+    job = Job(
+        body=body,
+        prompts=[prompt],
+        prompt_names=[name],
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_sequences=body.n,
+        grammar=wanted and wanted[0],
+        limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+    )
+    return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
 
 
 async def _encode_messages(
     body: ChatBody, tools: Sequence[object] | None, text_model: TextModel, max_model_len: int
-) -> list[int]:
-    """The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong."""
+) -> tuple[PromptName, list[int]]:
+    """What the prompt is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong.
+
+    The template writes the special tokens itself, so none are added.
+    """
     template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
-    messages = [message.for_template() for message in body.messages]
-    if tools is None and sum(len(message.text) for message in body.messages) + len(messages) <= INLINE_CHARS:
-        text = template.render(messages)
+    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
+    variables = body.chat_template_kwargs
+    num_chars = sum(message.num_chars for message in body.messages) + len(msgspec.json.encode(variables))
+    if tools is None and num_chars + len(body.messages) <= INLINE_CHARS:
+        text = template.render(messages, variables=variables)
     else:
-        text = await tokenizer.off_loop(template.render, messages, tools)
-    [token_ids] = await tokenizer.encode_prompts([text], max_model_len, ["messages"], add_special_tokens=False)
-    return token_ids
+        text = await tokenizer.off_loop(template.render, messages, tools, variables)
+    # The template writes all of these into the prompt, so what is too long may be any of them.
+    written = {"tools": tools, FIELD: variables}
+    name = PromptName("messages", tuple(field for field, value in written.items() if value))
+    [token_ids] = await tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
+    return name, token_ids
 
 
 class ChatDialect:
@@ -110,14 +109,14 @@ class ChatDialect:
     def finish_reason(self, delta: Delta) -> str | None:
         return delta.finish_reason
 
-    def message(self, delta: Delta) -> dict[str, Any]:
+    async def message(self, delta: Delta) -> dict[str, Any]:
         """What the assistant answered."""
         return {"role": "assistant", "content": delta.text, "refusal": None}
 
-    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
+    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
         return {
             "index": delta.choice.index,
-            "message": self.message(delta),
+            "message": await self.message(delta),
             "logprobs": logprobs,
             "finish_reason": self.finish_reason(delta),
         }
@@ -127,19 +126,21 @@ class ToolDialect(ChatDialect):
     """The same where functions may be called: `tool_calls` beside the text, and as a finish reason."""
 
     def __init__(self, tool_use: ToolUse) -> None:
-        self._tool_use = tool_use
-        self._parsers: dict[int, ToolCallParser] = {}
+        self._parsers = defaultdict[int, ToolCallParser](tool_use.parser)  # by the index of the choice
 
-    def _read(self, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
-        """What is said and which calls are made in a delta; each delta is read once."""
-        parser = self._parsers.setdefault(delta.choice.index, self._tool_use.parser())
-        parts = parser.push(delta.text)
+    def _read(self, delta: Delta) -> Iterator[Parts]:
+        """What is said and which calls are made in a delta, as it is read; each delta is read once."""
+        parser = self._parsers[delta.choice.index]
+        for piece in in_pieces(delta.text):
+            yield parser.push(piece)
         if delta.finish_reason is not None:
-            parts.extend(parser.finish())
-        return parts.content, [_call(part) for part in parts.calls]
+            yield parser.finish()
 
     def payload(self, delta: Delta) -> bytes:
-        content, calls = self._read(delta)
+        parts = Parts()
+        for more in self._read(delta):
+            parts.extend(more)
+        content, calls = parts.content, [_call(part) for part in parts.calls]
         # Null, as OpenAI has it: a client that joins the pieces has null at the end too where nothing but calls came.
         told: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
         if content:
@@ -154,8 +155,13 @@ class ToolDialect(ChatDialect):
         has_whole_calls = parser.num_calls > 0 and not parser.is_cut
         return "tool_calls" if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
 
-    def message(self, delta: Delta) -> dict[str, Any]:
-        content, calls = self._read(delta)
+    async def message(self, delta: Delta) -> dict[str, Any]:
+        """Read with others having their turn between: the text is all that was generated."""
+        parts = Parts()
+        for more in self._read(delta):
+            parts.extend(more)
+            await asyncio.sleep(0)
+        content, calls = parts.content, [_call(part) for part in parts.calls]
         told: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
         if calls:
             told["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]

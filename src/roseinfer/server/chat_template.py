@@ -1,10 +1,11 @@
 """Turns a conversation into the prompt text its model was trained on. Knows no tokens.
 
 The template is the model's own, never the client's; it still runs in Jinja's immutable sandbox, with an output cap.
+A client may set variables that the template reads and the server does not give it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,8 +18,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.server.tokenizer_config import TokenizerConfig, read_json
+from roseinfer.server.wire_template import FIELD
 
 MAX_PROMPT_CHARS = 4 * 1024 * 1024  # twice the largest default body: more is a template that multiplies its input
+
+# Clients send these to every model. Without such a switch one reasons always or never, and neither value says which.
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # beside the special tokens, by name
+_NO_VARIABLES: Mapping[str, object] = {}
 
 # What messages of another shape than a template expects may raise in it, besides its own refusals.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -97,8 +105,12 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _compile(source, "model.path")
         self.source = source
-        self.knows_tools = "tools" in meta.find_undeclared_variables(_environment().parse(source))
+        environment = _environment()
+        reads = meta.find_undeclared_variables(environment.parse(source))
+        self.knows_tools = "tools" in reads
         self._special_tokens = dict(special_tokens)
+        self._given = {*_GIVEN, *special_tokens, *environment.globals}  # by the server, each time
+        self._variables = reads - self._given  # those that a client may set
 
     @classmethod
     def load(cls, directory: Path, chosen: str | None = None) -> "ChatTemplate | None":
@@ -107,23 +119,42 @@ class ChatTemplate:
         source = _checkpoint_template(directory, config) if chosen is None else chosen
         return None if source is None else cls(source, config.special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None) -> str:
-        """The prompt up to the place where the assistant speaks. Raises InvalidRequest when the template refuses."""
-        return self._render(messages, tools, is_open=True)
-
-    def render_closed(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The conversation alone, with nobody asked to speak."""
-        return self._render(messages, None, is_open=False)
-
-    def _render(
-        self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None, *, is_open: bool
+    def render(
+        self,
+        messages: Iterable[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        variables: Mapping[str, object] = _NO_VARIABLES,
     ) -> str:
+        """The prompt up to the place where the assistant speaks, with a client's variables.
+
+        Messages may be made as they are gone through, in the thread that renders.
+        Raises InvalidRequest when the template refuses the messages, or has no use for a variable.
+        """
+        return self._render(variables, messages=list(messages), tools=tools, add_generation_prompt=True)
+
+    def render_closed(
+        self, messages: Iterable[Mapping[str, object]], variables: Mapping[str, object] = _NO_VARIABLES
+    ) -> str:
+        """The conversation alone, with nobody asked to speak."""
+        return self._render(variables, messages=list(messages), tools=None, add_generation_prompt=False)
+
+    def _check(self, variables: Mapping[str, object]) -> None:
+        """What is misspelt would do nothing, and nobody would know. Raises InvalidRequest that names the variable."""
+        for name in variables:
+            param = f"{FIELD}.{name}"
+            if name in self._given:
+                raise InvalidRequest(f"`{param}`: The server gives the template this variable itself.", param=param)
+            if name not in self._variables and name not in SWITCHES:
+                known = ", ".join(f"`{known}`" for known in sorted(self._variables)) or "none"
+                message = f"`{param}`: This model's chat template has no such variable; those to be set: {known}."
+                raise InvalidRequest(message, param=param)
+
+    def _render(self, variables: Mapping[str, object], **given: object) -> str:
+        self._check(variables)
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate(
-                messages=messages, add_generation_prompt=is_open, tools=tools, documents=None, **self._special_tokens
-            ):
+            for piece in self._template.generate({**variables, **self._special_tokens, "documents": None, **given}):
                 num_chars += len(piece)
                 if num_chars > MAX_PROMPT_CHARS:
                     raise InvalidRequest(
@@ -131,7 +162,8 @@ class ChatTemplate:
                     )
                 pieces.append(piece)
         except _REFUSALS as error:
-            raise InvalidRequest(f"The chat template refused the messages: {error}.", param="messages") from None
+            refused = f"the messages with `{FIELD}`" if variables else "the messages"
+            raise InvalidRequest(f"The chat template refused {refused}: {error}.", param="messages") from None
         return "".join(pieces)
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from roseinfer.errors import EngineError, EngineFailed, QueueTimeout, RequestTimeout, SequenceFailed
 from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
-from roseinfer.records import Arrival, EngineTimes, FinishReason, RequestTimeline
+from roseinfer.records import Arrival, FinishReason, RequestTimeline
 from roseinfer.server.detokenizer import Detokenizer, text_offsets
 from roseinfer.server.scores import Columns, ScoredToken, Scores
 from roseinfer.server.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ class Choice:
         if self._telling.is_prompt_only:
             if output.finish_reason is not None:
                 reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
-                self._end(reason, output.times)
+                self._end(reason, output)
             return
         self.sum_logprobs += sum(max(MIN_LOGPROB, entry.logprob) for entry in output.logprobs or ())
         has_silent_end = output.stop_token_id is not None and not self._telling.includes_stop
@@ -114,7 +114,7 @@ class Choice:
                 offset = self._num_echoed_chars + self._detokenizer.num_chars
                 self._score(token_id, offset, output.logprobs[position], is_end=True)
         if output.finish_reason is not None:
-            self._end(output.finish_reason, output.times)
+            self._end(output.finish_reason, output)
 
     def _take_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Whether the token completed a stop string."""
@@ -156,19 +156,23 @@ class Choice:
             top = self._likeliest(ids, values)
             yield ScoredToken(spell(token_id), offset, max(MIN_LOGPROB, logprob), top)
 
-    def _end(self, reason: FinishReason, times: EngineTimes | None) -> None:
+    def _end(self, reason: FinishReason, output: TokenOutput) -> None:
         if reason not in {FinishReason.STOP, FinishReason.LENGTH}:
-            raise self._failure(reason, has_begun=times is None or times.scheduled_ns > 0)
+            self.timeline.grammar_error = output.grammar_error
+            raise self._failure(reason, output)
         if text := self._detokenizer.flush():
             self._text.append(text)
         self._finish(FinishReason.STOP if self._detokenizer.stopped else reason)
 
-    def _failure(self, reason: FinishReason, *, has_begun: bool) -> EngineError:
+    def _failure(self, reason: FinishReason, output: TokenOutput) -> EngineError:
+        has_begun = output.times is None or output.times.scheduled_ns > 0
         if reason is FinishReason.TIMEOUT and not has_begun:
             message = "The engine could not begin the request in the time it was given."
             return QueueTimeout(message, param=self._telling.waits_by)
         if reason is FinishReason.TIMEOUT:
             return RequestTimeout("The request ran past its deadline.", param="timeout_s")
+        if output.grammar_error:
+            return SequenceFailed("The grammar met a limit of the library that follows it.")
         if reason is FinishReason.ERROR:
             return SequenceFailed("The model could not compute this sequence.")
         return EngineFailed("The engine ended the request before it was complete.")

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.errors import InvalidRequest, PromptTooLong
+from roseinfer.prompt_name import PromptName
 from roseinfer.server.body import read_body
 from roseinfer.server.choice import Delta, Echo
 from roseinfer.server.exchange import generates_tokens
@@ -79,33 +80,33 @@ def _check_length(prompt: str | Sequence[PromptPart], max_model_len: int) -> Non
 
 async def _encode_prompts(
     body: CompletionBody, tokenizer: Tokenizer, max_model_len: int
-) -> tuple[list[str], list[list[int]]]:
+) -> tuple[list[PromptName], list[list[int]]]:
     """What each prompt is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong."""
-    prompt = body.prompt
+    prompt, names = body.prompt, [PromptName("prompt")]
     if isinstance(prompt, str):
-        _check_texts(["prompt"], [prompt])
-        return ["prompt"], await tokenizer.encode_prompts([prompt], max_model_len, ["prompt"], add_special_tokens=True)
+        _check_texts(names, [prompt])
+        return names, await tokenizer.encode_prompts([prompt], max_model_len, names, add_special_tokens=True)
     token_ids = [part for part in prompt if isinstance(part, int)]
     texts = [part for part in prompt if isinstance(part, str)]
     id_lists = [part for part in prompt if isinstance(part, list)]
     if len(prompt) not in {len(token_ids), len(texts), len(id_lists)}:
         raise InvalidRequest("`prompt` mixes texts, token ids and lists.", param="prompt")
     if token_ids or not prompt:
-        return ["prompt"], [token_ids]
+        return names, [token_ids]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"`prompt` holds more than {MAX_PROMPTS} prompts.", param="prompt")
-    names = [f"prompt[{i}]" for i in range(len(prompt))]
+    names = [PromptName(f"prompt[{i}]") for i in range(len(prompt))]
     if id_lists:
         return names, id_lists
     _check_texts(names, texts)
     return names, await tokenizer.encode_prompts(texts, max_model_len, names, add_special_tokens=True)
 
 
-def _check_texts(names: list[str], texts: list[str]) -> None:
+def _check_texts(names: list[PromptName], texts: list[str]) -> None:
     """An empty text has nothing to continue, also where the vocabulary puts a token before every text."""
     for name, text in zip(names, texts, strict=True):
         if not text:
-            raise InvalidRequest(f"`{name}` is empty.", param=name)
+            raise InvalidRequest(f"{name} is empty.", param=name.param)
 
 
 class CompletionDialect:
@@ -133,7 +134,7 @@ class CompletionDialect:
     def finish_reason(self, delta: Delta) -> str | None:
         return delta.finish_reason
 
-    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
+    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
         return {
             "index": delta.choice.index,
             "text": delta.text,

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest, UnknownRequest
+from roseinfer.errors import UnknownRequest
 from roseinfer.server.body import read_bytes
+from roseinfer.server.debug_question import integer_of
 from roseinfer.server.service import SERVICE
 
 DEFAULT_STEPS = 500
@@ -50,8 +51,8 @@ class FlightView(Protocol):
     def steps(self, limit: int) -> Callable[[], bytes]:
         """The last steps, as JSON."""
 
-    def recording(self) -> Callable[[], bytes]:
-        """Everything, as a file."""
+    def recording(self, since_ns: int) -> Callable[[], bytes]:
+        """Everything that ended after a moment of the monotonic clock, as a file."""
 
     def trace(self, limit: int) -> Callable[[], bytes]:
         """The last steps and their requests in Chrome's trace format."""
@@ -97,8 +98,8 @@ class _Handlers:
     async def steps(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(self._view.steps(self._limit(request, 100))))
 
-    async def recording(self, _request: web.Request) -> web.Response:
-        content = await self._off_loop(self._view.recording())
+    async def recording(self, request: web.Request) -> web.Response:
+        content = await self._off_loop(self._view.recording(_since_ns(request)))
         return _download(content, "application/octet-stream", "roseinfer-recording.npz")
 
     async def trace(self, request: web.Request) -> web.Response:
@@ -107,7 +108,7 @@ class _Handlers:
 
     async def timeline(self, request: web.Request) -> web.Response:
         limit = self._limit(request, DEFAULT_STEPS)
-        since = (integer_of(request, "since", 0, 0, 2**62), integer_of(request, "since_ns", 0, 0, 2**62))
+        since = (integer_of(request, "since", 0, 0, 2**62), _since_ns(request))
         return _json(await self._off_loop(self._view.timeline(limit, *since)))
 
     async def view_recording(self, request: web.Request) -> web.Response:
@@ -129,14 +130,8 @@ class _Handlers:
         return integer_of(request, "limit", min(default, self._view.max_steps), 1, self._view.max_steps)
 
 
-def integer_of(request: web.Request, name: str, default: int, least: int, most: int) -> int:
-    """A number of the query. Raises InvalidRequest that names it."""
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
-        raise InvalidRequest(f"`{name}` must be a whole number from {least} to {most}.", param=name)
-    return int(text)
+def _since_ns(request: web.Request) -> int:
+    return integer_of(request, "since_ns", 0, 0, 2**62)
 
 
 def _json(content: bytes) -> web.Response:

@@ -69,7 +69,7 @@ class Exchange:
         self._task = task
         self._interruption: RoseinferError | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        self._is_submitted = False
+        self.is_submitted = False  # the engine has been asked
         client.open_timeline(self.timelines[0])
 
     @property
@@ -131,7 +131,7 @@ class Exchange:
         for timeline, length in zip(self.timelines, prompt_lengths, strict=True):
             timeline.num_prompt_tokens = length
             timeline.is_streamed = is_streamed
-        self._is_submitted = True
+        self.is_submitted = True
         self._unset_alarm()
         if self.deadline_ns is not None:
             error = RequestTimeout("The request ran past its deadline.", param="timeout_s")
@@ -186,12 +186,12 @@ class Exchange:
     def fail(self, error: RoseinferError) -> None:
         """Sequences that have not finished end with `error`; from here on nothing interrupts."""
         self._interruption = self._interruption or error
-        if not self._is_submitted:
-            self._finish(FinishReason.REJECTED, error.code or "internal_error")
+        if not self.is_submitted:
+            self._finish(FinishReason.REJECTED, error.told_code)
         elif isinstance(error, RequestTimeout):
             self._finish(FinishReason.TIMEOUT, error.code or "")
         elif isinstance(error, EngineError) or error.code is None:
-            self._finish(FinishReason.ERROR, error.code or "internal_error")
+            self._finish(FinishReason.ERROR, error.told_code)
         else:
             self._finish(FinishReason.ABORT, error.code)
 

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
+from roseinfer.prompt_name import PromptName
 from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
@@ -49,8 +50,8 @@ class Dialect(Protocol):
     def finish_reason(self, delta: Delta) -> str | None:
         """How the choice ended, if it has, in OpenAI's words; asked for after `payload`."""
 
-    def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> object:
-        """A choice of an unstreamed reply, ready for JSON."""
+    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> object:
+        """A choice of an unstreamed reply, ready for JSON; read in pieces where reading takes long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Job:
 
     body: GenerationBody
     prompts: list[list[int]]
-    prompt_names: list[str]  # what each is called in an error
+    prompt_names: list[PromptName]
     max_tokens: int | None  # None: as many as the context leaves; 0: the prompt alone is told
     num_logprobs: int | None
     num_sequences: int  # of each prompt; the best `n` are told
@@ -292,7 +293,7 @@ class _Reply:
             object=self._dialect.reply_object,
             created=self._created,
             model=self._model_name,
-            choices=[self._dialect.choice(delta, await delta.encode_scores()) for delta in deltas],
+            choices=[await self._dialect.choice(delta, await delta.encode_scores()) for delta in deltas],
             usage=generation.usage(),
         )
         headers = {}

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import resource
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import islice
 from typing import Any
 
@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
-from roseinfer.server.middleware import error_response
+from roseinfer.server.middleware import error_response, request_id_of
 
 MAX_LINE_BYTES = 8190  # of the request line, and of one header
 MAX_HEADERS = 128
@@ -169,8 +169,15 @@ class Connection(web.RequestHandler):
             error = HeadTooLarge(f"The head has more than {MAX_HEADERS} headers.")
         else:
             error = MalformedRequest(f"This cannot be read as an HTTP request: {_first_line(message or '')}.")
-        _log.info("refused what is no HTTP request", extra={"peer": self.peer, "reason": error.message})
-        response = error_response(error)
+        return self.refuse(request, error)
+
+    def refuse(self, request: web.BaseRequest, error: RoseinferError) -> web.Response:
+        """The answer to a head that no handler gets, with an id as every answer has one."""
+        request_id = request_id_of(request)
+        facts = {"request_id": request_id, "peer": self.peer, "reason": error.message}
+        _log.info("answered without a handler", extra=facts)
+        self._guard.on_refusal(error.told_code)
+        response = error_response(error, {"X-Request-Id": request_id})
         response.force_close()
         return response
 
@@ -193,8 +200,10 @@ def _first_line(text: str) -> str:
 class Guard:
     """All the connections of one port."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, on_refusal: Callable[[str], None]) -> None:
+        """`on_refusal` is told the code of each answer to a head that no handler gets."""
         self._config = config
+        self.on_refusal = on_refusal
         self.handshake_timeout_s = config.head_timeout_s  # it is part of the head
         self.max_connections = min(config.max_connections, _spare_descriptors())
         self._connections: set[Connection] = set()

@@ -15,7 +15,6 @@ from aiohttp import web
 from roseinfer.config import ServerConfig
 from roseinfer.errors import UnmetExpectation
 from roseinfer.server.guard import LONGEST_CHECK_S, MAX_HEADERS, MAX_LINE_BYTES, Connection, Guard
-from roseinfer.server.middleware import error_response
 from roseinfer.server.tls import Certificate
 
 LINGER_S = 5.0  # for the rest of a body that was refused: closing at once would take the answer away with it
@@ -93,9 +92,7 @@ def _answering(handle: Handle) -> Handle:
         connection.begin(request.content)
         try:
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-                refusal = error_response(UnmetExpectation("No such expectation can be met.", param="Expect"))
-                refusal.force_close()
-                return refusal
+                return connection.refuse(request, UnmetExpectation("No such expectation can be met.", param="Expect"))
             response = await handle(request)
             if request.content.exception() is not None:
                 response.force_close()  # nobody can tell where the next request would begin
@@ -109,9 +106,11 @@ def _answering(handle: Handle) -> Handle:
 class GuardedRunner(web.AppRunner):
     """An application behind a guard."""
 
-    def __init__(self, app: web.Application, config: ServerConfig, shutdown_timeout_s: float) -> None:
+    def __init__(
+        self, app: web.Application, config: ServerConfig, on_refusal: Callable[[str], None], shutdown_timeout_s: float
+    ) -> None:
         super().__init__(app, shutdown_timeout=shutdown_timeout_s)
-        self.guard = Guard(config)
+        self.guard = Guard(config, on_refusal)
         app.cleanup_ctx.append(self.guard.watching)
         self._options: dict[str, Any] = {
             "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that

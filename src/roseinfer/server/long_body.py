@@ -1,9 +1,11 @@
-"""Turns a long body into a refusal, if it holds more values than any request needs. Decodes none of them.
+"""Turns a long body, or JSON within it, into a refusal if it holds more values than any request needs. Decodes none.
 
 Decoding and checking a value takes some tens of nanoseconds, in which no other thread of the process runs: a body of
 two megabytes can hold a million, and then neither a stream nor a probe is answered for a tenth of a second. Counting
 them first takes a few milliseconds, in steps between which the event loop gets its turn.
 """
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -14,9 +16,28 @@ FEW_VALUES = 1 << 16  # beside those of prompts as long as the context: 64 promp
 
 def check_num_values(raw: bytes | bytearray, max_model_len: int) -> None:
     """Raise PromptTooLong or InvalidRequest where a body holds more values than FEW_VALUES and two contexts."""
-    limit = FEW_VALUES + 2 * max_model_len
+    limit = _limit(max_model_len)
     if _num_separators(raw) > limit and _num_values(raw, limit) > limit:
         raise _refusal(raw, limit, max_model_len)
+
+
+def check_num_values_within(texts: Iterable[tuple[str, str]], max_model_len: int) -> None:
+    """The same of texts in a body that are JSON and will be decoded, each behind its name; all together hold as many.
+
+    They cannot be counted before the body is decoded: there a bracket may be written as six characters.
+    """
+    limit = _limit(max_model_len)
+    raws = {name: text.encode(errors="surrogatepass") for name, text in texts}
+    if sum(map(_num_separators, raws.values())) <= limit:
+        return
+    if sum(_num_values(raw, limit) for raw in raws.values()) > limit:
+        name = max(raws, key=lambda name: len(raws[name]))
+        message = f"`{name}` is too long: all the JSON in the texts of a body holds at most {limit} values."
+        raise InvalidRequest(message, param=name)
+
+
+def _limit(max_model_len: int) -> int:
+    return FEW_VALUES + 2 * max_model_len
 
 
 def _num_separators(json: bytes | bytearray) -> int:

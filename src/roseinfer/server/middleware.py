@@ -49,8 +49,7 @@ _log = logging.getLogger(__name__)
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Step 1: give the request its id, and the log one line when it has ended."""
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request[REQUEST_ID] = request_id_of(request)
     start = time.monotonic()
     status = CLIENT_CLOSED
     try:
@@ -72,6 +71,12 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
                 "api_key": request[CALLER].name if CALLER in request else None,
             },
         )
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """The one that the client gave, if it has an acceptable form, or a new one."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _trace_id(request: web.Request) -> str | None:
@@ -142,14 +147,23 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:  # noqa: BLE001 - one of the three places that catch all: it is logged, and told as ours
         _log.exception("unexpected error", extra={"request_id": request[REQUEST_ID]})
         failure = RoseinferError("Something went wrong inside the server; its log says more under this request's id.")
+    failure.__traceback__ = None  # its frames know what was asked and this one it: all would stay until a collection
     if isinstance(failure, QueueTimeout):
         failure.retry_after_s = request.app[SERVICE].client.backlog.retry_after_s(priority=0)
-    if exchange is None:
-        return error_response(failure, headers)
-    exchange.fail(failure)
-    if exchange.stream is None:
-        return error_response(failure, headers, exchange.ledgers() if exchange.wants_ledger else None)
-    return await _end_stream(request, exchange.stream, failure)
+    _tell(request, failure)
+    if exchange is not None and exchange.stream is not None:
+        return await _end_stream(request, exchange.stream, failure)
+    ledgers = exchange.ledgers() if exchange is not None and exchange.wants_ledger else None
+    return error_response(failure, headers, ledgers)
+
+
+def _tell(request: web.Request, failure: RoseinferError) -> None:
+    """End its exchange, if it has one. What the engine has not heard of is a refusal, and counts as one."""
+    exchange = request.get(EXCHANGE)
+    if exchange is not None:
+        exchange.fail(failure)
+    if exchange is None or not exchange.is_submitted:
+        request.app[SERVICE].observer.on_refusal(failure.told_code)
 
 
 def error_response(

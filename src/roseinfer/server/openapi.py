@@ -24,12 +24,11 @@ _REF = "#/components/schemas/{name}"
 _ANY = (errors.MalformedRequest, errors.UnmetExpectation, errors.HeadTooLarge)  # whatever the path
 _KEYED = (*_ANY, errors.Unauthorized)
 _BODY = (*_KEYED, errors.InvalidRequest, errors.UnknownModel, errors.BodyTimeout, errors.BodyTooLarge, errors.NotJSON)
-_TEXT = (*_BODY, errors.NotReady)
+_TEXT = (*_BODY, errors.NotReady, errors.Overloaded)  # of which one more long body may be too many
 _TOKENS = (
     *_TEXT,
     errors.PromptTooLong,
     errors.RequestAborted,
-    errors.Overloaded,
     errors.EngineFailed,
     errors.SequenceFailed,
     errors.EngineDead,

@@ -11,7 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from roseinfer.messages import MAX_PROFILE_STEPS, ProfileEnded
-from roseinfer.server.debug import integer_of
+from roseinfer.server.debug_question import integer_of
 from roseinfer.server.service import SERVICE
 
 DEFAULT_STEPS = 20

@@ -20,7 +20,7 @@ class GrammarCheck(Protocol):
     """Whoever knows whether a grammar can be used: `grammar/checker.py`."""
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
-        """Raises InvalidRequest that names the field `param`, at once or from the future; Overloaded at once."""
+        """Raises Overloaded at once; at once or from the future InvalidRequest that names the field, or NotReady."""
 
 
 def requested_grammar(body: GenerationBody) -> tuple[Grammar, str] | None:
@@ -39,26 +39,28 @@ def _of_response_format(body: GenerationBody) -> tuple[Grammar, str] | None:
         return None
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         return Grammar("json_schema", _ANY_OBJECT), "response_format"
-    return Grammar("json_schema", dump(wanted.json_schema.schema)), "response_format.json_schema.schema"
+    param = "response_format.json_schema.schema"
+    return Grammar("json_schema", dump(wanted.json_schema.schema, param)), param
 
 
 def _of_structured_outputs(body: GenerationBody) -> tuple[Grammar, str] | None:
     wanted = body.structured_outputs
     assert wanted is not None
     if wanted.json is not None:
-        schema = wanted.json if isinstance(wanted.json, str) else dump(wanted.json)
-        return Grammar("json_schema", schema), "structured_outputs.json"
+        param = "structured_outputs.json"
+        return Grammar("json_schema", wanted.json if isinstance(wanted.json, str) else dump(wanted.json, param)), param
     if wanted.regex is not None:
         return Grammar("regex", wanted.regex), "structured_outputs.regex"
     if wanted.choice is not None:
-        return Grammar("choice", dump(wanted.choice)), "structured_outputs.choice"
+        param = "structured_outputs.choice"
+        return Grammar("choice", dump(wanted.choice, param)), param
     if wanted.grammar is not None:
         return Grammar("lark", wanted.grammar), "structured_outputs.grammar"
     return Grammar("json_schema", _ANY_OBJECT), "structured_outputs.json_object"
 
 
 async def check_grammar(wanted: tuple[Grammar, str] | None, check: GrammarCheck | None) -> None:
-    """Raises InvalidRequest that names the field of a grammar that cannot be used."""
+    """Raises InvalidRequest that names the field of a grammar that cannot be used, Overloaded or NotReady."""
     if wanted is None:
         return
     grammar, param = wanted
@@ -67,6 +69,12 @@ async def check_grammar(wanted: tuple[Grammar, str] | None, check: GrammarCheck 
     await asyncio.wrap_future(check.check(grammar, param))
 
 
-def dump(schema: object) -> str:
-    """As JSON; what it stands for may be no valid schema."""
-    return msgspec.json.encode(schema).decode()
+def dump(schema: object, param: str) -> str:
+    """As JSON; what it stands for may be no valid schema. Raises InvalidRequest that names the field `param`.
+
+    What a thread with a short stack has decoded may be nested too deeply for the stack of a handler.
+    """
+    try:
+        return msgspec.json.encode(schema).decode()
+    except RecursionError:
+        raise InvalidRequest(f"`{param}` is nested too deeply.", param=param) from None

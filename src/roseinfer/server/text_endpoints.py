@@ -1,6 +1,8 @@
 """POST /tokenize and /detokenize: text into token ids and back, as a generation endpoint would. Knows no engine."""
 
-from collections.abc import Callable, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -9,13 +11,14 @@ from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import TokenId
-from roseinfer.server.body import read_body
+from roseinfer.server.body import INLINE_BYTES, read_body
 from roseinfer.server.replies import DetokenizeReply, TokenizeReply
 from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.server.tokenizer import INLINE_CHARS, Tokenizer
 from roseinfer.server.wire import ModelBody
-from roseinfer.server.wire_messages import Message
+from roseinfer.server.wire_messages import Message, earlier_arguments
+from roseinfer.server.wire_template import FIELD, TemplateVariables
 
 # Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose
 # spelling is `"\u0000",` at worst.
@@ -39,7 +42,11 @@ class TokenizeBody(ModelBody, frozen=True, kw_only=True):
     add_generation_prompt: Annotated[
         bool, Meta(description="End the conversation with what makes the assistant speak. Needs `messages`.")
     ] = True
+    chat_template_kwargs: TemplateVariables = msgspec.field(default_factory=dict)
     return_token_strs: Annotated[bool, Meta(description="Also spell out each token.")] = False
+
+    def json_texts(self) -> Iterable[tuple[str, str]]:
+        return earlier_arguments(self.messages or ())
 
 
 class DetokenizeBody(ModelBody, frozen=True, kw_only=True):
@@ -68,13 +75,15 @@ async def _text(body: TokenizeBody, text_model: TextModel) -> str:
     if body.prompt is not None:
         if not body.add_generation_prompt:
             raise InvalidRequest("`add_generation_prompt` needs `messages`.", param="add_generation_prompt")
+        if body.chat_template_kwargs:
+            raise InvalidRequest(f"`{FIELD}` needs `messages`.", param=FIELD)
         return body.prompt
     if body.messages is None:
         raise InvalidRequest("Missing field `prompt` or `messages`.", param="prompt")
     template = text_model.require_chat_template()
-    messages = [message.for_template() for message in body.messages]
+    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
     render = template.render if body.add_generation_prompt else template.render_closed
-    return await text_model.tokenizer.off_loop(render, messages)
+    return await text_model.tokenizer.off_loop(partial(render, messages, variables=body.chat_template_kwargs))
 
 
 def _tokenized(
@@ -107,23 +116,42 @@ async def _tell(request: web.Request, content: bytes) -> web.StreamResponse:
     return response
 
 
-async def detokenize(request: web.Request) -> web.Response:
-    """The text that token ids stand for, special tokens spelled out. Raises InvalidRequest."""
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """The text that token ids stand for, special tokens spelled out. Raises InvalidRequest or Overloaded."""
+    content = await _detokenized(request)
+    if len(content) > INLINE_BYTES:  # shorter answers are bounded by the number of connections, as shorter bodies are
+        request[PLACE].hold(len(content))
+    return await _tell(request, content)
+
+
+async def _detokenized(request: web.Request) -> bytes:
     service = request.app[SERVICE]
     tokenizer, vocab_size = service.text_model.tokenizer, service.client.info.vocab_size
     body = await read_body(request, DetokenizeBody)
     if len(body.tokens) <= INLINE_CHARS:
-        return _json(_spelled(tokenizer, body.tokens, vocab_size))
-    return _json(await tokenizer.off_loop(_spelled, tokenizer, body.tokens, vocab_size))
+        return _spelled(tokenizer, body.tokens, vocab_size)
+    return await tokenizer.off_loop(_spelled, tokenizer, body.tokens, vocab_size)
 
 
 def _spelled(tokenizer: Tokenizer, token_ids: list[int], vocab_size: int) -> bytes:
+    """A DetokenizeReply, encoded in pieces: no other thread runs while one is."""
     for position, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
             where = f"tokens[{position}]"
             raise InvalidRequest(f"`{where}`: {token_id} is no token; the vocabulary has {vocab_size}.", param=where)
-    text = b"".join(map(tokenizer.spell, token_ids)).decode(errors="replace")
-    return msgspec.json.encode(DetokenizeReply(text))
+    decoder = getincrementaldecoder("utf-8")("replace")
+    [name] = DetokenizeReply.__struct_fields__
+    told = [b'{"%b":"' % name.encode()]
+    for start in range(0, len(token_ids), PIECE):
+        piece = b"".join(map(tokenizer.spell, token_ids[start : start + PIECE]))
+        told.append(_within_quotes(decoder.decode(piece)))
+    told += [_within_quotes(decoder.decode(b"", final=True)), b'"}']
+    return b"".join(told)
+
+
+def _within_quotes(text: str) -> bytes:
+    """As a part of a JSON string."""
+    return msgspec.json.encode(text)[1:-1]
 
 
 def _json(content: bytes) -> web.Response:

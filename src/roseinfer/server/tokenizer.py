@@ -19,6 +19,7 @@ from tokenizers import processors
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptTooLong
 from roseinfer.priority import be_nicer_in_this_thread
+from roseinfer.prompt_name import PromptName
 from roseinfer.server import memory
 from roseinfer.server.text_bounds import most_chars_per_token
 from roseinfer.server.tokenizer_config import TokenizerConfig
@@ -79,7 +80,7 @@ class Tokenizer:
             inner.post_processor = _frame(inner, config)
         return cls(inner, _spelling(decoder), content)
 
-    def check_length(self, texts: Sequence[str], max_model_len: int, names: Sequence[str]) -> None:
+    def check_length(self, texts: Sequence[str], max_model_len: int, names: Sequence[PromptName]) -> None:
         """Raise PromptTooLong for a text that is so long that it need not be encoded to know that it does not fit."""
         if self._most_chars_per_token is None:
             return
@@ -87,12 +88,12 @@ class Tokenizer:
             if len(text) > self._most_chars_per_token * max_model_len:
                 message = (
                     f"This model's context is {max_model_len} tokens of at most {self._most_chars_per_token} "
-                    f"characters each; the {len(text)} characters of `{name}` do not fit."
+                    f"characters each; the {len(text)} characters of {name} do not fit."
                 )
-                raise PromptTooLong(message, param=name)
+                raise PromptTooLong(message, param=name.param)
 
     async def encode_prompts(
-        self, texts: Sequence[str], max_model_len: int, names: Sequence[str], *, add_special_tokens: bool
+        self, texts: Sequence[str], max_model_len: int, names: Sequence[PromptName], *, add_special_tokens: bool
     ) -> list[list[int]]:
         """Token ids of each text. Raises PromptTooLong for one, called so in errors, that does not fit."""
         self.check_length(texts, max_model_len, names)
@@ -123,7 +124,7 @@ class Tokenizer:
         texts: Sequence[str],
         add_special_tokens: bool,
         max_model_len: int | None = None,
-        names: Sequence[str] = (),
+        names: Sequence[PromptName] = (),
     ) -> list[list[int]]:
         """With a `max_model_len` the texts have `names`, and no list is made of what does not fit."""
         _check_characters(texts)
@@ -182,11 +183,13 @@ def _check_characters(texts: Sequence[str]) -> None:
             raise InvalidRequest(message, param="prompt") from None
 
 
-def _check_num_tokens(encodings: Sequence[tokenizers.Encoding], max_model_len: int, names: Sequence[str]) -> None:
+def _check_num_tokens(
+    encodings: Sequence[tokenizers.Encoding], max_model_len: int, names: Sequence[PromptName]
+) -> None:
     for name, num_tokens in zip(names, map(len, encodings), strict=True):
         if num_tokens > max_model_len:
-            message = f"This model's context is {max_model_len} tokens; the {num_tokens} of `{name}` do not fit."
-            raise PromptTooLong(message, param=name)
+            message = f"This model's context is {max_model_len} tokens; the {num_tokens} of {name} do not fit."
+            raise PromptTooLong(message, param=name.param)
 
 
 def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.TemplateProcessing:

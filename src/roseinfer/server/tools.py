@@ -79,7 +79,7 @@ class ToolUse:
             for tool in self.tools
         ]
         most = MAX_FORCED_CALLS if self.is_parallel and is_hermes else 1
-        return Grammar("calls", dump(CallGrammar(shapes, "\n", most))), "tools"
+        return Grammar("calls", dump(CallGrammar(shapes, "\n", most), "tools")), "tools"
 
     def parser(self) -> ToolCallParser:
         names = {tool.function.name for tool in self.tools}

@@ -4,7 +4,7 @@ What a struct accepts is the whole of what is accepted: an unknown field, a wron
 `InvalidRequest` that names the field. The field tables of docs/http-api.md are generated from the annotations here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -28,7 +28,7 @@ from roseinfer.messages import (
     TopP,
 )
 from roseinfer.server.wire_errors import decode_object, refusal
-from roseinfer.server.wire_messages import Message
+from roseinfer.server.wire_messages import Message, earlier_arguments
 from roseinfer.server.wire_structured import (
     MAX_TOOLS,
     ResponseFormat,
@@ -37,6 +37,8 @@ from roseinfer.server.wire_structured import (
     ToolChoice,
     without_nulls,
 )
+from roseinfer.server.wire_template import FIELD as TEMPLATE_FIELD
+from roseinfer.server.wire_template import TemplateVariables, check_variables
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -64,6 +66,10 @@ class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
     ] = None
 
+    def json_texts(self) -> Iterable[tuple[str, str]]:
+        """The texts that are JSON themselves and are decoded for a chat template, each behind its path."""
+        return ()
+
 
 class GenerationBody(ModelBody, frozen=True, kw_only=True):
     """The fields both generation endpoints share."""
@@ -84,7 +90,8 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     seed: Annotated[
         Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
         Meta(
-            description="Choice i uses (seed + i) mod 2**63; the same seed gives the same text. Default: random.",
+            description="From -2**63 to 2**63 - 1. Choice i uses (seed + i) mod 2**63; the same seed gives the same "
+            "text. Default: random.",
         ),
     ] = None
     temperature: Annotated[
@@ -218,8 +225,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         list[Message],
         Meta(
             min_length=1,
-            description="The conversation so far; content is text or a list of text parts. In an assistant's message "
-            "without content `refusal` is what was said. `name` and `annotations` have no effect; `audio` is null.",
+            description="The conversation so far; content is text or a list of text parts, in an assistant's message "
+            "also of `refusal` parts, whose text is told as any other. In such a message without content `refusal` is "
+            "what was said. `name`, `annotations` and `parsed` have no effect; `audio` is null.",
         ),
     ]
     tools: Annotated[
@@ -231,6 +239,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         Meta(description="`none`, `auto`, `required`, or a function to call. Default: `auto` with tools."),
     ] = None
     parallel_tool_calls: Annotated[bool, Meta(description="Whether one answer may hold several calls.")] = True
+    chat_template_kwargs: TemplateVariables = {}
     max_completion_tokens: Annotated[
         TokenCount | None, Meta(description="Most tokens to generate. Default: what the context leaves.")
     ] = None
@@ -243,6 +252,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             + _KEPT_SCORES
         ),
     ] = None
+
+    def json_texts(self) -> Iterable[tuple[str, str]]:
+        return earlier_arguments(self.messages)
 
 
 # Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
@@ -268,7 +280,6 @@ UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
 _ELSEWHERE: Mapping[str, str] = {
     **{f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")},
     "add_special_tokens": "a text gets the model's, a chat its template's; token ids are taken as they are",
-    "chat_template_kwargs": "the chat template is told of messages and tools alone",
     "continuous_usage_stats": "the usage is told once, in the last chunk",
     "prompt_logprobs": "use `echo` with `logprobs`, of /v1/completions",
     "skip_special_tokens": "special tokens are always left out of the text",
@@ -291,9 +302,11 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     if unknown := present.keys() - set(body_type.__struct_encode_fields__):
         raise _unknown(next(name for name in present if name in unknown))
     try:
-        return msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
+        body = msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except msgspec.ValidationError as error:
         raise _with_hint(refusal(error, present, body_type), body_type) from None
+    check_variables(present.get(TEMPLATE_FIELD, {}))
+    return body
 
 
 def _unknown(path: str) -> InvalidRequest:

@@ -92,7 +92,7 @@ def _not_text(path: str, fields: Mapping[str, Any]) -> InvalidRequest | None:
     kind: Any = fields
     for name, index in _STEP.findall(f"{found['part']}.type"):
         kind = kind.get(name) if name else kind[int(index)]
-    if not isinstance(kind, str) or kind == "text":
+    if not isinstance(kind, str) or kind in {"text", "refusal"}:
         return None
     return InvalidRequest(
         f"`{found['part']}`: Only text content is supported, not {kind[:100]!r}.", param=f"{found['part']}.type"

@@ -1,5 +1,6 @@
 """The turns of a conversation, as bodies have them and as templates want them. Knows no template and no tokens."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -9,18 +10,20 @@ from roseinfer.server.wire_structured import MAX_TOOLS, Name, Part
 
 
 class FunctionCall(Part, frozen=True, kw_only=True):
-    """`arguments` is JSON in a string."""
+    """`arguments` is JSON in a string. What OpenAI's SDK read in it has no effect."""
 
     name: Name
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(Part, frozen=True, kw_only=True):
-    """What the assistant asked for in an earlier turn."""
+    """What the assistant asked for in an earlier turn. `index`, of a call that was streamed, has no effect."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
 
     def for_template(self) -> dict[str, object]:
         """Templates write the arguments themselves, so they get them as an object."""
@@ -32,42 +35,64 @@ class ToolCall(Part, frozen=True, kw_only=True):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="text"):
     """One piece of a message's content. Images, audio and files are not supported."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="refusal"):
+    """One piece of an assistant's message: how it refused."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that.
 
-    An answer can be sent back as OpenAI gave it; what it was annotated with has no effect.
+    An answer can be sent back as OpenAI or its SDK gave it; what it was annotated with or parsed into has no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] = []
     tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
     annotations: list[dict[str, Any]] = []
     audio: None = None
+    parsed: Any = None
 
     def __post_init__(self) -> None:
         was_refused = self.refusal is not None and self.role == "assistant"
         if self.content is None and not self.tool_calls and not was_refused:
             raise ValueError("Object missing required field `content`")
+        if self._has_refusal and self.role != "assistant":
+            raise ValueError("only an assistant's message has a `refusal`")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message has `tool_calls`")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("a message has a `tool_call_id` if its role is `tool`, and only then")
 
     @property
+    def _has_refusal(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return self.refusal is not None or any(isinstance(part, RefusalPart) for part in parts)
+
+    @property
     def text(self) -> str:
         """What was said; a refusal is that where there is nothing else."""
-        content = (self.refusal if self.content is None else self.content) or ""
+        content = self.content or self.refusal or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+    @property
+    def num_chars(self) -> int:
+        """How much of it a template is told of, in the main."""
+        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls)
 
     def for_template(self) -> dict[str, object]:
         told: dict[str, object] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
@@ -76,3 +101,10 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if self.tool_call_id is not None:
             told["tool_call_id"] = self.tool_call_id
         return told
+
+
+def earlier_arguments(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Of all the calls that were made, each behind its path in the body."""
+    for at, message in enumerate(messages):
+        for index, call in enumerate(message.tool_calls):
+            yield f"messages[{at}].tool_calls[{index}].function.arguments", call.function.arguments

@@ -12,7 +12,8 @@ MAX_TOOLS = 128  # OpenAI's own bound
 _MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
 _SCHEMAS = frozenset({"schema", "parameters", "json"})  # fields in which null is a value
 
-Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+# (?!\n): the end that Python means by $ may also be before a last newline; JSON Schema's may not.
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}(?!\n)$")]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1024)]
 
 

@@ -1,5 +1,6 @@
 """Planned requests into the bodies that are sent, and a server's recording into a file."""
 
+import io
 import json
 import re
 from argparse import Namespace
@@ -19,6 +20,7 @@ from roseinfer.bench.load_client import PreparedRequest
 from roseinfer.bench.observed import Observed
 from roseinfer.bench.serve import fetch_recording, prepare
 from roseinfer.errors import ConfigError, InvalidRequest
+from tests.unit.bench.recordings import make_recording
 from tests.unit.explain.operations_port import open_port
 
 ENDPOINT = Endpoint("http://127.0.0.1:8000", "", "tiny", max_model_len=64, vocab_size=100, takes_salt=True)
@@ -147,7 +149,54 @@ def test_what_is_no_recording_replaces_none(tmp_path: Path) -> None:
     file = tmp_path / "before.npz"
     file.write_bytes(b"an older one")
     with open_port() as port:
-        port.answer("/debug/recording", b"<html>")
+        port.answer("/debug/recording?since_ns=0", b"<html>")
         with pytest.raises(InvalidRequest, match="is no recording"):
             fetch_recording(port.url, "", file)
     assert file.read_bytes() == b"an older one"
+
+
+CLOCK = b'{"clock": {"monotonic_ns": 5, "unix_ns": 7}, "steps": []}'
+
+
+def test_the_recording_begins_with_the_run(runs: Runs, tmp_path: Path) -> None:
+    content = io.BytesIO()
+    make_recording().write(content)
+    with open_port() as port:
+        port.answer("/debug/steps?limit=1", CLOCK)
+        port.answer("/debug/recording?since_ns=5", content.getvalue())
+        runs.run("--ops-url", port.url, "--recording", str(tmp_path / "a.npz"))
+    assert json.loads(runs.file.read_text())["recording"] == "a.npz"
+    assert (tmp_path / "a.npz").read_bytes() == content.getvalue()
+
+
+def test_the_result_names_no_recording_that_could_not_be_had(runs: Runs, tmp_path: Path) -> None:
+    with open_port() as port:
+        port.answer("/debug/steps?limit=1", CLOCK)
+        flags = ["--ops-url", port.url, "--recording", str(tmp_path / "a.npz"), "--json", str(runs.file)]
+        assert cli.main(["bench", "serve", "--num-requests", "2", "--max-tokens", "9", *flags]) == cli.EXIT_USAGE
+    content = json.loads(runs.file.read_text())
+    assert (content["recording"], len(content["requests"])) == (None, 2)
+
+
+def test_a_port_that_tells_no_clock_is_named_before_the_load(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_port() as port:
+        port.answer("/debug/steps?limit=1", b"<html>")
+        flags = ["--ops-url", port.url, "--recording", str(tmp_path / "a.npz")]
+        assert cli.main(["bench", "serve", "--num-requests", "2", "--max-tokens", "9", *flags]) == cli.EXIT_USAGE
+        assert f"--ops-url: {port.url}/debug/steps?limit=1 says something else" in capsys.readouterr().err
+    assert runs.sent == []
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:9/", "http://127.0.0.1:9/v1", "127.0.0.1:9/v1/"])
+def test_the_server_may_be_named_as_clients_of_openai_name_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", "--url", url]) == cli.EXIT_USAGE
+    assert "--url: nothing answers at http://127.0.0.1:9/v1/models: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--url", "--ops-url"])
+@pytest.mark.parametrize("url", ["localhost", "ftp://127.0.0.1:9", ""])
+def test_what_is_no_url_is_told_what_one_is(flag: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", flag, url]) == cli.EXIT_USAGE
+    assert f"{flag}: expected a URL such as http://127.0.0.1:8000, got {url!r}" in capsys.readouterr().err

@@ -40,6 +40,12 @@ class ManualTransport:
         self.commands.append(command)
 
     def step(self) -> StepOutput:
+        output = self.engine_step()
+        self.on_event(output)
+        return output
+
+    def engine_step(self) -> StepOutput:
+        """What the engine says then, before anybody has heard of it."""
         for command in self.commands:
             match command:
                 case Request():
@@ -49,9 +55,7 @@ class ManualTransport:
                 case _:
                     raise AssertionError("not expected here")
         self.commands.clear()
-        output = self.engine.step()
-        self.on_event(output)
-        return output
+        return self.engine.step()
 
     def kill(self) -> None:
         self.on_death("killed")
@@ -180,6 +184,26 @@ async def test_death_ends_every_stream_after_what_was_already_due(
     assert client.num_unfinished == 0
 
 
+async def test_what_an_engine_said_before_it_was_given_up_is_not_heard_after_it(
+    client: AsyncEngine, transport: ManualTransport, told: Told
+) -> None:
+    """It may lie in the socket: of who ended there, and of who is forgotten altogether by now."""
+    timelines = [open_timeline(client, name) for name in "ab"]
+    streams = [client.generate([make_request(t.request_id, max_tokens=1)], [t]) for t in timelines]
+    tasks = [start_taking(stream) for stream in streams]
+    await breathe()
+    with_the_ends = transport.engine_step()
+    client.give_up("no engine step for 30 s")
+    client.close_timeline(timelines[1])
+    transport.on_event(with_the_ends)
+    for task in tasks:
+        with pytest.raises(EngineDead, match="no engine step"):
+            await task
+    client.close_timeline(timelines[0])
+    assert told.events[2:] == [("finish", FinishReason.ERROR)] * 2
+    assert (client.num_unfinished, client.backlog.num_sequences, client.backlog.num_tokens) == (0, 0, 0)
+
+
 async def test_tokens_go_to_whoever_took_the_slot_last(client: AsyncEngine, transport: ManualTransport) -> None:
     timelines = {name: open_timeline(client, name) for name in "ab"}
     streams = {name: client.generate([make_request(name)], [timelines[name]]) for name in "ab"}
@@ -302,6 +326,7 @@ async def test_a_hung_engine_is_stuck_a_busy_collector_is_not_and_an_idle_one_ne
         (transport.pulse.begin_step, Activity.STEPPING, 30.0),
         (transport.pulse.begin_collection, Activity.GC, 300.0),
         (transport.pulse.begin_capture, Activity.CAPTURING, 300.0),
+        (transport.pulse.begin_profiling, Activity.PROFILING, 300.0),
     ):
         after(0)
         begin()

@@ -28,6 +28,7 @@ class Counting:
         self.may_end = "*" in source
         self.breaks = "!" in source
         self.has_failed = False
+        self.error = ""
 
     @property
     def is_over(self) -> bool:
@@ -210,6 +211,8 @@ def test_what_does_not_compile_or_breaks_fails_alone() -> None:
         "breaks": FinishReason.ERROR,
         "sound": FinishReason.STOP,
     }
+    told = {o.request_id: o.grammar_error for step in transcript.steps for o in step.outputs if o.finish_reason}
+    assert told == {"bad": "ValueError: no grammar", "breaks": "no token is allowed", "sound": ""}
     assert transcript.tokens["bad"] == []
     assert transcript.tokens["breaks"] == digits(4)
     assert transcript.tokens["sound"] == digits(6)

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from roseinfer.engine.batch import Launched, ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.loop import run
+from roseinfer.engine.pulse import Activity, Pulse
 from roseinfer.messages import AtRest, Command, Event, Profile, ProfileEnded, StepOutput
+from roseinfer.stopwatch import Watch
 from tests.unit.engine.harness import make_engine, make_request
 from tests.unit.engine.test_loop import ListOutbox, ScriptedInbox
 
@@ -17,10 +20,14 @@ class FakeProfiler:
 
     def __init__(self, fails: str = "") -> None:
         self.calls: list[str] = []
+        self.pulse: Pulse | None = None  # of the engine, if what it says meanwhile is asked for
+        self.activities: list[Activity] = []
         self._fails = fails
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
+        if self.pulse is not None:
+            self.activities.append(self.pulse.read().activity)
         if name == self._fails:
             raise OSError(28, "No space left on device")
 
@@ -85,6 +92,23 @@ def test_a_second_profile_is_refused_and_the_first_goes_on() -> None:
 def test_an_engine_without_a_profiler_says_so() -> None:
     [refusal] = ended(serve(None, [Profile(3, "traces")]))
     assert refusal.error == "This engine has no profiler."
+
+
+def test_the_engine_says_that_it_profiles_while_it_starts_and_writes() -> None:
+    """The trace of many steps takes longer to write than a step may take."""
+    profiler, engine, outbox = FakeProfiler(), make_engine(), ListOutbox()
+    engine.profile, profiler.pulse = type(engine.profile)(profiler), engine.pulse
+    launch, launched_in = engine.runner.launch, []
+
+    def launch_noting(batch: ScheduledBatch, watch: Watch) -> Launched:
+        launched_in.append(engine.pulse.read().activity)
+        return launch(batch, watch)
+
+    engine.runner.launch = launch_noting  # type: ignore[method-assign]
+    run(lambda: engine, ScriptedInbox([[make_request("a", max_tokens=6)], [Profile(2, "traces")], *([[]] * 8)]), outbox)
+    assert profiler.activities == [Activity.PROFILING] * 2
+    assert launched_in == [Activity.STEPPING] * 6
+    assert engine.pulse.read().activity is Activity.IDLE
 
 
 @pytest.mark.parametrize(("fails", "num_marked"), [("start", 0), ("stop", 3)])

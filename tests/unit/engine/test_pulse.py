@@ -14,6 +14,7 @@ BEGINNINGS: list[tuple[Callable[[Pulse], None], Activity]] = [
     (Pulse.rest, Activity.IDLE),
     (Pulse.begin_step, Activity.STEPPING),
     (Pulse.begin_capture, Activity.CAPTURING),
+    (Pulse.begin_profiling, Activity.PROFILING),
 ]
 
 

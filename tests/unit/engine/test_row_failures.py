@@ -1,57 +1,19 @@
 """A row without a token: its request ends with an error, its blocks are nobody's, and nobody else notices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from roseinfer.engine.batch import NO_TOKEN, Launched, SampledTokens, ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.engine.steps import MAX_FAILURES_IN_A_ROW, UnattributableFailure
 from roseinfer.records import FinishReason
-from roseinfer.stopwatch import Watch
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
+from tests.unit.engine.poison import poison
 
 PREFIX = list(range(1, 41))  # five blocks of eight
-IsPoisoned = Callable[[str, int], bool]
-"""(request id, position of the token to be sampled) -> whether its logits hold a NaN."""
-
-
-class _Poisoned:
-    graph_rows = h2d_bytes = 0
-
-    def __init__(self, launched: Launched, rows: list[int]) -> None:
-        self.launched, self.rows = launched, rows
-
-    def wait(self) -> SampledTokens:
-        sampled = self.launched.wait()
-        token_ids = sampled.token_ids.copy()
-        token_ids[self.rows] = NO_TOKEN
-        return SampledTokens(token_ids, sampled.logprobs)
-
-
-def poison(engine: Engine, is_poisoned: IsPoisoned) -> Engine:
-    """The engine with a device whose logits are not finite here and there."""
-    launch = engine.runner.launch
-
-    def launch_poisoned(batch: ScheduledBatch, watch: Watch) -> Launched:
-        owners = engine.scheduler.residency.table.owners
-        rows = [
-            (owners[slot], position)
-            for slot, position, samples in zip(
-                batch.slots.tolist(), (batch.starts + batch.num_new_tokens).tolist(), batch.samples, strict=True
-            )
-            if samples
-        ]
-        failed = [row for row, (owner, position) in enumerate(rows) if owner and is_poisoned(
-            owner.request.request_id, position
-        )]  # fmt: skip
-        return _Poisoned(launch(batch, watch), failed)
-
-    engine.runner.launch = launch_poisoned  # type: ignore[method-assign]
-    return engine
 
 
 def num_cached(engine: Engine, request_id: str, prompt: list[int]) -> int:
@@ -103,6 +65,28 @@ def test_what_it_started_from_is_forgotten_and_what_others_computed_after_that()
     assert num_cached_beside(engine, "d", [*PREFIX, *[60] * 16, 50]) == 0
 
 
+@pytest.mark.parametrize("ended_by", ["a stop token", "an abort"])
+def test_a_surplus_row_that_failed_leaves_nothing_behind_either(ended_by: str) -> None:
+    """Its sequence ended well, and nobody is told; but what it wrote into the last of its blocks is no number."""
+    prompt = PREFIX[:23]  # the first token that is generated fills the third block
+    [first] = run_alone(make_request("bad", prompt, max_tokens=1))
+    stops = (first,) if ended_by == "a stop token" else ()
+    engine = poison(make_engine(pipeline_depth=1), lambda name, p: name == "bad" and p == 24)
+    for request in (
+        make_request("other", [9, 9, 9], max_tokens=30),
+        make_request("bad", prompt, max_tokens=9, stop_token_ids=stops),
+    ):
+        engine.add(request)
+    transcript = Transcript()
+    transcript.take(engine.step())
+    if ended_by == "an abort":
+        engine.abort("bad")  # with the row in flight
+    reasons = run_to_end(engine, transcript).reasons
+    ended = FinishReason.STOP if ended_by == "a stop token" else FinishReason.ABORT
+    assert reasons == {"bad": ended, "other": FinishReason.LENGTH}
+    assert num_cached(engine, "next", [*prompt, first, 50]) == 0
+
+
 def num_cached_beside(engine: Engine, request_id: str, prompt: list[int]) -> int:
     """The same beside another request, which goes on."""
     engine.add(make_request(request_id, prompt))
@@ -137,6 +121,30 @@ def test_a_request_that_is_alone_fails_alone_but_not_for_ever() -> None:
     engine.add(make_request("last", [5]))
     with pytest.raises(UnattributableFailure):
         engine.step()
+
+
+@pytest.mark.parametrize("length", [3, 40])  # the shorter ones share a step, the longer ones wait for one another
+@pytest.mark.parametrize("num_choices", [2, 8])
+def test_the_choices_of_a_prompt_fail_as_one(num_choices: int, length: int) -> None:
+    """However many they are, they are one client's doing."""
+    engine = poison(make_engine(), lambda name, _: name.startswith("bad"))
+    prompt = PREFIX[:length]
+    for i in range(num_choices):
+        engine.add(replace(make_request(f"bad{i}"), prompt_token_ids=prompt))
+    assert run_to_end(engine).reasons == dict.fromkeys([f"bad{i}" for i in range(num_choices)], FinishReason.ERROR)
+    engine.add(make_request("good", prompt))
+    assert run_to_end(engine).reasons == {"good": FinishReason.LENGTH}
+
+
+def test_steps_that_read_a_part_of_a_prompt_are_no_sign_of_life() -> None:
+    """They sample nothing: a device that computes no number at all is found out whatever the lengths of the prompts."""
+    engine = poison(make_engine(max_prefill_tokens=8), lambda *_: True)
+    for i in range(MAX_FAILURES_IN_A_ROW):
+        engine.add(make_request(f"r{i}", [i + 1] * 20))
+        assert run_to_end(engine).reasons == {f"r{i}": FinishReason.ERROR}
+    engine.add(make_request("last", [9] * 20))
+    with pytest.raises(UnattributableFailure):
+        run_to_end(engine)
 
 
 CONFIGS: list[dict[str, Any]] = [{}, {"num_blocks": 18}, {"max_prefill_tokens": 8, "pipeline_depth": 1}]

@@ -186,6 +186,14 @@ def test_a_picture(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "cannot be written" in refusal(capsys_after(capsys), str(path), "--plot", str(tmp_path / "no" / "a.png"))
 
 
+def test_where_a_picture_cannot_go_is_told_before_a_server_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    told = refusal(capsys, "http://127.0.0.1:1", "--plot", str(tmp_path / "no" / "a.png"))
+    assert told.startswith("roseinfer: --plot: ")
+
+
 def capsys_after(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
     """With what was printed so far forgotten."""
     capsys.readouterr()
@@ -264,9 +272,11 @@ def port() -> Iterator[OperationsPort]:
 
 def test_a_running_server(path: Path, port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
     port.answer("/debug/recording", path.read_bytes())
+    bare = port.url.removeprefix("http://")
     for address in (port.url, f"{port.url}/", f"{port.url}/debug/timeline"):
         found = explained(capsys, address)
         assert (found["num_gaps"], found["source"]) == (1356, address)
+    assert explained(capsys, bare)["source"] == port.url
 
 
 def test_a_key_is_sent_when_there_is_one(

@@ -208,7 +208,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("arguments", "sentence"),
     [
         (["http://127.0.0.1:1", "--once"], "http://127.0.0.1:1: does not answer: Connection refused."),
-        (["server:8001", "--once"], "server:8001: It is no URL"),
+        (["127.0.0.1:1", "--once"], "http://127.0.0.1:1: does not answer: Connection refused."),
+        (["server", "--once"], "server: It is no URL"),
         (["http://127.0.0.1:1"], "needs a terminal; --once prints one frame anywhere"),
         (["http://127.0.0.1:1", "--interval", "0"], "--interval"),
     ],

@@ -6,6 +6,7 @@ The names of the flaws are those of docs/structured-output.md.
 import json
 import os
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from roseinfer.config import StructuredConfig
-from roseinfer.errors import InvalidRequest, Overloaded
+from roseinfer.errors import InvalidRequest, NotReady, Overloaded
 from roseinfer.grammar import bounds, checker
 from roseinfer.grammar.checker import GrammarChecker
 from roseinfer.messages import Grammar
+from roseinfer.nicer_child import start_nicer_child
 from tests.unit.grammar import vocabulary as checkpoint
 
 SOUND = Grammar("regex", "[0-9]+")
@@ -51,6 +53,17 @@ def hidden(depth: int) -> dict[str, object]:
     for _ in range(depth):
         made = {"description": "}}}]]]", "items": made}
     return made
+
+
+def count_children(monkeypatch: pytest.MonkeyPatch) -> list["subprocess.Popen[bytes]"]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(module: str, increment: int, stderr: int) -> "subprocess.Popen[bytes]":
+        started.append(start_nicer_child(module, increment, stderr))
+        return started[-1]
+
+    monkeypatch.setattr(checker, "start_nicer_child", start)
+    return started
 
 
 def is_alive(made: GrammarChecker) -> bool:
@@ -182,6 +195,42 @@ def test_more_than_so_many_checks_do_not_wait(tmp_path: Path, monkeypatch: pytes
             made.check(Grammar("regex", "c"), "x")
         assert [future.result() for future in waiting] == [None, None]
         assert is_alive(made)
+    finally:
+        made.close()
+
+
+def test_a_vocabulary_that_no_grammar_can_use_is_told_by_the_field_and_asked_of_one_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a 503 that asks to come again for ever, with a process for each time."""
+    started = count_children(monkeypatch)
+    made = make_checker(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["#" * 300] = 258
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    try:
+        for grammar in (SOUND, SOUND, Grammar("regex", "b")):
+            with pytest.raises(
+                InvalidRequest, match=r"^`some\.field`: Grammars cannot be used .* has 300 characters"
+            ) as caught:
+                made.check(grammar, "some.field").result()
+            assert caught.value.param == "some.field"
+        assert len(started) == 1
+        assert started[0].returncode is not None
+    finally:
+        made.close()
+
+
+def test_a_child_that_ended_without_a_word_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = count_children(monkeypatch)
+    made = make_checker(tmp_path)
+    try:
+        monkeypatch.setattr(checker, "START_TIMEOUT_S", 0.0)
+        with pytest.raises(NotReady, match="ended while it started"):
+            made.check(SOUND, "x").result()
+        monkeypatch.undo()
+        assert is_alive(made)
+        assert started[0].returncode is not None
     finally:
         made.close()
 

@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.engine.constraint import Matcher
 from roseinfer.errors import InvalidRequest
-from roseinfer.grammar.library import MAX_TOKEN_CHARS, Vocabulary
+from roseinfer.grammar.library import MAX_FORCED_TOKENS, MAX_TOKEN_CHARS, Vocabulary
 from roseinfer.messages import CallGrammar, CallShape, Grammar
 from roseinfer.server.tokenizer import Tokenizer
 from tests.unit.grammar import vocabulary as checkpoint
@@ -149,6 +149,56 @@ def test_what_cannot_be_used_is_refused_in_one_line(vocabulary: Vocabulary, gram
         vocabulary.compile(grammar)
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 300
+
+
+def wide(num_optional: int, *, is_required: bool = False) -> dict[str, object]:
+    """An object with so many properties that may all come first, or that come one after the other."""
+    properties = {f"p{i}": {"type": "integer"} for i in range(num_optional)}
+    return {"type": "object", "properties": properties, "required": list(properties) if is_required else []}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        pytest.param(schema(wide(600)), id="behind the first bracket"),
+        pytest.param(
+            schema({"type": "object", "properties": {"settings": wide(600)}, "required": ["settings"]}),
+            id="behind text that must come and a blank that may",
+        ),
+        pytest.param(
+            Grammar("lark", f'start: ("<" object)?\nobject: %json {json.dumps(wide(600))}'),
+            id="where the text may also end at once",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_bytes", [True, False])
+def test_what_meets_a_limit_behind_its_first_tokens_is_refused(
+    vocabulary: Vocabulary, grammar: Grammar, *, is_bytes: bool
+) -> None:
+    """The first mask of all of these is well, and whatever the model says, it could not go on."""
+    of_demo = Vocabulary.load(DEMO, 2048, [0])  # its first token is the one that ends the text
+    with pytest.raises(InvalidRequest, match=r"cannot be used: too much may come next .* not required"):
+        (vocabulary if is_bytes else of_demo).compile(grammar)
+
+
+@pytest.mark.parametrize("of", [wide(480), wide(600, is_required=True)])
+def test_many_properties_can_be_used_that_are_fewer_or_required(vocabulary: Vocabulary, of: dict[str, object]) -> None:
+    assert ord("p") in allowed(follow(vocabulary, schema(of), '{"'))
+
+
+@pytest.mark.parametrize("property_name", ["", "a"])
+def test_a_text_that_leaves_no_choice_for_too_long_is_refused(vocabulary: Vocabulary, property_name: str) -> None:
+    """Each mask in it looks at all that is left, and every stream waits for that."""
+
+    def grammar(num_chars: int) -> Grammar:
+        of: dict[str, object] = {"const": "x" * num_chars}
+        if property_name:
+            of = {"type": "object", "properties": {property_name: of}, "required": [property_name]}
+        return schema(of)
+
+    vocabulary.compile(grammar(MAX_FORCED_TOKENS - 20))  # a byte is a token, and brackets and quotes are too
+    with pytest.raises(InvalidRequest, match=rf"no choice for \d+ tokens in a row, .* {MAX_FORCED_TOKENS} at most"):
+        vocabulary.compile(grammar(MAX_FORCED_TOKENS + 1))
 
 
 def decoded(of: Sequence[int], tokenizer: Tokenizer) -> bytes:

@@ -24,6 +24,7 @@ class Fixed:
     """A matcher that never changes its mind."""
 
     is_over = has_failed = False
+    error = ""
 
     def __init__(self, allowed: set[int]) -> None:
         self._allowed = allowed

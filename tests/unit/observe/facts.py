@@ -109,16 +109,23 @@ class Traffic:
     running: list[RequestTimeline] = field(default_factory=list)
     received: list[RequestTimeline] = field(default_factory=list)
     ended: list[RequestTimeline] = field(default_factory=list)
+    num_refusals: int = 0
 
     def _tick(self, ns: int = 1000) -> int:
         self.now_ns += ns
         return self.now_ns
+
+    def refuse(self, code: str) -> None:
+        """What asked for no tokens."""
+        self.num_refusals += 1
+        self.observer.on_refusal(code)
 
     def reject(self, code: str = "overloaded") -> None:
         timeline = RequestTimeline(request_id=f"r-{len(self.received)}", recv_ns=self._tick(), error_code=code)
         timeline.serial = len(self.received)
         self.received.append(timeline)
         self.observer.on_start(timeline)
+        self.refuse(code)
         self._end(timeline, FinishReason.REJECTED)
 
     def arrive(self, num_prompt_tokens: int) -> None:

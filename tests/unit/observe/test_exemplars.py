@@ -71,6 +71,22 @@ def test_the_page_shows_the_newest_of_each_bucket_and_it_lies_in_it() -> None:
     assert buckets_with_exemplars_of(metrics) == buckets_with_exemplars_of(metrics)  # the same times too
 
 
+def test_a_histogram_with_a_label_shows_each_beside_its_own_series() -> None:
+    metrics = make_metrics()
+    for is_streamed, trace_id in ((True, "a" * 32), (False, "b" * 32)):
+        timeline = make_timeline(trace_id=trace_id, is_streamed=is_streamed)
+        metrics.put_exemplars(
+            [one for one in exemplars.of_request(timeline, lambda _: 1) if one[0] == TIME_TO_FIRST_TOKEN]
+        )
+    found = {sample.labels["streamed"]: sample.exemplar for sample in buckets_with_exemplars(metrics)}
+    assert {label: one and one.labels["trace_id"] for label, one in found.items()} == {
+        "true": "a" * 32,
+        "false": "b" * 32,
+    }
+    metrics.forget_exemplars("b" * 32)
+    assert [sample.labels["streamed"] for sample in buckets_with_exemplars(metrics)] == ["true"]
+
+
 def test_the_labels_are_never_longer_than_openmetrics_allows() -> None:
     labels = Exemplar(1.0, 1, "f" * 32, 2**63 - 1).labels
     assert sum(len(name) + len(value) for name, value in labels.items()) <= 128
@@ -78,7 +94,7 @@ def test_the_labels_are_never_longer_than_openmetrics_allows() -> None:
 
 def test_the_other_format_shows_none() -> None:
     metrics = make_metrics()
-    metrics.put_exemplars([(TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3))])
+    metrics.put_exemplars([(TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3, "true"))])
     assert TRACE.encode() in metrics.render(OPENMETRICS)[0]
     assert TRACE.encode() not in metrics.render("")[0]
 
@@ -86,7 +102,7 @@ def test_the_other_format_shows_none() -> None:
 def test_what_is_forgotten_is_shown_no_more() -> None:
     metrics = make_metrics()
     metrics.put_exemplars(
-        [(TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3)), (REQUEST_DURATION, Exemplar(0.2, 1, "e" * 32, 3))]
+        [(TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3, "true")), (REQUEST_DURATION, Exemplar(0.2, 1, "e" * 32, 3))]
     )
     metrics.forget_exemplars(TRACE)
     (left,) = buckets_with_exemplars(metrics)

@@ -38,6 +38,9 @@ class Diary(Observer):
     def on_start(self, timeline: RequestTimeline) -> None:
         self._note(f"start {timeline.request_id}")
 
+    def on_refusal(self, code: str) -> None:
+        self._note(f"refusal {code}")
+
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self._note(f"step {record.step_id} advanced {len(advanced)}")
 
@@ -52,12 +55,13 @@ def tell_all(hub: Hub) -> None:
     timeline = make_timeline()
     hub.on_lifecycle(LifecycleState.READY)
     hub.on_start(timeline)
+    hub.on_refusal("overloaded")
     hub.on_step(make_step(step_id=3), Advanced.newest([timeline]))
     hub.on_write(timeline, Delivery(Arrival(1, 2, 3), 4, 5, 6, was_paused=False, index=0))
     hub.on_finish(timeline)
 
 
-EVERYTHING = ["ready", "start r-1", "step 3 advanced 1", "write r-1 at 6", "finish r-1"]
+EVERYTHING = ["ready", "start r-1", "refusal overloaded", "step 3 advanced 1", "write r-1 at 6", "finish r-1"]
 
 
 def test_every_observer_hears_everything_in_order() -> None:

@@ -140,6 +140,13 @@ def test_a_fault_of_the_server_is_a_warning(caplog: pytest.LogCaptureFixture) ->
     assert request_fields(caplog)["level"] == "warning"
 
 
+def test_what_a_grammar_failed_of_is_told_beside_the_id_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    error = "Current row has 2003 items; max is 2000"
+    Logs(summary_interval_s=10.0).on_finish(make_timeline(finish_reason=FinishReason.ERROR, grammar_error=error))
+    fields = request_fields(caplog)
+    assert (fields["request_id"], fields["grammar_error"]) == ("r-1", error)
+
+
 def test_lifecycle_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for state in (LifecycleState.WARMUP, LifecycleState.DRAINING):

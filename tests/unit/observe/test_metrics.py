@@ -46,8 +46,8 @@ def test_a_finished_request_is_observed_once(name: str, expected_ms: int) -> Non
     metrics.on_start(make_timeline())
     metrics.on_finish(make_timeline())
     page = Page(metrics)
-    assert page.value(f"{name}_count") == 1
-    assert page.value(f"{name}_sum") == pytest.approx(expected_ms / 1e3)
+    assert page.total(f"{name}_count") == 1
+    assert page.total(f"{name}_sum") == pytest.approx(expected_ms / 1e3)
 
 
 def test_wire_gaps_are_observed_once_per_write_but_the_first() -> None:
@@ -84,7 +84,7 @@ def test_a_request_that_was_aborted_in_the_queue_has_only_the_parts_it_lived_thr
     for name in ("receive", "tokenize", "submit_lag", "request_duration"):
         assert page.value(f"roseinfer_{name}_seconds_count") == 1
     for name in ("queue_wait", "prefill", "time_to_first_token", "engine_time_to_first_token", "stream_gap"):
-        assert page.value(f"roseinfer_{name}_seconds_count") == 0
+        assert page.total(f"roseinfer_{name}_seconds_count") == 0
     assert page.value("roseinfer_request_prompt_tokens_sum") == 7
     assert page.value("roseinfer_request_output_tokens_count") == 1
     assert page.value("roseinfer_request_output_tokens_sum") == 0
@@ -96,7 +96,8 @@ def test_a_response_that_is_not_streamed_has_its_first_token_at_its_only_write()
     metrics.on_writes(writes_of((timeline, Delivery(Arrival(1, 2, 3), 4, 5, 1190 * MS, was_paused=False, index=0))))
     metrics.on_finish(timeline)
     page = Page(metrics)
-    assert page.value("roseinfer_time_to_first_token_seconds_sum") == pytest.approx(0.19)
+    assert page.value("roseinfer_time_to_first_token_seconds_sum", streamed="false") == pytest.approx(0.19)
+    assert page.value("roseinfer_time_to_first_token_seconds_count", streamed="true") == 0
     assert page.value("roseinfer_stream_gap_seconds_count") == 0
 
 
@@ -161,8 +162,8 @@ def test_faults_of_the_server_are_counted_under_a_closed_set_of_types(
 )
 def test_a_refusal_is_counted_under_the_code_that_the_client_was_told(error_code: str, code: str) -> None:
     metrics = make_metrics()
+    metrics.on_refusal(error_code)
     metrics.on_finish(make_timeline(finish_reason=FinishReason.REJECTED, error_code=error_code))
-    metrics.on_finish(make_timeline(finish_reason=FinishReason.ABORT, error_code=error_code))
     page = Page(metrics)
     assert page.value("roseinfer_requests_rejected_total", code=code) == 1
     assert page.total("roseinfer_requests_rejected_total") == 1

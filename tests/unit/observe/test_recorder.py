@@ -131,6 +131,25 @@ def test_a_part_begins_with_its_first_step() -> None:
     assert all(request.end_ns >= begin_ns for request in ended)
 
 
+def test_a_part_that_begins_with_a_moment_has_nothing_that_ended_before() -> None:
+    recorder = make_recorder()
+    for number, at_ns in enumerate((1000 * MS, 2000 * MS, 3000 * MS)):
+        timeline = make_timeline(request_id=f"r-{number}", serial=number, end_ns=at_ns)
+        recorder.on_start(timeline)
+        recorder.on_step(make_step(step_id=number, end_ns=at_ns), Advanced())
+        recorder.on_writes(writes_of((timeline, delivered(at_ns))))
+        recorder.note_interruption(Cause.GC, at_ns - 1, at_ns)
+        recorder.on_finish(timeline)
+    recorder.on_start(make_timeline(request_id="in flight", serial=9, end_ns=0))
+    recording = recorder.capture_since(1500 * MS).recording()
+    assert [request.serial for request in recording.requests] == [1, 2, 9]
+    assert recording.steps["step_id"].tolist() == [1, 2]
+    assert recording.writes["serial"].tolist() == [1, 2]
+    assert len(recording.interruptions) == 2
+    assert recording.meta.num_forgotten_writes == 1
+    assert len(recorder.capture_since(0).recording().steps) == 3
+
+
 def test_a_request_is_found_in_flight_and_afterwards() -> None:
     recorder = make_recorder()
     timeline = make_timeline(request_id="twin", end_ns=0, finish_reason=None)

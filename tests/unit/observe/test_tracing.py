@@ -63,7 +63,8 @@ class Scene:
     def exemplars(self) -> set[tuple[str, float, str, int | None]]:
         return {
             (name, one.value_s, one.trace_id, one.step_id)
-            for name, shelf in self.metrics._shelves.items()
+            for name, shelves in self.metrics._shelves.items()
+            for shelf in shelves.values()
             for one in shelf.newest
             if one is not None
         }
@@ -99,6 +100,8 @@ SLOW: list[tuple[dict[str, object], bool]] = [
     ({"finish_reason": FinishReason.REJECTED, "token_ns": [], "write_ns": []}, False),
     ({"write_ns": [1999 * MS], "end_ns": 2000 * MS}, False),  # 999 ms to the first token
     ({"write_ns": [2001 * MS], "end_ns": 2002 * MS}, True),
+    ({"is_streamed": False, "write_ns": [2001 * MS], "end_ns": 2002 * MS}, False),  # written when it is complete
+    ({"is_streamed": False, "token_ns": [2001 * MS], "write_ns": [2002 * MS], "end_ns": 2003 * MS}, True),
 ]
 
 
@@ -268,7 +271,8 @@ def test_the_page_tells_of_lost_spans_and_names_their_trace_no_more() -> None:
         tracing.on_finish(timeline)
         tracing.close()
         assert Page(metrics).value("roseinfer_telemetry_dropped_total", signal="span") == 8
-        assert all(one is None for shelf in metrics._shelves.values() for one in shelf.newest)  # nobody would find it
+        shelves = [shelf for of_one in metrics._shelves.values() for shelf in of_one.values()]
+        assert all(one is None for shelf in shelves for one in shelf.newest)  # nobody would find it
 
 
 def test_what_the_attribution_finds_slow_is_kept_with_its_step() -> None:
@@ -298,7 +302,7 @@ def test_what_the_attribution_finds_slow_is_kept_with_its_step() -> None:
         assert told["roseinfer.duration_s"] > 0.06
     (step,) = [span for span in spans if span.name == "roseinfer.step"]
     assert {link.span_id for link in step.links} == {span.span_id for span in whole}
-    shelf = metrics._shelves[INTER_TOKEN_LATENCY]
+    shelf = metrics._shelves[INTER_TOKEN_LATENCY][""]
     assert {one.step_id for one in shelf.newest if one is not None and one.value_s > 0.05} == {slow_step_id}
 
 

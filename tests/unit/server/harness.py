@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from roseinfer.config import Config, ServerConfig
 from roseinfer.engine.backlog import Backlog
 from roseinfer.engine.pulse import Account, Activity
-from roseinfer.errors import Conflict, EngineDead, EngineError, NotReady
+from roseinfer.errors import Conflict, EngineDead, EngineError, NotReady, RoseinferError
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
@@ -137,7 +137,7 @@ class ScriptedEngine:
         self.num_closes = 0
         self.profiles: list[tuple[int, str, asyncio.Future[ProfileEnded]]] = []
         self._arrival = asyncio.Event()
-        self._mailboxes: dict[str, asyncio.Queue[list[TokenOutput] | EngineError]] = {}
+        self._mailboxes: dict[str, asyncio.Queue[list[TokenOutput] | RoseinferError]] = {}
 
     async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
         for progress in self.progress:
@@ -187,7 +187,7 @@ class ScriptedEngine:
     async def generate(
         self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
     ) -> AsyncGenerator[list[TokenOutput], None]:
-        mailbox: asyncio.Queue[list[TokenOutput] | EngineError] = asyncio.Queue()
+        mailbox: asyncio.Queue[list[TokenOutput] | RoseinferError] = asyncio.Queue()
         for request, timeline in zip(requests, timelines, strict=True):
             assert request.request_id == timeline.request_id
             assert any(timeline is opened for opened in self.opened)
@@ -200,7 +200,7 @@ class ScriptedEngine:
         try:
             while unfinished:
                 outputs = await mailbox.get()
-                if isinstance(outputs, EngineError):
+                if isinstance(outputs, RoseinferError):
                     raise outputs
                 unfinished -= {output.request_id for output in outputs if output.finish_reason is not None}
                 now_ns = time.monotonic_ns()
@@ -228,6 +228,10 @@ class ScriptedEngine:
         """Deliver a text, in one step, to the request that came `index`-th."""
         end = times() if finish_reason is not None else None
         self.tell(TokenOutput(self.requests[index].request_id, ids(text), None, finish_reason, None, end))
+
+    def fail(self, error: RoseinferError, index: int = 0) -> None:
+        """Have the request that came `index`-th end with an error."""
+        self._mailboxes[self.requests[index].request_id].put_nowait(error)
 
     def flood(self, index: int = 0) -> None:
         """Deliver 15 MB of text, more than the buffers of a connection hold, in 300 steps."""
@@ -341,12 +345,14 @@ async def serving(
     text: TextModel | None = None,
     is_ready: bool = True,
     keys: list[str] | None = None,
+    observer: Observer | None = None,
     **server: Any,
 ) -> AsyncIterator[Server]:
     """The API port over a scripted engine, on a free port of the loopback."""
     listener = Listener()
     config = Config(server=ServerConfig(served_model_name="scripted", **server))
-    service = Service(config, engine, listener, ApiKeys(parse_keys(keys, "")) if keys else None, INSTRUMENTS.ledger)
+    api_keys = ApiKeys(parse_keys(keys, "")) if keys else None
+    service = Service(config, engine, observer or listener, api_keys, INSTRUMENTS.ledger)
     if is_ready:
         engine.started.set()
         service.open(text or text_model())

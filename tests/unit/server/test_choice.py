@@ -83,3 +83,10 @@ def test_what_the_engine_did_not_bring_to_its_end_is_an_error(reason: FinishReas
     choice.take(TokenOutput("a", ids("ab")))
     with pytest.raises(error, match=r"\.$"):
         choice.take(TokenOutput("a", [], None, reason, None, times()))
+
+
+def test_a_grammar_that_failed_is_told_apart_from_the_model_and_its_words_are_for_the_log() -> None:
+    choice = make_choice()
+    with pytest.raises(SequenceFailed, match=r"^The grammar met a limit of the library that follows it\.$"):
+        choice.take(TokenOutput("a", [], None, FinishReason.ERROR, times=times(), grammar_error="2003 items"))
+    assert choice.timeline.grammar_error == "2003 items"

@@ -13,6 +13,7 @@ from roseinfer.errors import (
     EngineError,
     MethodNotAllowed,
     NotReady,
+    Overloaded,
     RequestError,
     RoseinferError,
 )
@@ -21,7 +22,7 @@ from roseinfer.server.openapi import document
 from tests.unit.server.harness import engine_info
 
 ROOT = Path(__file__).parents[3]
-GROUPS = {RoseinferError, RequestError, CapacityError, ConfigError}  # never sent, or never with a meaning of their own
+GROUPS = {RoseinferError, RequestError, CapacityError, EngineError, ConfigError}  # never sent, or without a meaning
 
 
 def descendants(error: type[RoseinferError]) -> Iterator[type[RoseinferError]]:
@@ -70,6 +71,13 @@ def test_the_document_lists_whatever_an_engine_may_fail_with(path: str) -> None:
     responses = document("scripted", engine_info(), has_keys=False)["paths"][path]["post"]["responses"]
     for error in EngineError.__subclasses__():
         assert f"`{error.code}`" in responses[str(error.status)]["description"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"])
+def test_the_document_says_where_one_more_long_body_may_be_too_many(path: str) -> None:
+    responses = document("scripted", engine_info(), has_keys=False)["paths"][path]["post"]["responses"]
+    assert f"`{Overloaded.code}`" in responses[str(Overloaded.status)]["description"]
+    assert "Retry-After" in responses[str(Overloaded.status)]["headers"]
 
 
 def test_what_an_error_carries() -> None:

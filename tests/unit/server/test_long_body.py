@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest, PromptTooLong, RequestError
 from roseinfer.server import long_body
-from roseinfer.server.long_body import FEW_VALUES, check_num_values
+from roseinfer.server.long_body import FEW_VALUES, check_num_values, check_num_values_within
 
 CONTEXT = 100
 MANY = FEW_VALUES + 2 * CONTEXT + 1
@@ -112,3 +112,33 @@ def test_the_limit_is_told_as_it_is() -> None:
     assert error is not None
     assert str(FEW_VALUES + 2 * CONTEXT) in error.message
     assert refusal({"tokens": [1] * (FEW_VALUES + 2 * CONTEXT - 1)}) is None
+
+
+def refusal_within(**texts: str) -> InvalidRequest | None:
+    try:
+        check_num_values_within(texts.items(), CONTEXT)
+    except InvalidRequest as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("texts", "param"),
+    [
+        ({"a": json.dumps([[]] * MANY)}, "a"),
+        ({"a": "{}", "b": "[" * MANY}, "b"),  # no JSON; decoding it would go as far as it can
+        ({"a": json.dumps([1] * (MANY // 2)), "b": json.dumps([10] * (MANY // 2 + 1))}, "b"),
+        ({"a": json.dumps({str(i): i for i in range(MANY)}), "b": "\ud800"}, "a"),
+    ],
+)
+def test_json_in_the_texts_of_a_body_is_counted_together(texts: dict[str, str], param: str) -> None:
+    error = refusal_within(**texts)
+    assert error is not None
+    assert error.param == param
+    assert f"`{param}` " in error.message
+    assert str(FEW_VALUES + 2 * CONTEXT) in error.message
+
+
+@pytest.mark.parametrize("text", ["," * 500_000, "[{" * 300_000, '\\",' * 200_000])
+def test_what_stands_in_the_texts_of_such_json_is_no_value(text: str) -> None:
+    assert refusal_within(a=json.dumps({"a": text}), b=json.dumps([1] * (MANY - 3))) is None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from roseinfer.errors import PromptTooLong
+from roseinfer.prompt_name import PromptName
 from roseinfer.server.text_bounds import most_chars_per_token
 from roseinfer.server.tokenizer import Tokenizer
 from tests.unit.server.harness import HUGE_TEXT, byte_tokenizer
@@ -74,9 +75,9 @@ def test_spaces_written_otherwise_are_still_there() -> None:
 def test_a_text_that_is_refused_unread_is_told_in_characters() -> None:
     tokenizer = Tokenizer.from_bytes(byte_tokenizer().to_str().encode())
     most = 4 * len(HUGE_TEXT)
-    tokenizer.check_length(["x" * most], 4, ["prompt"])
+    tokenizer.check_length(["x" * most], 4, [PromptName("prompt")])
     with pytest.raises(PromptTooLong) as caught:
-        tokenizer.check_length(["", "x" * (most + 1)], 4, ["prompt[0]", "prompt[1]"])
+        tokenizer.check_length(["", "x" * (most + 1)], 4, [PromptName("prompt[0]"), PromptName("prompt[1]")])
     assert caught.value.param == "prompt[1]"
     assert caught.value.message == (
         f"This model's context is 4 tokens of at most {len(HUGE_TEXT)} characters each; "
@@ -92,6 +93,6 @@ def test_no_text_that_fits_is_refused(text: str, max_model_len: int) -> None:
     tokenizer._most_chars_per_token = 6  # without the huge token, whose text no example holds
     [token_ids] = asyncio.run(tokenizer.encode([text], add_special_tokens=False))
     try:
-        tokenizer.check_length([text], max_model_len, ["prompt"])
+        tokenizer.check_length([text], max_model_len, [PromptName("prompt")])
     except PromptTooLong:
         assert len(token_ids) > max_model_len

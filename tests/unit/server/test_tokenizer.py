@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, processors
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptTooLong
+from roseinfer.prompt_name import PromptName
 from roseinfer.server.detokenizer import Detokenizer
 from roseinfer.server.tokenizer import INLINE_CHARS, LONG_CHARS, Tokenizer
 from tests.unit.server.harness import BOS, EOS, TOOL, byte_tokenizer, ids, write_checkpoint
@@ -191,7 +192,7 @@ def test_one_thread_encodes_long_texts_at_a_lower_priority_and_the_librarys_own_
 
 async def test_a_prompt_that_does_not_fit_is_refused_without_a_list_of_its_ids() -> None:
     tokenizer = wrap(byte_tokenizer())
-    texts, names = ["a" * 5000, "b" * 6000], ["prompt[0]", "prompt[1]"]
+    texts, names = ["a" * 5000, "b" * 6000], [PromptName("prompt[0]"), PromptName("prompt[1]")]
     assert await tokenizer.encode_prompts(texts, 6000, names, add_special_tokens=True) == [*map(ids, texts)]
     with pytest.raises(PromptTooLong, match="is 5999 tokens; the 6000 of") as caught:
         await tokenizer.encode_prompts(texts, 5999, names, add_special_tokens=True)

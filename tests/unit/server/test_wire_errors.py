@@ -42,7 +42,6 @@ def test_a_closed_set_is_listed(field: dict[str, Any], param: str, message: str)
     ("field", "path", "instead"),
     [
         ({"add_special_tokens": False}, "add_special_tokens", "token ids are taken as they are"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "messages and tools alone"),
         ({"guided_json": {}}, "guided_json", "use `structured_outputs` with `json`"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "use `echo` with `logprobs`, of /v1/completions"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "always left out"),
@@ -90,6 +89,13 @@ def test_content_that_is_no_text_is_told_as_that(part: dict[str, Any]) -> None:
 def test_a_part_of_text_with_something_else_in_it_is_not_called_an_image() -> None:
     error = refused({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "other": 1}]}]})
     assert error.message == "Unknown field `messages[0].content[0].other`."
+
+
+def test_a_refusal_is_told_what_is_wrong_with_it_and_not_that_it_is_no_text() -> None:
+    error = refused({"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}]})
+    assert error.message == "`messages[0].content[0].refusal`: Expected `str`, got `int`."
+    error = refused({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]})
+    assert error.message == "`messages[0]`: only an assistant's message has a `refusal`."
 
 
 @pytest.mark.parametrize("kind", [{}, [], 5])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from roseinfer import cli
-from roseinfer.bench.outputs import check_outputs
 from roseinfer.errors import ConfigError
+from roseinfer.outputs import check_folder, check_outputs
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -24,6 +24,7 @@ NOBODY = "http://127.0.0.1:9"
         ("scheduler --hf-model-id none", "--json"),
         ("simulate --cost-model none", "--json"),
         ("simulate --cost-model none", "--recording"),
+        ("simulate --cost-model none", "--decision-log"),
     ],
 )
 def test_it_is_told_before_anything_is_asked_or_loaded(
@@ -56,3 +57,21 @@ def test_a_pipe_is_not_opened_twice(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     check_outputs(json=pipe)
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "runs"
+    assert cli.main(["bench", "compare", NOBODY, "http://127.0.0.1:10", "--keep", str(folder)]) == cli.EXIT_USAGE
+    assert capsys.readouterr().err == f"roseinfer: --keep: {folder} cannot be written: Not a directory\n"
+
+
+def test_a_folder_is_left_as_it_was_or_not_made_yet(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "001.json").write_bytes(b"an older one")
+    check_folder("keep", tmp_path / "old")
+    check_folder("keep", tmp_path / "new" / "runs")
+    check_folder("keep", None)
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["old", "old/001.json"]

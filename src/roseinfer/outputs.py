@@ -1,0 +1,50 @@
+"""Whether what a command shall write can be written, asked while there is nothing to lose yet."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from roseinfer.errors import ConfigError
+
+
+def check_outputs(**files: Path | None) -> None:
+    """By their flags; leaves every one as it was. Raises ConfigError that names the flag of the one that cannot."""
+    for name, file in files.items():
+        _check(name, file, _try_to_open)
+
+
+def check_folder(name: str, folder: Path | None) -> None:
+    """The same of a folder, which will be made where there is none."""
+    _check(name, folder, _try_to_fill)
+
+
+def _check(name: str, path: Path | None, attempt: Callable[[Path], None]) -> None:
+    if path is not None:
+        try:
+            attempt(path)
+        except OSError as error:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{path} cannot be written: {error.strerror}", param=flag) from None
+
+
+def _try_to_open(file: Path) -> None:
+    is_there = file.exists()
+    if is_there and not (file.is_file() or file.is_dir()):
+        return  # whoever reads a pipe would take this for its end
+    is_new = not is_there and not file.is_symlink()
+    with file.open("ab"):
+        pass
+    if is_new:
+        file.unlink()
+
+
+def _try_to_fill(folder: Path) -> None:
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]  # the innermost is the first
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    finally:
+        for each in missing:
+            if each.is_dir():
+                each.rmdir()

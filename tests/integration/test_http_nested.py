@@ -1,0 +1,71 @@
+"""Schemas about as deep as the interpreter bears: a long body is decoded on a shorter stack than it is encoded on."""
+
+import pytest
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.server.structured import requested_grammar
+from roseinfer.server.tools import ToolUse
+from roseinfer.server.wire import CompletionBody
+from roseinfer.server.wire_structured import (
+    FunctionDefinition,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+)
+from tests.unit.server.harness import ScriptedEngine, says, serving, text_model
+
+LONG = "a" * 70_000  # what makes a body so long that a thread decodes it
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+PLACES = {  # by field: path, and the rest of a body around a schema, which no encoder of ours could write
+    "response_format": (
+        "completions",
+        '"prompt":"LONG","response_format":{"type":"json_schema","json_schema":{"name":"a","schema":SCHEMA}}',
+    ),
+    "structured_outputs": ("completions", '"prompt":"LONG","structured_outputs":{"json":SCHEMA}'),
+    "tools": (
+        "chat/completions",
+        (
+            '"messages":[{"role":"user","content":"LONG"}],"tool_choice":"required",'
+            '"tools":[{"type":"function","function":{"name":"f","parameters":SCHEMA}}]'
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("field", PLACES)
+async def test_a_schema_of_any_depth_in_a_long_body_is_the_fault_of_its_client(field: str) -> None:
+    path, rest = PLACES[field]
+    async with serving(ScriptedEngine(says("a")), text=text_model(template=TEMPLATE)) as server:
+        for depth in range(930, 1010, 2):
+            schema = '{"x":' * depth + "1" + "}" * depth
+            body = "{" + rest.replace("LONG", LONG).replace("SCHEMA", schema) + "}"
+            headers = {"Content-Type": "application/json"}
+            answer = await server.request("POST", f"/v1/{path}", data=body.encode(), headers=headers)
+            assert (answer.status, answer.error["code"]) == (400, "invalid_value"), (depth, answer.body)
+
+
+def endless() -> dict[str, object]:
+    made: dict[str, object] = {}
+    for _ in range(50_000):
+        made = {"x": made}
+    return made
+
+
+def completion(**body: object) -> CompletionBody:
+    return CompletionBody(prompt="Hi", **body)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_encoded_is_refused_by_its_field() -> None:
+    with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
+        requested_grammar(completion(structured_outputs=StructuredOutputs(json=endless())))
+    assert caught.value.param == "structured_outputs.json"
+    wanted = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name="a", schema=endless()))
+    with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
+        requested_grammar(completion(response_format=wanted))
+    assert caught.value.param == "response_format.json_schema.schema"
+    tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=endless()))
+    use = ToolUse([tool], is_forced=True, is_parallel=True, tool_format="hermes")
+    with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
+        use.grammar()
+    assert caught.value.param == "tools"
