@@ -80,7 +80,7 @@ it alone has these, of which [timeline.md](timeline.md) says more:
 | `GET /debug/requests` | the requests in flight, and how many are before each of those that wait |
 | `GET /debug/requests/{id}` | one request, in flight or remembered: its times, and why it waits if it does |
 | `GET /debug/recording` | what is remembered, as a NumPy archive; with `since_ns` what ended after that moment |
-| `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB at most |
+| `POST /debug/recording/view` | the page's data of such an archive, of 64 MiB and `server.body_timeout_s` at most |
 | `GET /debug/trace` | the newest `limit` steps, 500 by default, and their requests in Chrome's trace format |
 | `GET /debug/invariants` | how often each [invariant](reliability.md) was checked, and how often it did not hold |
 | `POST /debug/profile` | 202 and the directory of a profile of the next `steps` steps; see [captures](capture.md) |
@@ -128,8 +128,8 @@ with a status.
 `timeout_s` and `queue_timeout_s` count from the first byte of a request. When the first passes, the engine ends the
 request at its next step: 504, or in a stream that has begun an error event after all that was generated. When either
 passes and the engine has not begun, the answer is 503 with `Retry-After`: nothing was computed; `param` names the one
-that passed. What a body leaves out, `server.request_timeout_s` and `server.queue_timeout_s` say. 408 is for a body that
-does not arrive.
+that passed. The time in which a grammar is checked and a long prompt becomes tokens counts too. What a body leaves out,
+`server.request_timeout_s` and `server.queue_timeout_s` say. 408 is for a body that does not arrive.
 
 ## Log-probabilities
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -39,12 +40,12 @@ class Operations:
 
 @asynccontextmanager
 async def operations(
-    flight: Flight | None = None, *, ops_host: str = "127.0.0.1", keys: list[str] | None = None
+    flight: Flight | None = None, *, ops_host: str = "127.0.0.1", keys: list[str] | None = None, **config: Any
 ) -> AsyncIterator[Operations]:
     routes = [*debug.routes(flight or make_flight()), profile.route(lambda: Path("new"), lambda *_: None)]
     routes.append(invariants.route(dict))
     instruments = Instruments(metrics=metrics_handler, ledger=lambda *_: {}, debug_routes=routes)
-    async with serving(ScriptedEngine(), keys=keys, ops_host=ops_host) as server:
+    async with serving(ScriptedEngine(), keys=keys, ops_host=ops_host, **config) as server:
         app = build_ops_app(server.service, instruments)
         runner = build_runner(app, 0.5)
         await runner.setup()

@@ -327,4 +327,7 @@ async def test_answers_have_the_shape_that_the_document_says() -> None:
     [choice] = msgspec.json.decode(chat.body, type=replies.ChatReply).choices
     assert choice.message.content == "ab"
     assert msgspec.json.decode(models.body, type=replies.ModelList).data[0].id == "scripted"
-    assert msgspec.json.decode(probe.body, type=replies.ProbeReply).status == "ok"
+    told = msgspec.json.decode(probe.body, type=replies.ProbeReply)
+    assert (told.status, told.engine.activity) == ("ok", "idle")
+    for body, told_type in ((probe, replies.ProbeReply), (models, replies.ModelList)):
+        assert set(body.json) == set(told_type.__struct_fields__), "nothing is told that is not described"

@@ -14,7 +14,7 @@ from aiohttp import http_parser
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
-from roseinfer.server import guard
+from roseinfer.server import guard, guarded_port
 from roseinfer.server.openapi import document
 from tests.integration.live_server import closed
 from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, engine_info, says, serving
@@ -280,7 +280,7 @@ async def test_the_connections_are_the_guarded_ones() -> None:
         runner = server.runner
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"}")
-        assert isinstance(runner.server, guard.GuardedServer)
+        assert isinstance(runner.server, guarded_port.GuardedServer)
         assert [type(connection) for connection in runner.server.connections] == [guard.Connection]
         assert len(runner.guard) == 1
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")

@@ -71,6 +71,31 @@ async def test_a_key_is_added_and_another_withdrawn(
     assert "key-two" not in caplog.text
 
 
+async def test_what_changes_while_the_ports_open_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first reading and the first look the server loads its certificate and opens its ports."""
+    keys = tmp_path / "keys"
+    keys.write_text("key-one\n")
+    certificate, key = write_certificate(tmp_path, "old")
+    listening = lifecycle._listening
+
+    def late(*arguments: Any) -> Any:
+        keys.write_text("key-two\n")
+        write_certificate(tmp_path, "new")
+        return listening(*arguments)
+
+    monkeypatch.setattr(lifecycle, "_listening", late)
+    files = {"api_key_file": str(keys), "tls_cert_file": certificate, "tls_key_file": key}
+    async with running(tmp_path, monkeypatch, **files) as url, aiohttp.ClientSession() as session:
+        headers, status = {"Authorization": "Bearer key-two"}, 0
+        while status != 200:
+            try:
+                trust = ssl.create_default_context(cafile=certificate)
+                async with session.get(f"{url}/v1/models", headers=headers, ssl=trust) as response:
+                    status = response.status
+            except aiohttp.ClientConnectorCertificateError:  # the client trusts the new one already
+                pass
+
+
 async def test_a_certificate_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, key = write_certificate(tmp_path, "old")
     async with running(tmp_path, monkeypatch, tls_cert_file=certificate, tls_key_file=key) as url:
@@ -101,8 +126,23 @@ async def test_a_pair_that_does_not_fit_is_named_and_changes_nothing(tmp_path: P
     pair = Certificate(Path(certificate), Path(key))
     (tmp_path / "tls.key").write_text("nothing")
     with pytest.raises(ConfigError) as caught:
-        pair.check()
+        pair.read()
     assert caught.value.param == "server.tls_cert_file"
+
+
+async def test_a_file_that_changes_behind_its_reading_breaks_no_handshake(tmp_path: Path) -> None:
+    """Who renews a pair writes two files: the next look may come between them, and the second write at any time."""
+    certificate, key = write_certificate(tmp_path, "old")
+    trust = ssl.create_default_context(cafile=certificate)
+    pair = Certificate(Path(certificate), Path(key))
+    read = pair.read()
+    write_certificate(tmp_path, "new")
+    (tmp_path / "tls.key").write_text("half of a")
+    pair.take(read)
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=pair.context)
+    async with server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), ssl=trust)
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize(

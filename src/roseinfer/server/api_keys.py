@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from roseinfer.errors import ConfigError
+from roseinfer.server.watched_files import WatchedFiles
 
 # Not an option: the tree of options is printed, recorded and sent to the engine, and a key belongs in none of these.
 KEYS_VARIABLE = "ROSEINFER_API_KEYS"
@@ -80,6 +81,7 @@ class ApiKeys:
     def __init__(self, fixed: Sequence[ApiKey], path: Path | None = None) -> None:
         """Keys that stay, and a file of keys that may change. Raises ConfigError when it cannot be used."""
         self.path = path
+        self.files = WatchedFiles([] if path is None else [path])
         self._fixed = fixed
         self._digests = self.read()
 

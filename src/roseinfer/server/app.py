@@ -13,7 +13,7 @@ from roseinfer.server import (
     openapi,
     text_endpoints,
 )
-from roseinfer.server.guard import GuardedRunner
+from roseinfer.server.guarded_port import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import SERVICE, Service
 

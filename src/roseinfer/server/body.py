@@ -5,21 +5,25 @@ import time
 
 from aiohttp import web
 
-from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, NotJSON, UnknownModel
+from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, MalformedRequest, NotJSON, UnknownModel
 from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.long_body import check_num_values, check_num_values_within
 from roseinfer.server.room import PLACE
 from roseinfer.server.service import SERVICE
-from roseinfer.server.wire import BodyT, parse_body
+from roseinfer.server.wire import BodyT, GenerationBody, parse_body
 
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
 
 
 async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
-    """Step 2. Raises NotJSON, BodyTooLarge, InvalidRequest, PromptTooLong, UnknownModel or Overloaded."""
+    """Step 2.
+
+    Raises NotJSON, BodyTooLarge, BodyTimeout, MalformedRequest, InvalidRequest, PromptTooLong, UnknownModel or
+    Overloaded.
+    """
     service = request.app[SERVICE]
     _check_media_type(request)
-    raw = await _read(request, service.config.max_body_bytes, service.config.body_timeout_s)
+    raw = await read_bytes(request, service.config.max_body_bytes, service.config.body_timeout_s)
     if len(raw) <= INLINE_BYTES:
         body = parse_body(raw, body_type)
     else:
@@ -30,6 +34,11 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
         )
     if (exchange := request.get(EXCHANGE)) is not None:
         exchange.timelines[0].parsed_ns = time.monotonic_ns()
+        assert isinstance(body, GenerationBody), "an exchange is about tokens"
+        config = service.config
+        exchange.set_deadlines(
+            body.timeout_s or config.request_timeout_s, body.queue_timeout_s or config.queue_timeout_s
+        )
     return body
 
 
@@ -38,7 +47,7 @@ async def refuse_body(request: web.Request) -> None:
     if not request.body_exists:
         return
     try:
-        await _read(request, 0, request.app[SERVICE].config.body_timeout_s)
+        await read_bytes(request, 0, request.app[SERVICE].config.body_timeout_s)
     except BodyTooLarge:
         raise InvalidRequest(f"{request.method} {request.path} takes no body.", param="body") from None
 
@@ -58,8 +67,12 @@ def _check_media_type(request: web.Request) -> None:
         raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
 
 
-async def _read(request: web.Request, limit: int, timeout_s: float) -> bytearray:
-    too_large = BodyTooLarge(f"The body is longer than {limit} bytes.")
+async def read_bytes(request: web.Request, limit: int, timeout_s: float, param: str | None = None) -> bytearray:
+    """A body as it came, which holds its room. Raises BodyTooLarge, BodyTimeout, MalformedRequest or Overloaded.
+
+    `param` is what the body is called, where all of it is one thing.
+    """
+    too_large = BodyTooLarge(f"The body is longer than {limit} bytes.", param=param)
     if (request.content_length or 0) > limit:
         raise too_large
     raw = bytearray()
@@ -73,7 +86,7 @@ async def _read(request: web.Request, limit: int, timeout_s: float) -> bytearray
     except TimeoutError:
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except web.RequestPayloadError:
-        raise InvalidRequest("The body ended early or is badly framed.") from None
+        raise MalformedRequest("This cannot be read as an HTTP request: its body is badly framed.") from None
     return raw
 
 

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from roseinfer.errors import BodyTooLarge, UnknownRequest
+from roseinfer.errors import UnknownRequest
+from roseinfer.server.body import read_bytes
 from roseinfer.server.debug_question import integer_of
+from roseinfer.server.service import SERVICE
 
 DEFAULT_STEPS = 500
 MAX_RECORDING_BYTES = 64 * 1024 * 1024  # of a recording that is sent to be looked at
@@ -110,7 +112,9 @@ class _Handlers:
         return _json(await self._off_loop(self._view.timeline(limit, *since)))
 
     async def view_recording(self, request: web.Request) -> web.Response:
-        return _json(await self._off_loop(self._view.view, await _read(request)))
+        timeout_s = request.app[SERVICE].config.body_timeout_s
+        content = await read_bytes(request, MAX_RECORDING_BYTES, timeout_s, "recording")
+        return _json(await self._off_loop(self._view.view, bytes(content)))
 
     async def requests(self, _request: web.Request) -> web.Response:
         return web.json_response(self._view.requests())
@@ -128,15 +132,6 @@ class _Handlers:
 
 def _since_ns(request: web.Request) -> int:
     return integer_of(request, "since_ns", 0, 0, 2**62)
-
-
-async def _read(request: web.Request) -> bytes:
-    content = bytearray()
-    async for piece in request.content.iter_any():
-        content += piece
-        if len(content) > MAX_RECORDING_BYTES:
-            raise BodyTooLarge(f"The recording is longer than {MAX_RECORDING_BYTES} bytes.", param="recording")
-    return bytes(content)
 
 
 def _json(content: bytes) -> web.Response:

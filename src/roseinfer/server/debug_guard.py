@@ -40,7 +40,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
                 "(server.ops_host, server.api_key_file)."
             )
         if is_loopback(service.config.ops_host):
-            if not is_loopback(request.url.host or ""):
+            if not is_loopback(_host(request)):
                 raise CrossSite("On the loopback the Host header must name it too.", param="Host")
         elif service.api_keys is not None and not service.api_keys.knows(request.headers.get("Authorization", "")):
             message = "A valid API key is needed: `Authorization: Bearer <key>`, or as the password of Basic."
@@ -56,6 +56,14 @@ async def point_elsewhere(request: web.Request, handler: Handler) -> web.StreamR
     if request.path.startswith(PREFIX):
         raise UnknownRoute(f"Not Found: {request.method} {request.path}. /debug/* is on the operations port.")
     return await handler(request)
+
+
+def _host(request: web.Request) -> str:
+    """The name in the Host header; empty where that names none."""
+    try:
+        return request.url.host or ""
+    except ValueError:  # of whatever is no name and no port
+        return ""
 
 
 def _refuse_other_sites(request: web.Request) -> None:

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.engine.engine_client import EngineClient
-from roseinfer.errors import EngineError, InvalidRequest, RequestTimeout, RoseinferError
+from roseinfer.errors import EngineError, InvalidRequest, QueueTimeout, RequestTimeout, RoseinferError
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.server.api_keys import Caller
 from roseinfer.server.instruments import Ledger
@@ -56,6 +56,8 @@ class Exchange:
         self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
         self.reply_id = ""  # what the answer calls itself, once there is a job
         self.caller: Caller | None = None  # whose key it came with, where keys are configured
+        self.deadline_ns: int | None = None  # by when it must have ended, on the monotonic clock
+        self.queue_deadline_ns: int | None = None  # by when the engine must have begun
         self._recv_unix_s = time.time()
         self._intended_time = request.headers.get(INTENDED_TIME_HEADER)
         self._ledger = ledger
@@ -130,21 +132,44 @@ class Exchange:
             timeline.num_prompt_tokens = length
             timeline.is_streamed = is_streamed
         self.is_submitted = True
+        self._unset_alarm()
+        if self.deadline_ns is not None:
+            error = RequestTimeout("The request ran past its deadline.", param="timeout_s")
+            self._set_alarm(self.deadline_ns + int(ENGINE_GRACE_S * 1e9), error)
 
     def cache_salt(self, given: str) -> str:
         """Under what its prefixes are cached: the key's own salt, which one that the client gives can only narrow."""
         own = self.caller.cache_salt if self.caller is not None else ""
         return hmac.digest(own.encode(), given.encode("utf-8", "surrogatepass"), "sha256").hex()[:32] if given else own
 
-    def deadline_ns(self, timeout_s: float) -> int | None:
-        """The moment so long after its first byte, on the monotonic clock; None for 0."""
-        return self.timelines[0].recv_ns + int(timeout_s * 1e9) if timeout_s else None
+    def set_deadlines(self, timeout_s: float, queue_timeout_s: float) -> None:
+        """When it must have ended, and when the engine must have begun, in seconds from its first byte; 0: any time.
 
-    def set_alarm(self, deadline_ns: int) -> None:
-        """Interrupt the handler if the engine has not ended the request soon after its deadline."""
-        delay_s = (deadline_ns - time.monotonic_ns()) / 1e9 + ENGINE_GRACE_S
-        error = RequestTimeout("The request ran past its deadline.", param="timeout_s")
-        self._alarm = asyncio.get_running_loop().call_later(max(0.0, delay_s), self.interrupt, error)
+        They are the engine's to keep from `submit` on. Until then the handler is interrupted at the sooner of them, and
+        later only if the engine has not ended the request soon after its deadline.
+        """
+        recv_ns = self.timelines[0].recv_ns
+        self.deadline_ns = recv_ns + int(timeout_s * 1e9) if timeout_s else None
+        self.queue_deadline_ns = recv_ns + int(queue_timeout_s * 1e9) if queue_timeout_s else None
+        given = [deadline_ns for deadline_ns in (self.deadline_ns, self.queue_deadline_ns) if deadline_ns is not None]
+        if given:
+            message = "The request could not be made ready for the engine in the time it was given."
+            self._set_alarm(min(given), QueueTimeout(message, param=self.waits_by))
+
+    @property
+    def waits_by(self) -> str:
+        """The field that ends it first while the engine has not begun."""
+        queue_ns, whole_ns = self.queue_deadline_ns, self.deadline_ns
+        is_whole = queue_ns is None or (whole_ns is not None and whole_ns < queue_ns)
+        return "timeout_s" if is_whole else "queue_timeout_s"
+
+    def _set_alarm(self, at_ns: int, error: RoseinferError) -> None:
+        delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
+        self._alarm = asyncio.get_running_loop().call_later(delay_s, self.interrupt, error)
+
+    def _unset_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     def interrupt(self, error: RoseinferError) -> None:
         """Make the handler stop where it is and end with `error`."""
@@ -183,8 +208,7 @@ class Exchange:
                 timeline.error_code = error_code
 
     def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
+        self._unset_alarm()
         end_ns = time.monotonic_ns()
         for timeline in self.timelines:
             timeline.end_ns = end_ns

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from roseinfer.config import ServerConfig
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams, TokenOutput, check_request
 from roseinfer.prompt_name import PromptName
 from roseinfer.records import Delivery
 from roseinfer.server import sse
 from roseinfer.server.choice import Choice, Delta, Echo, Telling
 from roseinfer.server.exchange import EXCHANGE, Exchange
+from roseinfer.server.guard import is_behind
 from roseinfer.server.score_limits import most_tokens
 from roseinfer.server.scores import Columns, ScoredToken
 from roseinfer.server.service import SERVICE, Service
@@ -86,7 +86,7 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     """Step 5: as many for each prompt as are asked for, all validated. Raises InvalidRequest or PromptTooLong."""
     body, info = job.body, service.client.info
     seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
-    limits = _limits(body, service.config, exchange)
+    limits = _limits(body, exchange)
     requests: list[Request] = []
     kept = None if body.stream else job.num_logprobs
     most = most_tokens(len(job.prompts) * job.num_sequences, kept, job.max_tokens, job.limit_name)
@@ -100,15 +100,12 @@ def _requests(job: Job, service: Service, exchange: Exchange) -> list[Request]:
     return requests
 
 
-def _limits(body: GenerationBody, config: ServerConfig, exchange: Exchange) -> dict[str, Any]:
+def _limits(body: GenerationBody, exchange: Exchange) -> dict[str, Any]:
     """Of a request: with whom it shares prefixes, how soon its turn comes, and by when it must begin and end."""
-    deadline_ns = exchange.deadline_ns(body.timeout_s or config.request_timeout_s)
-    if deadline_ns is not None:
-        exchange.set_alarm(deadline_ns)
     return {
         "cache_salt": exchange.cache_salt(body.cache_salt),
-        "deadline_ns": deadline_ns,
-        "queue_deadline_ns": exchange.deadline_ns(body.queue_timeout_s or config.queue_timeout_s),
+        "deadline_ns": exchange.deadline_ns,
+        "queue_deadline_ns": exchange.queue_deadline_ns,
         "priority": body.priority,
     }
 
@@ -146,13 +143,6 @@ def _telling(job: Job, columns: Columns, prompt_index: int, waits_by: str) -> Te
     )
 
 
-def _sooner_deadline(request: Request) -> str:
-    """The field that ends it first while it waits."""
-    queue_ns, whole_ns = request.queue_deadline_ns, request.deadline_ns
-    is_whole = queue_ns is None or (whole_ns is not None and whole_ns < queue_ns)
-    return "timeout_s" if is_whole else "queue_timeout_s"
-
-
 class Generation:
     """The sequences of one exchange, on their way through the engine."""
 
@@ -162,8 +152,7 @@ class Generation:
         body, tokenizer = job.body, service.text_model.tokenizer
         self.exchange = exchange
         self.include_usage = body.stream_options.include_usage
-        waits_by = _sooner_deadline(requests[0])  # all were given the same
-        tellings = [_telling(job, scores, prompt_index, waits_by) for prompt_index in range(len(job.prompts))]
+        tellings = [_telling(job, scores, prompt_index, exchange.waits_by) for prompt_index in range(len(job.prompts))]
         self.choices = [
             Choice(i, tokenizer, timeline, tellings[i // job.num_sequences])
             for i, timeline in enumerate(exchange.timelines)
@@ -263,10 +252,10 @@ class _Reply:
                     if not content:
                         continue
                     stream = generation.exchange.stream or await self._open(request)
-                    encoded_ns, was_paused = time.monotonic_ns(), sse.is_behind(request, len(content))
+                    encoded_ns, was_paused = time.monotonic_ns(), is_behind(request, len(content))
                     beacon.last_s = encoded_ns / 1e9
                     await stream.write(content)
-                    was_paused = was_paused or sse.is_behind(request)
+                    was_paused = was_paused or is_behind(request)
                     generation.note_write(told, resumed_ns, encoded_ns, was_paused=was_paused)
                     if generation.is_over:
                         break
@@ -285,7 +274,7 @@ class _Reply:
         return exchange.stream
 
     async def _keep_alive(self, request: web.Request) -> None:
-        if not sse.is_behind(request):  # else it is the client that is silent
+        if not is_behind(request):  # else it is the client that is silent
             with contextlib.suppress(ConnectionError):  # the handler hears of that itself
                 await (await self._open(request)).write(sse.COMMENT)
 
@@ -316,7 +305,7 @@ class _Reply:
         encoded_ns = time.monotonic_ns()
         await response.prepare(request)
         await response.write_eof()
-        generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=sse.is_behind(request))
+        generation.note_write(deltas, resumed_ns, encoded_ns, was_paused=is_behind(request))
         return response
 
     def _template(self) -> sse.ChunkTemplate:

@@ -3,38 +3,35 @@
 aiohttp bounds the lines of a head but has no deadline for a head, for a reader that stalls, or for the number of
 sockets. `Connection` is aiohttp's own protocol with the moments noted at which something was last owed by the client;
 `Guard` looks at all of them a few times in the shortest deadline and drops those that are late. The deadline of a body
-is `body.py`'s, because an answer is still possible there. asyncio tells a protocol of a connection with TLS when its
-handshake is over; with `Handshake` it counts, and its deadline runs, from when it was accepted.
+is `body.py`'s, because an answer is still possible there.
 """
 
 import asyncio
 import contextlib
 import logging
 import resource
-import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from itertools import islice
 from typing import Any
 
-from aiohttp import http_parser, web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, http_parser, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from roseinfer.config import ServerConfig
-from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError, UnmetExpectation
+from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
 from roseinfer.server.middleware import error_response, request_id_of
-from roseinfer.server.tls import Certificate
 
 MAX_LINE_BYTES = 8190  # of the request line, and of one header
 MAX_HEADERS = 128
-LINGER_S = 5.0  # for the rest of a body that was refused: closing at once would take the answer away with it
 SPARE_DESCRIPTORS = 64  # of the process's own files
+HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
 _CHECKS_IN_A_DEADLINE = 4
-_LONGEST_CHECK_S = 1.0
+LONGEST_CHECK_S = 1.0
 # aiohttp's words: it has no class for this. Where a later version says it otherwise, the answer to too many headers
 # becomes a 400, which tests/integration/test_http_guard.py notices.
 _TOO_MANY_HEADERS = "Too many headers received"
-
-Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +52,12 @@ class Connection(web.RequestHandler):
         super().__init__(server, loop=loop, **options)
         self.peer = ""
         self._guard = guard
-        self._socket: asyncio.Transport | None = None
+        self._socket: asyncio.Transport | None = None  # without the TLS that it may carry
         self._head_since: float | None = loop.time()  # None: none has begun
-        self._idle_since: float | None = None  # None: a request is being answered
+        self._idle_since = loop.time()
+        self._is_answering = False  # while it is, a client may send the next head as slowly as it likes
+        self._arriving: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head is complete
+        self._begun: StreamReader = EMPTY_PAYLOAD  # the body of the last request that was begun
         self._full_since: float | None = None  # when its write buffer became full, if it still is
 
     def enter(self, transport: asyncio.Transport) -> bool:
@@ -78,7 +78,6 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         if self._socket is not None or self.enter(transport):  # behind a handshake it has its place
-            self._socket = transport
             super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -86,9 +85,24 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if data and self._idle_since is not None:
-            self._head_since, self._idle_since = self._loop.time(), None
+        if data and self._head_since is None and self._arriving.is_eof():  # else it is the rest of a body
+            self._head_since = self._loop.time()
+        num_queued = len(self._messages)
         super().data_received(data)
+        for message, content in [*islice(self._messages, num_queued, None)]:
+            if isinstance(message, RawRequestMessage):
+                self._arriving = content
+            elif not self._arriving.is_eof():
+                self._break_body()
+
+    def _break_body(self) -> None:
+        """An error was queued behind the request whose body it is in, which aiohttp leaves waiting for the rest."""
+        self._messages.pop()  # with it one request would have two answers
+        if self._arriving is not self._begun or self._is_answering:  # else aiohttp only throws the rest of it away
+            self._arriving.set_exception(web.RequestPayloadError())
+        self._arriving.feed_eof()
+        if not self._messages:
+            self.close()  # behind the answer
 
     def pause_writing(self) -> None:
         self._full_since = self._loop.time()
@@ -96,27 +110,43 @@ class Connection(web.RequestHandler):
 
     def resume_writing(self) -> None:
         self._full_since = None
-        if self._idle_since is not None:
-            self._idle_since = self._loop.time()  # it was reading an answer until now
+        self._wait_anew()  # it was reading an answer until now
         super().resume_writing()
 
-    def begin(self) -> None:
-        """The head of a request is complete."""
-        self._head_since = self._idle_since = None
+    def begin(self, content: StreamReader) -> None:
+        """The head of a request is complete; its body may be on its way, also behind an answer that refuses it."""
+        self._begun, self._head_since, self._is_answering = content, None, True
+        if content.exception() is not None:
+            self.close()  # behind the answer
 
     def end(self) -> None:
         """The request has its answer, or never will."""
+        self._is_answering = False
+        self._wait_anew()
+
+    def _wait_anew(self) -> None:
+        """From now on the client owes the next request, or the rest of its head where that has begun."""
         self._idle_since = self._loop.time()
+        if self._head_since is not None:
+            self._head_since = self._idle_since
 
     def lateness(self, now: float, config: ServerConfig) -> str | None:
         """What is overdue at a moment of the loop's clock, if anything is."""
         if self._full_since is not None:
             return "the reading of an answer" if now - self._full_since > config.write_timeout_s else None
+        if self._is_answering:
+            return None
         if self._head_since is not None:
             return "the head of a request" if now - self._head_since > config.head_timeout_s else None
-        if self._idle_since is not None and now - self._idle_since > config.idle_timeout_s:
-            return "the next request"
-        return None
+        return "the next request" if now - self._idle_since > config.idle_timeout_s else None
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What was written and the system has not taken: of TLS what waits for the socket's buffer, and that."""
+        if self._socket is None or self.transport is None:
+            return 0
+        num_bytes = self._socket.get_write_buffer_size()
+        return num_bytes if self.transport is self._socket else num_bytes + self.transport.get_write_buffer_size()
 
     def drop(self) -> None:
         """Close without waiting for what is still unread."""
@@ -152,44 +182,14 @@ class Connection(web.RequestHandler):
         return response
 
 
-class Handshake(asyncio.Protocol):
-    """A socket that is to speak TLS, in the place of its connection until it does."""
+def is_behind(request: web.Request, num_bytes: int = 0) -> bool:
+    """The client, or the network, has not taken all that was written; a write, of so many bytes, may wait for it.
 
-    def __init__(self, connection: Connection, context: ssl.SSLContext, timeout_s: float) -> None:
-        self._connection = connection
-        self._context = context
-        self._timeout_s = timeout_s
-        self._shaking: asyncio.Task[None] | None = None
-        self._early = b""  # what came with the handshake's last bytes
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        if self._connection.enter(transport):
-            transport.pause_reading()  # until there is somebody to understand it
-            self._shaking = asyncio.get_running_loop().create_task(self._shake(transport))
-
-    def connection_lost(self, _: BaseException | None) -> None:
-        """Before the handshake began; `start_tls` would wait for it all the same."""
-        self._connection.leave()
-        if self._shaking is not None:
-            self._shaking.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        self._early += data
-
-    async def _shake(self, transport: asyncio.Transport) -> None:
-        connection, secured = self._connection, None
-        with contextlib.suppress(OSError):  # ssl.SSLError, and the end of the handshake's time, are some
-            secured = await asyncio.get_running_loop().start_tls(
-                transport, self, self._context, server_side=True, ssl_handshake_timeout=self._timeout_s
-            )
-        if secured is None:  # refused, overdue, or the client has gone
-            connection.leave()
-            return
-        secured.set_protocol(connection)
-        connection.connection_made(secured)
-        if self._early:
-            connection.data_received(self._early)
+    That writing is paused says less: a write that waited returns when it is paused no longer.
+    """
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    return request.transport is not None and (connection.num_unsent_bytes > 0 or num_bytes > HIGH_WATER_BYTES)
 
 
 def _first_line(text: str) -> str:
@@ -245,7 +245,7 @@ class Guard:
         config = self._config
         shortest = min(config.head_timeout_s, config.idle_timeout_s, config.write_timeout_s)
         while True:
-            await asyncio.sleep(min(_LONGEST_CHECK_S, shortest / _CHECKS_IN_A_DEADLINE))
+            await asyncio.sleep(min(LONGEST_CHECK_S, shortest / _CHECKS_IN_A_DEADLINE))
             self._check(asyncio.get_running_loop().time())
 
     def _check(self, now: float) -> None:
@@ -262,85 +262,3 @@ def _spare_descriptors() -> int:
     """How many sockets the process may open beside what it needs itself."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_DESCRIPTORS)
-
-
-class GuardedServer(web.Server):
-    """aiohttp's factory of protocols, making guarded ones."""
-
-    def __init__(self, guard: Guard, handle: Handle, options: dict[str, Any], **server_options: Any) -> None:
-        super().__init__(_answering(handle), **server_options)
-        self._guard = guard
-        self._options = options
-
-    def connection(self) -> Connection:
-        """For one more socket."""
-        return Connection(self._guard, self, **self._options)
-
-    def __call__(self) -> web.RequestHandler:
-        return self.connection()
-
-
-def _answering(handle: Handle) -> Handle:
-    """The handler, with its connection told of begin and end.
-
-    The header Expect is judged here because aiohttp does so before any middleware, and fails at one that is no UTF-8.
-    """
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, Connection)
-        connection.begin()
-        try:
-            if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-                return connection.refuse(request, UnmetExpectation("No such expectation can be met.", param="Expect"))
-            return await handle(request)
-        finally:
-            connection.end()
-
-    return answer
-
-
-class GuardedRunner(web.AppRunner):
-    """An application behind a guard."""
-
-    def __init__(
-        self, app: web.Application, config: ServerConfig, on_refusal: Callable[[str], None], shutdown_timeout_s: float
-    ) -> None:
-        super().__init__(app, shutdown_timeout=shutdown_timeout_s)
-        self.guard = Guard(config, on_refusal)
-        app.cleanup_ctx.append(self.guard.watching)
-        self._options: dict[str, Any] = {
-            "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that
-            "access_log": None,  # ours carries the request id
-            "keepalive_timeout": config.idle_timeout_s + _LONGEST_CHECK_S,  # ours, unless we are late
-            "lingering_time": LINGER_S,
-            "max_line_size": MAX_LINE_BYTES,
-            "max_field_size": MAX_LINE_BYTES,
-            "max_headers": MAX_HEADERS,
-        }
-
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        return GuardedServer(
-            self.guard,
-            server.request_handler,
-            self._options,
-            request_factory=server.request_factory,
-            handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
-        )
-
-    async def listen(self, host: str, port: int, certificate: Certificate | None) -> asyncio.Server:
-        """Accept connections from now on, with a certificate those that speak TLS. Raises OSError or UnicodeError.
-
-        Whoever calls it closes it.
-        """
-        server = self.server
-        assert isinstance(server, GuardedServer), "listen before setup"
-
-        def accept() -> asyncio.Protocol:
-            connection = server.connection()
-            if certificate is None:
-                return connection
-            return Handshake(connection, certificate.context, self.guard.handshake_timeout_s)
-
-        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=128)

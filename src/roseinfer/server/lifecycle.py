@@ -29,7 +29,7 @@ from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
 from roseinfer.server.supervision import Restarts, wait_for_death
 from roseinfer.server.tls import Certificate
-from roseinfer.server.watched_files import WATCH_INTERVAL_S, watch
+from roseinfer.server.watched_files import WATCH_INTERVAL_S
 
 EXIT_DRAINED = 0
 EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE of sysexits.h
@@ -67,9 +67,9 @@ async def run(
         try:
             async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:
                 if keys is not None and keys.path is not None:
-                    tasks.spawn(watch([keys.path], keys.read, keys.take, WATCH_INTERVAL_S))
+                    tasks.spawn(keys.files.watch(keys.read, keys.take, WATCH_INTERVAL_S))
                 if certificate is not None:
-                    tasks.spawn(watch(certificate.paths, certificate.check, certificate.take, WATCH_INTERVAL_S))
+                    tasks.spawn(certificate.files.watch(certificate.read, certificate.take, WATCH_INTERVAL_S))
                 exit_code = await _serve(service, load_text, signals, lambda: on_ready(url), Restarts(config.engine))
         finally:
             await _close(service)

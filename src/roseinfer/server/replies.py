@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from roseinfer.engine.pulse import Activity
 from roseinfer.server.wire_answers import Reply
 
 
@@ -135,12 +136,20 @@ class AbortReply(msgspec.Struct):
     aborted: Literal[True]
 
 
+class ProbeAccount(msgspec.Struct):
+    """What the engine does, and for how long it has."""
+
+    activity: Activity
+    for_s: float
+
+
 class ProbeReply(msgspec.Struct):
     """What the probes answer; `trouble` is a phrase when the engine is dead or makes no progress."""
 
     status: Literal["ok", "unavailable"]
     state: str
     trouble: str | None
+    engine: ProbeAccount
 
 
 class VersionReply(msgspec.Struct):

@@ -11,8 +11,6 @@ DONE = b"data: [DONE]\n\n"
 NOTHING = b"{}"  # a payload that says nothing
 COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
-_HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
-
 
 def event(payload: bytes) -> bytes:
     """One event; `payload` is JSON and so holds no line break."""
@@ -59,15 +57,6 @@ class Beacon:
             self._timer.cancel()
         if self._task is not None:
             await asyncio.wait({self._task})
-
-
-def is_behind(request: web.Request, num_bytes: int = 0) -> bool:
-    """The client, or the network, has not taken all that was written; a write, of so many bytes, may wait for it.
-
-    That writing is paused says less: a write that waited returns when it is paused no longer.
-    """
-    transport = request.transport
-    return transport is not None and (transport.get_write_buffer_size() > 0 or num_bytes > _HIGH_WATER_BYTES)
 
 
 class ChunkTemplate:

@@ -5,18 +5,16 @@ from pathlib import Path
 
 from roseinfer.config import ServerConfig
 from roseinfer.errors import ConfigError
+from roseinfer.server.watched_files import WatchedFiles
 
 
 class Certificate:
-    """A TLS context whose certificate can be exchanged: connections made from then on get the new one."""
+    """A TLS context that can be exchanged: connections made from then on get the new one."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self.paths = (certificate, key)
-        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.set_alpn_protocols(["http/1.1"])
-        self.check()
-        self.take(None)
+        self.files = WatchedFiles(self.paths)
+        self.context = self.read()
 
     @classmethod
     def configured(cls, config: ServerConfig) -> "Certificate | None":
@@ -28,18 +26,25 @@ class Certificate:
             raise ConfigError("A certificate needs its key, and a key its certificate.", param=f"server.{missing}")
         return cls(Path(config.tls_cert_file), Path(config.tls_key_file))
 
-    def check(self) -> None:
-        """Raise ConfigError unless both files can be used together. Reads them: not on the event loop."""
+    def read(self) -> ssl.SSLContext:
+        """What the files hold now, for `take`. Reads them: not on the event loop.
+
+        Raises ConfigError unless both can be used together.
+        """
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*self.paths, password=_no_password)
+            context.load_cert_chain(*self.paths, password=_no_password)
         except OSError as error:  # ssl.SSLError is one
             reason = error.strerror or str(error)
             message = f"{self.paths[0]} and {self.paths[1]} are not a certificate and its key: {reason}."
             raise ConfigError(message, param="server.tls_cert_file") from None
+        return context
 
-    def take(self, _checked: None) -> None:
-        """Use what was checked. On the event loop, so that no handshake meets half a change."""
-        self.context.load_cert_chain(*self.paths, password=_no_password)
+    def take(self, context: ssl.SSLContext) -> None:
+        """Use what was read; the files may hold something else already, of which half is written."""
+        self.context = context
 
 
 def _no_password() -> str:

@@ -33,22 +33,30 @@ def state_of(paths: Sequence[Path]) -> State:
     return tuple(map(one, paths))
 
 
-async def watch(paths: Sequence[Path], read: Callable[[], T], take: Callable[[T], None], interval_s: float) -> None:
-    """Whenever one of the files has changed, `read` them in a thread and `take` the result on the loop; never returns.
+class WatchedFiles:
+    """Files, and what they were like when they were named here: before they were read for the first time."""
 
-    When `read` raises ConfigError it is logged and what was taken before stays; the next change is the next attempt.
-    """
-    seen = await asyncio.to_thread(state_of, paths)
-    while True:
-        await asyncio.sleep(interval_s)
-        now = await asyncio.to_thread(state_of, paths)
-        if now == seen:
-            continue
-        seen = now
-        names = ", ".join(map(str, paths))
-        try:
-            take(await asyncio.to_thread(read))
-        except ConfigError as error:
-            _log.error("a changed file cannot be used; what it held before stays", extra={"why": error.message})
-        else:
-            _log.info("a changed file was read again", extra={"files": names})
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._seen = state_of(paths)
+
+    async def watch(self, read: Callable[[], T], take: Callable[[T], None], interval_s: float) -> None:
+        """Whenever one of them has changed, `read` in a thread and `take` the result on the loop; never returns.
+
+        When `read` fails it is logged and what was taken before stays; the next change is the next attempt.
+        """
+        names = ", ".join(map(str, self._paths))
+        while True:
+            await asyncio.sleep(interval_s)
+            now = await asyncio.to_thread(state_of, self._paths)
+            if now == self._seen:
+                continue
+            self._seen = now
+            try:
+                take(await asyncio.to_thread(read))
+            except ConfigError as error:
+                _log.error("a changed file cannot be used; what it held before stays", extra={"why": error.message})
+            except (OSError, ValueError):  # of a file and of what it holds; who reads should have told it as the other
+                _log.exception("a changed file cannot be used; what it held before stays", extra={"files": names})
+            else:
+                _log.info("a changed file was read again", extra={"files": names})

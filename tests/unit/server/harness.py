@@ -29,7 +29,7 @@ from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState
 from roseinfer.server.api_keys import ApiKeys, parse_keys
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.chat_template import ChatTemplate
-from roseinfer.server.guard import GuardedRunner
+from roseinfer.server.guarded_port import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
 from roseinfer.server.tokenizer import Tokenizer
