@@ -4,6 +4,7 @@ Each kind is a coroutine that does one thing and says what went wrong; `Clients.
 """
 
 import asyncio
+import io
 import itertools
 import json
 import random
@@ -174,7 +175,7 @@ class Clients:
         headers = {**case.headers, "Connection": "close"}
         try:
             async with self._session.request(
-                case.method, self._url + case.path, data=case.body, headers=headers
+                case.method, self._url + case.path, data=io.BytesIO(case.body), headers=headers
             ) as response:
                 self._count(f"bad: {case.kind}", response.status, set(range(400, 500)), await response.read())
         except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):  # refused while the body was still being sent
