@@ -140,7 +140,7 @@ text without being part of it has an entry in a completion and none in a chat. W
 
 To score a text, ask for a completion with it as `prompt`, `echo`, `logprobs`, and `max_tokens` 0; with 1, as evaluation
 harnesses do, the last entry is always the generated token's. There is one entry for each token of the prompt, and the
-first is `null`. What a prompt is scored depends neither on the company it is read in nor on how it is cut.
+first is `null`. On a CPU what a prompt is scored depends neither on the company it is read in nor on how it is cut.
 
 ## Template variables
 

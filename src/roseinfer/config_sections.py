@@ -440,8 +440,9 @@ class StructuredConfig:
         float,
         Meta(
             gt=0,
-            description="Longest time that a grammar may take to compile, else 400. Most take a millisecond, a schema "
-            "of 4,000 required properties half a second. Clients wait for each other's.",
+            description="Longest time of a processor that a grammar may take to compile, else 400; five times as long "
+            "on the clock where others have the processors. Most take a millisecond, a schema of 4,000 required "
+            "properties half a second. Clients wait for each other's.",
         ),
     ] = _option(2.0)
     compile_memory_mib: Annotated[

@@ -228,7 +228,7 @@ class RequestTimeline:
     trace_id: str = ""  # 32 hexadecimal digits; empty when nothing is traced
     finish_reason: FinishReason | None = None
     error_code: str = ""  # for finish reasons error, timeout and rejected: the code of the error
-    grammar_error: str = ""  # for the finish reason error: what its grammar's library said, where that was why
+    grammar_error: str = ""  # for the finish reason error: why its grammar could not be followed, where that was it
 
     @property
     def arrival(self) -> Arrival | None:

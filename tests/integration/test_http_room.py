@@ -139,6 +139,25 @@ def traced() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("traced")
+async def test_a_body_that_stopped_coming_is_not_kept_with_its_refusal() -> None:
+    num_bytes = 500_000
+
+    async def stall(server: Server) -> None:
+        async with connected(server) as (reader, writer):
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % (num_bytes + 1) + b" " * num_bytes)
+            assert b" 408 " in await reader.readline()
+            writer.transport.abort()
+
+    async with serving(ScriptedEngine(says("a")), body_timeout_s=0.3) as server:
+        await stall(server)
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(4):
+            await stall(server)
+        after, _ = tracemalloc.get_traced_memory()
+    assert after - before < num_bytes
+
+
+@pytest.mark.usefixtures("traced")
 async def test_an_answer_that_finds_no_room_is_not_kept_with_its_refusal() -> None:
     engine = ScriptedEngine()
     async with serving(engine, max_bodies_mib=1) as server:

@@ -26,7 +26,8 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report and the comparison. Returns the exit code."""
     recording = Recording.load(arguments.file)
     plan = plan_of_recording(recording)
-    check_outputs(json=arguments.json, recording=arguments.recording, decision_log=arguments.decision_log)
+    decision_log = arguments.decision_log if arguments.simulate else None
+    check_outputs(json=arguments.json, recording=arguments.recording, decision_log=decision_log)
     endpoint = None if arguments.simulate else serve.endpoint_of(arguments)
     settle_seed(arguments, endpoint)
     header = {"Recording": arguments.file, "Load": f"{describe(plan)}; seed {arguments.seed}"}
@@ -78,12 +79,12 @@ def recorded_requests(recording: Recording, records: Sequence[RequestRecord], *,
         for row in recording.writes[["serial", "written_ns", "tokens_ns"]].tolist():
             written[row[0]].append(row[1:])
     may_be_cut = is_wire and recording.meta.num_forgotten_writes != 0 and len(recording.writes)
-    since_ns = int(recording.writes["written_ns"][0]) if may_be_cut else 0
+    since_ns = int(recording.writes["written_ns"][0]) if may_be_cut else is_wire * recording.meta.begin_ns
     return [_recorded(record, written.get(record.serial, []), since_ns) for record in records]
 
 
 def _recorded(record: RequestRecord, written: Sequence[tuple[int, int]], since_ns: int) -> Observed:
-    """`since_ns` is when the oldest write that is remembered returned, 0 where none was forgotten.
+    """`since_ns` is when the oldest write returned that is remembered, or the recording begins; 0 where none misses.
 
     A write has the stamp of its newest token. So one that has another than the first token's is a later one, or had
     several tokens: of a stream that is not known. An answer in one piece has one write.

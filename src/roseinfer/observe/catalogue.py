@@ -233,9 +233,10 @@ _REQUESTS = (
         "requests",
         AtScrape(measures.rejections),
         "HTTP requests that either port answered with an error before the engine heard of them, whatever they asked "
-        "for, each counted once by the code of the error: overloaded is status 429, not_ready and engine_dead are 503, "
-        "other is an unforeseen 500, the rest are clients' mistakes. Those that asked for tokens have the finish "
-        "reason rejected too. A connection that is closed without an answer is in the log alone.",
+        "for, each counted once by the code of the error: overloaded is status 429, not_ready, engine_dead and "
+        "queue_timeout are 503, other is an unforeseen 500, the rest are clients' mistakes. Those that asked for "
+        "tokens have the finish reason rejected too. A connection that is closed without an answer is in the log "
+        "alone.",
         Label(name="code", values=measures.REJECTION_CODES),
     ),
     counter(
@@ -243,7 +244,8 @@ _REQUESTS = (
         "requests",
         AtFinish(measures.server_faults, measures.error_type),
         "Requests that ended by a fault of the server after the engine had heard of them: finish reasons error and "
-        "timeout, by error code; queue_timeout is a deadline that passed before the engine had begun.",
+        "timeout, by error code; queue_timeout is a deadline that passed before the engine had begun, which is a "
+        "refusal where the engine had not yet heard of the request.",
         Label(name="error_type", values=measures.ERROR_TYPES),
     ),
     counter(

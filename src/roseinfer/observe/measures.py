@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from roseinfer.errors import CapacityError, EngineDead, EngineError, RequestError, RoseinferError, SlowReader
+from roseinfer.errors import (
+    CapacityError,
+    EngineDead,
+    EngineError,
+    QueueTimeout,
+    RequestError,
+    RoseinferError,
+    SlowReader,
+)
 from roseinfer.observe.series import ServerState
 from roseinfer.observe.writes import Writes
 from roseinfer.records import Advanced, FinishReason, LifecycleState, RequestTimeline, StepRecord
@@ -29,7 +37,8 @@ PHASES = ("prefill", "decode", "mixed")  # of a step that had rows
 OTHER = "other"  # an error that was not foreseen
 ERROR_TYPES = (*sorted({*_codes(EngineError)} - {EngineError.code}), OTHER)  # which is of `LLM` alone
 # Whoever reads slowly has been told a part of the answer. Of the rest each can be told before the engine is asked.
-_REFUSALS = {*_codes(RequestError), *_codes(CapacityError), *_codes(EngineDead)} - {SlowReader.code}
+_EARLY = (RequestError, CapacityError, EngineDead, QueueTimeout)
+_REFUSALS = {code for root in _EARLY for code in _codes(root)} - {SlowReader.code}
 REJECTION_CODES = (*sorted(_REFUSALS), OTHER)
 MODEL_FIELDS = (
     *("model_type", "num_parameters", "vocab_size", "max_model_len"),

@@ -7,7 +7,7 @@ loop and snapshots are taken there, so there is no lock; interruptions may come 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -211,8 +211,12 @@ class FlightRecorder(WriteObserver):
         return self._captured(steps, 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0]), trigger)
 
     def capture_since(self, begin_ns: int) -> Capture:
-        """The same of what ended later than a moment of the monotonic clock."""
-        return self._captured(self._steps.since("end_ns", begin_ns), begin_ns, trigger="")
+        """The same of what ended later than a moment of the monotonic clock: what ended before is not forgotten."""
+        capture = self._captured(self._steps.since("end_ns", begin_ns), begin_ns, trigger="")
+        has_older = len(capture.writes) < len(self._writes)  # so that all since then are there
+        num_forgotten = 0 if has_older else capture.meta.num_forgotten_writes
+        meta = msgspec.structs.replace(capture.meta, begin_ns=begin_ns, num_forgotten_writes=num_forgotten)
+        return replace(capture, meta=meta)
 
     def _captured(self, steps: StructArray, begin_ns: int, trigger: str) -> Capture:
         self._take_interruptions()

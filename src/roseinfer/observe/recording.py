@@ -110,6 +110,7 @@ class RecordingMeta(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, dict[str, Any]] = {}  # sections scheduler, cache, runner and engine of the configuration
     trigger: str = ""  # why it was saved, if a rule did it
     num_forgotten_writes: int | None = None  # made before those that it holds; None where nobody counted them
+    begin_ns: int = 0  # what had ended by then was left out, and was not forgotten; 0: nothing was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from roseinfer.config import Config, TracingConfig
-from roseinfer.errors import ConfigError
+from roseinfer.errors import ConfigError, QueueTimeout
 from roseinfer.messages import EngineInfo
 from roseinfer.observe import exemplars, semconv, spans
 from roseinfer.observe.attribution import Attribution
@@ -134,7 +134,8 @@ class Tracing(Observer):
         """It ended badly, or was late with its first token, streamed or not. Slow gaps were told before."""
         firsts_ns = (timeline.write_ns if timeline.is_streamed else timeline.token_ns)[:1]
         is_late = any(first_ns - timeline.recv_ns > self._slow_ttft_ns for first_ns in firsts_ns)
-        return is_late or timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
+        has_failed = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
+        return is_late or has_failed or timeline.error_code == QueueTimeout.code  # also before the engine heard of it
 
     def _note_slow_step(self, step_id: int) -> None:
         """Tell of the step, once however many gaps it ended; if it is not known yet, when it is."""

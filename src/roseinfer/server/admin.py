@@ -87,9 +87,10 @@ def _model(service: Service) -> dict[str, object]:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End a request that is being answered, by its `x-request-id` or the id in its answer. Raises UnknownRequest.
+    """End a request that is being answered, by its `x-request-id` or the id in its answer.
 
-    A request that came with another API key is as unknown as one that never was.
+    Raises UnknownRequest, and InvalidRequest or BodyTimeout where a body comes with it. A request that came with
+    another API key is as unknown as one that never was.
     """
     await refuse_body(request)
     request_id, caller = request.match_info["id"], request.get(CALLER)

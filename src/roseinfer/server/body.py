@@ -72,16 +72,19 @@ async def read_bytes(request: web.Request, limit: int, timeout_s: float, param: 
 
     `param` is what the body is called, where all of it is one thing.
     """
-    too_large = BodyTooLarge(f"The body is longer than {limit} bytes.", param=param)
+
+    def too_large() -> BodyTooLarge:  # made where it is raised: in a variable it would keep this frame
+        return BodyTooLarge(f"The body is longer than {limit} bytes.", param=param)
+
     if (request.content_length or 0) > limit:
-        raise too_large
+        raise too_large()
     raw = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for piece in request.content.iter_any():
                 raw += piece
                 if len(raw) > limit:
-                    raise too_large
+                    raise too_large()
                 _hold(request, len(raw))
     except TimeoutError:
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None

@@ -172,7 +172,7 @@ class Choice:
         if reason is FinishReason.TIMEOUT:
             return RequestTimeout("The request ran past its deadline.", param="timeout_s")
         if output.grammar_error:
-            return SequenceFailed("The grammar met a limit of the library that follows it.")
+            return SequenceFailed("The grammar could not be followed any further.")
         if reason is FinishReason.ERROR:
             return SequenceFailed("The model could not compute this sequence.")
         return EngineFailed("The engine ended the request before it was complete.")

@@ -147,7 +147,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:  # noqa: BLE001 - one of the three places that catch all: it is logged, and told as ours
         _log.exception("unexpected error", extra={"request_id": request[REQUEST_ID]})
         failure = RoseinferError("Something went wrong inside the server; its log says more under this request's id.")
-    failure.__traceback__ = None  # its frames know what was asked and this one it: all would stay until a collection
+    # Its frames, and those of what it came from, know what was asked and it: all would stay until a collection.
+    failure.__traceback__ = failure.__context__ = None
     if isinstance(failure, QueueTimeout):
         failure.retry_after_s = request.app[SERVICE].client.backlog.retry_after_s(priority=0)
     _tell(request, failure)

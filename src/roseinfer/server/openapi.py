@@ -74,7 +74,7 @@ OPERATIONS = (
         "/v1/requests/{id}/abort",
         "End a request that is being answered",
         replies.AbortReply,
-        (*_KEYED, errors.UnknownRequest, errors.UnknownRoute),
+        (*_KEYED, errors.InvalidRequest, errors.BodyTimeout, errors.UnknownRequest, errors.UnknownRoute),
     ),
     Operation("post", "/tokenize", "Text into token ids", replies.TokenizeReply, _TEXT, TokenizeBody),
     Operation("post", "/detokenize", "Token ids into text", replies.DetokenizeReply, _TEXT, DetokenizeBody),

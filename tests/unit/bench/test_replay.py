@@ -47,6 +47,25 @@ def test_a_request_whose_first_write_was_forgotten_has_no_time_to_first_token() 
     assert all(request.is_complete for request in recorded(3, is_wire=False))
 
 
+def test_what_a_recording_left_out_was_not_forgotten() -> None:
+    """It begins between the second and the third token of one; the other came later, and its first write had two."""
+    early, late = make_timeline(), make_timeline(request_id="r-2", serial=1)
+    for name in ("recv_ns", "end_ns"):
+        setattr(late, name, getattr(late, name) + 3000 * MS)
+    for name in ("token_ns", "write_ns"):
+        setattr(late, name, [stamp + 3000 * MS for stamp in getattr(late, name)])
+    rows = [
+        (timeline.serial, *[timeline.token_ns[index]] * 5, timeline.write_ns[index], False)
+        for timeline, index in ((early, 2), (late, 1), (late, 2))
+    ]
+    requests = [RequestRecord.of(timeline) for timeline in (early, late)]
+    recording = make_recording(requests, num_forgotten_writes=0, begin_ns=early.write_ns[1])
+    recording = replace(recording, writes=np.array(rows, WRITE_DTYPE))
+    found = recorded_requests(recording, requests, is_wire=True)
+    assert [request.error for request in found] == ["its first write was forgotten", ""]
+    assert found[1].token_counts == [2, 1]
+
+
 def written_once(num_forgotten: int | None, *, is_streamed: bool, num_first: int) -> list[Observed]:
     """Two requests at once, whose first writes have so many of their three tokens; the second is the slower one.
 

@@ -6,8 +6,10 @@ The names of the flaws are those of docs/structured-output.md.
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,6 +219,38 @@ def test_a_vocabulary_that_no_grammar_can_use_is_told_by_the_field_and_asked_of_
             assert caught.value.param == "some.field"
         assert len(started) == 1
         assert started[0].returncode is not None
+    finally:
+        made.close()
+
+
+def test_a_file_that_cannot_be_read_may_be_there_another_time(tmp_path: Path) -> None:
+    made = make_checker(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "elsewhere")
+    try:
+        with pytest.raises(NotReady, match="ended while it started") as caught:
+            made.check(SOUND, "x").result()
+        assert str(tmp_path) not in caught.value.message
+        (tmp_path / "elsewhere").rename(tmp_path / "tokenizer.json")
+        assert is_alive(made)
+    finally:
+        made.close()
+
+
+def test_a_child_that_got_no_processor_has_its_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = count_children(monkeypatch)
+    made = make_checker(tmp_path, compile_timeout_s=1.0)
+    try:
+        assert is_alive(made)
+        started[0].send_signal(signal.SIGSTOP)
+        waiting = made.check(Grammar("regex", "b"), "x")
+        time.sleep(1.2)
+        assert not waiting.done()
+        started[0].send_signal(signal.SIGCONT)
+        assert waiting.result() is None
+        started[0].send_signal(signal.SIGSTOP)
+        with pytest.raises(InvalidRequest, match="takes more than 1 s to compile"):
+            made.check(Grammar("regex", "c"), "x").result()
+        assert len(started) == 1
     finally:
         made.close()
 

@@ -94,7 +94,9 @@ def test_every_code_of_the_error_tree_is_that_of_a_refusal_or_of_a_fault() -> No
     assert failed == codes(errors.EngineError) - {errors.EngineError.code} | {"other"}
     in_neither = {errors.EngineError.code, errors.SlowReader.code}  # of `LLM` alone, and the end of a stream alone
     assert refused | failed == codes(errors.RoseinferError) - in_neither | {"other"}
-    assert refused & failed == {"engine_dead", "other"}, "before the engine has heard of a request, and after"
+    assert refused & failed == {"engine_dead", "queue_timeout", "other"}, (
+        "before the engine has heard of a request, and after"
+    )
 
 
 def test_one_model_costs_few_samples(busy: Metrics) -> None:

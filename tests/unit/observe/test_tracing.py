@@ -98,6 +98,7 @@ SLOW: list[tuple[dict[str, object], bool]] = [
     ({"finish_reason": FinishReason.TIMEOUT}, True),
     ({"finish_reason": FinishReason.ABORT}, False),
     ({"finish_reason": FinishReason.REJECTED, "token_ns": [], "write_ns": []}, False),
+    ({"finish_reason": FinishReason.REJECTED, "error_code": "queue_timeout", "token_ns": [], "write_ns": []}, True),
     ({"write_ns": [1999 * MS], "end_ns": 2000 * MS}, False),  # 999 ms to the first token
     ({"write_ns": [2001 * MS], "end_ns": 2002 * MS}, True),
     ({"is_streamed": False, "write_ns": [2001 * MS], "end_ns": 2002 * MS}, False),  # written when it is complete

@@ -87,6 +87,6 @@ def test_what_the_engine_did_not_bring_to_its_end_is_an_error(reason: FinishReas
 
 def test_a_grammar_that_failed_is_told_apart_from_the_model_and_its_words_are_for_the_log() -> None:
     choice = make_choice()
-    with pytest.raises(SequenceFailed, match=r"^The grammar met a limit of the library that follows it\.$"):
+    with pytest.raises(SequenceFailed, match=r"^The grammar could not be followed any further\.$"):
         choice.take(TokenOutput("a", [], None, FinishReason.ERROR, times=times(), grammar_error="2003 items"))
     assert choice.timeline.grammar_error == "2003 items"
