@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -57,7 +59,9 @@ async def test_a_head_behind_a_body_that_came_late_has_the_time_of_a_head() -> N
         assert await closed(reader) == b""
 
 
-async def test_a_head_that_begins_during_an_answer_has_its_time_from_the_end_of_that() -> None:
+@asynccontextmanager
+async def answered_late(behind: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection whose first request was answered long after these bytes had come behind it."""
     engine = ScriptedEngine()
     async with (
         serving(engine, head_timeout_s=HEAD_TIMEOUT_S, idle_timeout_s=NEVER_S) as server,
@@ -65,26 +69,22 @@ async def test_a_head_that_begins_during_an_answer_has_its_time_from_the_end_of_
     ):
         writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         await engine.received()
-        writer.write(PROBE[:-2])
+        writer.write(behind)
         await asyncio.sleep(3 * HEAD_TIMEOUT_S)
         engine.say("a", FinishReason.LENGTH)
         status, body = await answer_to(reader)
         assert (status, json.loads(body)["choices"][0]["text"]) == (200, "a")
+        yield reader, writer
+
+
+async def test_a_head_that_begins_during_an_answer_has_its_time_from_the_end_of_that() -> None:
+    async with answered_late(PROBE[:-2]) as (reader, _):
         assert await closed(reader) == b""
 
 
 async def test_a_request_that_is_whole_waits_as_long_as_the_answer_before_it_takes() -> None:
-    engine = ScriptedEngine()
-    async with (
-        serving(engine, head_timeout_s=HEAD_TIMEOUT_S, idle_timeout_s=NEVER_S) as server,
-        connected(server) as (reader, writer),
-    ):
-        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
-        await engine.received()
-        writer.write(PROBE)
-        await asyncio.sleep(3 * HEAD_TIMEOUT_S)
-        engine.say("a", FinishReason.LENGTH)
-        assert [(await answer_to(reader))[0] for _ in range(2)] == [200, 200]
+    async with answered_late(PROBE) as (reader, writer):
+        assert (await answer_to(reader))[0] == 200
         await asyncio.sleep(3 * HEAD_TIMEOUT_S)
         writer.write(PROBE)
         assert (await answer_to(reader))[0] == 200
