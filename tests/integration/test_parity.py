@@ -4,6 +4,7 @@ Every checkpoint is written by `save_pretrained` and read as a server reads it. 
 alone: no logit by more than `TOLERANCE`, of logits that go up to about 10.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -77,8 +80,21 @@ CONFIGS = {
     ),
     "mistral-window": MistralConfig(**LLAMA | {"num_key_value_heads": 1}, sliding_window=37),
     "mistral": MistralConfig(**LLAMA | {"num_key_value_heads": 4}, sliding_window=None),
+    "mistral-layer-types": MinistralConfig(
+        **LLAMA,
+        head_dim=24,
+        sliding_window=20,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
     "qwen2-tied": Qwen2Config(**LLAMA, tie_word_embeddings=True),
     "qwen2-windows": Qwen2Config(**LLAMA, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen2-layer-types": Qwen2Config(
+        **LLAMA,
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=3,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
     "qwen3": Qwen3Config(**LLAMA, head_dim=32),
     "qwen3-windows-biases": Qwen3Config(
         **LLAMA,
@@ -92,6 +108,7 @@ CONFIGS = {
 MODELS: dict[type, type[PreTrainedModel]] = {
     GPT2Config: GPT2LMHeadModel,
     LlamaConfig: LlamaForCausalLM,
+    MinistralConfig: MinistralForCausalLM,  # which transformers takes for a mistral with layer_types
     MistralConfig: MistralForCausalLM,
     Qwen2Config: Qwen2ForCausalLM,
     Qwen3Config: Qwen3ForCausalLM,
@@ -112,6 +129,10 @@ def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def load(reference: PreTrainedModel, directory: Path, **runner: Any) -> ModelRunner:
     reference.save_pretrained(directory, max_shard_size="150KB")  # in several files, all but the smallest
+    if reference.config.model_type == "ministral":  # stored as Ministral 8B is
+        path = directory / "config.json"
+        stored = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+        path.write_text(json.dumps(json.loads(path.read_text()) | stored))
     config = Config(
         model=ModelConfig(path=str(directory), dtype="float32"),
         cache=CacheConfig(num_blocks=16),
@@ -189,5 +210,5 @@ def test_with_compiled_kernels(reference: PreTrainedModel, tmp_path: Path, built
 
 
 def test_parameters_are_counted_once(reference: PreTrainedModel, runner: ModelRunner) -> None:
-    assert runner.info.model_type == reference.config.model_type
+    assert runner.info.model_type == reference.config.model_type.replace("ministral", "mistral")
     assert runner.info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())

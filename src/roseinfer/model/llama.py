@@ -118,26 +118,10 @@ class LlamaSpec(FamilySpec, frozen=True, kw_only=True):
         return self.mlp_bias
 
 
-class MistralSpec(FamilySpec, frozen=True, kw_only=True):
-    """Mistral: one window for all layers."""
-
-    model_type = "mistral"
+class WindowedSpec(FamilySpec, frozen=True, kw_only=True):
+    """A family in which some layers have a window: those that `layer_types` lists, or the family's own choice."""
 
     sliding_window: PositiveInt | None = _DEFAULT_WINDOW
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
-
-
-class Qwen2Spec(FamilySpec, frozen=True, kw_only=True):
-    """Qwen2: a bias on queries, keys and values; a window for some layers, if it is switched on."""
-
-    model_type = "qwen2"
-
-    use_sliding_window: bool = False
-    sliding_window: PositiveInt | None = _DEFAULT_WINDOW
-    max_window_layers: Annotated[int, Meta(ge=0)] = 28
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
 
     def __post_init__(self) -> None:
@@ -146,16 +130,49 @@ class Qwen2Spec(FamilySpec, frozen=True, kw_only=True):
             raise ValueError("layer_types has not num_hidden_layers entries")
 
     @property
-    def has_qkv_bias(self) -> bool:
-        return True
+    def window(self) -> int | None:
+        """The window of the layers that have one."""
+        return self.sliding_window
+
+    @property
+    def first_window_layer(self) -> int:
+        """The first of the layers with a window where there is no `layer_types`."""
+        return 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         if self.layer_types is None:
-            slides = [layer >= self.max_window_layers for layer in range(self.num_hidden_layers)]
+            slides = [layer >= self.first_window_layer for layer in range(self.num_hidden_layers)]
         else:
             slides = [kind == "sliding_attention" for kind in self.layer_types]
-        return tuple(self.sliding_window if self.use_sliding_window and slide else None for slide in slides)
+        return tuple(self.window if slide else None for slide in slides)
+
+
+class MistralSpec(WindowedSpec, frozen=True, kw_only=True):
+    """Mistral: one window for all layers, or, as in Ministral, for those that `layer_types` lists."""
+
+    model_type = "mistral"
+
+
+class Qwen2Spec(WindowedSpec, frozen=True, kw_only=True):
+    """Qwen2: a bias on queries, keys and values; a window for some layers, if it is switched on."""
+
+    model_type = "qwen2"
+
+    use_sliding_window: bool = False
+    max_window_layers: Annotated[int, Meta(ge=0)] = 28
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return True
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
+
+    @property
+    def first_window_layer(self) -> int:
+        return self.max_window_layers
 
 
 class Qwen3Spec(Qwen2Spec, frozen=True, kw_only=True):

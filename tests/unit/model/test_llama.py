@@ -78,6 +78,9 @@ LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
         (MistralSpec, {"sliding_window": None}, (None, None, None)),
         (MistralSpec, {"max_position_embeddings": 8192}, (4096, 4096, 4096)),
         (MistralSpec, {"sliding_window": 64}, (None, None, None)),  # nothing is ever that far away
+        (MistralSpec, {"sliding_window": 8, "layer_types": LAYER_TYPES}, (8, None, 8)),
+        (MistralSpec, {"sliding_window": 8, "layer_types": None}, (8, 8, 8)),
+        (MistralSpec, {"sliding_window": None, "layer_types": LAYER_TYPES}, (None, None, None)),
         (Qwen2Spec, {"sliding_window": 8, "max_window_layers": 1}, (None, None, None)),
         (Qwen2Spec, {"sliding_window": 8, "max_window_layers": 1, "use_sliding_window": True}, (None, 8, 8)),
         (Qwen2Spec, {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None, None, None)),
@@ -101,6 +104,8 @@ def test_windows(spec_type: type[FamilySpec], fields: dict[str, Any], windows: t
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' - at `$.rope_scaling"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has not num_hidden"),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 3}, "at `$.layer_types[0]`"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has not num_hid"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["chunked_attention"] * 3}, "`$.layer_types[0]`"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "`$.sliding_window`"),
         ({"architectures": ["MixtralForCausalLM"]}, "asks for MixtralForCausalLM; known architectures are GPT2LMHead"),
         ({"num_hidden_layers": 4}, "has no tensor model.layers.3.input_layernorm.weight"),
