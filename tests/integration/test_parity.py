@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -127,12 +128,19 @@ def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
     return model
 
 
+def change_config(directory: Path, changes: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def load(reference: PreTrainedModel, directory: Path, **runner: Any) -> ModelRunner:
     reference.save_pretrained(directory, max_shard_size="150KB")  # in several files, all but the smallest
     if reference.config.model_type == "ministral":  # stored as Ministral 8B is
-        path = directory / "config.json"
-        stored = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-        path.write_text(json.dumps(json.loads(path.read_text()) | stored))
+        change_config(directory, {"model_type": "mistral", "architectures": ["MistralForCausalLM"]})
+    return load_stored(directory, **runner)
+
+
+def load_stored(directory: Path, **runner: Any) -> ModelRunner:
     config = Config(
         model=ModelConfig(path=str(directory), dtype="float32"),
         cache=CacheConfig(num_blocks=16),
@@ -211,4 +219,23 @@ def test_with_compiled_kernels(reference: PreTrainedModel, tmp_path: Path, built
 
 def test_parameters_are_counted_once(reference: PreTrainedModel, runner: ModelRunner) -> None:
     assert runner.info.model_type == reference.config.model_type.replace("ministral", "mistral")
+    assert runner.info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+@pytest.mark.parametrize("name", ["gpt2-untied-gelu", "llama"])
+def test_a_head_beside_tied_embeddings(name: str, is_equal: bool, tmp_path: Path) -> None:
+    """config.json ties them, and the file holds a head: transformers uses it where it differs."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]
+    stored = MODELS[type(config)](config)
+    if is_equal:
+        stored.get_output_embeddings().weight.data = stored.get_input_embeddings().weight.data.clone()
+    stored.save_pretrained(tmp_path)
+    change_config(tmp_path, {"tie_word_embeddings": True})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    runner = load_stored(tmp_path)
+    prompt = prompt_of(reference, 50)
+    expected = reference(torch.tensor([prompt])).logits[0, -1].detach()
+    torch.testing.assert_close(runner.logits(batch_of(0, prompt))[0], expected, atol=TOLERANCE, rtol=0)
     assert runner.info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())

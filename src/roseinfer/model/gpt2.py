@@ -77,8 +77,12 @@ class _Reader:
         self._prefix = "transformer." if "transformer.wte.weight" in checkpoint.names else ""
         self.num_parameters = 0
 
+    def name(self, name: str) -> str:
+        """A tensor's name in this checkpoint."""
+        return self._prefix + name
+
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(self._prefix + name, shape)
+        tensor = self._checkpoint.tensor(self.name(name), shape)
         self.num_parameters += tensor.numel()
         return tensor
 
@@ -112,11 +116,14 @@ class GPT2:
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]
         self._final_norm = read.norm("ln_f", spec.n_embd)
         self.num_parameters = read.num_parameters
-        if spec.tie_word_embeddings or "lm_head.weight" not in checkpoint.names:
+        shape, tied_to = (spec.vocab_size, spec.n_embd), read.name("wte.weight")
+        if "lm_head.weight" not in checkpoint.names or (
+            spec.tie_word_embeddings and not checkpoint.has_other_values("lm_head.weight", tied_to, shape)
+        ):
             table = self._token_embedding.table
             self.head = Linear(table, None, placement, is_mapped=False, dtype=torch.float32)
         else:
-            head = checkpoint.tensor("lm_head.weight", (spec.vocab_size, spec.n_embd))
+            head = checkpoint.tensor("lm_head.weight", shape)
             self.num_parameters += head.numel()
             self.head = Linear(head, None, placement, dtype=torch.float32)
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))

@@ -263,13 +263,15 @@ class Llama:
         self.max_positions = spec.max_positions
         self.attention_spec = spec.attention
         self.cache_shape = CacheShape(spec.num_hidden_layers, spec.num_kv_heads, spec.head_width)
-        table = read.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        shape = (spec.vocab_size, spec.hidden_size)
+        table = read.tensor("model.embed_tokens.weight", *shape)
         self._token_embedding = Embedding(table, placement)
         self._rotations = RotationTable(spec.rope, spec.head_width, spec.max_positions, placement.device)
         self._gate = SiluGate(placement)
         self._blocks = [_Block(spec, read, f"model.layers.{layer}.") for layer in range(spec.num_hidden_layers)]
         self._final_norm = read.norm("model.norm", spec.hidden_size)
-        if spec.tie_word_embeddings:
+        is_tied = spec.tie_word_embeddings
+        if is_tied and not checkpoint.has_other_values("lm_head.weight", "model.embed_tokens.weight", shape):
             self.head = Linear(self._token_embedding.table, None, placement, is_mapped=False, dtype=torch.float32)
         else:
             self.head = read.linear({"lm_head": spec.vocab_size}, spec.hidden_size, has_bias=False, dtype=torch.float32)

@@ -185,6 +185,19 @@ class Checkpoint:
             start += shape[0]
         return whole
 
+    def has_other_values(self, name: str, tied_to: str, shape: tuple[int, ...]) -> bool:
+        """Whether the tensor `name` is there and has not the values of `tied_to`, to which config.json ties it.
+
+        The file is right then, as it is for transformers. Both have this shape.
+        """
+        if name not in self._file_of:
+            return False
+        tensor, other = self.tensor(name, shape), self.tensor(tied_to, shape)
+        if tensor.dtype == other.dtype and torch.equal(tensor, other):
+            return False
+        _log.warning("config.json ties %s to %s, but the file's differ, and both are used", name, tied_to)
+        return True
+
     def check_all_read(self, ignored: tuple[str, ...]) -> None:
         """Raise ConfigError if a tensor is left whose name does not end as one of `ignored`: another model's."""
         strangers = sorted(name for name in self._unread if not name.endswith(ignored))

@@ -81,7 +81,7 @@ def test_all_the_ways_gpt2_is_stored_are_the_same_model(tmp_path: Path, director
     prefixed = write_checkpoint(tmp_path / "prefixed", Shape(prefix="transformer."))
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4), "transformer.h.0.attn.masked_bias": torch.ones(1)}
     change_tensors(prefixed, lambda tensors: tensors.update(masks))
-    change_tensors(prefixed, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(131, 32)}))  # tied: ignored
+    change_tensors(prefixed, lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"] + 0}))
     assert torch.equal(head_of(prefixed), expected)
     shard(directory)
     assert torch.equal(head_of(directory), expected)
@@ -93,6 +93,23 @@ def test_an_untied_head_is_read_and_counted(tmp_path: Path) -> None:
     before = head_of(untied)
     change_tensors(untied, lambda tensors: tensors["lm_head.weight"].mul_(2))
     torch.testing.assert_close(head_of(untied), before * 2)
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_a_head_that_config_json_ties_and_the_file_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
+) -> None:
+    """The file's head is used if it differs; one that is equal stays tied, and is counted once."""
+    directory = write_checkpoint(tmp_path / "untied", Shape(is_tied=False, prefix=prefix))
+    expected = head_of(directory)
+    change_config(directory, tie_word_embeddings=True)
+    assert torch.equal(head_of(directory), expected)
+    assert build(directory).num_parameters == NUM_PARAMETERS + SHAPE.vocab_size * SHAPE.width
+    assert f"ties lm_head.weight to {prefix}wte.weight" in caplog.messages[0]
+    caplog.clear()
+    change_tensors(directory, lambda tensors: tensors.update({"lm_head.weight": tensors[f"{prefix}wte.weight"] + 0}))
+    assert build(directory).num_parameters == NUM_PARAMETERS
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
