@@ -25,6 +25,7 @@ _DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, index, configs, tokenizer, template
 _HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
+_WEIGHTS_FILE = "model.safetensors"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _UNSERVED_SAMPLING = {  # what else in generation_config.json would change the answers, and the values that do not
     "no_repeat_ngram_size": 0,
@@ -212,8 +213,11 @@ class Checkpoint:
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
-        """Tensor name -> file name, from the index of a sharded checkpoint or from the files themselves."""
-        index = "model.safetensors.index.json"
+        """Tensor name -> file name, from the index of a sharded checkpoint or from the files themselves.
+
+        Without an index a `model.safetensors` has all tensors, whatever files lie beside it.
+        """
+        index = f"{_WEIGHTS_FILE}.index.json"
         if (self.directory / index).exists():
             weight_map = self._json(index).get("weight_map")
             if not isinstance(weight_map, dict):
@@ -229,6 +233,9 @@ class Checkpoint:
         files = sorted(file.name for file in self.directory.glob("*.safetensors"))
         if not files:
             _refuse(f"{self.directory} has no safetensors file.")
+        if _WEIGHTS_FILE in files and len(files) > 1:  # the weights in the vendor's own form, adapters
+            _log.info("%s has the weights; %d other safetensors files are not read", _WEIGHTS_FILE, len(files) - 1)
+            files = [_WEIGHTS_FILE]
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a mapping)
 
     def _open(self, file_name: str) -> Any:

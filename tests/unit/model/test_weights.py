@@ -166,6 +166,23 @@ def test_files_that_are_missing(tmp_path: Path, directory: Path) -> None:
     assert "has no safetensors file" in refusal(directory)
 
 
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "other.safetensors"])
+def test_a_file_beside_model_safetensors_is_not_read(directory: Path, name: str) -> None:
+    """Neither one with the same tensors, before it or after it by name, nor one with others: an adapter."""
+    expected = head_of(directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({each: tensor + 1 for each, tensor in tensors.items()}, directory / name)
+    save_file({"base_model.h.0.attn.c_attn.lora_A.weight": torch.ones(2, 2)}, directory / "adapter_model.safetensors")
+    assert torch.equal(head_of(directory), expected)
+
+
+def test_files_without_an_index_are_read_together(directory: Path) -> None:
+    expected = head_of(directory)
+    shard(directory)
+    (directory / "model.safetensors.index.json").unlink()
+    assert torch.equal(head_of(directory), expected)
+
+
 def test_an_index_that_does_not_fit(directory: Path) -> None:
     shard(directory)
     index = directory / "model.safetensors.index.json"
