@@ -17,7 +17,8 @@ from roseinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequ
 from roseinfer.prompt_name import PromptName
 from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord, Violation
 
-GREEDY_BELOW = 1e-5  # dividing logits by such a temperature could overflow float32; the likeliest has all the mass
+LEAST_DIVISOR = 1e-5  # of logits: a quotient by less could overflow float32
+GREEDY_BELOW = LEAST_DIVISOR  # of temperatures: there the likeliest token has all the mass anyway
 MAX_LOGPROBS = 20
 MAX_PROFILE_STEPS = 200  # nobody is served while the trace of all is written
 _MAX_INT32 = 2**31 - 1
@@ -34,7 +35,7 @@ StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=64)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=LEAST_DIVISOR, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 MOST_URGENT = -100
 Priority = Annotated[int, Meta(ge=MOST_URGENT, le=100)]
@@ -190,6 +191,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     slot: int | None = None  # on the first output after a prefill: where `StepOutput.tokens` tells the next ones
     prompt_logprobs: PromptLogprobs | None = None  # on the first output of all, when asked for
     grammar_error: str = ""  # on the last with the reason error, where it was the grammar's: for the log
+    is_own_fault: bool = False  # on the last with the reason error, where the request's parameters caused it
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -31,6 +31,7 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "top_p": [0, -1, 1.01],
         "top_k": [-1, 2**31, 2**63],
         "min_p": [-0.1, 1.1],
+        "repetition_penalty": [0, 5e-324, 1e-39, 1e-6, 2.1],
         "n": [0, -1, 9, 1_000_000],
         "max_tokens": [0, -1, 2**31, 2**40],
         "min_tokens": [-1, 2**31],

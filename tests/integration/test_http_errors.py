@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import EngineDead, EngineFailed
-from roseinfer.messages import TokenOutput
+from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import FinishReason, LifecycleState
-from tests.unit.server.harness import ScriptedEngine, says, serving
+from tests.unit.server.harness import ScriptedEngine, says, serving, times
 
 JSON = {"Content-Type": "application/json"}
 
@@ -78,6 +78,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": False}, "presence_penalty"),
     ({"frequency_penalty": -2.1}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+    ({"repetition_penalty": 5e-324}, "repetition_penalty"),
+    ({"repetition_penalty": 9.99e-6}, "repetition_penalty"),
     ({"repetition_penalty": 2.1}, "repetition_penalty"),
     ({"logit_bias": [5]}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5"),
@@ -315,6 +318,16 @@ async def test_an_engine_error_after_it_is_an_event_and_no_done() -> None:
     assert last == {
         "error": {"message": "a step raised", "type": "server_error", "param": None, "code": "engine_failed"}
     }
+
+
+async def test_a_sequence_that_failed_by_its_own_parameters_says_so() -> None:
+    def fail(request: Request) -> list[TokenOutput]:
+        return [TokenOutput(request.request_id, [], None, FinishReason.ERROR, times=times(), is_own_fault=True)]
+
+    async with serving(ScriptedEngine(fail)) as server:
+        answer = await server.complete()
+    assert (answer.status, answer.error["code"]) == (500, "sequence_failed")
+    assert "parameters" in answer.error["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Whatever a program gives `LLM` that cannot be used, it is told which argument it was; the engine hears nothing."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def refused(call: Callable[[], object]) -> InvalidRequest:
         ({"params": 5}, "params"),
         ({"params": SamplingParams(num_prompt_logprobs=1)}, "num_prompt_logprobs"),
         ({"params": SamplingParams(temperature=10**400)}, "temperature"),
+        ({"params": SamplingParams(temperature=math.nan)}, "temperature"),
+        ({"params": SamplingParams(repetition_penalty=1e-39)}, "repetition_penalty"),
+        ({"params": SamplingParams(repetition_penalty=5e-324)}, "repetition_penalty"),
+        ({"params": SamplingParams(frequency_penalty=math.nan)}, "frequency_penalty"),
+        ({"params": SamplingParams(logit_bias={5: math.inf})}, "logit_bias[...]"),
         ({"params": SamplingParams(max_tokens=2**70)}, "max_tokens"),
         ({"params": SamplingParams(logit_bias={2**70: 1.0})}, "logit_bias"),
         ({"params": SamplingParams(logit_bias={97: 1.0})}, "logit_bias"),

@@ -21,7 +21,8 @@ IndexArray = npt.NDArray[np.intp]  # what numpy indexes with at once; int32 it c
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 
-NO_TOKEN = -1  # instead of a token id: the row failed, and no other
+NO_TOKEN = -1  # instead of a token id: the model's logits of the row were not finite
+OWN_FAULT = -2  # likewise: what its request asked for cannot be used, or made finite logits infinite or NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
 class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """The outcome of one batch: one entry for each row with `samples`, in row order, and one for each `scored` row."""
 
-    token_ids: Int32Array  # `NO_TOKEN` where a row has none: its logits held a NaN, or what it asked for failed
+    token_ids: Int32Array  # `NO_TOKEN` or `OWN_FAULT` where a row has none
     logprobs: list[TokenLogprobs | None] | None  # None when no row asked
     scores: tuple[Scores, ...] = ()
 

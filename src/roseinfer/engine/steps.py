@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from roseinfer.engine.batch import (
-    NO_TOKEN,
+    OWN_FAULT,
     BoolArray,
     IndexArray,
     Int32Array,
@@ -96,22 +96,27 @@ class RowFailures:
     A row that fails beside one that does not fails alone. When all rows of a step fail, and they are of several
     prompts, or when so many prompts fail in succession as no single client explains, it is the device, or the weights.
     The choices of a prompt are one: they share its list, in whichever process, and fail together or one by one.
+    A row whose own request is the cause (`OWN_FAULT`) is evidence of nothing, however many there are.
     """
 
     def __init__(self) -> None:
         self._prompts: dict[int, list[int]] = {}  # that failed since a row had a token, by identity: see `judge`
 
     def judge(self, rows: SampledRows, table: SlotTable) -> list[int]:
-        """The rows that failed; the surplus ones among them speak for nothing. Raises UnattributableFailure."""
+        """The rows that failed; those that are surplus or failed by their own fault are evidence of nothing.
+
+        Raises UnattributableFailure.
+        """
         token_ids = rows.sampled.token_ids
         if not len(token_ids):  # parts of prompts alone: nothing was seen, neither for nor against
             return []
-        if np.minimum.reduce(token_ids) != NO_TOKEN:
+        if np.minimum.reduce(token_ids) >= 0:
             self._prompts.clear()
             return []
-        failed: list[int] = (token_ids == NO_TOKEN).nonzero()[0].tolist()
-        judged = [row for row in failed if row not in rows.surplus]
-        if len(judged) < len(token_ids) - len(rows.surplus):
+        failed: list[int] = (token_ids < 0).nonzero()[0].tolist()
+        without_meaning = rows.surplus.union((token_ids == OWN_FAULT).nonzero()[0].tolist())
+        judged = [row for row in failed if row not in without_meaning]
+        if len(judged) < len(token_ids) - len(without_meaning):
             self._prompts.clear()
             return failed
         prompts = [table.owner(rows.index[row]).request.prompt_token_ids for row in judged]
@@ -246,6 +251,7 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
         slot=slot if is_first else None,
         prompt_logprobs=None if sequence.scores is None else _take_scores(sequence),
         grammar_error=constraint.error if has_failed and constraint is not None else "",
+        is_own_fault=token_id == OWN_FAULT,
     )
 
 

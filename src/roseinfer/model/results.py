@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roseinfer.engine.batch import NO_TOKEN, SampledTokens
+from roseinfer.engine.batch import OWN_FAULT, SampledTokens
 from roseinfer.model.sampling_logprobs import LogprobRows, PromptScores
 from roseinfer.model.stream import Event, Stream
 
@@ -36,7 +36,7 @@ class LaunchedBatch:
         self._failed_rows: npt.NDArray[np.intp] | None = None
 
     def fail(self, rows: npt.NDArray[np.intp]) -> None:
-        """These rows, of those that sample, have no tokens, whatever the device says."""
+        """These rows, of those that sample, have no tokens by their own fault, whatever the device says."""
         self._failed_rows = rows
 
     def wait(self) -> SampledTokens:
@@ -45,7 +45,7 @@ class LaunchedBatch:
             self._event.synchronize()
             token_ids = self._token_ids.numpy().astype(np.int32)
             if self._failed_rows is not None:
-                token_ids[self._failed_rows] = NO_TOKEN
+                token_ids[self._failed_rows] = OWN_FAULT
             logprobs = None if self._logprobs is None else self._logprobs.to_host(len(token_ids))
             scores = () if self._scores is None else self._scores.to_host()
             self._sampled = SampledTokens(token_ids, logprobs, scores)

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from roseinfer.engine.batch import Int32Array, SlotBinding
+from roseinfer.engine.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
 from roseinfer.engine.constraint import TokenMasks
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling_edits import GROUP, LogitsEdits
@@ -65,7 +65,8 @@ class Sampler:
         """Logits [rows, vocab_size], and where each row's next token will stand -> ids [rows] int64 on the device.
 
         The logits may be float32 or bfloat16. They are written to where tokens are barred, and written back.
-        `masks` are those of every row whose slot has a grammar.
+        `masks` are those of every row whose slot has a grammar. A row without a finite logit has `NO_TOKEN` if the
+        model left it so, and `OWN_FAULT` if the changes that its request asks for did.
         """
         self._masked.stage(masks)
         with self._barred(logits, slots, positions):
@@ -93,8 +94,16 @@ class Sampler:
             of_rows, where = slots[rows], positions[rows]
             drawn = self._backend.tokens(self._edits.edited(logits, rows, of_rows, where), of_rows, where)
             self._edits.note(drawn.clamp(min=0), of_rows, where)  # a row that failed drew NO_TOKEN, which is no index
-            tokens[sent(rows, self._device)] = drawn
+            on_device = sent(rows, self._device)
+            tokens[on_device] = self._attributed(drawn, logits, on_device)
         return tokens
+
+    def _attributed(self, drawn: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """What was drawn for changed rows, `OWN_FAULT` for those that failed though the model's logits are finite."""
+        if self._device.type == "cpu" and not bool((drawn == NO_TOKEN).any()):  # elsewhere it would wait for the device
+            return drawn
+        was_sound = logits[rows].amax(-1).isfinite()
+        return torch.where((drawn == NO_TOKEN) & was_sound, OWN_FAULT, drawn)
 
     @contextmanager
     def _barred(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Generator[None]:

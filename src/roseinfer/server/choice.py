@@ -173,6 +173,9 @@ class Choice:
             return RequestTimeout("The request ran past its deadline.", param="timeout_s")
         if output.grammar_error:
             return SequenceFailed("The grammar could not be followed any further.")
+        if output.is_own_fault:
+            message = "The request's parameters (penalties, biases, a grammar) leave no token that can come next."
+            return SequenceFailed(message)
         if reason is FinishReason.ERROR:
             return SequenceFailed("The model could not compute this sequence.")
         return EngineFailed("The engine ended the request before it was complete.")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from roseinfer.engine.batch import NO_TOKEN, Launched, SampledTokens, ScheduledBatch
+from roseinfer.engine.batch import NO_TOKEN, OWN_FAULT, Launched, SampledTokens, ScheduledBatch
 from roseinfer.engine.engine import Engine
 from roseinfer.stopwatch import Watch
 
@@ -13,18 +13,21 @@ IsPoisoned = Callable[[str, int], bool]
 class _Poisoned:
     graph_rows = h2d_bytes = 0
 
-    def __init__(self, launched: Launched, rows: list[int]) -> None:
-        self.launched, self.rows = launched, rows
+    def __init__(self, launched: Launched, rows: list[int], own_faults: list[int]) -> None:
+        self.launched, self.rows, self.own_faults = launched, rows, own_faults
 
     def wait(self) -> SampledTokens:
         sampled = self.launched.wait()
         token_ids = sampled.token_ids.copy()
         token_ids[self.rows] = NO_TOKEN
+        token_ids[self.own_faults] = OWN_FAULT
         return SampledTokens(token_ids, sampled.logprobs)
 
 
-def poison(engine: Engine, is_poisoned: IsPoisoned) -> Engine:
-    """The engine with such a device."""
+def poison(
+    engine: Engine, is_poisoned: IsPoisoned, is_own_fault: IsPoisoned = lambda _name, _position: False
+) -> Engine:
+    """The engine with such a device; some rows fail by what their own requests ask for."""
     launch = engine.runner.launch
 
     def launch_poisoned(batch: ScheduledBatch, watch: Watch) -> Launched:
@@ -36,10 +39,11 @@ def poison(engine: Engine, is_poisoned: IsPoisoned) -> Engine:
             )
             if samples
         ]
-        failed = [row for row, (owner, position) in enumerate(rows) if owner and is_poisoned(
-            owner.request.request_id, position
-        )]  # fmt: skip
-        return _Poisoned(launch(batch, watch), failed)
+
+        def those(fail: IsPoisoned) -> list[int]:
+            return [row for row, (owner, p) in enumerate(rows) if owner and fail(owner.request.request_id, p)]
+
+        return _Poisoned(launch(batch, watch), those(is_poisoned), those(is_own_fault))
 
     engine.runner.launch = launch_poisoned  # type: ignore[method-assign]
     return engine

@@ -107,6 +107,32 @@ def test_all_rows_of_a_step_are_nobodys_fault() -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+def test_rows_that_failed_by_their_own_fault_are_no_evidence_however_many(pipeline_depth: int) -> None:
+    """Together in a step, or one after the other: what a request asks for says nothing of the device."""
+    engine = poison(make_engine(pipeline_depth=pipeline_depth), lambda *_: False, lambda name, _: name != "good")
+    names = [f"r{i}" for i in range(3)]
+    for i, name in enumerate(names):
+        engine.add(make_request(name, [i + 1]))
+    transcript = run_to_end(engine)
+    assert transcript.reasons == dict.fromkeys(names, FinishReason.ERROR)
+    assert all(o.is_own_fault for step in transcript.steps for o in step.outputs if o.finish_reason)
+    for i in range(2 * MAX_FAILURES_IN_A_ROW):
+        engine.add(make_request(f"s{i}", [i + 1]))
+        assert run_to_end(engine).reasons == {f"s{i}": FinishReason.ERROR}
+    engine.add(make_request("good", [9]))
+    assert run_to_end(engine).reasons == {"good": FinishReason.LENGTH}
+
+
+def test_rows_that_failed_by_their_own_fault_do_not_hide_a_device_that_fails() -> None:
+    """They are no sign of life either: the others of the step are judged as if they were alone."""
+    engine = poison(make_engine(), lambda name, _: name.startswith("bad"), lambda name, _: name.startswith("own"))
+    for i, name in enumerate(("own0", "bad0", "own1", "bad1")):
+        engine.add(make_request(name, [i + 1]))
+    with pytest.raises(UnattributableFailure, match="2 rows"):
+        engine.step()
+
+
 def test_a_request_that_is_alone_fails_alone_but_not_for_ever() -> None:
     """A client with a poisonous prompt cannot stop an idle server; a device that computes no number at all does."""
     engine = poison(make_engine(), lambda name, _: name != "good")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.batch import NO_TOKEN, ScheduledBatch, SlotBinding
+from roseinfer.engine.batch import OWN_FAULT, ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.levels import levels_here
@@ -269,7 +269,7 @@ def test_parameters_that_cannot_be_used_fail_their_request_and_no_other(
         bind(sampler, binding)
 
     monkeypatch.setattr(Sampler, "bind", refusing)
-    assert runner.launch(batch(bindings)).wait().token_ids.tolist() == [sound[0], NO_TOKEN]
+    assert runner.launch(batch(bindings)).wait().token_ids.tolist() == [sound[0], OWN_FAULT]
     assert "no other" in caplog.text
-    assert runner.launch(batch(())).wait().token_ids.tolist() == [sound[0], NO_TOKEN]
+    assert runner.launch(batch(())).wait().token_ids.tolist() == [sound[0], OWN_FAULT]
     assert runner.launch(batch((SlotBinding(1, greedy, 12, ()),))).wait().token_ids.tolist() == sound

@@ -1,5 +1,7 @@
 """Changed logits: those of transformers' processors, with counts that know the token in flight; other rows apart."""
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from transformers import (
 )
 
 from roseinfer.config import RunnerConfig
-from roseinfer.engine.batch import Int32Array, SlotBinding
+from roseinfer.engine.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
@@ -196,3 +198,54 @@ def test_parameters_that_cannot_be_used_take_nothing_from_another_slot() -> None
     sampler.bind(binding(1, SamplingParams(temperature=0.0, logit_bias={7: 50.0}), []))
     logits, slots, positions = random_logits(2), np.arange(2, dtype=np.int32), np.full(2, len(PROMPT), np.int32)
     assert sampler.sample(logits, slots, positions)[0].tolist() == [int(logits[0].argmax()), 7]
+
+
+def draw_once(kernels: Kernels | None, logits: torch.Tensor, params: list[SamplingParams]) -> list[int]:
+    """The tokens after the prompt, one row for each of the parameters."""
+    sampler = Sampler(len(params), VOCAB, CPU, kernels)
+    slots = np.arange(len(params), dtype=np.int32)
+    for slot, asked in enumerate(params):
+        sampler.bind(binding(slot, asked, []))
+    tokens, _ = sampler.sample(logits, slots, np.full(len(params), len(PROMPT), np.int32))
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_row_without_a_finite_logit_failed_by(kernels: Kernels | None, dtype: torch.dtype) -> None:
+    """By its own fault where the model's logits are finite; whatever it asks for where they are not."""
+    edits = [
+        SamplingParams(seed=1, repetition_penalty=1e-39),  # the front doors refuse it
+        SamplingParams(temperature=0.0, logit_bias={5: float("inf")}),
+        SamplingParams(temperature=0.0, logit_bias={5: 1.0}),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    ]
+    logits = random_logits(1).abs().repeat(2 * len(edits), 1).to(dtype)
+    logits[2:8, 17] = torch.nan
+    logits[4:6, 17] = torch.inf
+    tokens = draw_once(kernels, logits, [*edits, *[SamplingParams(seed=2)] * 4])
+    assert tokens == [OWN_FAULT] * 2 + [NO_TOKEN] * 6
+
+
+FIRST, LEAST = 1.1754944e-38, 5e-324  # normal float32, denormal float64
+EXTREMES: dict[str, list[object]] = {
+    "temperature": [0.0, LEAST, 1e-39, FIRST, 0.999999e-5, 1e-5, 2.0],
+    "top_p": [LEAST, 1e-39, FIRST, 1.0 - 2.0**-53, 1.0],
+    "top_k": [0, 1, VOCAB, 2**31 - 1],
+    "min_p": [0.0, LEAST, 1e-39, FIRST, 1.0],
+    "presence_penalty": [-2.0, -LEAST, 1e-39, 2.0],
+    "frequency_penalty": [-2.0, -LEAST, 1e-39, 2.0],
+    "repetition_penalty": [1e-5, 1.0 - 2.0**-53, 2.0],
+    "logit_bias": [{5: -100.0}, {9: 100.0}, {5: LEAST}, {9: -1e-39}, dict.fromkeys(range(VOCAB), -100.0)],
+}
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-39, 1.0, 1e4], ids=str)
+def test_no_values_that_a_request_may_have_leave_a_row_without_a_token(kernels: Kernels | None, scale: float) -> None:
+    """Every parameter at its bounds and at denormal numbers, alone and in pairs with every other."""
+    single = [(name, value) for name, values in EXTREMES.items() for value in values]
+    asked = [dict(pair) for pair in itertools.combinations_with_replacement(single, 2)]
+    params = [msgspec.convert({"seed": seed, **fields}, SamplingParams) for seed, fields in enumerate(asked)]
+    logits = random_logits(len(params), seed=8) * scale
+    tokens = draw_once(kernels, logits, params)
+    assert [fields for fields, token in zip(asked, tokens, strict=True) if not 0 <= token < VOCAB] == []

@@ -253,7 +253,9 @@ def test_what_is_not_served_of_sampling_is_told(directory: Path, caplog: pytest.
     assert caplog.messages == ["generation_config.json: typical_p=0.9 is not supported and has no effect"]
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": "all"}, {"min_p": 2}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": "all"}, {"min_p": 2}, {"repetition_penalty": 1e-39}], ids=str
+)
 def test_a_sampling_default_that_is_none_is_named(directory: Path, wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"generation_config.json.*{next(iter(wrong))}.*ignore") as caught:
         defaults_of(directory, wrong)
