@@ -124,7 +124,7 @@ def test_another_model_is_another_job(helm: HelmProcess, example: ExampleOf) -> 
 
 def test_the_trigger_counts_this_releases_requests(example: ExampleOf) -> None:
     demand, wait = example("keda").one("ScaledObject")["spec"]["triggers"]
-    selector = 'namespace="serving",pod=~"demo-roseinfer-[a-z0-9]+-[a-z0-9]+"'
+    selector = 'namespace="serving",pod=~"demo-roseinfer-[a-z0-9]{1,10}-[a-z0-9]{5}"'
     assert selector in demand["metadata"]["query"]
     assert "$" not in demand["metadata"]["query"] + wait["metadata"]["query"]
     assert demand["metadata"]["threshold"] == "11"  # 0.7 of 17, rounded down

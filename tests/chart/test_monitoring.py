@@ -1,5 +1,6 @@
 """The rules of a release as Prometheus reads them: its own series, its own objectives, and promtool's verdict."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.chart.conftest import ExampleOf
 from tests.chart.helm_process import HelmProcess, Object
 from tests.conftest import require_tool
 
-SELECTOR = 'namespace="serving",pod=~"demo-roseinfer-[a-z0-9]+-[a-z0-9]+"'
+SELECTOR = 'namespace="serving",pod=~"demo-roseinfer-[a-z0-9]{1,10}-[a-z0-9]{5}"'
 
 
 def rules_of(spec: Object) -> dict[str, Object]:
@@ -65,6 +66,37 @@ def test_every_rule_is_about_this_release(spec: Object) -> None:
     for rule in rules_of(spec).values():
         if rule.get("record") != "ours:generated:rate5m":  # the example's own
             assert "serving" in rule["expr"], rule
+
+
+def pod_of(deployment: str, hash_length: int) -> str:
+    """A pod's name as Kubernetes makes it from its ReplicaSet's: cut at 58, and 5 characters at random behind it."""
+    replica_set = f"{deployment}-{'5d8f9c7b6x'[:hash_length]}"
+    return f"{replica_set}-"[: 63 - 5] + "x2x4z"
+
+
+HASH_LENGTHS = range(1, 11)  # a number of 32 bits in decimal digits, each written as another character
+
+
+@pytest.mark.parametrize("length", range(40, 64))
+def test_pods_are_selected_whatever_their_names_length(helm: HelmProcess, length: int) -> None:
+    """By each rule and by the autoscaler; the pods of a release whose name only begins so are not."""
+    values = {
+        "fullnameOverride": ("roseinfer-" + "name" * 20)[:length],
+        "metrics": {"scrapedElsewhere": True, "compat": "vllm"},
+        "networkPolicy": {"enabled": False},
+        "prometheusRule": {"enabled": True},
+        "autoscaling": {"type": "keda", "keda": {"serverAddress": "http://prometheus:9090"}},
+    }
+    release = helm.render(values)
+    expressions = [rule["expr"] for rule in rules_of(release.one("PrometheusRule")["spec"]).values()]
+    expressions += [each["metadata"]["query"] for each in release.one("ScaledObject")["spec"]["triggers"]]
+    (pattern,) = {found for text in expressions for found in re.findall(r'pod=~"([^"]+)"', text)}
+    name = release.one("Deployment")["metadata"]["name"]
+    pods = [pod_of(name, hash_length) for hash_length in HASH_LENGTHS]
+    assert [pod for pod in pods if not re.fullmatch(pattern, pod)] == []
+    others = [f"{name}{more}" for more in ("-b", "-blue", "-blue-2", "b") if len(name + more) <= 50]
+    neighbours = [pod_of(other, hash_length) for other in others for hash_length in HASH_LENGTHS]
+    assert [pod for pod in neighbours if re.fullmatch(pattern, pod)] == []
 
 
 @pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])

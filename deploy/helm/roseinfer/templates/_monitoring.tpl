@@ -1,6 +1,21 @@
 {{/* Series of this release's pods, as Prometheus' operator labels them. */}}
 {{- define "roseinfer.selector" -}}
-namespace="{{ .Release.Namespace }}",pod=~"{{ include "roseinfer.fullname" . }}-[a-z0-9]+-[a-z0-9]+"
+namespace="{{ .Release.Namespace }}",pod=~"{{ include "roseinfer.podPattern" . }}"
+{{- end }}
+
+{{/*
+The names of the Deployment's pods: its own name, a hash of 1 to 10 characters for the ReplicaSet, and 5 at random.
+Kubernetes cuts all that stands before those 5 at 58 characters: with a full name of 47 or more the hash loses its
+hyphen and its end, and the pod's name has 63 characters.
+*/}}
+{{- define "roseinfer.podPattern" -}}
+{{- $name := include "roseinfer.fullname" . }}
+{{- $whole := "[a-z0-9]{1,10}-[a-z0-9]{5}" }}
+{{- if gt (len $name) 46 }}
+{{- printf "%s-(%s|[a-z0-9]{%d})" $name $whole (sub 62 (len $name)) }}
+{{- else }}
+{{- printf "%s-%s" $name $whole }}
+{{- end }}
 {{- end }}
 
 {{/* A query of files/, with this release's series in the place of $selector. */}}
