@@ -49,7 +49,16 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
     },
     "an unknown field": {name: [1] for name in ("temprature", "", " ", "__class__", "prompt\x00", "é", "x" * 10_000)},
     "a nested object": {
-        "stream_options": [1, "a", [], {"include_usage": 1}, {"unknown": True}, {"include_usage": {"a": 1}}],
+        "stream_options": [
+            1,
+            "a",
+            [],
+            {},
+            {"include_usage": True},
+            {"include_usage": 1},
+            {"unknown": True},
+            {"include_usage": {"a": 1}},
+        ],
         "metadata": [1, "a", [], {"a": 1}, {"a": {"b": "c"}}],
     },
     "a string of the wrong type": {name: [1, [], {}, True] for name in ("user", "cache_salt", "model")},

@@ -137,10 +137,11 @@ NOTHING: list[dict[str, Any]] = [
     {"service_tier": "flex"},
     {"prompt_cache_key": "a"},
     {"safety_identifier": "a"},
-    {"stream_options": {"include_obfuscation": True}},
     {"n": None},
     {"stream_options": None},
-    {"stream_options": {"include_usage": None}},
+    {"stream_options": None, "stream": False},
+    {"stream_options": {"include_obfuscation": True}, "stream": True},
+    {"stream_options": {"include_usage": None}, "stream": True},
 ]
 
 

@@ -66,6 +66,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt_cache_key": 5}, "prompt_cache_key"),
     ({"safety_identifier": []}, "safety_identifier"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {"include_usage": False}, "stream": False}, "stream_options"),
+    ({"stream_options": {}, "stream": None}, "stream_options"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"best_of": 0}, "best_of"),
@@ -107,6 +110,16 @@ async def test_a_field_that_does_not_fit_is_named(body: dict[str, Any], param: s
     assert server.engine.requests == []
     [timeline] = server.engine.closed
     assert (timeline.finish_reason, timeline.error_code) == (FinishReason.REJECTED, answer.error["code"])
+
+
+@pytest.mark.parametrize("stream", [{}, {"stream": False}, {"stream": None}], ids=str)
+async def test_options_of_a_stream_need_one_in_a_chat_too(stream: dict[str, Any]) -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.chat(stream_options={"include_usage": True}, **stream)
+        assert (answer.status, answer.error["param"]) == (400, "stream_options")
+        assert "`stream`" in answer.error["message"]
+        assert server.engine.requests == []
+        assert (await server.chat(stream_options=None, **stream)).status == 200
 
 
 BROKEN: list[tuple[bytes, str | None]] = [

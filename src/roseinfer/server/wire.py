@@ -78,8 +78,8 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     stream_options: Annotated[
         StreamOptions,
         Meta(
-            description="`include_usage`: one more chunk, with `usage` and no choices, before `[DONE]`. "
-            "`include_obfuscation`: no effect, chunks are never padded."
+            description="Needs `stream`. `include_usage`: one more chunk, with `usage` and no choices, before "
+            "`[DONE]`. `include_obfuscation`: no effect, chunks are never padded."
         ),
     ] = StreamOptions()
     stream_interval: Annotated[
@@ -305,6 +305,8 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
         body = msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except msgspec.ValidationError as error:
         raise _with_hint(refusal(error, present, body_type), body_type) from None
+    if "stream_options" in present and not present.get("stream"):
+        raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
     check_variables(present.get(TEMPLATE_FIELD, {}))
     return body
 
