@@ -134,6 +134,23 @@ def test_the_trigger_counts_this_releases_requests(example: ExampleOf) -> None:
     assert not re.fullmatch(pattern.group(1), "demo-roseinfer-canary-5d8f9c7b6-x2x4z")
 
 
+def test_an_empty_answer_is_an_error_and_no_zero(example: ExampleOf) -> None:
+    """Where all targets are lost, KEDA counts towards the fallback; the queries make no 0 of nothing."""
+    triggers = example("keda").one("ScaledObject")["spec"]["triggers"]
+    assert [each["metadata"]["ignoreNullValues"] for each in triggers] == ["false", "false"]
+    assert not [each for each in triggers if "vector(" in each["metadata"]["query"]]
+
+
+@pytest.mark.parametrize("behavior", ["", "currentReplicasIfHigher"])
+def test_the_fallbacks_behavior_is_for_kedas_that_know_it(helm: HelmProcess, behavior: str) -> None:
+    values = yaml.safe_load((CHART / "ci" / "keda-values.yaml").read_text())
+    values["autoscaling"]["keda"]["fallback"] = {"behavior": behavior}
+    release = helm.render(values)
+    expected = {"failureThreshold": 3, "replicas": 2} | ({"behavior": behavior} if behavior else {})
+    assert release.one("ScaledObject")["spec"]["fallback"] == expected
+    assert helm.invalid(release, NEWEST) == []
+
+
 def test_the_hpa_asks_for_the_same_demand(example: ExampleOf) -> None:
     external = example("hpa").one("HorizontalPodAutoscaler")["spec"]["metrics"][0]["external"]
     assert external["target"] == {"type": "AverageValue", "averageValue": "32"}

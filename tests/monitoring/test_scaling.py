@@ -1,4 +1,4 @@
-"""The demand query has one element whatever there is, and following it replicas rise in time and fall slowly."""
+"""The demand query is no 0 where targets are lost, and following it replicas rise in time and fall slowly."""
 
 import itertools
 import json
@@ -111,12 +111,17 @@ def evaluate(directory: Path, tests: list[dict[str, Any]]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def case(name: str, inputs: dict[str, str], minutes_and_values: dict[int, float]) -> dict[str, Any]:
+def case(name: str, inputs: dict[str, str], minutes_and_values: dict[int, float | None]) -> dict[str, Any]:
+    """None is no element at all."""
     return {
         "interval": "1m",
         "input_series": [{"series": each, "values": values} for each, values in inputs.items()],
         "promql_expr_test": [
-            {"expr": query(name), "eval_time": f"{minute}m", "exp_samples": [{"labels": "{}", "value": value}]}
+            {
+                "expr": query(name),
+                "eval_time": f"{minute}m",
+                "exp_samples": [] if value is None else [{"labels": "{}", "value": value}],
+            }
             for minute, value in minutes_and_values.items()
         ],
     }
@@ -132,12 +137,16 @@ def test_the_demand_is_one_element_of_all_pods(tmp_path: Path) -> None:
         series(running, {**POD, "pod": "roseinfer-1"}): "_ _ _ 8x7",
         series(running, {**POD, "pod": "roseinfer-2"}): "5x4 stale",
     }
+    lost = {each: f"{values.removesuffix(' stale')} stale" for each, values in pods.items()}
+    idle = {series(waiting, POD): "0x10", series(running, POD): "0x10"}
     evaluate(
         tmp_path,
         [
             case("autoscaling.promql", pods, {0: 5.0, 2: 27.0, 4: 58.0, 6: 75.0}),
-            case("autoscaling.promql", {}, {0: 0.0, 5: 0.0}),
-            case("autoscaling.promql", {series("up", POD): "1x10"}, {3: 0.0}),
+            case("autoscaling.promql", idle, {0: 0.0, 5: 0.0}),
+            case("autoscaling.promql", lost, {4: 58.0, 11: None, 15: None}),
+            case("autoscaling.promql", {}, {0: None, 5: None}),
+            case("autoscaling.promql", {series("up", POD): "0x10"}, {3: None}),
         ],
     )
 
@@ -155,11 +164,13 @@ def test_the_guard_is_one_element_too(tmp_path: Path) -> None:
         series(name, POD, le="+Inf"): "0+60x10",
     }
     idle = ready | {each: "60x10" for each in waits if each not in ready}  # nobody came, so there is no quantile
+    lost = {each: f"{values} stale" for each, values in waits.items()}
     evaluate(
         tmp_path,
         [
             case("queue_wait.promql", waits, {5: 2 * 2.425}),  # the replica that loads takes no part
             case("queue_wait.promql", idle, {5: 0.0}),
-            case("queue_wait.promql", {}, {5: 0.0}),
+            case("queue_wait.promql", lost, {11: None, 12: None}),
+            case("queue_wait.promql", {}, {5: None}),
         ],
     )

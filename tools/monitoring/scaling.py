@@ -17,16 +17,19 @@ SCALE_DOWN_WINDOW_S, SCALE_DOWN_PODS, SCALE_DOWN_PERIOD_S = 600, 1, 300
 
 
 def demand(over: Queries) -> str:
-    """Exactly one element, also when there is no series at all: an autoscaler must not mistake nothing for an error."""
-    return f"{over.sum('num_requests_waiting')} + {over.sum('num_requests_running')} or vector(0)"
+    """One element, 0 where no request is there; none where no server is scraped, which must not look like no demand.
+
+    A server has both series from its start on, before the model is loaded.
+    """
+    return f"{over.sum('num_requests_waiting')} + {over.sum('num_requests_running')}"
 
 
 def queue_wait(over: Queries) -> str:
     """The guard beside it: seconds that all but one in twenty wait at most, times the servers that are ready.
 
-    0 when nobody came, and without series. The autoscaler divides an AverageValue among the replicas, which the product
-    undoes: as many are asked for as by the wait alone and the type Value, beside which KEDA before 2.18 refuses a
-    fallback.
+    0 when nobody came; like the demand, no element where no server is scraped. The autoscaler divides an AverageValue
+    among the replicas, which the product undoes: as many are asked for as by the wait alone and the type Value, beside
+    which KEDA before 2.18 refuses a fallback.
     """
     ready = over.sum("lifecycle_state", state="ready")
-    return f"{over.quantile(0.95, 'queue_wait_seconds')} * {ready} > 0 or vector(0)"
+    return f"{over.quantile(0.95, 'queue_wait_seconds')} * {ready} > 0 or 0 * {ready}"
