@@ -74,7 +74,7 @@ WORKDIR /tmp
 EXPOSE 8000 8001
 # Ready, not only alive: what waits for a healthy server wants to send to it. Where to ask is read from the server's own
 # command line. A GPU's graphs and a large model take a while, so the first ten minutes do not count.
-HEALTHCHECK --interval=10s --timeout=3s --start-period=600s --retries=3 CMD ["python", "-m", "roseinfer.probe", "1"]
+HEALTHCHECK --interval=10s --timeout=3s --start-period=600s --retries=3 CMD ["python", "-m", "roseinfer.cli.health_check", "1"]
 ENTRYPOINT ["roseinfer"]
 CMD ["serve"]
 

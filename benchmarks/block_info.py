@@ -3,8 +3,8 @@
     python -m benchmarks.block_info [--quick] [--out FILE]
 
 The post behind the third seed replaced immutable records by records that are changed in place, in every layer. Here no
-layer has records: lengths and block ids are arrays, changed once a step for all sequences (`engine/sequence.py`). The
-sequences have prompts of 1 and 4 tokens in turn, so they fill their blocks at different steps.
+layer has records: lengths and block ids are arrays, changed once a step for all sequences (`engine/core/sequence.py`).
+The sequences have prompts of 1 and 4 tokens in turn, so they fill their blocks at different steps.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def arrays() -> Step:
     """What the engine does: one addition to all lengths, and one append for the sequences whose block is full."""
     import numpy as np
 
-    from roseinfer.engine.sequence import SlotTable
+    from roseinfer.engine.core.sequence import SlotTable
 
     table = SlotTable(NUM_SEQUENCES, NUM_TOKENS + max(PROMPT_LENGTHS) + BLOCK_SIZE, BLOCK_SIZE)
     slots = np.arange(NUM_SEQUENCES)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from roseinfer.config import Config
-from roseinfer.config_sources import Given, load
+from roseinfer.config.sources import Given, load
+from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.levels import find_built, kernels_directory, levels_here
 

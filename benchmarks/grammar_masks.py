@@ -13,9 +13,9 @@ from pathlib import Path
 import llguidance
 import numpy as np
 
-from roseinfer.grammar import library
-from roseinfer.grammar.library import Vocabulary
 from roseinfer.messages import Grammar
+from roseinfer.text.grammar import library
+from roseinfer.text.grammar.library import Vocabulary
 
 PERSON = {
     "type": "object",

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roseinfer.config import CacheConfig, SchedulerConfig
-from roseinfer.engine.batch import SampledTokens, ScheduledBatch
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.link import encode_frame
-from roseinfer.engine.scheduler import Scheduler
+from roseinfer.config.tree import CacheConfig, SchedulerConfig
+from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.link.frames import encode_frame
 from roseinfer.messages import EngineInfo, Request, SamplingParams
-from roseinfer.stopwatch import Phases, Watch
+from roseinfer.runtime.stopwatch import Phases, Watch
 
 VOCAB_SIZE = 50257
 MAX_MODEL_LEN = 1024

@@ -21,13 +21,13 @@ import torch
 from benchmarks.engine_options import require_kernels
 from benchmarks.machine import Sitting
 from benchmarks.random_gpt2 import GPT2_SMALL
-from roseinfer.config import RunnerConfig
-from roseinfer.model.amx import TileLinear
-from roseinfer.model.int8 import IntegerLinear, quantized_weight
+from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.kernels.library import load_kernels
-from roseinfer.model.linear import OneDnnLinear
+from roseinfer.model.layers.amx import TileLinear
+from roseinfer.model.layers.int8 import IntegerLinear, quantized_weight
+from roseinfer.model.layers.linear import OneDnnLinear
+from roseinfer.model.layers.register_linear import RegisterLinear
 from roseinfer.model.placement import Placement
-from roseinfer.model.register_linear import RegisterLinear
 
 CPU = torch.device("cpu")
 Multiply = Callable[[torch.Tensor], torch.Tensor]

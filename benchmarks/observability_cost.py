@@ -27,21 +27,21 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from benchmarks.http_streams import stream
-from roseinfer.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
-from roseinfer.engine.client import AsyncEngine
-from roseinfer.engine.transport import ProcessTransport
-from roseinfer.gc_pauses import GcPauses
+from roseinfer.config.tree import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.engine.link.transport import ProcessTransport
 from roseinfer.observe import logs
-from roseinfer.observe.attribution import Attribution
-from roseinfer.observe.flight import Flight
+from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
-from roseinfer.observe.metrics import Metrics
-from roseinfer.priority import be_nicer
+from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import NO_TIMES, BlockedBy, Observer, StepRecord
+from roseinfer.runtime.gc_pauses import GcPauses
+from roseinfer.runtime.niceness import be_nicer
+from roseinfer.runtime.stopwatch import UNWATCHED, Phases, Stopwatch, Watch
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
-from roseinfer.stopwatch import UNWATCHED, Phases, Stopwatch, Watch
 
 PARTS = ("schedule", "launch", "stage", "forward", "sample", "wait", "commit")  # of a step on a CPU
 

@@ -31,9 +31,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.probes_under_load import Probes
 from benchmarks.servers import free_port, wait_ready
 from benchmarks.soak_clients import Clients
-from roseinfer.config import Config
-from roseinfer.grammar.checker import VERDICT_CACHE_BYTES
-from roseinfer.observe.recording import STEP_DTYPE, WRITE_DTYPE
+from roseinfer.config.tree import Config
+from roseinfer.observe.recorder.recording import STEP_DTYPE, WRITE_DTYPE
+from roseinfer.text.grammar.checker import VERDICT_CACHE_BYTES
 
 IDLE_TIMEOUT_S = 15.0  # slow readers may hold theirs until the server notices that they have gone
 WARM_UP_SHARE = 0.2

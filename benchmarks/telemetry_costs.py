@@ -20,16 +20,16 @@ from itertools import count
 
 from prometheus_client import CollectorRegistry
 
-from roseinfer.config import TracingConfig
-from roseinfer.observe import semconv
-from roseinfer.observe.metrics import Metrics
-from roseinfer.observe.nvtx import make_marker
-from roseinfer.observe.otlp import Encoder
-from roseinfer.observe.recording import ClockPair
-from roseinfer.observe.spans import Span
-from roseinfer.observe.tracing import Tracing
+from roseinfer.config.tree import TracingConfig
+from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.recorder.recording import ClockPair
+from roseinfer.observe.tracing import semconv
+from roseinfer.observe.tracing.nvtx import make_marker
+from roseinfer.observe.tracing.otlp import Encoder
+from roseinfer.observe.tracing.spans import Span
+from roseinfer.observe.tracing.tracing import Tracing
 from roseinfer.records import Advanced, BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
-from roseinfer.stopwatch import Phases
+from roseinfer.runtime.stopwatch import Phases
 
 MS = 1_000_000
 PARTS = ("schedule", "launch", "stage", "forward", "wait", "commit")

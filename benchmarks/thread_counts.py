@@ -27,7 +27,7 @@ from benchmarks.rotation import Limits
 from benchmarks.served import ServedEntrant
 from benchmarks.servers import Server, roseinfer_plan
 from benchmarks.workloads import WORKLOADS, Shape
-from roseinfer.config import DEMO_MODEL
+from roseinfer.config.tree import DEMO_MODEL
 from roseinfer.model.device import num_usable_cores
 from roseinfer.model.weights import Checkpoint, resolve_checkpoint
 

@@ -28,15 +28,15 @@ from locust.event import EventHook
 from locust.runners import LocalRunner, WorkerRunner
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from roseinfer.bench import serve_report
-from roseinfer.bench.endpoint import Endpoint, authorization, read_models
-from roseinfer.bench.event_stream import read_events, read_refusal
-from roseinfer.bench.load import Tokens
-from roseinfer.bench.observed import Objective, Observed, Verdict, lag_p99_ns, mean_interval_ns
-from roseinfer.bench.request_body import RequestForm, fresh_salt
-from roseinfer.bench.scenario import PARAM, load_scenario
+from roseinfer.bench.load import serve_report
+from roseinfer.bench.load.endpoint import Endpoint, authorization, read_models
+from roseinfer.bench.load.event_stream import read_events, read_refusal
+from roseinfer.bench.load.observed import Objective, Observed, Verdict, lag_p99_ns, mean_interval_ns
+from roseinfer.bench.load.plan import Tokens
+from roseinfer.bench.load.request_body import RequestForm, fresh_salt
+from roseinfer.bench.load.scenario import PARAM, load_scenario
 from roseinfer.errors import ConfigError
-from roseinfer.server.api_keys import read_keys
+from roseinfer.server.connection.api_keys import read_keys
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -10,7 +10,7 @@ from pathlib import Path
 import chart_docs
 import http_api_docs
 import metrics_docs
-from roseinfer import config_docs
+from roseinfer.config import docs as config_docs
 
 ROOT = Path(__file__).resolve().parents[1]
 

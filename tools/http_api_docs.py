@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
-from roseinfer.server.long_body import FEW_VALUES
-from roseinfer.server.text_endpoints import DetokenizeBody, TokenizeBody
-from roseinfer.server.wire import UNSERVED, ChatBody, CompletionBody, GenerationBody, ModelBody
+from roseinfer.server.connection.long_body import FEW_VALUES
+from roseinfer.server.openai.schema import UNSERVED, ChatBody, CompletionBody, GenerationBody, ModelBody
+from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 
 LIMITS = {
     "minimum": "≥",

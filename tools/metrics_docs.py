@@ -1,13 +1,13 @@
 """Turns the catalogue of metrics into docs/metrics.md. Knows no metric by name but those its prose explains."""
 
-from roseinfer.observe.catalogue import CATALOGUE, GROUPS
-from roseinfer.observe.exemplars import WITH_EXEMPLARS
-from roseinfer.observe.series import InfoAtScrape, Row
+from roseinfer.observe.metrics.catalogue import CATALOGUE, GROUPS
+from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS
+from roseinfer.observe.metrics.series import InfoAtScrape, Row
 
 HEAD = """\
 # Metrics
 
-Generated from `src/roseinfer/observe/catalogue.py` by `make docs`; edit that file, not this one.
+Generated from `src/roseinfer/observe/metrics/catalogue.py` by `make docs`; edit that file, not this one.
 
 `/metrics` answers in the Prometheus text format, or in OpenMetrics when the Accept header asks for it. Every series
 with a closed set of label values exists at 0 before the first request. In OpenMetrics, and where

@@ -9,9 +9,9 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Config", "RoseinferError", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "LLM": "roseinfer.llm",
-    "Completion": "roseinfer.completion",
-    "Config": "roseinfer.config",
+    "LLM": "roseinfer.llm.llm",
+    "Completion": "roseinfer.llm.completion",
+    "Config": "roseinfer.config.tree",
     "RoseinferError": "roseinfer.errors",
     "SamplingParams": "roseinfer.messages",
 }

@@ -2,7 +2,7 @@
 
 import sys
 
-from roseinfer.cli import main
+from roseinfer.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,6 +33,8 @@
 `server/middleware.py` turns any of them into the OpenAI error body `{"error": {message, type, param, code}}`.
 """
 
+from dataclasses import dataclass
+
 
 class RoseinferError(Exception):
     """The root. `message` is one sentence that is safe to show to a client."""
@@ -257,3 +259,15 @@ class QueueTimeout(RequestTimeout):
     status = 503
     code = "queue_timeout"
     retry_after_s = 1  # as long as nobody who knows the backlog has said more
+
+
+@dataclass(frozen=True, slots=True)
+class PromptName:
+    """The field that is at fault where a prompt is, and the others that were written into it."""
+
+    param: str
+    beside: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        others = " and ".join(f"`{name}`" for name in self.beside)
+        return f"`{self.param}` with {others}" if others else f"`{self.param}`"

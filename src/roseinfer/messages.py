@@ -2,8 +2,8 @@
 
 Front end to engine: a `Command`. Engine to front end: an `Event`, at most one `StepOutput` for each step.
 Nothing here knows text, tensors or HTTP; the process transport writes these structs as msgpack, never as pickle, and a
-request that shares parameters, or also its prompt, with the one before as `engine/link.py:SameParams` or `SamePrompt`,
-which nobody outside the link sees.
+request that shares parameters, or also its prompt, with the one before as `engine/link/frames.py:SameParams` or
+`SamePrompt`, which only the link sees.
 """
 
 import re
@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from roseinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, PromptTooLong
-from roseinfer.prompt_name import PromptName
+from roseinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, PromptName, PromptTooLong
 from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord, Violation
 
 LEAST_DIVISOR = 1e-5  # of logits: a quotient by less could overflow float32
@@ -88,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_logprobs: NumLogprobs | None = None  # None: none; k: the sampled token's and the k likeliest tokens'
     presence_penalty: Penalty = 0.0  # taken from the logit of every token that was generated
     frequency_penalty: Penalty = 0.0  # and this as often as it was
-    repetition_penalty: RepetitionPenalty = 1.0  # of tokens of prompt and completion: see model/sampling_penalties.py
+    repetition_penalty: RepetitionPenalty = 1.0  # of tokens of prompt and completion: see model/sampling/penalties.py
     logit_bias: LogitBias = {}  # added to the logits of these tokens
     num_prompt_logprobs: NumLogprobs | None = None  # as `num_logprobs`, of the tokens of the prompt but the first
     grammar: Grammar | None = None  # what the text must be; it ends where the grammar does

@@ -21,25 +21,25 @@ from pathlib import Path
 import msgspec
 
 from roseinfer import __version__
-from roseinfer.config import Config
+from roseinfer.config.tree import Config
 from roseinfer.engine import loop as engine_loop
-from roseinfer.engine.backlog import Backlog
-from roseinfer.engine.client import AsyncEngine
 from roseinfer.engine.constraint import Grammars
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.link import EngineLink
-from roseinfer.engine.pulse import receive_pulse
-from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
-from roseinfer.gc_pauses import GcPauses
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.engine.link.frames import EngineLink
+from roseinfer.engine.link.heartbeat import receive_pulse
+from roseinfer.engine.link.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
+from roseinfer.engine.queue_estimate import Backlog
 from roseinfer.messages import EngineInfo, StartupProgress
 from roseinfer.model import memory
 from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
-from roseinfer.observe.nvtx import make_marker
-from roseinfer.priority import be_nicer
+from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer
-from roseinfer.stopwatch import Phases
+from roseinfer.runtime.gc_pauses import GcPauses
+from roseinfer.runtime.niceness import be_nicer
+from roseinfer.runtime.stopwatch import Phases
 
 _log = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ def _build_grammars(config: Config, info: EngineInfo) -> Grammars | None:
 
     None for a checkpoint whose vocabulary cannot be read: it serves token ids, and its front end refuses grammars.
     """
-    from roseinfer.grammar.compiler import GrammarCompiler
-    from roseinfer.grammar.library import Vocabulary
+    from roseinfer.text.grammar.compiler import GrammarCompiler
+    from roseinfer.text.grammar.library import Vocabulary
 
     try:
         vocabulary = Vocabulary.load(Path(info.checkpoint_dir), info.vocab_size, info.eos_token_ids)
@@ -185,13 +185,14 @@ def serve(config: Config, more_keys: str = "") -> int:
     # Imported here because the engine's process comes through this file too and needs none of it.
     from aiohttp import web
 
-    from roseinfer.grammar.checker import GrammarChecker
-    from roseinfer.observe import capture_files
     from roseinfer.observe.observation import Observation
-    from roseinfer.observe.rendering import RenderProcess
-    from roseinfer.server import debug, invariants, lifecycle, profile
-    from roseinfer.server import memory as front_end_memory
+    from roseinfer.observe.recorder import capture_files
+    from roseinfer.observe.recorder.rendering import RenderProcess
+    from roseinfer.runtime import memory as front_end_memory
+    from roseinfer.server import lifecycle
     from roseinfer.server.instruments import Instruments
+    from roseinfer.server.ops import debug, invariants, profile
+    from roseinfer.text.grammar.checker import GrammarChecker
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if config.engine.transport == "process":

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from roseinfer.config import Config
-from roseinfer.config_sources import load
+from roseinfer.config.sources import load
+from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
 from tests.chart.helm_process import Object, Rendered
 

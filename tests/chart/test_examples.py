@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from monitoring import scaling
-from roseinfer.config import DEMO_MODEL, options
-from roseinfer.config_sources import build, gather
-from roseinfer.flags import Parser, add_config_flags, values_given
-from roseinfer.observe.catalogue import CATALOGUE
+from roseinfer.config.flags import Parser, add_config_flags, values_given
+from roseinfer.config.sources import build, gather
+from roseinfer.config.tree import DEMO_MODEL, options
+from roseinfer.observe.metrics.catalogue import CATALOGUE
 from tests.chart.checks import CHECKS, Check, configured
 from tests.chart.conftest import ExampleOf
 from tests.chart.helm_process import CHART, NEWEST, OLDEST, ROOT, HelmProcess, Object, examples

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.config import DEMO_MODEL
+from roseinfer.config.tree import DEMO_MODEL
 from tests.chart.helm_process import CHART, HelmProcess
 from tests.conftest import require_tool
 from tests.e2e.server import START_TIMEOUT_S, free_port
@@ -115,7 +115,7 @@ def test_every_probe_is_answered_on_the_operations_port(pod: Pod) -> None:
 
 def test_the_health_check_of_the_image_follows_the_server(pod: Pod) -> None:
     """Its ports are of a file, and its API port speaks TLS."""
-    assert run("-m", "roseinfer.probe", pod.process.pid).returncode == 0
+    assert run("-m", "roseinfer.cli.health_check", pod.process.pid).returncode == 0
 
 
 def test_the_helm_test_streams_a_completion(pod: Pod) -> None:

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from roseinfer.config_sources import load
-from roseinfer.observe.exemplars import Exemplar
+from roseinfer.config.sources import load
+from roseinfer.observe.metrics.exemplars import Exemplar
 from roseinfer.server.lifecycle import CONNECTIONS_CLOSE_S, ENGINE_CLOSE_S, FAREWELL_S
 from tests.conftest import require_tool
 from tests.repo.tree import ROOT

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer import cli
-from roseinfer.bench.launched import serving
-from roseinfer.bench.load_client import find_endpoint
+from roseinfer.bench.load.client import find_endpoint
+from roseinfer.bench.load.launcher import serving
+from roseinfer.cli import main as cli
 from roseinfer.errors import ConfigError
 from tests.e2e.server import Server
 

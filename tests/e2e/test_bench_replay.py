@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer import cli
-from roseinfer.bench.cost_model import DEFAULT
-from roseinfer.bench.load import PlannedRequest, Segment
-from roseinfer.bench.simulation import Setup, Simulation
-from roseinfer.config import CacheConfig, SchedulerConfig
+from roseinfer.bench.load.plan import PlannedRequest, Segment
+from roseinfer.bench.simulate.cost_model import DEFAULT
+from roseinfer.bench.simulate.simulation import Setup, Simulation
+from roseinfer.cli import main as cli
+from roseinfer.config.tree import CacheConfig, SchedulerConfig
 from tests.e2e.server import Server
 
 MS = 1_000_000

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from roseinfer import cli
-from roseinfer.bench import serve
-from roseinfer.bench.load_client import Pacer
-from roseinfer.config_sources import LoadedConfig
-from roseinfer.observe.recording import Recording
+from roseinfer.bench.load import serve
+from roseinfer.bench.load.client import Pacer
+from roseinfer.cli import main as cli
+from roseinfer.config.sources import LoadedConfig
+from roseinfer.observe.recorder.recording import Recording
 from tests.e2e.conftest import StartServer
 from tests.e2e.server import Server, free_port
 

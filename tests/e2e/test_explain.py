@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.cli import main
-from roseinfer.observe.recording import Recording
+from roseinfer.cli.main import main
+from roseinfer.observe.recorder.recording import Recording
 from tests.e2e.conftest import StartServer
 from tests.e2e.server import Server, free_port
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import pytest
 
-from roseinfer import cli
-from roseinfer.bench import serve
-from roseinfer.bench.serve import fetch_recording
-from roseinfer.observe.buckets import TOKEN_S, WAIT_S
-from roseinfer.observe.recording import Recording
+from roseinfer.bench.load import serve
+from roseinfer.bench.load.serve import fetch_recording
+from roseinfer.cli import main as cli
+from roseinfer.observe.metrics.buckets import TOKEN_S, WAIT_S
+from roseinfer.observe.recorder.recording import Recording
 from tests.e2e.conftest import StartServer
 from tests.e2e.server import PATIENCE_S, Server, free_port
 

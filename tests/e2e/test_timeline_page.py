@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from roseinfer.observe.flight import Flight
+from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced, Cause
-from roseinfer.server import debug
 from roseinfer.server.app import build_ops_app, build_runner
 from roseinfer.server.instruments import Instruments
+from roseinfer.server.ops import debug
 from tests.conftest import require_tool
 from tests.e2e.chromium import Browser, browsing, running_chromium
 from tests.unit.observe.flights import add_waiting, make_flight

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.text_endpoints import DetokenizeBody, TokenizeBody
-from roseinfer.server.wire import ChatBody, CompletionBody, ModelBody, parse_body
-from roseinfer.server.wire_answers import error_body
+from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody, parse_body
+from roseinfer.server.openai.schema_answers import error_body
+from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from tests.fuzz.mutations import corpus, mutated
 
 BODIES: tuple[type[ModelBody], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)

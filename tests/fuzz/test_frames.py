@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.engine import loop
-from roseinfer.engine.link import (
+from roseinfer.engine.link.frames import (
     CommandDecoder,
     CommandEncoder,
     EngineLink,

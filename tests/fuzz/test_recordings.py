@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.observe.rendering import Job, render
+from roseinfer.observe.recorder.rendering import Job, render
 from tests.fuzz.mutations import corpus, mutated
 
 NUM_MUTATIONS = 400

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from roseinfer.config import Config
-from roseinfer.engine.engine import Engine
+from roseinfer.config.tree import Config
+from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.profiling import StepProfile
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StartupProgress

@@ -10,10 +10,10 @@ import pytest
 import tokenizers
 
 from roseinfer import wiring
-from roseinfer.config import Config
-from roseinfer.engine.client import AsyncEngine
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.transport import ThreadTransport
+from roseinfer.config.tree import Config
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.engine.link.transport import ThreadTransport
 from roseinfer.messages import SamplingParams
 from roseinfer.observe.hub import Hub
 from roseinfer.records import Observer

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from roseinfer.config import Config, ModelConfig
-from roseinfer.engine.batch import Launched, ScheduledBatch
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.transport import ProcessTransport
-from roseinfer.observe.causes import Gap, gaps_of
+from roseinfer.config.tree import Config, ModelConfig
+from roseinfer.engine.core.batch import Launched, ScheduledBatch
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.link.transport import ProcessTransport
+from roseinfer.observe.gaps.causes import Gap, gaps_of
 from roseinfer.records import Cause
-from roseinfer.stopwatch import Watch
+from roseinfer.runtime.stopwatch import Watch
 from tests.integration.faulty_engine import LATENCY_S
 from tests.integration.live_server import LiveServer
 from tests.unit.engine.harness import make_engine

@@ -5,9 +5,9 @@ import socket
 import sys
 from collections.abc import Callable
 
-from roseinfer.config import Config
-from roseinfer.engine import link
-from roseinfer.engine.engine import Engine
+from roseinfer.config.tree import Config
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.link import frames as link
 from roseinfer.messages import StartupProgress
 from roseinfer.wiring import engine_main
 from tests.unit.engine.harness import make_engine

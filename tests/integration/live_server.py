@@ -12,17 +12,17 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from roseinfer.config import Config, ServerConfig
-from roseinfer.engine.client import AsyncEngine
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.transport import ThreadTransport, Transport
-from roseinfer.gc_pauses import GcPauses
-from roseinfer.observe.attribution import Attribution
-from roseinfer.observe.causes import Gap
-from roseinfer.observe.flight import Flight
+from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.engine.link.transport import ThreadTransport, Transport
+from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.gaps.causes import Gap
 from roseinfer.observe.hub import Hub
-from roseinfer.observe.metrics import Metrics
+from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced, Delivery, Observer, RequestTimeline, StepRecord
+from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service

@@ -8,12 +8,12 @@ import gc
 import json
 import sys
 
-from roseinfer.config import CacheConfig, RunnerConfig, SchedulerConfig
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.scheduler import Scheduler
+from roseinfer.config.tree import CacheConfig, RunnerConfig, SchedulerConfig
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.messages import Request, SamplingParams
-from roseinfer.observe.nvtx import make_marker
-from roseinfer.stopwatch import Phases
+from roseinfer.observe.tracing.nvtx import make_marker
+from roseinfer.runtime.stopwatch import Phases
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.fake_model import BLOCK_SIZE, NUM_BLOCKS, make_runner
 

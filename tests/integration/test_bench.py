@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.cli import main
+from roseinfer.cli.main import main
 from tests.integration.fake_llm import use_fake_engine, write_tokenizer
 
 HEADER = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.engine.pulse import Activity
+from roseinfer.engine.link.heartbeat import Activity
 from roseinfer.records import FinishReason
 from tests.integration.faults import TroubledEngine
 from tests.integration.live_server import live
@@ -15,10 +15,10 @@ from tests.integration.live_server import live
 SOURCE = Path(__file__).parents[2] / "src" / "roseinfer"
 MAY_ASK_FOR_THE_DATE = {
     *("bench", "observe"),
-    "server/admin.py",  # `created` of a model
-    "server/chat_template.py",  # templates may write it into a prompt
+    "server/ops/probes.py",  # `created` of a model
+    "text/templates.py",  # templates may write it into a prompt
     "server/exchange.py",  # how late a load generator was against its own schedule
-    "server/generation.py",  # `created` of an answer
+    "server/openai/generation.py",  # `created` of an answer
 }
 WALL_CLOCKS = {
     *("time", "time_ns", "clock_gettime", "clock_gettime_ns", "CLOCK_REALTIME"),

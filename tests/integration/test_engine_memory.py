@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.config import Config
-from roseinfer.engine.transport import ProcessTransport
+from roseinfer.config.tree import Config
+from roseinfer.engine.link.transport import ProcessTransport
 from roseinfer.messages import EngineInfo, Event
 
 THP_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")

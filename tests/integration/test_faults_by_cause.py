@@ -15,11 +15,11 @@ import msgspec
 import pytest
 from prometheus_client import Metric
 
-from roseinfer.engine.batch import Launched, ScheduledBatch
-from roseinfer.engine.engine import OutboxState
+from roseinfer.engine.core.batch import Launched, ScheduledBatch
+from roseinfer.engine.core.engine import OutboxState
 from roseinfer.messages import StepOutput
 from roseinfer.records import Cause, RequestTimeline, StepRecord
-from roseinfer.stopwatch import Watch
+from roseinfer.runtime.stopwatch import Watch
 from tests.integration.faults import (
     DELAY_S,
     MIN_GAP_NS,

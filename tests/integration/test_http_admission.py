@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from roseinfer.engine.backlog import Backlog
+from roseinfer.engine.queue_estimate import Backlog
 from roseinfer.messages import Request, SamplingParams
 from roseinfer.records import FinishReason
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, says, serving

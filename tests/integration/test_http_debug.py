@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from roseinfer.observe.flight import Flight
-from roseinfer.observe.recording import Recording
-from roseinfer.server import debug, debug_question, invariants, profile
+from roseinfer.observe.recorder.flight import Flight
+from roseinfer.observe.recorder.recording import Recording
 from roseinfer.server.app import build_ops_app, build_runner
-from roseinfer.server.debug_guard import is_loopback
 from roseinfer.server.instruments import Instruments
+from roseinfer.server.ops import debug, debug_question, invariants, profile
+from roseinfer.server.ops.debug_guard import is_loopback
 from tests.unit.observe.flights import make_flight
 from tests.unit.server.harness import Answer, ScriptedEngine, metrics_handler, serving
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from roseinfer.server.body import INLINE_BYTES
-from roseinfer.server.long_body import FEW_VALUES
-from roseinfer.server.tokenizer import INLINE_CHARS
-from roseinfer.server.wire_messages import ToolCall
+from roseinfer.server.connection.body import INLINE_BYTES
+from roseinfer.server.connection.long_body import FEW_VALUES
+from roseinfer.server.openai.schema_messages import ToolCall
+from roseinfer.text.tokenizer import INLINE_CHARS
 from tests.integration.test_http_tools import HERMES
 from tests.unit.server.harness import Answer, ScriptedEngine, engine_info, says, serving, text_model
 

@@ -11,11 +11,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from aiohttp import http_parser
 
-from roseinfer.config import ServerConfig
+from roseinfer.config.tree import ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
-from roseinfer.server import guard, guarded_port
-from roseinfer.server.openapi import document
+from roseinfer.server.connection import connection as guard
+from roseinfer.server.connection import listener as guarded_port
+from roseinfer.server.openai.openapi import document
 from tests.integration.live_server import closed
 from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, engine_info, says, serving
 

@@ -11,10 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from roseinfer.config import Config, ServerConfig
+from roseinfer.config.tree import Config, ServerConfig
 from roseinfer.errors import ConfigError
-from roseinfer.server import lifecycle, watched_files
-from roseinfer.server.tls import Certificate
+from roseinfer.runtime import file_watch as watched_files
+from roseinfer.server import lifecycle
+from roseinfer.server.connection.tls import Certificate
 from tests.conftest import require_tool
 from tests.unit.server.harness import INSTRUMENTS, Listener, ScriptedEngine, engine_info, says, write_checkpoint
 

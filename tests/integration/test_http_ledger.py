@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from roseinfer.engine.engine import Engine
-from roseinfer.observe.causes import Clock, Gap, gaps_of
-from roseinfer.observe.recording import Recording
+from roseinfer.engine.core.engine import Engine
+from roseinfer.observe.gaps.causes import Clock, Gap, gaps_of
+from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import Cause, FinishReason, RequestTimeline
 from tests.integration.faults import on_a_calm_machine
 from tests.integration.live_server import LiveServer, live

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from roseinfer.config import Config, ServerConfig
+from roseinfer.config.tree import Config, ServerConfig
 from roseinfer.errors import ConfigError, EngineDead, EngineFailed
 from roseinfer.messages import StartupProgress
 from roseinfer.records import FinishReason, LifecycleState

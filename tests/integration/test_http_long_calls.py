@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roseinfer.records import FinishReason
-from roseinfer.server.tool_calls import PIECE, Parts, ToolCallParser
+from roseinfer.text.tool_calls import PIECE, Parts, ToolCallParser
 from tests.integration.test_http_tools import HERMES, TOOL
 from tests.unit.server.harness import ScriptedEngine, serving, text_model
 

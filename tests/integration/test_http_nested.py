@@ -3,16 +3,16 @@
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.structured import requested_grammar
-from roseinfer.server.tools import ToolUse
-from roseinfer.server.wire import CompletionBody
-from roseinfer.server.wire_structured import (
+from roseinfer.server.openai.schema import CompletionBody
+from roseinfer.server.openai.schema_structured import (
     FunctionDefinition,
     JsonSchemaFormat,
     ResponseFormat,
     StructuredOutputs,
     Tool,
 )
+from roseinfer.server.openai.structured import requested_grammar
+from roseinfer.server.openai.tools import ToolUse
 from tests.unit.server.harness import ScriptedEngine, says, serving, text_model
 
 LONG = "a" * 70_000  # what makes a body so long that a thread decodes it

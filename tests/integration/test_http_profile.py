@@ -12,7 +12,7 @@ from aiohttp import web
 from roseinfer.messages import ProfileEnded
 from roseinfer.server.app import build_runner
 from roseinfer.server.middleware import answer_errors, identify
-from roseinfer.server.profile import route
+from roseinfer.server.ops.profile import route
 from roseinfer.server.service import SERVICE
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, serving
 
@@ -54,7 +54,7 @@ async def test_steps_out_of_range_are_refused(steps: str) -> None:
 
 async def test_the_log_says_what_became_of_it(caplog: pytest.LogCaptureFixture) -> None:
     async with profiling() as server:
-        with caplog.at_level(logging.INFO, "roseinfer.server.profile"):
+        with caplog.at_level(logging.INFO, "roseinfer.server.ops.profile"):
             for error in ("", "OSError: no space"):
                 await profile(server)
                 await end_profile(server, error)

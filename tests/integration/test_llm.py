@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from roseinfer.bench.runs import StepLog
-from roseinfer.config import Config, EngineConfig, ModelConfig, ServerConfig
-from roseinfer.engine.client import AsyncEngine
+from roseinfer.bench.seeds.runs import StepLog
+from roseinfer.config.tree import Config, EngineConfig, ModelConfig, ServerConfig
+from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import (
     InvalidRequest,
     Overloaded,
@@ -18,7 +18,7 @@ from roseinfer.errors import (
     RequestError,
     UnknownRequest,
 )
-from roseinfer.llm import LLM
+from roseinfer.llm.llm import LLM
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams
 from roseinfer.records import FinishReason, RequestTimeline
 from tests.integration.fake_llm import expected_tokens, greedy, text_of, until, use_fake_engine, write_tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.runs import StepLog
+from roseinfer.bench.seeds.runs import StepLog
 from roseinfer.errors import ConfigError, InvalidRequest, UnknownRequest
-from roseinfer.llm import LLM
+from roseinfer.llm.llm import LLM
 from roseinfer.messages import Grammar, SamplingParams
 from tests.integration.fake_llm import greedy, use_fake_engine, write_tokenizer
 

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 import tokenizers
 
-from roseinfer.engine.client import AsyncEngine
+from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import EngineDead, EngineError, RequestTimeout, SequenceFailed
-from roseinfer.llm import LLM
+from roseinfer.llm.llm import LLM
+from roseinfer.llm.streams import Stream
 from roseinfer.messages import Grammar, Request, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
-from roseinfer.server.choice import Choice
-from roseinfer.server.tokenizer import LONG_CHARS
-from roseinfer.stream import Stream
+from roseinfer.text.choice import Choice
+from roseinfer.text.tokenizer import LONG_CHARS
 from tests.integration.fake_llm import greedy, until, use_fake_engine, write_tokenizer
 
 
@@ -180,7 +180,7 @@ def test_what_nobody_foresaw_is_logged_where_all_have_ended(
         assert len(llm.result(llm.submit("Hello", greedy(3))).token_ids) == 3
         until(lambda: not num_driven(llm))
     [record] = caplog.records
-    assert (record.name, record.levelname) == ("roseinfer.stream", "ERROR")
+    assert (record.name, record.levelname) == ("roseinfer.llm.streams", "ERROR")
     assert "a mistake of ours" in caplog.text
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from roseinfer.config import Config, ServerConfig
-from roseinfer.engine.client import AsyncEngine
-from roseinfer.llm import LLM
+from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.llm.llm import LLM
 from roseinfer.messages import Request, SamplingParams, TokenLogprobs, TokenOutput
 from roseinfer.records import RequestTimeline
 from tests.integration.fake_llm import expected_tokens, greedy, text_of, use_fake_engine, write_tokenizer

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from roseinfer.engine.client import AsyncEngine
+from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import EngineDead
-from roseinfer.llm import LLM
+from roseinfer.llm.llm import LLM
+from roseinfer.llm.streams import Stream
 from roseinfer.messages import Grammar
 from roseinfer.records import FinishReason, RequestTimeline
-from roseinfer.server.tokenizer import INLINE_CHARS
-from roseinfer.stream import Stream
+from roseinfer.text.tokenizer import INLINE_CHARS
 from tests.background import in_background
 from tests.integration.fake_llm import greedy, use_fake_engine, write_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.observe.nvtx import RANGES
+from roseinfer.observe.tracing.nvtx import RANGES
 from tests.nvtx_tape import Tape, build_recorder
 
 HERE = Path(__file__).parent

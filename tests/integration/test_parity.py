@@ -28,8 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.batch import ScheduledBatch, SlotBinding
+from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.runner import ModelRunner, load_runner

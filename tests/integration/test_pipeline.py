@@ -13,13 +13,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.scheduler import Scheduler
+from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.messages import PromptLogprobs, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
-from roseinfer.stopwatch import Phases
+from roseinfer.runtime.stopwatch import Phases
 from tests.unit.engine.harness import Transcript, run_to_end
 
 NUM_SLOTS = 8

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.cli import EXIT_USAGE, main
-from roseinfer.observe.causes import gaps_of
-from roseinfer.observe.recording import Recording
+from roseinfer.cli.main import EXIT_USAGE, main
+from roseinfer.observe.gaps.causes import gaps_of
+from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import Cause
 
 LOAD = "--rate 300 --num-requests 120 --prompt-tokens 4-40 --max-tokens 2-20"

@@ -12,16 +12,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.scheduler import Scheduler
-from roseinfer.grammar.compiler import GrammarCompiler
-from roseinfer.grammar.library import Vocabulary
+from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
-from roseinfer.server.tokenizer import Tokenizer
-from roseinfer.stopwatch import Phases
+from roseinfer.runtime.stopwatch import Phases
+from roseinfer.text.grammar.compiler import GrammarCompiler
+from roseinfer.text.grammar.library import Vocabulary
+from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.engine.harness import Transcript, run_to_end
 
 BLOCK_SIZE: Literal[8] = 8

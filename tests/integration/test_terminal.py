@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.cli import main
-from roseinfer.engine.client import AsyncEngine
-from roseinfer.llm import LLM
+from roseinfer.cli.main import main
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.llm.llm import LLM
 from tests.integration.fake_llm import expected_tokens, text_of, use_fake_engine, write_tokenizer
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from roseinfer.server.chat_template import ChatTemplate
-from roseinfer.server.tokenizer import Tokenizer
+from roseinfer.text.templates import ChatTemplate
+from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.server.harness import write_checkpoint
 
 CONVERSATIONS = [

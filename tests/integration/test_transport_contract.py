@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from roseinfer.config import Config, ModelConfig
-from roseinfer.engine.client import AsyncEngine
-from roseinfer.engine.transport import ProcessTransport, ThreadTransport, Transport
+from roseinfer.config.tree import Config, ModelConfig
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.engine.link.transport import ProcessTransport, ThreadTransport, Transport
 from roseinfer.errors import ConfigError, Conflict, EngineDead, EngineFailed
 from roseinfer.messages import Grammar, ProfileEnded, TokenOutput
 from roseinfer.records import Advanced, FinishReason, Observer, RequestTimeline, StepRecord

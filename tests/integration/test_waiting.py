@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from roseinfer.config import CacheConfig, Config, SchedulerConfig
-from roseinfer.engine.client import AsyncEngine
-from roseinfer.engine.engine import Engine
-from roseinfer.engine.transport import ThreadTransport
-from roseinfer.observe.flight import Flight
+from roseinfer.config.tree import CacheConfig, Config, SchedulerConfig
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.engine.link.transport import ThreadTransport
 from roseinfer.observe.hub import Hub
+from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import RequestTimeline
 from tests.integration.faults import on_a_calm_machine
 from tests.unit.engine.harness import make_engine, make_request

@@ -15,8 +15,8 @@ from monitoring.foreign import FOREIGN
 from monitoring.jitter import what_changes_it
 from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_rules, files
 from monitoring.promql import own_labels, row_of
-from roseinfer.config import options
-from roseinfer.observe.exemplars import WITH_EXEMPLARS
+from roseinfer.config.tree import options
+from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS
 from roseinfer.records import Cause
 from tests.monitoring.expressions import comparisons, grouping_labels, selectors
 

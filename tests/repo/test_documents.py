@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer import cli
-from roseinfer.config_sources import Given, LoadedConfig, build
+from roseinfer.cli import main as cli
+from roseinfer.config.sources import Given, LoadedConfig, build
 from tests.repo.tree import ROOT, SOURCE, definitions, markdown_files, text_files, tree_of
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -73,7 +73,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_named_code_exists() -> None:
-    """`engine/engine.py:Engine.step` in a document is a file of ours and a name in it."""
+    """`engine/core/engine.py:Engine.step` in a document is a file of ours and a name in it."""
     missing = []
     for path in markdown_files():
         for file_name, name in CODE_NAME.findall(prose(path)):
@@ -172,7 +172,7 @@ def test_generated_pages_are_fresh() -> None:
 
 
 def test_every_route_is_documented() -> None:
-    files = [SOURCE / "server" / name for name in ("app.py", "debug.py")]
+    files = [SOURCE / "server" / name for name in ("app.py", "ops/debug.py")]
     calls = [node for file in files for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)]
     paths = {str(call.args[0].value) for call in calls if call.args and isinstance(call.args[0], ast.Constant)}
     table = (ROOT / "docs" / "http-api.md").read_text()

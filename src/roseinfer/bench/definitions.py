@@ -6,8 +6,8 @@ Times are integers of nanoseconds on the host's monotonic clock, in the order
 
 except that `tokenized` lies before `submit_end` when the submission itself tokenises, and that a request may go out
 before its target. Those two differences are 0 when they would be negative; any other stamp before its predecessor is an
-error. What the server measures too is `observe/intervals.py`'s. Token stamps are the engine's, one for each step; the
-stamps of flushes are what a consumer sees, and are never used for ITL.
+error. What the server measures too is `observe/gaps/intervals.py`'s. Token stamps are the engine's, one for each step;
+the stamps of flushes are what a consumer sees, and are never used for ITL.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from roseinfer.observe import intervals
+from roseinfer.observe.gaps import intervals
 from roseinfer.records import RequestTimeline
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from roseinfer.bench import definitions as d
 from roseinfer.bench.definitions import RequestTimes
-from roseinfer.bench.runs import Run
+from roseinfer.bench.seeds.runs import Run
 
 PERCENTS = (50, 95, 99)
 NS_PER_MS = 1e6

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from roseinfer import __version__
-from roseinfer.arguments import Prompt
-from roseinfer.bench import report, workload
-from roseinfer.bench.runs import Run, StepLog
-from roseinfer.config_sources import LoadedConfig
+from roseinfer.bench import report
+from roseinfer.bench.seeds import workload
+from roseinfer.bench.seeds.runs import Run, StepLog
+from roseinfer.cli.output_files import check_outputs
+from roseinfer.cli.progress import Progress, show_loading
+from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError
-from roseinfer.llm import LLM
-from roseinfer.outputs import check_outputs
-from roseinfer.progress import Progress, show_loading
+from roseinfer.llm.arguments import Prompt
+from roseinfer.llm.llm import LLM
 
 Measure = Callable[[Sequence[Prompt], str], Run]  # of prompts and a cache salt
 Pools = Callable[[Run], Sequence[report.Pool]]

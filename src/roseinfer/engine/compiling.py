@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from roseinfer.engine.constraint import Constraint, Grammars, Matcher
-from roseinfer.engine.sequence import Sequence
+from roseinfer.engine.core.sequence import Sequence
 from roseinfer.errors import InvalidRequest
 
 

@@ -18,7 +18,7 @@ MaskArray = npt.NDArray[np.uint32]
 
 
 class Matcher(Protocol):
-    """Follows one sequence through its grammar: `grammar/library.py`, or a fake in tests."""
+    """Follows one sequence through its grammar: `text/grammar/library.py`, or a fake in tests."""
 
     @property
     def is_over(self) -> bool:
@@ -40,7 +40,7 @@ class Matcher(Protocol):
 
 
 class Grammars(Protocol):
-    """Whoever compiles grammars, away from the engine's thread: `grammar/compiler.py`."""
+    """Whoever compiles grammars, away from the engine's thread: `text/grammar/compiler.py`."""
 
     @property
     def vocab_size(self) -> int:

@@ -3,7 +3,7 @@
 from heapq import heapify, heappop, heappush
 from weakref import ref
 
-from roseinfer.engine.sequence import Sequence, SequenceStatus
+from roseinfer.engine.core.sequence import Sequence, SequenceStatus
 
 _NEVER = 1 << 63
 MIN_SWEPT = 256  # entries below which nobody looks for those of ended sequences

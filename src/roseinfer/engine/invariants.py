@@ -6,8 +6,8 @@ lost block would turn a small fault into a large one.
 
 from collections.abc import Iterator
 
-from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.sequence import NO_SLOT, SequenceStatus
+from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.sequence import NO_SLOT, SequenceStatus
 from roseinfer.records import Invariant, Violation
 
 _WITHOUT_SLOT = {SequenceStatus.WAITING}

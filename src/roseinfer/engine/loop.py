@@ -5,8 +5,8 @@ import traceback
 from collections.abc import Callable
 from typing import Protocol
 
-from roseinfer.engine.engine import IDLE_OUTBOX, Engine, OutboxState
-from roseinfer.engine.pulse import Pulse
+from roseinfer.engine.core.engine import IDLE_OUTBOX, Engine, OutboxState
+from roseinfer.engine.link.heartbeat import Pulse
 from roseinfer.errors import ConfigError
 from roseinfer.messages import Abort, Command, EngineFailure, Event, Profile, Request, Shutdown
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import msgspec
 
-from roseinfer.config import Config
-from roseinfer.config_sources import LoadedConfig
+from roseinfer.cli.output_files import check_outputs
+from roseinfer.config.sources import LoadedConfig
+from roseinfer.config.tree import Config
 from roseinfer.explain import text
 from roseinfer.explain.explanation import Timing, explain
 from roseinfer.explain.source import read_evidence
-from roseinfer.observe.causes import gaps_of
-from roseinfer.observe.recording import Recording
-from roseinfer.outputs import check_outputs
-from roseinfer.server.api_keys import read_keys
+from roseinfer.observe.gaps.causes import gaps_of
+from roseinfer.observe.recorder.recording import Recording
+from roseinfer.server.connection.api_keys import read_keys
 
 
 def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

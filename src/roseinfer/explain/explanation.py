@@ -6,13 +6,13 @@ from typing import Any, Literal
 import msgspec
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.explain import stories
-from roseinfer.explain.knobs import knob_for, meaning_of
-from roseinfer.explain.modes import Mode, find_modes
+from roseinfer.explain import slow_gaps as stories
+from roseinfer.explain.advice import knob_for, meaning_of
+from roseinfer.explain.distribution import Mode, find_modes
 from roseinfer.explain.shares import CauseShare, Parts, Without
-from roseinfer.explain.stories import Story
-from roseinfer.observe.causes import Gap
-from roseinfer.observe.recording import Recording
+from roseinfer.explain.slow_gaps import Story
+from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import Cause
 
 Timing = Literal["wire", "engine", "ledger"]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from roseinfer.flags import Parser, add_alias, parser_of, url_or_path
+from roseinfer.config.flags import Parser, add_alias, parser_of, url_or_path
 
 _Interval = Annotated[float, Meta(ge=0.1, le=3600)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9)]

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.observe.causes import Gap
-from roseinfer.observe.recording import ClockPair, Recording, RecordingMeta, RequestRecord
+from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.recorder.recording import ClockPair, Recording, RecordingMeta, RequestRecord
 from roseinfer.records import Cause
 
-RESULT_FORMAT = "roseinfer bench serve 1"  # as `bench/serve_report.py` writes it
+RESULT_FORMAT = "roseinfer bench serve 1"  # as `bench/load/serve_report.py` writes it
 _PREFIX = "decode."
 
 _Nanoseconds = Annotated[float, Meta(ge=-1e18, le=1e18)]

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from roseinfer.config.flags import url_of
 from roseinfer.errors import InvalidRequest
 from roseinfer.explain.source import get
-from roseinfer.flags import url_of
-from roseinfer.observe.scrape import Page
+from roseinfer.observe.metrics.scrape import Page
 
 _TIMEOUT_S = 5.0
 

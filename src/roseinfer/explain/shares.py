@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from roseinfer.observe.causes import Gap
-from roseinfer.observe.recording import CAUSES
+from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.recorder.recording import CAUSES
 from roseinfer.records import Cause
 
 FloatArray = npt.NDArray[np.float64]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from roseinfer.errors import InvalidRequest, RoseinferError
 from roseinfer.explain.ledgers import BenchResult
-from roseinfer.observe.causes import Gap
-from roseinfer.observe.recording import Recording
+from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.recorder.recording import Recording
 
 RECORDING_NAME = "recording.npz"
 _TIMEOUT_S = 30.0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from roseinfer.explain.durations import ms, percent
 from roseinfer.explain.explanation import Explanation, KnobAdvice
-from roseinfer.explain.stories import Story
+from roseinfer.explain.slow_gaps import Story
 
 _WIDTH = 100
 _CLOCKS = {

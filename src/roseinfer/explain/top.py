@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from roseinfer.config_sources import LoadedConfig
+from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.explain.command import read_key
-from roseinfer.explain.frame import render
 from roseinfer.explain.live import LiveServer, Sample
+from roseinfer.explain.screen import render
 
 _PLAIN_SIZE = (80, 24)  # where there is no terminal
 

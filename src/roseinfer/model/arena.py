@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roseinfer.model.stream import Event, Stream
-from roseinfer.stopwatch import UNWATCHED, Watch
+from roseinfer.model.device_stream import Event, Stream
+from roseinfer.runtime.stopwatch import UNWATCHED, Watch
 
 IntArray = npt.NDArray[np.integer[Any]]
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from roseinfer.config import CacheConfig
+from roseinfer.config.tree import CacheConfig
 from roseinfer.errors import ConfigError
-from roseinfer.model.layers import Placement
+from roseinfer.model.layers.layers import Placement
 
 _STEP_BYTES = 1 << 30  # of a GPU's memory, left for what a step computes with and for the pool of the CUDA graphs
 

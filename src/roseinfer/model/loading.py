@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roseinfer.config import Config
+from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, SamplingDefaults
 from roseinfer.model.attention import AttentionBackend, choose_attention
@@ -19,10 +19,10 @@ from roseinfer.model.device import (
     resolve_device,
     resolve_dtype,
 )
+from roseinfer.model.families.registry import CausalLM, build_model
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
-from roseinfer.model.layers import Placement
-from roseinfer.model.registry import CausalLM, build_model
+from roseinfer.model.layers.layers import Placement
 from roseinfer.model.weights import Checkpoint, resolve_checkpoint
 from roseinfer.records import LifecycleState
 

@@ -7,7 +7,7 @@ import torch
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.weight_memory import WeightMemory
+from roseinfer.model.layers.weight_memory import WeightMemory
 
 LinearKind = Literal["torch", "onednn", "amx", "registers", "int8"]
 Quantization = Literal["none", "int8"]

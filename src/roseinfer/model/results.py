@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roseinfer.engine.batch import OWN_FAULT, SampledTokens
-from roseinfer.model.sampling_logprobs import LogprobRows, PromptScores
-from roseinfer.model.stream import Event, Stream
+from roseinfer.engine.core.batch import OWN_FAULT, SampledTokens
+from roseinfer.model.device_stream import Event, Stream
+from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
 
 _NUM_BUFFERS = 2  # a step is launched before the one before is read, at most
 

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roseinfer.engine.batch import Int32Array, ScheduledBatch
+from roseinfer.engine.core.batch import Int32Array, ScheduledBatch
 from roseinfer.model.arena import Arena, Arenas, Field, IntArray
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
-from roseinfer.model.stream import Stream
-from roseinfer.stopwatch import UNWATCHED, Watch
+from roseinfer.model.device_stream import Stream
+from roseinfer.runtime.stopwatch import UNWATCHED, Watch
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from roseinfer.engine.batch import ScheduledBatch, SlotBinding
 from roseinfer.engine.constraint import Constraint, MaskArray, Matcher, TokenMasks
+from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import Grammar, SamplingParams
-from roseinfer.model.sampling_edits import GROUP
+from roseinfer.model.sampling.edits import GROUP
 
 KINDS = (
     SamplingParams(frequency_penalty=0.1, logit_bias={0: 1.0}),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec
 
-from roseinfer.observe.writes import WriteObserver, Writes
+from roseinfer.observe.gaps.writes import WriteObserver, Writes
 from roseinfer.records import (
     Advanced,
     Delivery,

@@ -18,10 +18,10 @@ from typing import TextIO
 
 import msgspec
 
-from roseinfer.config import ObserveConfig
-from roseinfer.observe import intervals
-from roseinfer.observe.histogram import Histogram
-from roseinfer.observe.measures import NS_PER_S, token_gaps_s
+from roseinfer.config.tree import ObserveConfig
+from roseinfer.observe.gaps import intervals
+from roseinfer.observe.metrics.histogram import Histogram
+from roseinfer.observe.metrics.measures import NS_PER_S, token_gaps_s
 from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)

@@ -4,19 +4,19 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from roseinfer.config import Config
-from roseinfer.gc_pauses import GcPauses
+from roseinfer.config.tree import Config
 from roseinfer.messages import EngineInfo
-from roseinfer.observe.attribution import Attribution
-from roseinfer.observe.capture import BreachCapture
-from roseinfer.observe.flight import Flight
+from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
 from roseinfer.observe.integrity import Integrity
 from roseinfer.observe.logs import Logs
-from roseinfer.observe.metrics import Metrics
-from roseinfer.observe.rendering import Render
-from roseinfer.observe.tracing import make_tracing
+from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.recorder.capture import BreachCapture
+from roseinfer.observe.recorder.flight import Flight
+from roseinfer.observe.recorder.rendering import Render
+from roseinfer.observe.tracing.tracing import make_tracing
 from roseinfer.records import RequestTimeline
+from roseinfer.runtime.gc_pauses import GcPauses
 
 
 class Observation:

@@ -3,18 +3,11 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.server import (
-    admin,
-    chat,
-    completions,
-    debug_guard,
-    debug_question,
-    middleware,
-    openapi,
-    text_endpoints,
-)
-from roseinfer.server.guarded_port import GuardedRunner
+from roseinfer.server import middleware
+from roseinfer.server.connection.listener import GuardedRunner
 from roseinfer.server.instruments import Instruments
+from roseinfer.server.openai import chat, completions, openapi, tokenize
+from roseinfer.server.ops import debug_guard, debug_question, probes
 from roseinfer.server.service import SERVICE, Service
 
 
@@ -23,13 +16,13 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
     routes = [
         web.post("/v1/completions", completions.create_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
-        web.get("/v1/models", admin.list_models),
-        web.get("/v1/models/{id:.+}", admin.get_model),
-        web.post("/v1/requests/{id}/abort", admin.abort_request),
-        web.post("/tokenize", text_endpoints.tokenize),
-        web.post("/detokenize", text_endpoints.detokenize),
+        web.get("/v1/models", probes.list_models),
+        web.get("/v1/models/{id:.+}", probes.get_model),
+        web.post("/v1/requests/{id}/abort", probes.abort_request),
+        web.post("/tokenize", tokenize.tokenize),
+        web.post("/detokenize", tokenize.detokenize),
         web.get("/openapi.json", openapi.handle),
-        web.get("/version", admin.version),
+        web.get("/version", probes.version),
         *_operations(instruments.metrics),
     ]
     app = _application(service, routes)
@@ -39,7 +32,7 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
 
 def build_ops_app(service: Service, instruments: Instruments) -> web.Application:
     """The operations port: probes and metrics again, for the cluster's own network, without a key; and `/debug/*`."""
-    routes = [web.get("/", admin.list_paths), *_operations(instruments.metrics), *instruments.debug_routes]
+    routes = [web.get("/", probes.list_paths), *_operations(instruments.metrics), *instruments.debug_routes]
     app = _application(service, routes)
     app.middlewares.extend((debug_guard.guard, debug_question.check))
     return app
@@ -47,10 +40,10 @@ def build_ops_app(service: Service, instruments: Instruments) -> web.Application
 
 def _operations(metrics_handler: Handler) -> list[web.RouteDef]:
     return [
-        web.get("/livez", admin.livez),
-        web.get("/readyz", admin.readyz),
-        web.get("/health", admin.readyz),
-        web.get("/startupz", admin.startupz),
+        web.get("/livez", probes.livez),
+        web.get("/readyz", probes.readyz),
+        web.get("/health", probes.readyz),
+        web.get("/startupz", probes.startupz),
         web.get("/metrics", metrics_handler),
     ]
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.engine.engine_client import EngineClient
+from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import EngineError, InvalidRequest, QueueTimeout, RequestTimeout, RoseinferError
 from roseinfer.records import FinishReason, RequestTimeline
-from roseinfer.server.api_keys import Caller
+from roseinfer.server.connection.api_keys import Caller
 from roseinfer.server.instruments import Ledger
 
 LEDGER_HEADER = "x-roseinfer-ledger"

@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.records import RequestTimeline
-from roseinfer.server.structured import GrammarCheck
+from roseinfer.server.openai.structured import GrammarCheck
 
 Ledger = Callable[[RequestTimeline, int], dict[str, object]]
 """A request's time up to a moment, in nanoseconds of the monotonic clock, as JSON can say it."""

@@ -16,20 +16,20 @@ from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
-from roseinfer.config import Config
-from roseinfer.engine.engine_client import EngineClient
+from roseinfer.config.tree import Config
+from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
-from roseinfer.server.api_keys import ApiKeys
+from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.server.app import build_app, build_ops_app, build_runner
-from roseinfer.server.chat_template import read_chosen_template
-from roseinfer.server.guard import require_compiled_parser
+from roseinfer.server.connection.api_keys import ApiKeys
+from roseinfer.server.connection.connection import require_compiled_parser
+from roseinfer.server.connection.tls import Certificate
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
 from roseinfer.server.supervision import Restarts, wait_for_death
-from roseinfer.server.tls import Certificate
-from roseinfer.server.watched_files import WATCH_INTERVAL_S
+from roseinfer.text.templates import read_chosen_template
 
 EXIT_DRAINED = 0
 EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE of sysexits.h

@@ -20,12 +20,12 @@ from roseinfer.errors import (
     UnknownRoute,
 )
 from roseinfer.records import LifecycleState
-from roseinfer.server import sse
-from roseinfer.server.api_keys import Caller
+from roseinfer.server.connection.api_keys import Caller
+from roseinfer.server.connection.body_budget import PLACE, Place
 from roseinfer.server.exchange import EXCHANGE, is_for_tokens
-from roseinfer.server.room import PLACE, Place
+from roseinfer.server.openai import event_stream as sse
+from roseinfer.server.openai.schema_answers import error_body, server_timing
 from roseinfer.server.service import SERVICE
-from roseinfer.server.wire_answers import error_body, server_timing
 
 REQUEST_ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)  # where keys are configured

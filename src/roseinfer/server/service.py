@@ -9,19 +9,19 @@ from pathlib import Path
 
 from aiohttp import web
 
-from roseinfer.config import Config
-from roseinfer.engine.engine_client import EngineClient
+from roseinfer.config.tree import Config
+from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestAborted
 from roseinfer.messages import MOST_URGENT, Request
 from roseinfer.records import LifecycleState, Observer
-from roseinfer.server.api_keys import ApiKeys, Caller
-from roseinfer.server.chat_template import ChatTemplate
+from roseinfer.server.connection.api_keys import ApiKeys, Caller
+from roseinfer.server.connection.body_budget import Room
+from roseinfer.server.connection.long_work import LongWork
 from roseinfer.server.exchange import Exchange
 from roseinfer.server.instruments import Ledger
-from roseinfer.server.long_work import LongWork
-from roseinfer.server.room import Room
-from roseinfer.server.structured import GrammarCheck
-from roseinfer.server.tokenizer import Tokenizer
+from roseinfer.server.openai.structured import GrammarCheck
+from roseinfer.text.templates import ChatTemplate
+from roseinfer.text.tokenizer import Tokenizer
 
 _ORDER = list(LifecycleState)  # a server goes through the states in this order, and may leave some out
 

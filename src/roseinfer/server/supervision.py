@@ -5,8 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from roseinfer.config import EngineConfig
-from roseinfer.engine.engine_client import EngineClient
+from roseinfer.config.tree import EngineConfig
+from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import EngineError
 
 LOOK_INTERVAL_S = 0.5

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from roseinfer.observe.recording import (
+from roseinfer.observe.recorder.recording import (
     CAUSES,
     INTERRUPTION_DTYPE,
     STEP_DTYPE,

@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.bench import report
 from roseinfer.bench.definitions import RequestTimes
-from roseinfer.bench.runs import Run
+from roseinfer.bench.seeds.runs import Run
 from roseinfer.records import BlockedBy, PhaseTimes, RequestTimeline, StepRecord
 
 MS = 1_000_000

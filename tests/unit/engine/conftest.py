@@ -2,9 +2,9 @@
 
 import pytest
 
-from roseinfer.engine.batch import Launched, ScheduledBatch
-from roseinfer.engine.engine import Engine
-from roseinfer.stopwatch import Watch
+from roseinfer.engine.core.batch import Launched, ScheduledBatch
+from roseinfer.engine.core.engine import Engine
+from roseinfer.runtime.stopwatch import Watch
 from tests.unit.engine.harness import RecordBatches
 
 

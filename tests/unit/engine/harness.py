@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roseinfer.config import CacheConfig, Config, SchedulerConfig
-from roseinfer.engine.batch import ScheduledBatch
-from roseinfer.engine.engine import Engine
+from roseinfer.config.tree import CacheConfig, Config, SchedulerConfig
+from roseinfer.engine.core.batch import ScheduledBatch
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.fake_runner import FakeRunner
-from roseinfer.engine.scheduler import Scheduler
 from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput
 from roseinfer.records import FinishReason
-from roseinfer.stopwatch import Phases
+from roseinfer.runtime.stopwatch import Phases
 
 RecordBatches = Callable[[Engine], list[ScheduledBatch]]
 VOCAB_SIZE = 97

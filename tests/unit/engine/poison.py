@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from roseinfer.engine.batch import NO_TOKEN, OWN_FAULT, Launched, SampledTokens, ScheduledBatch
-from roseinfer.engine.engine import Engine
-from roseinfer.stopwatch import Watch
+from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Launched, SampledTokens, ScheduledBatch
+from roseinfer.engine.core.engine import Engine
+from roseinfer.runtime.stopwatch import Watch
 
 IsPoisoned = Callable[[str, int], bool]
 """(request id, position of the token to be sampled) -> whether its logits hold a NaN."""

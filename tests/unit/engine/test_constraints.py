@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from roseinfer.engine.constraint import Constraint, MaskArray, Matcher
-from roseinfer.engine.engine import Engine
+from roseinfer.engine.core.engine import Engine
 from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.records import FinishReason
 from tests.unit.engine.harness import EOS, VOCAB_SIZE, Transcript, make_engine, make_request, run_to_end

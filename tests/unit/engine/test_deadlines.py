@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.deadlines import MIN_SWEPT
-from roseinfer.engine.engine import Engine
 from roseinfer.messages import Request
 from roseinfer.records import FinishReason
-from roseinfer.stopwatch import Phases
+from roseinfer.runtime.stopwatch import Phases
 from tests.unit.engine.harness import RecordBatches, Transcript, make_engine, make_request, run_alone, run_to_end
 
 

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from roseinfer.engine.block_pool import BlockPool
+from roseinfer.engine.core.block_pool import BlockPool
+from roseinfer.engine.core.decode_ring import DecodeRing
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.prefix_cache import PrefixCache
+from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.sequence import SlotTable
+from roseinfer.engine.core.waiting_queue import WaitingQueue
 from roseinfer.engine.deadlines import MIN_SWEPT
-from roseinfer.engine.decode_ring import DecodeRing
-from roseinfer.engine.engine import Engine
 from roseinfer.engine.invariants import violations
-from roseinfer.engine.prefix_cache import PrefixCache
-from roseinfer.engine.scheduler import Scheduler
-from roseinfer.engine.sequence import SlotTable
-from roseinfer.engine.waiting_queue import WaitingQueue
 from roseinfer.records import Invariant
 from tests.unit.engine.harness import make_engine, make_request
 from tests.unit.engine.test_deadlines import until

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from roseinfer.engine.engine import Engine
+from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.loop import run
 from roseinfer.errors import ConfigError
 from roseinfer.messages import Abort, AtRest, Command, EngineFailure, EngineInfo, Event, Shutdown, StepOutput

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from roseinfer.engine.batch import Launched, ScheduledBatch
-from roseinfer.engine.engine import Engine
+from roseinfer.engine.core.batch import Launched, ScheduledBatch
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.link.heartbeat import Activity, Pulse
 from roseinfer.engine.loop import run
-from roseinfer.engine.pulse import Activity, Pulse
 from roseinfer.messages import AtRest, Command, Event, Profile, ProfileEnded, StepOutput
-from roseinfer.stopwatch import Watch
+from roseinfer.runtime.stopwatch import Watch
 from tests.unit.engine.harness import make_engine, make_request
 from tests.unit.engine.test_loop import ListOutbox, ScriptedInbox
 

@@ -11,13 +11,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from roseinfer.bench.observed import Observed
-from roseinfer.bench.serve_report import RESULT_FORMAT, ServeRun, write_result
-from roseinfer.cli import main
-from roseinfer.observe.recording import Recording
+from roseinfer.bench.load.observed import Observed
+from roseinfer.bench.load.serve_report import RESULT_FORMAT, ServeRun, write_result
+from roseinfer.cli.main import main
+from roseinfer.observe.recorder.recording import Recording
 from tests.unit.explain.operations_port import OperationsPort, open_port
 from tests.unit.observe.facts import MS
-from tests.unit.observe.test_causes import Bench
+from tests.unit.observe.gaps.test_causes import Bench
 
 CONFIG: dict[str, dict[str, Any]] = {"scheduler": {"max_prefill_tokens": 512, "max_num_seqs": 64}}
 

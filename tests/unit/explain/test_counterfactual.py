@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.cost_model import CostModel
-from roseinfer.bench.load import Arrivals, LongPrompts, PlannedRequest, Workload
-from roseinfer.bench.load_options import Delay, Lengths
-from roseinfer.bench.simulate import without
-from roseinfer.bench.simulation import Setup, Simulation
-from roseinfer.config import CacheConfig, SchedulerConfig
+from roseinfer.bench.load.options import Delay, Lengths
+from roseinfer.bench.load.plan import Arrivals, LongPrompts, PlannedRequest, Workload
+from roseinfer.bench.simulate.cost_model import CostModel
+from roseinfer.bench.simulate.simulate import without
+from roseinfer.bench.simulate.simulation import Setup, Simulation
+from roseinfer.config.tree import CacheConfig, SchedulerConfig
 from roseinfer.explain.explanation import Explanation, explain
-from roseinfer.observe.causes import gaps_of
+from roseinfer.observe.gaps.causes import gaps_of
 from roseinfer.records import Cause
 
 MS = 1_000_000

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from roseinfer.cli import main
+from roseinfer.cli.main import main
 from roseinfer.explain import live
-from roseinfer.explain.frame import render
 from roseinfer.explain.live import LiveRequest, LiveServer, Sample
-from roseinfer.observe.attribution import Attribution
-from roseinfer.observe.metrics import Metrics
-from roseinfer.observe.scrape import Page
+from roseinfer.explain.screen import render
+from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.metrics.scrape import Page
 from roseinfer.records import Advanced, Cause, LifecycleState
 from tests.unit.explain.operations_port import OperationsPort, open_port
 from tests.unit.observe.facts import MS, make_metrics, make_step, make_timeline

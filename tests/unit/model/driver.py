@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roseinfer.engine.batch import Launched, Runner, ScheduledBatch, SlotBinding
+from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch, SlotBinding
 from roseinfer.messages import EngineInfo, SamplingParams
-from roseinfer.stopwatch import UNWATCHED
+from roseinfer.runtime.stopwatch import UNWATCHED
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from roseinfer.model.stream import Graph
+from roseinfer.model.device_stream import Graph
 
 NUM_WARM_RUNS = 2
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from roseinfer.config import RunnerConfig
+from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.device import DTYPES
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import load_kernels

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from roseinfer.config import RunnerConfig
-from roseinfer.engine.batch import Int32Array
+from roseinfer.config.tree import RunnerConfig
+from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention import AttentionBackend, AttentionSpec, PackedTokens, choose_attention
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
 from roseinfer.model.kv_cache import CacheShape, KVCache
-from roseinfer.model.layers import Placement
+from roseinfer.model.layers.layers import Placement
 from tests.conftest import BuiltKernels
 
 CPU = torch.device("cpu")

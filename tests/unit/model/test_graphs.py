@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roseinfer.config import RunnerConfig
+from roseinfer.config.tree import RunnerConfig
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention import Attend
 from roseinfer.model.graphs import CudaGraphs, graph_sizes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.config import RunnerConfig
+from roseinfer.config.tree import RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels import levels as levels_module
 from roseinfer.model.kernels import library
@@ -215,11 +215,11 @@ def test_kernels_lie_in_the_users_cache_unless_configured(monkeypatch: pytest.Mo
 CHILD = """
 import sys
 import torch
-from roseinfer.config import RunnerConfig
+from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.attention import AttentionSpec, PackedTokens, choose_attention
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import CacheShape, KVCache
-from roseinfer.model.layers import Placement
+from roseinfer.model.layers.layers import Placement
 import numpy as np
 
 torch.set_num_threads(2)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from roseinfer.config import CacheConfig
+from roseinfer.config.tree import CacheConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.kv_cache import CacheShape, KVCache, plan_num_blocks
-from roseinfer.model.layers import Placement
+from roseinfer.model.layers.layers import Placement
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=4, head_dim=32)  # 2 KiB a token in float32
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import roseinfer
 from roseinfer.model.device import DTYPES
-from roseinfer.model.int8 import _Compiled, quantized_rows, quantized_weight
-from roseinfer.model.linear import Linear
-from roseinfer.model.registry import build_model
+from roseinfer.model.families.registry import build_model
+from roseinfer.model.layers.int8 import _Compiled, quantized_rows, quantized_weight
+from roseinfer.model.layers.linear import Linear
 from roseinfer.model.weights import Checkpoint
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup

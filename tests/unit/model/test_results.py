@@ -3,7 +3,7 @@
 import torch
 
 from roseinfer.model.results import Results
-from roseinfer.model.sampling_logprobs import LogprobRows
+from roseinfer.model.sampling.logprobs import LogprobRows
 from tests.unit.model.fake_device import LateStream
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from roseinfer.config import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.batch import OWN_FAULT, ScheduledBatch, SlotBinding
+from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.engine.core.batch import OWN_FAULT, ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.linear import Linear
+from roseinfer.model.layers.linear import Linear
 from roseinfer.model.runner import ModelRunner, load_runner
-from roseinfer.model.sampler import Sampler
+from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.records import LifecycleState
 from tests.unit.model.conftest import MakePlayer, Shape, prompt_of, write_checkpoint
 

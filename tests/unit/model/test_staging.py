@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roseinfer.engine.batch import Int32Array, ScheduledBatch
+from roseinfer.engine.core.batch import Int32Array, ScheduledBatch
+from roseinfer.model.device_stream import HostStream, Stream
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
-from roseinfer.model.stream import HostStream, Stream
 from tests.unit.model.fake_device import LateStream
 
 SIZES = StagingSizes(num_slots=6, max_rows=8, max_tokens=64, max_model_len=40, block_size=8, spare_block=99)

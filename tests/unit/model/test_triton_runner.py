@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from roseinfer.config import RunnerConfig
+from roseinfer.config.tree import RunnerConfig
 from roseinfer.messages import SamplingParams
-from roseinfer.model.stream import Graph
+from roseinfer.model.device_stream import Graph
 from tests.unit.model.conftest import Shape, prompt_of, write_checkpoint
 from tests.unit.model.driver import Ask, Driver, Plan
 from tests.unit.model.fake_device import LateStream

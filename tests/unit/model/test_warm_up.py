@@ -7,16 +7,16 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from roseinfer.config import RunnerConfig
-from roseinfer.engine.batch import ScheduledBatch, SlotBinding
+from roseinfer.config.tree import RunnerConfig
+from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
-from roseinfer.model import sampling_torch
 from roseinfer.model.graphs import graph_sizes
 from roseinfer.model.runner import ModelRunner
-from roseinfer.model.sampling_edits import GROUP
-from roseinfer.model.sampling_masks import Masked
-from roseinfer.model.sampling_slots import SlotTable
-from roseinfer.model.sampling_torch import TorchSampling
+from roseinfer.model.sampling import torch as sampling_torch
+from roseinfer.model.sampling.edits import GROUP
+from roseinfer.model.sampling.masks import Masked
+from roseinfer.model.sampling.slots import SlotTable
+from roseinfer.model.sampling.torch import TorchSampling
 from roseinfer.model.scratch import Scratch
 from roseinfer.model.warm_batches import KINDS, decode_batch
 from tests.unit.model.conftest import MakePlayer, Shape

@@ -11,11 +11,11 @@ import torch
 from huggingface_hub import constants, errors
 from safetensors.torch import load_file, save_file
 
-from roseinfer.config import DEMO_MODEL
+from roseinfer.config.tree import DEMO_MODEL
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingDefaults
-from roseinfer.model.layers import Placement
-from roseinfer.model.registry import CausalLM, build_model
+from roseinfer.model.families.registry import CausalLM, build_model
+from roseinfer.model.layers.layers import Placement
 from roseinfer.model.weights import Checkpoint, resolve_checkpoint
 from tests.unit.model.conftest import Shape, write_checkpoint
 

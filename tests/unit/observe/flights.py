@@ -2,8 +2,8 @@
 
 import msgspec
 
-from roseinfer.config import Config
-from roseinfer.observe.flight import Flight
+from roseinfer.config.tree import Config
+from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced, Arrival, BlockedBy, Delivery, FinishReason, PhaseTimes, RequestTimeline
 from tests.unit.observe.facts import ENGINE, MS, make_step, writes_of
 

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
+from roseinfer.observe.gaps.writes import WriteObserver, Writes
 from roseinfer.observe.hub import MAX_ENDS, MAX_STEPS, Hub, Listeners
-from roseinfer.observe.writes import WriteObserver, Writes
 from roseinfer.records import (
     Advanced,
     Arrival,

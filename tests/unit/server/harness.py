@@ -3,8 +3,6 @@
 Ids 0 to 255 are the bytes themselves, so `list("text".encode())` is a prompt; above them lie a few added tokens.
 """
 
-# Over 350 lines because the scripted engine and the server around it are one harness.
-
 import asyncio
 import json
 import time
@@ -19,20 +17,20 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from roseinfer.config import Config, ServerConfig
-from roseinfer.engine.backlog import Backlog
-from roseinfer.engine.pulse import Account, Activity
+from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.engine.link.heartbeat import Account, Activity
+from roseinfer.engine.queue_estimate import Backlog
 from roseinfer.errors import Conflict, EngineDead, EngineError, NotReady, RoseinferError
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
-from roseinfer.observe.attribution import Attribution
+from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
-from roseinfer.server.api_keys import ApiKeys, parse_keys
 from roseinfer.server.app import build_app, build_runner
-from roseinfer.server.chat_template import ChatTemplate
-from roseinfer.server.guarded_port import GuardedRunner
+from roseinfer.server.connection.api_keys import ApiKeys, parse_keys
+from roseinfer.server.connection.listener import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
-from roseinfer.server.tokenizer import Tokenizer
+from roseinfer.text.templates import ChatTemplate
+from roseinfer.text.tokenizer import Tokenizer
 
 BOS, EOS, TOOL, HUGE = 256, 257, 258, 259
 HUGE_TEXT = "#" * 50_000

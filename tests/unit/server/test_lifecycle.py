@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.config import Config, ServerConfig
+from roseinfer.config.tree import Config, ServerConfig
 from roseinfer.errors import EngineFailed
 from roseinfer.observe.logs import JsonFormatter
 from roseinfer.server import lifecycle

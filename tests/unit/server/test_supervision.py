@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from roseinfer.config import Config, EngineConfig
+from roseinfer.config.tree import Config, EngineConfig
 from roseinfer.errors import ConfigError, EngineDead
 from roseinfer.server import supervision
 from roseinfer.server.supervision import Restarts, wait_for_death

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from roseinfer.config_sources import load
+
 from roseinfer.model.weights import resolve_checkpoint
 
 

@@ -1,6 +1,6 @@
 {{/* Parts of the serving pod. */}}
 
-{{- define "roseinfer.probe" -}}
+{{- define "roseinfer.cli.health_check" -}}
 httpGet:
   path: {{ .path }}
   port: ops

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from roseinfer.engine.batch import Int32Array
+from roseinfer.engine.core.batch import Int32Array
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]) -> [tokens, heads * head_dim].

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roseinfer.engine.batch import Int32Array
+from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
 from roseinfer.model.attention.triton import TritonAttention

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from roseinfer.config import RunnerConfig
+from roseinfer.config.tree import RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.levels import LEVELS, Level, find_built, kernels_directory, levels_here
 

@@ -19,7 +19,7 @@ constexpr int64_t kGroup = 32;   // logits held against the worst candidate at o
 constexpr int64_t kMaxSelected = 2048;  // up to so many likeliest tokens are selected; beyond, a threshold is searched
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr float kHighest = std::numeric_limits<float>::infinity();
-constexpr int64_t kNoToken = -1;  // `NO_TOKEN` of engine/batch.py
+constexpr int64_t kNoToken = -1;  // `NO_TOKEN` of engine/core/batch.py
 
 enum Need : int32_t { kGreedy, kWhole, kTruncated };
 

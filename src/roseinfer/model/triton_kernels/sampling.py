@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from roseinfer.engine.batch import NO_TOKEN
-from roseinfer.model.sampling_slots import GREEDY, SLOT, SlotTable
+from roseinfer.engine.core.batch import NO_TOKEN
+from roseinfer.model.sampling.slots import GREEDY, SLOT, SlotTable
 from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
 
 PIECE = 4096  # of the vocabulary

@@ -1,0 +1,189 @@
+"""Turns measured runs and result files into rows of figures, and checks that they are of one load. Judges nothing."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from roseinfer.bench.compare.comparison import Metric, Runs
+from roseinfer.bench.load.observed import duration_s, latency_pools
+from roseinfer.bench.load.serve_report import RESULT_FORMAT, ServeRun
+from roseinfer.bench.report import PERCENTS
+from roseinfer.errors import ConfigError
+
+THROUGHPUT = Metric("Throughput", "tokens/s", is_higher_better=True)
+GOODPUT = Metric("Goodput", "requests/s", is_higher_better=True)
+
+# Of a setting's name, what says where and what became of it, and nothing of the load; prompts follow from the seed.
+_NOT_OF_THE_LOAD = (
+    "url",
+    "ops_url",
+    "json",
+    "recording",
+    "api_key_file",
+    "seed",
+    "scenario_file",
+    "COMMAND",
+    "BENCHMARK",
+)
+_SHOWN = 8
+
+
+class Measured(NamedTuple):
+    """One run: its figures by metric, and why they should not be believed, if that is so."""
+
+    figures: dict[Metric, float]
+    began_s: float  # on the clock of its host
+    objection: str = ""
+
+
+class ResultSet(NamedTuple):
+    """Runs with the settings that all of them had."""
+
+    runs: list[Measured]
+    settings: dict[str, Any]
+
+
+def figures_of(run: ServeRun) -> Measured:
+    """The figures of a run that has just been made."""
+    began_s = min(request.intended_ns for request in run.requests) / 1e9
+    if objection := _objection(run.is_valid, len(run.requests), sum(bool(request.error) for request in run.requests)):
+        return Measured({}, began_s, objection)
+    figures = _percentiles({pool.name: pool.summary() for pool in latency_pools(run.requests)})
+    seconds = duration_s(run.requests)
+    figures[THROUGHPUT] = sum(request.num_tokens for request in run.complete) / seconds
+    if run.objective is not None:
+        figures[GOODPUT] = sum(run.objective.is_met(request) for request in run.complete) / seconds
+    return Measured(figures, began_s)
+
+
+def _objection(is_valid: bool, num_requests: int, num_failed: int) -> str:
+    if not is_valid:
+        return "the load generator did not keep its schedule"
+    if num_failed:
+        return (
+            f"{num_failed} of {num_requests} requests failed, and the latencies of the rest are those of a smaller load"
+        )
+    return ""
+
+
+def _percentiles(distributions: Mapping[str, Mapping[str, Any]]) -> dict[Metric, float]:
+    return {
+        Metric(f"{name} p{percent}", str(summary["unit"])): float(summary[f"p{percent}"])
+        for name, summary in distributions.items()
+        for percent in PERCENTS
+    }
+
+
+def read_results(paths: Sequence[Path], name: str) -> ResultSet:
+    """Results of `bench serve --json`, Locust's `--result` or `bench streaming --json`; a folder is all that are in it.
+
+    Raises ConfigError, in the name of the side, for what is none, or for settings that differ inside the side.
+    """
+    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    if not files:
+        raise ConfigError(f"{', '.join(map(str, paths))} holds no result", param=name)
+    runs, settings = list[Measured](), None
+    for file in files:
+        read = _read(file, name)
+        runs += read.runs
+        if settings is not None and (differing := differences(settings, read.settings)):
+            raise ConfigError(f"{file} differs from {files[0]}: {told(differing)}", param=name)
+        settings = read.settings
+    assert settings is not None
+    return ResultSet(runs, settings)
+
+
+def _read(file: Path, name: str) -> ResultSet:
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", param=name) from None
+    except ValueError:  # nor is what is no UTF-8
+        raise ConfigError(f"{file} is not JSON", param=name) from None
+    try:
+        settings = _flat(content["settings"])
+        if content.get("format") == RESULT_FORMAT:
+            return ResultSet([_of_serve(content)], settings)
+        return ResultSet([_of_streaming(run, index) for index, run in enumerate(content["runs"])], settings)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ConfigError(f"{file} is no result of roseinfer bench", param=name) from None
+
+
+def _of_serve(content: Mapping[str, Any]) -> Measured:
+    requests, verdict = content["requests"], content["verdict"]
+    began_s = min(request["intended_s"] for request in requests)
+    is_valid = verdict is None or verdict["is_valid"]
+    if objection := _objection(is_valid, len(requests), sum(bool(request["error"]) for request in requests)):
+        return Measured({}, began_s, objection)
+    seconds = max(request["end_s"] for request in requests) - min(request["sent_s"] for request in requests)
+    figures = _percentiles(content["distributions"])
+    return Measured({**figures, THROUGHPUT: sum(request["num_tokens"] for request in requests) / seconds}, began_s)
+
+
+def _of_streaming(run: Mapping[str, Any], index: int) -> Measured:
+    """Its runs are of one process, one after the other; when they began is not kept."""
+    objection = f"{run['num_rejected']} requests were rejected" if run["num_rejected"] else ""
+    figures = _percentiles(run["distributions"])
+    return Measured({**figures, THROUGHPUT: float(run["throughput_tokens_per_s"])}, float(index), objection)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`arguments` and `config` in one level with the rest: `scheduler.max_active_seqs`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name == "arguments":
+            flat |= value
+        elif name == "config":
+            flat |= {
+                f"{section}.{leaf}": setting for section, leaves in value.items() for leaf, setting in leaves.items()
+            }
+        else:
+            flat[name] = value
+    return {name: value for name, value in flat.items() if name not in _NOT_OF_THE_LOAD}
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], varied: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Settings that are not the same on both sides, but for those that may vary."""
+    names = sorted({*a, *b} - set(varied))
+    return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
+
+
+def told(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    """The first few of these settings, with both values, in one line."""
+    shown = [f"{name} is {a!r} and {b!r}" for name, (a, b) in list(differing.items())[:_SHOWN]]
+    return "; ".join(shown + [f"and {len(differing) - _SHOWN} more"] * (len(differing) > _SHOWN))
+
+
+def rows_of(a: Sequence[Measured], b: Sequence[Measured]) -> tuple[list[Metric], Runs, Runs]:
+    """The metrics that every run has a figure of, above zero, and the figures."""
+    runs = [*a, *b]
+    metrics = [
+        metric
+        for metric in runs[0].figures
+        if all(math.isfinite(run.figures.get(metric, 0.0)) and run.figures.get(metric, 0.0) > 0 for run in runs)
+    ]
+
+    def of(side: Sequence[Measured]) -> Runs:
+        figures = np.array([[run.figures[metric] for metric in metrics] for run in side], dtype=np.float64)
+        return Runs(figures, np.array([run.began_s for run in side]))
+
+    return metrics, of(a), of(b)
+
+
+def in_turn(a: Sequence[Measured], b: Sequence[Measured]) -> list[tuple[Measured, Measured]] | None:
+    """Pairs of neighbours in time, one of each side; None when the runs were not made so."""
+    if len(a) != len(b):
+        return None
+    order = sorted(
+        [(run.began_s, 0, run) for run in a] + [(run.began_s, 1, run) for run in b], key=lambda entry: entry[:2]
+    )
+    pairs = []
+    for first, second in zip(order[::2], order[1::2], strict=True):
+        if first[1] == second[1] or first[0] == second[0]:
+            return None
+        pairs.append((first[2], second[2]) if first[1] == 0 else (second[2], first[2]))
+    return pairs

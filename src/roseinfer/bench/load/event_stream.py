@@ -1,0 +1,106 @@
+"""Turns the bytes of an answer, each with its stamp, into what was seen of a request. Reads no socket, knows no client.
+
+It is shared by the load generators, so that aiohttp's and Locust's say the same of the same bytes.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from roseinfer.bench.load.observed import Observed
+
+DATA = b"data: {"
+_DONE = b"data: [DONE]"
+
+
+class _PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _PromptTokensDetails | None = None  # not every server tells
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: dict[str, Any] | None = None
+    roseinfer_ledger: list[dict[str, Any]] = []  # of each choice
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: int | None) -> None:
+    """Fill in what the bytes of an event stream say. An event's stamp is that of the read that completed it."""
+    ends = list(accumulate(len(data) for _, data in reads))
+    stream = b"".join(data for _, data in reads)
+    stamps: list[int] = []
+    num_tokens: int | None = None
+    position, is_done = 0, False
+    while (end := stream.find(b"\n\n", position)) >= 0:
+        line, position = stream[position:end].strip(), end + 2
+        if not line.startswith(DATA):
+            is_done = is_done or line == _DONE
+            continue
+        try:
+            event = _decode_event(line[len(DATA) - 1 :])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            seen.error = f"an event is not as agreed: {error}"
+            return
+        if event.error is not None:
+            seen.error = str(event.error.get("message", event.error))[:300]
+        if event.choices:
+            stamps.append(reads[bisect_left(ends, position)][0])
+            seen.finish_reason = event.choices[0].finish_reason or seen.finish_reason
+        if event.usage is not None:
+            num_tokens, seen.num_prompt_tokens = event.usage.completion_tokens, event.usage.prompt_tokens
+            if event.usage.prompt_tokens_details is not None:
+                seen.num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+        if event.roseinfer_ledger:
+            seen.ledger = event.roseinfer_ledger[0]
+    seen.token_counts = count_tokens(len(stamps) if num_tokens is None else num_tokens, len(stamps), interval)
+    seen.token_ns = stamps[: len(seen.token_counts)]
+    if not seen.error and not seen.was_aborted and not seen.token_ns:
+        seen.error = "the stream ended without a token"
+    if not seen.error and not seen.was_aborted and not is_done:
+        seen.error = "the stream broke off"
+
+
+def read_refusal(seen: Observed, status: int, body: bytes) -> None:
+    """Fill in what an answer with another status than 200 says."""
+    try:
+        event = _decode_event(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        event = _Event()
+    told = body.decode(errors="replace") if event.error is None else str(event.error.get("message", event.error))
+    seen.error = f"{status}: {told[:300]}"
+    if event.roseinfer_ledger:
+        seen.ledger = event.roseinfer_ledger[0]
+
+
+def count_tokens(num_tokens: int, num_chunks: int, interval: int | None) -> list[int]:
+    """How many tokens each chunk carries, of `num_tokens` by the server's count.
+
+    The first chunk is sent with the first token, each later one with `interval` tokens, and the last with the rest.
+    Where that does not add up (tokens were due together, or half a character was held back) the tokens after the first
+    are spread evenly. A chunk beyond the number of tokens carries none and is left out.
+    """
+    num_chunks = min(num_chunks, num_tokens)
+    if num_chunks <= 1:
+        return [num_tokens] * num_chunks
+    interval = interval or 1
+    last = num_tokens - 1 - interval * (num_chunks - 2)
+    if 1 <= last <= interval:
+        return [1, *[interval] * (num_chunks - 2), last]
+    each, more = divmod(num_tokens - 1, num_chunks - 1)
+    return [1, *[each + (index < more) for index in range(num_chunks - 1)]]

@@ -1,0 +1,1 @@
+"""`roseinfer bench simulate` and `replay`: the real scheduler on a virtual clock."""

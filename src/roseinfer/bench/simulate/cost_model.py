@@ -1,0 +1,143 @@
+"""What a step costs, as a line through the steps of a recording. Knows counts and nanoseconds, no model.
+
+A step takes a constant, so much for each decode row, for each prompt token, and for each token that attention reads
+from the KV cache; none of them can be negative. What lies between two steps, the host's own work, is a constant of its
+own. Steps that something else disturbed (a collection, a capture, a profiler) are left out.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from roseinfer.errors import ConfigError
+from roseinfer.observe.recorder.recording import Recording, RequestRecord, StructArray
+
+_MIN_STEPS = 16
+_OUTLIER = 5.0  # times the median residual: such a step was disturbed by something that no stamp names
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class CostModel(NamedTuple):
+    """Nanoseconds."""
+
+    step_ns: float
+    decode_row_ns: float
+    prefill_token_ns: float
+    context_token_ns: float
+    host_ns: float  # between two steps that follow each other: commit, telling, inbox, schedule
+    arrival_ns: float = 0.0  # of a request on its way to the engine, which has to look into its inbox then
+    prefill_is_free: bool = False  # rows of prompts cost nothing, as if nobody else's prompt were ever computed
+
+    def compute_ns(self, num_decode_rows: int, num_prefill_tokens: int, num_context_tokens: int) -> int:
+        """Of one step."""
+        return round(
+            self.step_ns
+            + self.decode_row_ns * num_decode_rows
+            + (0.0 if self.prefill_is_free else self.prefill_token_ns * num_prefill_tokens)
+            + self.context_token_ns * num_context_tokens
+        )
+
+    def line(self) -> str:
+        return (
+            f"{self.step_ns / 1e3:.1f} us a step, {self.decode_row_ns / 1e3:.2f} a decode row, "
+            f"{self.prefill_token_ns / 1e3:.2f} a prompt token, {self.context_token_ns / 1e3:.4f} a context token, "
+            f"{self.host_ns / 1e3:.1f} between steps, {self.arrival_ns / 1e3:.1f} until a request is in the inbox"
+        )
+
+
+DEFAULT = CostModel(
+    step_ns=2_000_000,
+    decode_row_ns=50_000,
+    prefill_token_ns=50_000,
+    context_token_ns=100,
+    host_ns=100_000,
+    arrival_ns=500_000,
+)
+"""Of no machine in particular, in the proportions of a small model on a CPU: a prompt token costs what a row does."""
+
+
+class Fit(NamedTuple):
+    """A model, and how well it says again what it was made of."""
+
+    model: CostModel
+    num_steps: int
+    median_error: float  # of the computing of a step, relative
+
+    def line(self) -> str:
+        return f"{self.model.line()}; from {self.num_steps} steps, median error {self.median_error:.1%}"
+
+
+def fit(recording: Recording) -> Fit:
+    """The model of a recording's steps. Raises ConfigError when it holds too few."""
+    steps = recording.steps
+    disturbed = (steps["gc_ns"] > 0) | steps["is_profiled"] | (steps["capture_ns"] > 0)
+    rows = steps["num_decode_seqs"] + steps["num_prefill_seqs"]
+    usable = steps[(rows > 0) & ~disturbed]
+    if len(usable) < _MIN_STEPS:
+        raise ConfigError(
+            f"the recording holds {len(usable)} undisturbed steps and a cost model needs {_MIN_STEPS}",
+            param="--cost-model",
+        )
+    features, times = _features(usable), _compute_ns(usable)
+    coefficients = _non_negative_least_squares(features, times)
+    residuals = np.abs(features @ coefficients - times)
+    is_usual = residuals <= _OUTLIER * max(float(np.median(residuals)), 1.0)
+    coefficients = _non_negative_least_squares(features[is_usual], times[is_usual])
+    errors = np.abs(features @ coefficients - times) / np.maximum(times, 1.0)
+    step_ns, decode_row_ns, prefill_token_ns, context_token_ns = coefficients.tolist()
+    host_ns, arrival_ns = _host_ns(steps), _arrival_ns(recording.requests)
+    model = CostModel(step_ns, decode_row_ns, prefill_token_ns, context_token_ns, host_ns, arrival_ns)
+    return Fit(model, int(is_usual.sum()), float(np.median(errors)))
+
+
+def _features(steps: StructArray) -> FloatArray:
+    """[steps, 4]: one, decode rows, prompt tokens, context tokens."""
+    names = ("num_decode_seqs", "num_prefill_tokens", "num_context_tokens")
+    features: FloatArray = np.stack([np.ones(len(steps)), *(steps[name].astype(np.float64) for name in names)], axis=1)
+    return features
+
+
+def _compute_ns(steps: StructArray) -> FloatArray:
+    """Launch and wait: what the device and its driver took. With a pipeline the wait is what was left of it."""
+    times: FloatArray = (steps["launch_ns"] + steps["wait_ns"]).astype(np.float64)
+    return times
+
+
+def _host_ns(steps: StructArray) -> float:
+    """The median time between the tokens of a step and the launch of the next, where one followed at once."""
+    following = np.diff(steps["step_id"]) == 1
+    busy = following & (steps["num_running"][:-1] > 0) & (steps["gc_ns"][1:] == 0)
+    between = np.diff(steps["tokens_ns"]) - (steps["launch_ns"] + steps["wait_ns"])[1:]
+    return max(0.0, float(np.median(between[busy]))) if busy.any() else 0.0
+
+
+def _arrival_ns(requests: Sequence[RequestRecord]) -> float:
+    """Reading and tokenising, the median; and crossing to the engine, the shortest: the others met a step under way."""
+    reached = [request for request in requests if request.tokenized_ns and request.inbox_ns]
+    if not reached:
+        return 0.0
+    reading = [request.tokenized_ns - request.recv_ns for request in reached]
+    crossing = [request.inbox_ns - request.tokenized_ns for request in reached]
+    return max(0.0, float(np.median(reading)) + min(crossing))
+
+
+def _non_negative_least_squares(features: FloatArray, times: FloatArray) -> FloatArray:
+    """The best coefficients of which none is negative: by trying each subset of the columns, of which there are few.
+
+    The optimum has some set of columns at zero and is the plain least squares of the others (Lawson and Hanson, 1974).
+    """
+    num_columns = features.shape[1]
+    scales = np.maximum(np.abs(features).max(axis=0), 1.0)
+    best, best_error = np.zeros(num_columns), float("inf")
+    for size in range(1, num_columns + 1):
+        for columns in map(list, combinations(range(num_columns), size)):
+            solved, *_ = np.linalg.lstsq(features[:, columns] / scales[columns], times, rcond=None)
+            error = float(np.square(features[:, columns] / scales[columns] @ solved - times).sum())
+            if (solved >= 0).all() and error < best_error * (1 - 1e-9):
+                best, best_error = np.zeros(num_columns), error
+                best[columns] = solved / scales[columns]
+    return best

@@ -1,0 +1,117 @@
+"""Batches into tokens and time on a clock of their own: a `Runner` without a model. Knows no request and no report.
+
+A token is a hash of its sequence's seed and its position, so it does not depend on slots, batches or preemptions.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+
+from roseinfer.bench.load.options import LAUNCH_PARTS, Delay
+from roseinfer.bench.load.plan import FIRST_TOKEN_ID, hash64
+from roseinfer.bench.simulate.cost_model import CostModel
+from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch
+from roseinfer.records import Cause
+from roseinfer.runtime.stopwatch import Watch
+
+
+class VirtualClock:
+    """Nanoseconds that pass when somebody says so. It does not begin at 0, which no stamp may be."""
+
+    def __init__(self, start_ns: int = 1_000_000_000) -> None:
+        self.now_ns = start_ns
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, duration_ns: int) -> None:
+        self.now_ns += duration_ns
+
+    def advance_to(self, moment_ns: int) -> None:
+        """Nothing happens when the moment has passed."""
+        self.now_ns = max(self.now_ns, moment_ns)
+
+
+class VirtualLaunched:
+    """See Launched."""
+
+    graph_rows = 0
+    h2d_bytes = 0
+
+    def __init__(self, clock: VirtualClock, ready_ns: int, sampled: SampledTokens) -> None:
+        self._clock = clock
+        self._ready_ns = ready_ns
+        self._sampled = sampled
+
+    def wait(self) -> SampledTokens:
+        """See Launched."""
+        self._clock.advance_to(self._ready_ns)
+        return self._sampled
+
+
+class VirtualRunner:
+    """A device that computes batch after batch, each as long as the cost model says.
+
+    With `is_asynchronous`, as a GPU is, launching takes no time and waiting does; otherwise it is the other way round.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        costs: CostModel,
+        *,
+        vocab_size: int,
+        num_slots: int,
+        is_asynchronous: bool = False,
+        delays: tuple[Delay, ...] = (),
+        collect: Callable[[int], None] = lambda _: None,
+        on_launch: Callable[[ScheduledBatch], None] = lambda _: None,
+    ) -> None:
+        """`collect` is told of each injected collection's nanoseconds, `on_launch` of each batch."""
+        self._clock = clock
+        self._costs = costs
+        self._vocab_size = vocab_size
+        self._is_asynchronous = is_asynchronous
+        self._delays = delays
+        self._collect = collect
+        self._on_launch = on_launch
+        self._seeds = np.zeros(num_slots, np.uint64)
+        self._ready_ns = 0  # of the batch launched last
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def launch(self, batch: ScheduledBatch, watch: Watch) -> VirtualLaunched:
+        """See Runner."""
+        self._on_launch(batch)
+        for binding in batch.bindings:
+            self._seeds[binding.slot] = binding.params.seed or 0
+        for delay in self._delays:
+            if batch.step_id % delay.every == 0:
+                self._delay(delay, watch)
+        ends = batch.starts + batch.num_new_tokens
+        compute_ns = self._costs.compute_ns(batch.num_device_rows, len(batch.token_ids), self._context(batch, ends))
+        self._ready_ns = max(self._ready_ns, self._clock.now_ns) + compute_ns
+        with watch("forward"):
+            if not self._is_asynchronous:
+                self._clock.advance_to(self._ready_ns)
+        slots = batch.slots[batch.samples].astype(np.intp)
+        hashed = hash64(self._seeds[slots], ends[batch.samples].astype(np.uint64))
+        token_ids = (hashed % np.uint64(self._vocab_size - FIRST_TOKEN_ID)).astype(np.int32) + FIRST_TOKEN_ID
+        return VirtualLaunched(self._clock, self._ready_ns, SampledTokens(token_ids.astype(np.int32), None))
+
+    def _context(self, batch: ScheduledBatch, ends: Int32Array) -> int:
+        counted = ends[: batch.num_device_rows] if self._costs.prefill_is_free else ends
+        return int(counted.sum())
+
+    def _delay(self, delay: Delay, watch: Watch) -> None:
+        if delay.cause is Cause.GC:
+            self._collect(delay.duration_ns)
+            self._clock.advance(delay.duration_ns)
+            return
+        with ExitStack() as stack:
+            for name in LAUNCH_PARTS[delay.cause]:
+                stack.enter_context(watch(name))
+            self._clock.advance(delay.duration_ns)

@@ -1,0 +1,1 @@
+"""The `roseinfer` command: its verbs, its terminal, and what it prints."""

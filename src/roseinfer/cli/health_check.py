@@ -1,0 +1,90 @@
+"""Turns a running server's own command line and environment into an exit code: is it ready? Knows one path of HTTP.
+
+`python -m roseinfer.cli.health_check PID` ends with 0 when that `roseinfer serve` is ready, with 1 when it is not, and
+with 2 when the process is none. It is the image's health check: whatever says where the server listens, and whether it
+speaks TLS there, is read as the server read it. It runs every few seconds beside what serves, so it imports nothing
+heavy.
+"""
+
+import http.client
+import ssl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from roseinfer.config.flags import Parser, add_config_flags, values_given
+from roseinfer.config.sources import build, gather
+from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.errors import ConfigError
+
+EXIT_NOT_READY = 1
+EXIT_USAGE = 2
+TIMEOUT_S = 2.0
+_LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- who listens on all addresses has this one
+
+
+def main(argv: Sequence[str]) -> int:
+    """One line on standard error says why it is not 0."""
+    if len(argv) != 1 or not argv[0].isdecimal():
+        print("usage: python -m roseinfer.cli.health_check PID", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        reason = refusal(configuration_of(int(argv[0])).server)
+    except ConfigError as error:
+        where = f"{error.param}: " if error.param else ""
+        print(f"roseinfer.cli.health_check: {where}{error.message}", file=sys.stderr)
+        return EXIT_USAGE
+    if reason:
+        print(f"not ready: {reason}", file=sys.stderr)
+    return EXIT_NOT_READY if reason else 0
+
+
+def configuration_of(pid: int) -> Config:
+    """What the process read from its file, its environment and its flags. Raises ConfigError if it is no server."""
+    process = Path(f"/proc/{pid}")
+    try:
+        words, variables = _strings(process / "cmdline"), _strings(process / "environ")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", param=f"process {pid}") from None
+    if "serve" not in words:
+        raise ConfigError("is no `roseinfer serve`", param=f"process {pid}")
+    parser = Parser(prog="roseinfer serve")
+    parser.set_defaults(parser=parser)
+    add_config_flags(parser)
+    parsed = parser.parse_args(words[words.index("serve") + 1 :])
+    environment = dict(variable.partition("=")[::2] for variable in variables)
+    return build(gather(values_given(parsed), environment, parsed.config)).config
+
+
+def _strings(file: Path) -> list[str]:
+    """Each ends with a zero byte."""
+    return file.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1]
+
+
+def refusal(server: ServerConfig) -> str:
+    """Why it is not ready; empty when it is. Raises ConfigError when its ports are not known.
+
+    The operations port is asked, which is plain in any case, and the API port where there is no other.
+    """
+    host, port = (server.ops_host, server.ops_port) if server.ops_port else (server.host, server.port)
+    if not port:
+        raise ConfigError("is 0, which takes any: nobody knows which it took", param="server.port")
+    address = _LOOPBACK.get(host, host)
+    connection = http.client.HTTPConnection(address, port, timeout=TIMEOUT_S)
+    if not server.ops_port and server.tls_cert_file is not None:
+        context = ssl.create_default_context()
+        context.check_hostname = False  # the certificate is for the name that clients use, and this is the loopback
+        context.verify_mode = ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(address, port, timeout=TIMEOUT_S, context=context)
+    try:
+        connection.request("GET", "/readyz")
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        return f"{address}:{port}: {str(error) or type(error).__name__}"
+    finally:
+        connection.close()
+    return "" if status == http.HTTPStatus.OK else f"{address}:{port} answers {status}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

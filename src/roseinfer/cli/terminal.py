@@ -1,0 +1,135 @@
+"""A person at a terminal: one prompt continued, or a conversation. Text in, text out; knows no HTTP and no tensors."""
+
+import argparse
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from roseinfer.cli.progress import show_loading
+from roseinfer.config.tree import Config
+from roseinfer.errors import ConfigError, InvalidRequest, RequestError
+from roseinfer.llm.llm import LLM
+from roseinfer.messages import SamplingParams
+from roseinfer.text.templates import ChatTemplate, read_chosen_template
+
+_DEFAULT_MAX_TOKENS = 256
+_HELP = """\
+/clear   forget the conversation
+/exit    leave; Ctrl-D does the same
+/help    this list
+Ctrl-C stops an answer.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to answer. `max_tokens` None: as many as are usual and fit."""
+
+    params: SamplingParams
+    max_tokens: int | None
+    stop: tuple[str, ...]
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Sampling":
+        """From the flags that `generate` and `chat` share."""
+        params = SamplingParams(
+            temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k, seed=arguments.seed
+        )
+        return cls(params, arguments.max_tokens, tuple(arguments.stop))
+
+    def params_for(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """A number that was asked for stands, fitting or not; the usual one gives way to the context."""
+        room = max(1, max_model_len - num_prompt_tokens)
+        return msgspec.structs.replace(self.params, max_tokens=self.max_tokens or min(_DEFAULT_MAX_TOKENS, room))
+
+
+def start(config: Config) -> LLM:
+    """The model, with a sign of life while it loads."""
+    with show_loading(config.model.path) as on_progress:
+        return LLM(config=config, on_progress=on_progress)
+
+
+def generate(config: Config, prompt: str, sampling: Sampling) -> int:
+    """Stream the continuation of `prompt` to standard output. Raises InvalidRequest before anything is loaded."""
+    if not prompt:
+        raise InvalidRequest("is empty", param="PROMPT")
+    with start(config) as llm:
+        _answer(llm, llm.encode(prompt), sampling, [])
+    sys.stdout.write("\n")
+    return 0
+
+
+def chat(config: Config, system: str | None, sampling: Sampling) -> int:
+    """Read, answer, repeat, until /exit or the end of input."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # line editing and history for input()
+
+    chosen = read_chosen_template(config.server.chat_template)
+    with start(config) as llm:
+        template = ChatTemplate.load(Path(llm.info.checkpoint_dir), chosen)
+        if template is None:
+            raise ConfigError(
+                "has no chat template: give one with --chat-template; `roseinfer generate` continues plain text",
+                param="model.path",
+            )
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        messages = list(opening)
+        _note(f"{llm.config.served_model_name}; /help lists the commands")
+        while (line := _read()) is not None and line != "/exit":
+            match line:
+                case "":
+                    continue
+                case "/clear":
+                    messages = list(opening)
+                case "/help":
+                    _note(_HELP.rstrip())
+                case _ if line.startswith("/"):
+                    _note(f"no command {line}; /help lists them")
+                case _:
+                    messages = _turn(llm, template, messages, line, sampling)
+    return 0
+
+
+def _turn(
+    llm: LLM, template: ChatTemplate, messages: list[dict[str, str]], line: str, sampling: Sampling
+) -> list[dict[str, str]]:
+    """The conversation after one more question; as it was when the question could not be asked."""
+    asked = [*messages, {"role": "user", "content": line}]
+    answer: list[str] = []
+    try:
+        with suppress(KeyboardInterrupt):  # stops the answer, not the conversation
+            _answer(llm, llm.encode(template.render(asked), add_special_tokens=False), sampling, answer)
+    except RequestError as error:
+        _note(f"{error.message} /clear starts anew.")
+        return messages
+    sys.stdout.write("\n")
+    return [*asked, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _answer(llm: LLM, prompt: list[int], sampling: Sampling, pieces: list[str]) -> None:
+    """Stream to standard output and into `pieces`."""
+    request_id = llm.submit(prompt, sampling.params_for(len(prompt), llm.info.max_model_len), stop=sampling.stop)
+    for piece in llm.stream(request_id):
+        pieces.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+
+def _read() -> str | None:
+    """One line from the person; None when there are no more. Ctrl-C empties the line."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        _note("")
+        return ""
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

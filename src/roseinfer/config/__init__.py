@@ -1,0 +1,1 @@
+"""The configuration: options, and the sources that set them."""

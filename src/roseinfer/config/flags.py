@@ -1,0 +1,176 @@
+"""Turns the configuration tree into argparse flags, and a command line into given values.
+
+It knows no option and no command by name, and imports nothing heavy: `roseinfer --help` is its speed.
+"""
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+from msgspec import Meta
+
+from roseinfer.config.sources import Given, closest
+from roseinfer.config.tree import Option, misread, options
+from roseinfer.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+
+_HOST_AND_PORT = re.compile(r"(\[[\dA-Fa-f:.]+\]|[\w.-]+):\d{1,5}(/.*)?")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """argparse's, which shows of a boolean flag how to switch it off too."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, StoreGiven) and action.const == "true" and _is_own_flag(action):
+            return f"--[no-]{action.option_strings[0][2:]}"
+        return super()._format_action_invocation(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is a ConfigError of one sentence, and no flag may be abbreviated."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        where, _, sentence = message.partition(": ")
+        if where == "unrecognized arguments":
+            argument = sentence.split()[0]
+            shown = [flag for flag in self._option_string_actions if "=" not in flag]
+            hint = closest(argument.partition("=")[0], shown, likeness=0.75) if argument.startswith("-") else ""
+            raise ConfigError(f"is not an argument of {self.prog}{hint}", param=argument)
+        if where.startswith("argument "):
+            raise ConfigError(sentence, param=where.removeprefix("argument "))
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def check_switches(self, arguments: Sequence[str], left_over: str) -> None:
+        """Raise ConfigError for a value that stands behind a boolean flag, which takes none there."""
+        for flag, value in itertools.pairwise(arguments):
+            if value == left_over and f"{flag}=false" in self._option_string_actions:
+                raise ConfigError(
+                    f"takes no value after a blank: write {flag}, {flag}=false or --no-{flag[2:]}", param=flag
+                )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Like argparse's, but what is left over is told by the command that did not know it."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            parsed.parser.check_switches(args, rest[0])
+            parsed.parser.error(f"unrecognized arguments: {rest[0]}")
+        return parsed
+
+
+class StoreGiven(argparse.Action):
+    """Stores a `Given` under an option's path, with the flag as the user typed it. Booleans take `const`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        value = self.const if self.nargs == 0 else values
+        setattr(namespace, self.dest, Given(value, str(option_string)))
+
+
+def add_alias(parser: argparse._ActionsContainer, flag: str, path: str, help: str, *, const: Any = None) -> None:  # noqa: A002
+    """A flag that is another name for an option of the tree; with `const` it takes no value and means that one."""
+    kind = {"metavar": _metavar(options()[path])} if const is None else {"nargs": 0, "const": const}
+    parser.add_argument(flag, dest=path, action=StoreGiven, default=argparse.SUPPRESS, help=_escape(help), **kind)
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, with_short: bool = True) -> None:
+    """`--config` and every option of the tree, first those with a short flag, which are shown by it.
+
+    `with_short=False` leaves the short flags to the command.
+    """
+    everyday = parser.add_argument_group("everyday") if with_short else parser
+    everyday.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with options; see docs/configuration.md"
+    )
+    others = []
+    for option in options().values():
+        if with_short and option.short_flag:
+            _add_option(everyday, option, option.short_flag)
+            _add_option(everyday, option, option.flag, is_shown=False)
+        else:
+            others.append(option)
+    for section, leaves in groupby(others, key=lambda option: option.section):
+        group = parser.add_argument_group(section)
+        for option in leaves:
+            _add_option(group, option, option.flag)
+
+
+def _add_option(group: argparse._ActionsContainer, option: Option, flag: str, *, is_shown: bool = True) -> None:
+    default = "" if option.default is None else f" Default: {option.default}."
+    shown = option.description + default if is_shown else argparse.SUPPRESS
+    if option.type is not bool:
+        add_alias(group, flag, option.path, shown)
+        return
+    add_alias(group, flag, option.path, shown, const="true")
+    for spelling, const in ((f"--no-{flag[2:]}", "false"), (f"{flag}=true", "true"), (f"{flag}=false", "false")):
+        add_alias(group, spelling, option.path, argparse.SUPPRESS, const=const)
+
+
+def _is_own_flag(action: argparse.Action) -> bool:
+    """Not an alias, which has no form that switches it off."""
+    return action.option_strings[0] == options()[action.dest].flag
+
+
+def values_given(arguments: argparse.Namespace) -> dict[str, Given]:
+    """What the flags said, for each path of the tree that they named."""
+    return {path: value for path, value in vars(arguments).items() if path in options()}
+
+
+def parser_of(kind: Any) -> Callable[[str], Any]:
+    """A parser for a flag whose values are of an annotated type, such as `TokenCount`."""
+
+    def parse(text: str) -> Any:
+        try:
+            return msgspec.convert(text, kind, strict=False)
+        except msgspec.ValidationError as error:
+            expected, _, got = str(error).partition(", got")  # of a text msgspec says only that it is one
+            message = misread(text, str(error)) if got else f"{expected}, got {text!r}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return parse
+
+
+def positives(text: str) -> Sequence[int]:
+    """`1,4`: a comma list of positive integers."""
+    return [parser_of(Positive)(part.strip()) for part in text.split(",")]
+
+
+def url_of(text: str) -> str | None:
+    """A URL as it is, of a host and a port the URL that they mean, and None for all else."""
+    if text.startswith(("http://", "https://")):
+        return text
+    return f"http://{text}" if _HOST_AND_PORT.fullmatch(text) else None
+
+
+def server_url(text: str) -> str:
+    """`http://127.0.0.1:8000`, or without its scheme."""
+    if (url := url_of(text)) is None:
+        raise argparse.ArgumentTypeError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
+    return url
+
+
+def url_or_path(text: str) -> str:
+    """The same, or a path; a file whose name looks like a host and a port is that file."""
+    url = url_of(text)
+    return text if url is None or Path(text).exists() else url
+
+
+def _metavar(option: Option) -> str:
+    return "{" + ",".join(map(str, option.choices)) + "}" if option.choices else option.name.rpartition("_")[2].upper()
+
+
+def _escape(text: str) -> str:
+    return text if text == argparse.SUPPRESS else text.replace("%", "%%")

@@ -1,0 +1,137 @@
+"""Turns a file, the environment and flags into one `Config`; it knows the tree's paths and no option by name.
+
+Order of precedence: defaults < file < environment < flags. Every error names the path and where the value came from.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import yaml
+
+from roseinfer.config.tree import ENVIRONMENT_PREFIX, Config, options, shown
+from roseinfer.errors import ConfigError
+
+MAX_PROBLEM_CHARS = 300
+_LIKE = 0.6  # of 1, two names are alike: difflib's own measure
+
+# Ours, but no part of the tree: what each of them is.
+FOREIGN_VARIABLES: Mapping[str, str] = {
+    "ROSEINFER_API_KEYS": "holds API keys beside those of `server.api_key_file`",
+    "ROSEINFER_REQUIRE_ALL": "belongs to the tests",
+}
+
+# What Kubernetes puts into every pod of a namespace that has a service called `roseinfer…`.
+_SERVICE_LINK = re.compile(
+    r"\w+(_SERVICE_(HOST|PORT)(_\w+)?=.*|_PORT(_\d+_[A-Z]+)?=\w+://.*|_PORT_\d+_[A-Z]+_(PROTO|PORT|ADDR)=.*)"
+)
+
+# What PyYAML lets through of a text that is none, of a date or number that is none, and of endless nesting.
+_UNREADABLE = (ValueError, AttributeError, LookupError, TypeError, RecursionError)
+
+
+class Given(NamedTuple):
+    """A value as somebody wrote it, and where: a flag, a variable, or a file."""
+
+    value: Any
+    source: str
+
+
+class LoadedConfig(NamedTuple):
+    """The merged tree, and for each path whose value was given, by whom. All other paths have their defaults."""
+
+    config: Config
+    sources: dict[str, str]
+
+
+def gather(flags: Mapping[str, Given], env: Mapping[str, str], file: Path | None) -> dict[str, Given]:
+    """What was given for each path, the stronger source winning, not yet converted. Raises ConfigError."""
+    return {**(_from_file(file) if file else {}), **_from_environment(env), **flags}
+
+
+def build(given: Mapping[str, Given]) -> LoadedConfig:
+    """The tree. Raises ConfigError with the path; `given[path].source` tells who is to blame."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, (value, _) in given.items():
+        option = options()[path]
+        sections.setdefault(option.section, {})[option.name] = option.convert(value, strict=False)
+    types = get_type_hints(Config)
+    config = Config(**{name: types[name](**values) for name, values in sections.items()})
+    return LoadedConfig(config, {path: source for path, (_, source) in given.items()})
+
+
+def load(
+    flags: Mapping[str, Given] | None = None, env: Mapping[str, str] | None = None, file: Path | None = None
+) -> LoadedConfig:
+    """Defaults < file < environment < flags; `flags` and the file speak in dotted paths."""
+    return build(gather(flags or {}, env or {}, file))
+
+
+def _from_environment(env: Mapping[str, str]) -> dict[str, Given]:
+    by_variable = {option.variable: path for path, option in options().items()}
+    given = {}
+    for name, text in env.items():
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in FOREIGN_VARIABLES:
+            continue
+        if name in by_variable:
+            given[by_variable[name]] = Given(text, name)
+        elif not _SERVICE_LINK.fullmatch(f"{name}={text}"):
+            raise ConfigError(f"names no option{closest(name, by_variable)}", param=name)
+    return given
+
+
+def _from_file(file: Path) -> dict[str, Given]:
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", param=str(file)) from None
+    except (yaml.YAMLError, *_UNREADABLE) as error:
+        raise ConfigError(f"is not YAML: {yaml_problem(error)}{_wanted(file)}", param=str(file)) from None
+    given = {}
+    for section, values in _mapping(tree, str(file), _wanted(file)).items():
+        for name, value in _mapping(values, f"{file}: {section}").items():
+            path = f"{section}.{name}"
+            if path not in options():
+                raise ConfigError(f"names no option{closest(path, options())}", param=f"{file}: {path}")
+            given[path] = Given(value, str(file))
+    return given
+
+
+def yaml_problem(error: Exception) -> str:
+    """Where PyYAML could not go on and why, in one line without its picture of the place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {_one_line(error.problem or error.context or '')}"
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"character {error.position + 1}: {_one_line(error.reason)}"
+    return _one_line(str(error))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:MAX_PROBLEM_CHARS]
+
+
+def _wanted(file: Path) -> str:
+    return "; a file of options is YAML, not TOML" if file.suffix == ".toml" else ""
+
+
+def _mapping(value: Any, where: str, note: str = "") -> dict[str, Any]:
+    if value is None:  # an empty file, or a section whose lines are all comments
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"expected a mapping, got {shown(value)}{note}", param=where)
+    return value
+
+
+def closest(name: str, known: Iterable[str], likeness: float = _LIKE) -> str:
+    """A question after the name that was meant, if there is one like it; a section in common is not enough."""
+    for match in difflib.get_close_matches(name, list(known), cutoff=likeness):
+        if difflib.SequenceMatcher(None, _leaf(name), _leaf(match)).ratio() >= _LIKE:
+            return f"; did you mean {match}?"
+    return ""
+
+
+def _leaf(name: str) -> str:
+    return re.split(r"\.|__", name)[-1]

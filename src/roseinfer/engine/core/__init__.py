@@ -1,0 +1,1 @@
+"""The engine of an afternoon: schedule, launch, commit, over paged KV blocks."""

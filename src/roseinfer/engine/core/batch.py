@@ -1,0 +1,123 @@
+"""The seam between tokens and tensors: what the scheduler hands the runner, and what comes back.
+
+A batch is rows of (sequence, number of new tokens); there is no prefill mode and no decode mode. Rows whose single
+new token is the one sampled last come first: the runner reads it from its own memory, by slot, so a step can be
+launched before the host has seen the step before. All other rows bring their token ids along.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from roseinfer.engine.constraint import TokenMasks
+from roseinfer.messages import SamplingParams, TokenLogprobs
+from roseinfer.runtime.stopwatch import Watch
+
+Int32Array = npt.NDArray[np.int32]
+IndexArray = npt.NDArray[np.intp]  # what numpy indexes with at once; int32 it converts first, at four times the cost
+BoolArray = npt.NDArray[np.bool_]
+Float64Array = npt.NDArray[np.float64]
+
+NO_TOKEN = -1  # instead of a token id: the model's logits of the row were not finite
+OWN_FAULT = -2  # likewise: what its request asked for cannot be used, or made finite logits infinite or NaN
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBinding:
+    """A slot got a new owner: what the runner must know of it before the owner's first row.
+
+    Random numbers depend only on (params.seed, position), so a sequence that comes back after preemption, in whatever
+    slot, goes on as if nothing had happened.
+    """
+
+    slot: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    eos_token_ids: tuple[int, ...]  # empty when the request ignores them; barred while min_tokens is not reached
+    token_ids: Int32Array | None = None  # all known ones, prompt and generated, if `params.has_penalties`
+
+
+class ScoredRow(msgspec.Struct, frozen=True, gc=False):
+    """A row of a prompt whose tokens are scored: each by its log-probability after the one before it."""
+
+    row: int  # of the batch; it is no device row
+    next_token_ids: Int32Array  # what follows the row's first tokens: the prompt ends, or goes on in the next step
+    num_likeliest: int
+
+
+class Scores(msgspec.Struct, frozen=True, gc=False):
+    """What came of a `ScoredRow`: an entry for each of its `next_token_ids`."""
+
+    logprobs: Float64Array  # [tokens] of the model's own distribution
+    top_token_ids: Int32Array  # [tokens, num_likeliest] the likeliest in its place, likeliest first
+    top_logprobs: Float64Array  # [tokens, num_likeliest]
+
+
+class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
+    """One step's work. Arrays have one entry a row unless their shape says otherwise.
+
+    The runner reads the arrays during `launch` and keeps none of them: `block_table` is the scheduler's own.
+    """
+
+    step_id: int
+    slots: Int32Array  # [rows] index into block_table and into the runner's per-slot state
+    starts: Int32Array  # [rows] absolute position of the row's first new token = tokens already in its KV cache
+    num_new_tokens: Int32Array  # [rows] >= 1
+    samples: BoolArray  # [rows] the row reaches the end of its known tokens, so the next one is sampled
+    num_device_rows: int  # rows[:n] have one new token, the one sampled last for their slot; all of them sample
+    token_ids: Int32Array  # [sum(num_new_tokens[num_device_rows:])] of the other rows, row after row
+    block_table: Int32Array  # [slots, max_blocks] block ids of every slot, valid up to the row's last new token
+    bindings: tuple[SlotBinding, ...]  # to be applied, in order, before the rows
+    scored: tuple[ScoredRow, ...] = ()
+    masks: TokenMasks | None = None  # of the rows that sample what a grammar allows: by `params.grammar` of their slots
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_device_rows + len(self.token_ids)
+
+
+class SampledTokens(msgspec.Struct, frozen=True, gc=False):
+    """The outcome of one batch: one entry for each row with `samples`, in row order, and one for each `scored` row."""
+
+    token_ids: Int32Array  # `NO_TOKEN` or `OWN_FAULT` where a row has none
+    logprobs: list[TokenLogprobs | None] | None  # None when no row asked
+    scores: tuple[Scores, ...] = ()
+
+
+class Launched(Protocol):
+    """A batch on its way through the device."""
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the CUDA graph that runs it, padding included; 0 without one."""
+
+    @property
+    def h2d_bytes(self) -> int:
+        """What was copied to a device with its own memory."""
+
+    def wait(self) -> SampledTokens:
+        """Block until the sampled tokens are on the host. Called once."""
+
+
+class Runner(Protocol):
+    """Whoever turns batches into tokens: `model/runner.py`, or `fake_runner.py` in tests.
+
+    The token at position p of a sequence is computed from the KV entries of positions 0..p, found through the block
+    table; the KV entry of position p lies at offset p % block_size of the block `block_table[slot, p // block_size]`.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def launch(self, batch: ScheduledBatch, watch: Watch) -> Launched:
+        """Start computing a batch of at least one row, and tell the watch of the launch's parts.
+
+        The batch before may not have been waited for. Batches are computed in the order of their launches.
+        """

@@ -1,0 +1,62 @@
+"""The slots of decoding sequences in, the rows of a step's decode part out. Knows whose turn it is and nothing else."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from roseinfer.engine.core.batch import IndexArray, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one new token each. Never changed in place: a step on its way may still hold them."""
+
+    slots: Int32Array
+    index: IndexArray  # the same, as numpy indexes with
+    num_new_tokens: Int32Array  # ones
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+def rows_of(slots: list[int]) -> DecodeRows:
+    made = np.array(slots, np.int32)
+    return DecodeRows(made, made.astype(np.intp), np.ones(len(made), np.int32))
+
+
+class DecodeRing:
+    """Slots that decode, in the order of their turns; at most `limit` of them in one step."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._slots: deque[int] = deque()
+        self._rows: DecodeRows | None = None  # while nothing changes, as in most steps, the last answer stands
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
+    def append(self, slot: int) -> None:
+        self._slots.append(slot)
+        self._rows = None
+
+    def remove(self, slot: int) -> None:
+        self._slots.remove(slot)
+        self._rows = None
+
+    def select(self) -> DecodeRows:
+        """Those whose turn it is. They keep it until `pass_turn`."""
+        if self._rows is None:
+            self._rows = rows_of(list(islice(self._slots, self._limit)))
+        return self._rows
+
+    def pass_turn(self, count: int) -> None:
+        """The first `count` had their turn: they go behind the others, if there are others."""
+        if count < len(self._slots):
+            self._slots.rotate(-count)
+            self._rows = None

@@ -1,0 +1,187 @@
+"""What has become of a request, and the arrays in which everything that changes each step is kept, one row a slot.
+
+A sequence that holds KV blocks owns a slot. Lengths, token ids and block ids live in `SlotTable`, are changed in place
+for the whole batch at once, and are read by the runner without a copy.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from msgspec.structs import replace
+
+from roseinfer.engine.constraint import Constraint
+from roseinfer.engine.core.batch import Int32Array, ScoredRow, Scores, SlotBinding
+from roseinfer.engine.core.prefix_cache import BlockChain
+from roseinfer.messages import Request
+from roseinfer.records import EngineTimes
+
+NO_SLOT = -1
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. It holds a slot and blocks from `PREFILLING` on, until no launched step contains it."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"  # some of its known tokens are not in the KV cache yet
+    DECODING = "decoding"  # all but the last token are, and the runner remembers that one
+    ENDING = "ending"  # the step of its last token has been launched: no other will
+    FINISHED = "finished"  # its last output has been told
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Sequence:
+    """One request's life in the engine."""
+
+    request: Request
+    inbox_ns: int
+    token_ids: Int32Array  # all known tokens while it waits; while it holds a slot they are in the table
+    chain: BlockChain
+    constraint: Constraint | None = None  # what its grammar allows, if it has one
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = NO_SLOT
+    age: int = -1  # order of first admission, the oldest smallest: who is preempted last
+    scheduled_ns: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    preempted_ns: int = 0
+    resumed_ns: int = 0
+    turn_ns: int = 0  # when it is its turn to be admitted, among newcomers
+    has_failed: bool = False  # what it computed may be wrong, and is not for others
+    num_prefix_wait_steps: int = 0
+    num_published_blocks: int = 0  # blocks of the chain below this index are computed and known to the prefix cache
+    num_announced_blocks: int = 0  # and those from there up to this one are announced
+    scores: list[Scores] | None = None  # of the prompt's tokens as far as it was read; None: not asked for, or told
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    def binding(self, eos_token_ids: tuple[int, ...]) -> SlotBinding:
+        """What the runner must know of the owner of its slot. All ids of its tokens are known."""
+        params = self.request.params
+        return SlotBinding(
+            slot=self.slot,
+            params=params if self.constraint is None else replace(params, min_tokens=0),  # its masks know of that
+            num_prompt_tokens=self.num_prompt_tokens,
+            eos_token_ids=() if params.ignore_eos else eos_token_ids,
+            token_ids=self.token_ids if params.has_penalties else None,
+        )
+
+    @property
+    def times(self) -> EngineTimes:
+        return EngineTimes(
+            self.inbox_ns,
+            self.scheduled_ns,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.preempted_ns,
+            self.resumed_ns,
+        )
+
+
+class BlockTable:
+    """Block ids of every slot, int32 [slots, max_blocks]; row s is valid up to `capacities[s]` tokens."""
+
+    def __init__(self, num_slots: int, max_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.ids: Int32Array = np.zeros((num_slots, max_blocks), np.int32)
+        self.capacities: Int32Array = np.zeros(num_slots, np.int32)  # tokens that the slot's blocks hold
+
+    def append(self, slots: list[int], block_ids: list[int]) -> None:
+        """Give each of the slots one more block; one by one, since in most steps they are few."""
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            capacity = self.capacities.item(slot)
+            self.ids[slot, capacity // self.block_size] = block_id
+            self.capacities[slot] = capacity + self.block_size
+
+    def assign(self, slot: int, block_ids: list[int]) -> None:
+        self.ids[slot, : len(block_ids)] = block_ids
+        self.capacities[slot] = len(block_ids) * self.block_size
+
+    def of(self, slot: int) -> list[int]:
+        ids: list[int] = self.ids[slot, : self.capacities[slot] // self.block_size].tolist()
+        return ids
+
+    def take(self, slot: int) -> list[int]:
+        """The slot's block ids; the row is empty afterwards."""
+        ids = self.of(slot)
+        self.capacities[slot] = 0
+        return ids
+
+
+class SlotTable:
+    """The state of every sequence that holds a slot, as arrays of [slots] or [slots, max_model_len].
+
+    Counts are as of the step launched last; ids are filled in when a step's result has been read. So the last
+    tokens that `num_tokens` counts may still be without an id while a step that samples them is on its way.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.token_ids: Int32Array = np.zeros((num_slots, max_model_len), np.int32)
+        self.num_tokens: Int32Array = np.zeros(num_slots, np.int32)  # known: prompt and generated
+        self.num_computed: Int32Array = np.zeros(num_slots, np.int32)  # of those, in the KV cache
+        self.max_tokens: Int32Array = np.zeros(num_slots, np.int32)  # prompt and generated: the length limit
+        self.ignores_eos = np.zeros(num_slots, np.bool_)
+        self.stop_token_ids: dict[int, frozenset[int]] = {}  # by slot, of those that have any
+        self.constraints: dict[int, Constraint] = {}  # likewise
+        self.blocks = BlockTable(num_slots, -(-max_model_len // block_size), block_size)
+        self.owners: list[Sequence | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def bind(self, sequence: Sequence, block_ids: list[int], num_computed: int) -> int:
+        """Give the sequence a slot with these blocks, of which the first `num_computed` tokens are filled."""
+        slot = self._free.pop()
+        params = sequence.request.params
+        num_tokens = len(sequence.token_ids)
+        self.token_ids[slot, :num_tokens] = sequence.token_ids
+        self.num_tokens[slot] = num_tokens
+        self.num_computed[slot] = num_computed
+        self.max_tokens[slot] = sequence.num_prompt_tokens + params.max_tokens
+        self.ignores_eos[slot] = params.ignore_eos
+        if params.stop_token_ids:
+            self.stop_token_ids[slot] = frozenset(params.stop_token_ids)
+        if sequence.constraint is not None:
+            self.constraints[slot] = sequence.constraint
+        self.blocks.assign(slot, block_ids)
+        self.owners[slot] = sequence
+        sequence.slot = slot
+        return slot
+
+    def unbind(self, sequence: Sequence) -> list[int]:
+        """Take the slot back; the sequence keeps its token ids. Returns the block ids it held."""
+        slot = sequence.slot
+        sequence.token_ids = self.known_tokens(slot).copy()
+        sequence.slot = NO_SLOT
+        self.owners[slot] = None
+        self.stop_token_ids.pop(slot, None)
+        self.constraints.pop(slot, None)
+        self._free.append(slot)
+        return self.blocks.take(slot)
+
+    def known_tokens(self, slot: int) -> Int32Array:
+        """A view of the slot's token ids."""
+        tokens: Int32Array = self.token_ids[slot, : self.num_tokens[slot]]
+        return tokens
+
+    def scored_rows(self, chunks: Iterable[tuple[Sequence, int]], first_row: int) -> tuple[ScoredRow, ...]:
+        """Those of a step's chunks, which lie in rows from the first on, whose prompts are scored."""
+        scored = []
+        for row, (sequence, length) in enumerate(chunks, first_row):
+            num_likeliest = sequence.request.params.num_prompt_logprobs
+            if sequence.scores is not None and num_likeliest is not None:
+                start = int(self.num_computed[sequence.slot]) + 1
+                end = min(start + length, sequence.num_prompt_tokens)
+                if end > start:
+                    scored.append(ScoredRow(row, self.token_ids[sequence.slot, start:end].copy(), num_likeliest))
+        return tuple(scored)
+
+    def owner(self, slot: int) -> Sequence:
+        sequence = self.owners[slot]
+        assert sequence is not None, f"slot {slot} has no owner"
+        return sequence

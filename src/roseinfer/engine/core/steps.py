@@ -1,0 +1,267 @@
+"""A step between its schedule and its commit: what is remembered of it, and what is told once its tokens are known.
+
+Knows slots, counts and ids. Of a sequence it changes two things only: how its prompt's tokens were scored, and how far
+its grammar has been followed. These are msgspec structs because some are made in every step: a frozen dataclass takes
+several times as long to make.
+"""
+
+import msgspec
+import numpy as np
+
+from roseinfer.engine.constraint import TokenMasks
+from roseinfer.engine.core.batch import (
+    OWN_FAULT,
+    BoolArray,
+    IndexArray,
+    Int32Array,
+    SampledTokens,
+    ScheduledBatch,
+    SlotBinding,
+)
+from roseinfer.engine.core.decode_ring import DecodeRows
+from roseinfer.engine.core.sequence import Sequence, SlotTable
+from roseinfer.messages import PromptLogprobs, TokenOutput
+from roseinfer.records import BlockedBy, FinishReason
+
+Chunk = tuple[Sequence, int]
+"""A sequence and how many of its known tokens a step computes."""
+
+MAX_FAILURES_IN_A_ROW = 4  # of one prompt each: a client that tries again, and again
+
+_NO_TOKENS: Int32Array = np.zeros(0, np.int32)
+
+
+class StepCounts(msgspec.Struct, gc=False):
+    """What the scheduler counted in one step; part of its `StepRecord`."""
+
+    num_decode_seqs: int = 0
+    num_prefill_seqs: int = 0
+    num_prefill_tokens: int = 0
+    num_not_selected: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_context_tokens: int = 0
+    blocked_by: BlockedBy = BlockedBy.NOTHING
+
+
+class SampledRows(msgspec.Struct, frozen=True, gc=False):
+    """The rows of a step that sampled. Arrays have one entry a row."""
+
+    index: IndexArray  # slots
+    ends: Int32Array  # position of the sampled token
+    sampled: SampledTokens
+    first: range  # rows whose token is the first one after a prefill
+    has_last: bool  # some row sampled the last token that its request allows
+    surplus: set[int]  # rows of sequences that had ended before, which was not known when the step was scheduled
+
+
+class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
+    """A step that has been scheduled and not been committed. Arrays have one entry a row."""
+
+    batch: ScheduledBatch
+    index: IndexArray  # `batch.slots`, as numpy indexes with
+    ends: Int32Array  # tokens in the row's KV cache after the step: where its sampled token goes
+    has_last: bool  # some row samples the last token that its request allows
+    counts: StepCounts
+
+    def holds(self, slot: int) -> bool:
+        """A row of it is the slot's."""
+        return bool((self.index == slot).any())
+
+    def sampled_rows(self, sampled: SampledTokens, ended: set[int]) -> SampledRows:
+        """Its rows with their tokens; `ended` are the slots of sequences that ended after it was scheduled."""
+        index, ends = self.index, self.ends
+        if len(sampled.token_ids) < len(index):
+            index, ends = index[self.batch.samples], ends[self.batch.samples]
+        surplus = {row for row, slot in enumerate(index.tolist()) if slot in ended} if ended else set()
+        return SampledRows(index, ends, sampled, range(self.batch.num_device_rows, len(index)), self.has_last, surplus)
+
+    def keep_scores(self, sampled: SampledTokens, table: SlotTable) -> None:
+        """What its prompts' tokens were scored goes to their sequences."""
+        for row, scores in zip(self.batch.scored, sampled.scores, strict=True):
+            sequence = table.owner(self.index[row.row])
+            assert sequence.scores is not None, "scores are told with the first token"
+            sequence.scores.append(scores)
+
+
+class UnattributableFailure(Exception):
+    """Rows failed together, or one after the other without end: the fault is not theirs."""
+
+
+class RowFailures:
+    """Which rows of a step have no token, and whether that can be the fault of their requests.
+
+    A row that fails beside one that does not fails alone. When all rows of a step fail, and they are of several
+    prompts, or when so many prompts fail in succession as no single client explains, it is the device, or the weights.
+    The choices of a prompt are one: they share its list, in whichever process, and fail together or one by one.
+    A row whose own request is the cause (`OWN_FAULT`) is evidence of nothing, however many there are.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, list[int]] = {}  # that failed since a row had a token, by identity: see `judge`
+
+    def judge(self, rows: SampledRows, table: SlotTable) -> list[int]:
+        """The rows that failed; those that are surplus or failed by their own fault are evidence of nothing.
+
+        Raises UnattributableFailure.
+        """
+        token_ids = rows.sampled.token_ids
+        if not len(token_ids):  # parts of prompts alone: nothing was seen, neither for nor against
+            return []
+        if np.minimum.reduce(token_ids) >= 0:
+            self._prompts.clear()
+            return []
+        failed: list[int] = (token_ids < 0).nonzero()[0].tolist()
+        without_meaning = rows.surplus.union((token_ids == OWN_FAULT).nonzero()[0].tolist())
+        judged = [row for row in failed if row not in without_meaning]
+        if len(judged) < len(token_ids) - len(without_meaning):
+            self._prompts.clear()
+            return failed
+        prompts = [table.owner(rows.index[row]).request.prompt_token_ids for row in judged]
+        of_step = {id(prompt): prompt for prompt in prompts}
+        self._prompts |= of_step  # kept, so that no other list gets the identity of one of them
+        if len(of_step) > 1 or len(self._prompts) > MAX_FAILURES_IN_A_ROW:
+            raise UnattributableFailure(f"no row of a step had a finite logit ({len(judged)} rows)")
+        return failed
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """What a step has to tell; the columns are those of `StepOutput`."""
+
+    slots: bytes
+    token_ids: bytes
+    outputs: list[TokenOutput]
+    num_tokens: int
+
+
+NOTHING = Outcome(b"", b"", [], 0)
+
+
+def make_batch(
+    step_id: int, table: SlotTable, decodes: DecodeRows, chunks: list[Chunk], bindings: tuple[SlotBinding, ...]
+) -> tuple[ScheduledBatch, IndexArray, Int32Array]:
+    """The batch of these rows, its slots as numpy indexes with, and the tokens in each row's KV cache after it."""
+    slots, index, num_new_tokens = decodes.slots, decodes.index, decodes.num_new_tokens
+    if chunks:
+        slots = np.concatenate([slots, np.array([sequence.slot for sequence, _ in chunks], np.int32)])
+        lengths = np.array([length for _, length in chunks], np.int32)
+        index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
+    starts = table.num_computed[index]
+    ends = starts + num_new_tokens
+    samples = ends == table.num_tokens[index]
+    batch = ScheduledBatch(
+        step_id=step_id,
+        slots=slots,
+        starts=starts,
+        num_new_tokens=num_new_tokens,
+        samples=samples,
+        num_device_rows=len(decodes),
+        token_ids=_prompt_tokens(table, chunks),
+        block_table=table.blocks.ids,
+        bindings=bindings,
+        scored=table.scored_rows(chunks, len(decodes)),
+        masks=masks_of(table, slots, samples),
+    )
+    return batch, index, ends
+
+
+def _prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
+    """The known tokens that the chunks compute, one after the other."""
+    if not chunks:
+        return _NO_TOKENS
+    starts = [int(table.num_computed[sequence.slot]) for sequence, _ in chunks]
+    return np.concatenate(
+        [
+            table.token_ids[sequence.slot, start : start + length]
+            for (sequence, length), start in zip(chunks, starts, strict=True)
+        ]
+    )
+
+
+def masks_of(table: SlotTable, slots: Int32Array, samples: BoolArray) -> TokenMasks | None:
+    """What the grammars of the rows that sample allow; None when none of them has one."""
+    if not table.constraints:
+        return None
+    found = {slot: table.constraints[slot] for slot in slots[samples].tolist() if slot in table.constraints}
+    return TokenMasks(found) if found else None
+
+
+def find_last(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
+    """Rows whose token ends their sequence: the last one allowed, an eos id they heed, or one of their stop ids."""
+    index, token_ids, last = rows.index, rows.sampled.token_ids, dict[int, FinishReason]()
+    if rows.has_last:
+        at_limit = (rows.ends + 1 == table.max_tokens[index]).nonzero()[0].tolist()
+        last = dict.fromkeys(at_limit, FinishReason.LENGTH)
+    for eos_token_id in eos_token_ids:
+        for row in (token_ids == eos_token_id).nonzero()[0].tolist():
+            if not table.ignores_eos[index[row]]:
+                last[row] = FinishReason.STOP
+    if table.stop_token_ids:
+        for row, slot in enumerate(index.tolist()):
+            if slot in table.stop_token_ids and int(token_ids[row]) in table.stop_token_ids[slot]:
+                last[row] = FinishReason.STOP
+    for row in rows.surplus:
+        last.pop(row, None)
+    return last
+
+
+def follow(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> None:
+    """Take the rows' tokens to their grammars, and add the rows to `last` whose text is complete or cannot go on."""
+    for row, slot in enumerate(rows.index.tolist()):
+        constraint = table.constraints.get(slot)
+        if constraint is None or row in rows.surplus or last.get(row) in {FinishReason.STOP, FinishReason.ERROR}:
+            continue
+        constraint.accept(int(rows.sampled.token_ids[row]))
+        if constraint.has_failed:
+            last[row] = FinishReason.ERROR
+        elif constraint.is_over:
+            last[row] = FinishReason.STOP
+
+
+def tell(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> Outcome:
+    """Columns for the rows that have a token to tell and nothing else, outputs for the others."""
+    logprobs = rows.sampled.logprobs
+    scored = () if logprobs is None else [row for row, told in enumerate(logprobs) if told is not None]
+    told_in_full = {*rows.first, *last, *scored} - rows.surplus
+    slots, token_ids = rows.index.astype(np.int32), rows.sampled.token_ids
+    if told_in_full or rows.surplus:
+        is_plain = np.ones(len(slots), np.bool_)
+        is_plain[[*told_in_full, *rows.surplus]] = False
+        slots, token_ids = slots[is_plain], token_ids[is_plain]
+    outputs = [_output(rows, row, table, last.get(row)) for row in sorted(told_in_full)]
+    num_failed = sum(reason is FinishReason.ERROR for reason in last.values())
+    return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, len(slots) + len(outputs) - num_failed)
+
+
+def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: FinishReason | None) -> TokenOutput:
+    slot, token_id = int(rows.index[row]), int(rows.sampled.token_ids[row])
+    sequence, is_first = table.owner(slot), row in rows.first
+    logprobs = None if rows.sampled.logprobs is None else rows.sampled.logprobs[row]
+    has_failed, constraint = finish_reason is FinishReason.ERROR, sequence.constraint
+    ends_in_text = constraint is not None and constraint.is_over
+    return TokenOutput(
+        request_id=sequence.request.request_id,
+        token_ids=[] if has_failed else [token_id],
+        logprobs=None if logprobs is None or has_failed else [logprobs],
+        finish_reason=finish_reason,
+        stop_token_id=token_id if finish_reason is FinishReason.STOP and not ends_in_text else None,
+        times=sequence.times if is_first or finish_reason is not None else None,
+        slot=slot if is_first else None,
+        prompt_logprobs=None if sequence.scores is None else _take_scores(sequence),
+        grammar_error=constraint.error if has_failed and constraint is not None else "",
+        is_own_fault=token_id == OWN_FAULT,
+    )
+
+
+def _take_scores(sequence: Sequence) -> PromptLogprobs:
+    """In one piece, all that was kept; it is told once."""
+    assert sequence.scores is not None
+    parts, sequence.scores = sequence.scores, None
+    return PromptLogprobs(
+        num_likeliest=sequence.request.params.num_prompt_logprobs or 0,
+        logprobs=b"".join(part.logprobs.tobytes() for part in parts),
+        top_token_ids=b"".join(part.top_token_ids.tobytes() for part in parts),
+        top_logprobs=b"".join(part.top_logprobs.tobytes() for part in parts),
+    )

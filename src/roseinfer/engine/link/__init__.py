@@ -1,0 +1,1 @@
+"""The way between a front end and its engine: client, transport, frames, heartbeat."""

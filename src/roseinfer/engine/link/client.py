@@ -1,0 +1,350 @@
+"""The front end's side of the engine: streams of token outputs by request id, and the timelines that go with them."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from roseinfer.engine.link.heartbeat import Account, Activity
+from roseinfer.engine.link.mailbox import Mailbox
+from roseinfer.engine.link.transport import Transport
+from roseinfer.engine.prefix_digests import PrefixDigests
+from roseinfer.engine.queue_estimate import Backlog
+from roseinfer.errors import (
+    ConfigError,
+    Conflict,
+    EngineDead,
+    EngineError,
+    EngineFailed,
+    NotReady,
+    QueueTimeout,
+    RequestTimeout,
+    SequenceFailed,
+)
+from roseinfer.messages import (
+    Abort,
+    AtRest,
+    EngineFailure,
+    EngineInfo,
+    Event,
+    Profile,
+    ProfileEnded,
+    Request,
+    StartupProgress,
+    StepOutput,
+    TokenOutput,
+)
+from roseinfer.records import Advanced, Arrival, FinishReason, Invariant, Observer, RequestTimeline, Violation
+
+_MANY_PLACES = 1 << 20
+PAUSE_FACTOR = 10  # a collection, a capture of a graph or a profile's writing may take so many times what a step may
+_CODES = {FinishReason.ERROR: SequenceFailed.code or "", FinishReason.TIMEOUT: RequestTimeout.code or ""}
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One opened timeline, and which of its two sides have ended."""
+
+    timeline: RequestTimeline
+    mailbox: Mailbox | None = None  # while `generate` runs it
+    is_in_engine: bool = False
+    slot: int | None = None  # under which `StepOutput.tokens` tells of it
+    is_closed: bool = False
+
+
+class AsyncEngine:
+    """`EngineClient` over a transport: the one place where a step's output is taken apart and handed out.
+
+    Everything runs on one event loop, so there is no lock; a step costs one wake-up for each stream it advanced.
+    """
+
+    def __init__(
+        self, transport: Transport, observer: Observer, step_timeout_s: float, backlog: Backlog | None = None
+    ) -> None:
+        """`backlog` counts what is under way; the default takes no wait to be long."""
+        self.observer = observer
+        self.backlog = backlog or Backlog(_MANY_PLACES)
+        self._transport = transport
+        self._step_timeout_ns = int(step_timeout_s * 1e9)
+        self._entries: dict[str, _Entry] = {}
+        self._by_slot: dict[int, _Entry] = {}
+        self._num_opened = 0
+        self._num_in_engine = 0
+        self._num_submitted = 0  # since the engine's start
+        self._last_step_id = self._step_offset = 0  # an engine that is started again counts on from there
+        self._last_progress_ns = 0
+        self._info: EngineInfo | None = None
+        self._prefix_digests: PrefixDigests | None = None  # from when the engine is ready
+        self._on_progress: Callable[[StartupProgress], None] | None = None
+        self._started: asyncio.Future[EngineInfo] | None = None
+        self._dead: asyncio.Future[EngineError] | None = None
+        self._profile: asyncio.Future[ProfileEnded] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise NotReady("The engine is starting.")
+        return self._info
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine has not told the end of."""
+        return self._num_in_engine
+
+    @property
+    def trouble(self) -> str | None:
+        if self._dead is not None and self._dead.done():
+            return self._dead.result().message
+        if self.account.activity is Activity.STUCK:
+            return f"no engine step for {self._step_timeout_ns / 1e9:g} s with work in flight"
+        return None
+
+    @property
+    def account(self) -> Account:
+        account = self._transport.pulse.read()
+        if not self._num_in_engine:  # it may stand still wherever it is: nobody waits
+            return account
+        now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
+        if account.activity in {Activity.GC, Activity.CAPTURING, Activity.PROFILING}:
+            limit_ns *= PAUSE_FACTOR
+        elif account.activity is Activity.IDLE:  # though it should be doing something, and since it should be
+            since_ns = max(since_ns, self._last_progress_ns)
+        return Account(Activity.STUCK, account.since_ns) if now_ns - since_ns > limit_ns else account
+
+    async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
+        loop = asyncio.get_running_loop()
+        if self._dead is not None:
+            await self._transport.close()
+            self._by_slot.clear()
+            self.backlog.restart()
+            self._info, self._num_submitted, self._step_offset = None, 0, self._last_step_id
+        self._on_progress = on_progress
+        self._started, self._dead = loop.create_future(), loop.create_future()
+        await self._transport.start(self._on_event, self._on_death)
+        self._info = await self._started
+        self._prefix_digests = PrefixDigests(self._info.block_size)
+        return self._info
+
+    async def wait_dead(self) -> EngineError:
+        assert self._dead is not None, "wait_dead before start"
+        return await asyncio.shield(self._dead)
+
+    def give_up(self, reason: str) -> None:
+        self._go_down(EngineDead(reason))
+        self._transport.kill()
+
+    async def close(self) -> None:
+        await self._transport.close()
+        if self._dead is not None and not self._dead.done():
+            self._go_down(EngineDead("The engine was stopped."))
+
+    # --- timelines --------------------------------------------------------------------------------------------------
+
+    def open_timeline(self, timeline: RequestTimeline) -> None:
+        assert timeline.request_id not in self._entries, f"request id {timeline.request_id} is in use"
+        self._entries[timeline.request_id] = _Entry(timeline)
+        timeline.serial = self._num_opened
+        self._num_opened += 1
+        self.observer.on_start(timeline)
+
+    def close_timeline(self, timeline: RequestTimeline) -> None:
+        entry = self._entries[timeline.request_id]
+        entry.is_closed = True
+        self._conclude(entry)
+
+    def _conclude(self, entry: _Entry) -> None:
+        if entry.is_closed and not entry.is_in_engine:
+            del self._entries[entry.timeline.request_id]
+            self.observer.on_finish(entry.timeline)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+    ) -> AsyncGenerator[list[TokenOutput], None]:
+        mailbox = Mailbox()
+        unfinished: set[str] = set()
+        try:
+            for request, timeline in zip(requests, timelines, strict=True):
+                self._submit(request, timeline, mailbox)
+                unfinished.add(request.request_id)
+            while unfinished:
+                outputs = await mailbox.take()
+                unfinished.difference_update(out.request_id for out in outputs if out.finish_reason is not None)
+                yield outputs
+        finally:
+            for request_id in unfinished:
+                self.abort(request_id)
+
+    def _submit(self, request: Request, timeline: RequestTimeline, mailbox: Mailbox) -> None:
+        if self._dead is None or self._dead.done():
+            raise EngineDead("The engine is not running.")
+        entry = self._entries[request.request_id]
+        assert entry.timeline is timeline
+        self._transport.send(request)
+        if not self._num_in_engine:
+            self._last_progress_ns = time.monotonic_ns()
+        self._num_in_engine += 1
+        self._num_submitted += 1
+        entry.mailbox, entry.is_in_engine = mailbox, True
+        timeline.num_prompt_tokens = len(request.prompt_token_ids)
+        timeline.max_tokens, timeline.priority = request.params.max_tokens, request.priority
+        self.backlog.add(request)
+        if self._prefix_digests is not None:
+            timeline.prefix_digests = self._prefix_digests.of(request.prompt_token_ids, request.cache_salt)
+        timeline.temperature, timeline.top_p = request.params.temperature, request.params.top_p
+
+    def holds(self, request_id: str) -> bool:
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.is_in_engine
+
+    def abort(self, request_id: str) -> None:
+        if self.holds(request_id):
+            self._transport.send(Abort(request_id))
+
+    def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
+        if self._info is None or self._dead is None or self._dead.done():
+            raise EngineDead("The engine is not running.")
+        if self._profile is not None and not self._profile.done():
+            raise Conflict("A profile is being recorded already; it ends after as many steps as were asked for.")
+        self._profile = asyncio.get_running_loop().create_future()
+        self._transport.send(Profile(num_steps, directory))
+        return asyncio.shield(self._profile)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        if self._dead is not None and self._dead.done():  # it was given up: whom this tells of has been counted out
+            return
+        try:
+            self._handle(event)
+        except BaseException:  # a mistake of ours: whoever waits must not wait for ever
+            self._go_down(EngineFailed("The engine's output could not be handled."))
+            raise
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case StepOutput():
+                self._route(event)
+            case StartupProgress():
+                assert self._on_progress is not None
+                self._on_progress(event)
+            case EngineInfo():
+                assert self._started is not None
+                if not self._started.done():  # whoever waited may have been cancelled by a signal
+                    self._started.set_result(event)
+            case ProfileEnded():
+                self._end_profile(event)
+            case AtRest():
+                self.observer.on_rest([*event.violations, *self._disagreements(event)])
+            case EngineFailure():
+                self._go_down(event.as_error())
+
+    def _disagreements(self, engine: AtRest) -> Iterator[Violation]:
+        """The engine has nothing to do: nor may anybody here wait for it, unless what it should do is on its way."""
+        if engine.num_added != self._num_submitted:
+            return
+        if self._num_in_engine:
+            yield Violation(Invariant.REQUESTS, f"{self._num_in_engine} requests wait for an engine without work")
+        if len(self._by_slot) > self._num_in_engine:
+            yield Violation(Invariant.REQUESTS, f"{len(self._by_slot)} slots are remembered of requests that ended")
+
+    def _route(self, step: StepOutput) -> None:
+        """The only loop over the outputs of a step: whatever must touch each of them does it here."""
+        record = step.record
+        if self._step_offset:
+            record = msgspec.structs.replace(record, step_id=record.step_id + self._step_offset)
+        tokens_ns, self._last_step_id = record.tokens_ns, record.step_id
+        self._last_progress_ns = time.monotonic_ns()
+        arrival = Arrival(
+            tokens_ns, record.end_ns, self._last_progress_ns, record.late_gc_ns, was_held=record.outbox_depth > 0
+        )
+        advanced = Advanced()
+        note_previous = advanced.previous_ns.append
+        concluded: list[_Entry] = []
+        for slot, token_id in step.tokens():
+            entry = self._by_slot[slot]
+            timeline = entry.timeline
+            note_previous(timeline.token_ns[-1] if timeline.token_ns else 0)
+            timeline.token_ns.append(tokens_ns)
+            timeline.arrivals.append(arrival)
+            advanced.append(timeline)
+            if entry.mailbox is not None:
+                entry.mailbox.put(TokenOutput(timeline.request_id, [token_id]))
+        for output in step.outputs:
+            entry = self._entries[output.request_id]
+            if output.slot is not None:
+                self._lose_slot(entry)  # it was preempted, and came back in another
+                entry.slot = output.slot
+                self._by_slot[output.slot] = entry
+            if output.token_ids:
+                if not entry.timeline.token_ns:
+                    self.backlog.note_first_token(output.request_id)
+                note_previous(entry.timeline.token_ns[-1] if entry.timeline.token_ns else 0)
+                entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
+                entry.timeline.arrivals.extend([arrival] * len(output.token_ids))
+                advanced.append(entry.timeline)
+            if output.times is not None:
+                entry.timeline.stamp(output.times)
+            if entry.mailbox is not None:
+                entry.mailbox.put(output)
+            if output.finish_reason is not None:
+                self._leave_engine(entry, output.finish_reason)
+                concluded.append(entry)
+        self.backlog.measure_step(record)
+        self.observer.on_step(record, advanced)
+        for entry in concluded:
+            self._conclude(entry)
+
+    def _leave_engine(self, entry: _Entry, finish_reason: FinishReason) -> None:
+        assert entry.timeline.inbox_ns, "a last output carries the engine's times"
+        if entry.timeline.finish_reason is None:
+            entry.timeline.finish_reason = finish_reason
+            never_ran = finish_reason is FinishReason.TIMEOUT and not entry.timeline.scheduled_ns
+            entry.timeline.error_code = (QueueTimeout.code or "") if never_ran else _CODES.get(finish_reason, "")
+        if finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
+            self.backlog.measure_place(entry.timeline.token_ns[-1] - entry.timeline.scheduled_ns)
+        self._forget(entry)
+        self._lose_slot(entry)
+
+    def _lose_slot(self, entry: _Entry) -> None:
+        """A preempted one may have lost it already: to one that has it now, or to one that has left since."""
+        if entry.slot is not None and self._by_slot.get(entry.slot) is entry:
+            del self._by_slot[entry.slot]
+
+    def _forget(self, entry: _Entry) -> None:
+        """The engine does not have it any more."""
+        entry.is_in_engine = False
+        self._num_in_engine -= 1
+        timeline = entry.timeline
+        self.backlog.remove(timeline.request_id, timeline.num_prompt_tokens, timeline.max_tokens)
+
+    def _end_profile(self, ended: ProfileEnded) -> None:
+        if self._profile is not None and not self._profile.done():
+            self._profile.set_result(ended)
+
+    def _on_death(self, reason: str) -> None:
+        self._go_down(EngineDead(reason))
+
+    def _go_down(self, error: EngineError | ConfigError) -> None:
+        """Tell whoever waits for the start, for an output or for the end."""
+        assert self._started is not None
+        assert self._dead is not None
+        if self._dead.done():
+            return
+        if not self._started.done():
+            self._started.set_exception(error)
+        dead = error if isinstance(error, EngineError) else EngineFailed(error.message)
+        self._dead.set_result(dead)
+        self._end_profile(ProfileEnded(0, dead.message))
+        for entry in list(self._entries.values()):
+            if entry.is_in_engine:
+                self._forget(entry)
+                if entry.timeline.finish_reason is None:
+                    entry.timeline.finish_reason = FinishReason.ERROR
+                    entry.timeline.error_code = dead.code or ""
+                if entry.mailbox is not None:
+                    entry.mailbox.fail(dead)
+                self._conclude(entry)

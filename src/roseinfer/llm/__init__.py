@@ -1,0 +1,1 @@
+"""`LLM`: the engine as a Python object, without HTTP."""

@@ -1,0 +1,83 @@
+"""Turns what a program gave `LLM` into what a request holds, or says which argument cannot be one.
+
+Knows no tokenizer and no model: what those allow beyond the kinds of values says `messages.py:check_request`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Annotated, Any, TypeGuard
+
+from msgspec import Meta
+
+from roseinfer.config.tree import Config, shown
+from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.messages import SamplingParams, check_text, check_value
+from roseinfer.records import Observer
+
+Prompt = str | Sequence[int]
+
+
+def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text or one list of token ids is a list of one. Raises InvalidRequest for what holds no prompts."""
+    if isinstance(given, str):
+        return [given]
+    if not _has_an_order(given):
+        raise InvalidRequest(
+            f"`prompts`: expected a text, a list of token ids, or a list of these; got {shown(given)}.", param="prompts"
+        )
+    items: list[Any] = list(given)
+    return [items] if items and isinstance(items[0], int) else items
+
+
+def as_prompt(given: Prompt, name: str) -> str | list[int]:
+    """Raises InvalidRequest, calling it `name`, for what is no text and no list; what is in a list is not looked at."""
+    if isinstance(given, str):
+        check_text(given, name)
+        return given
+    if not _has_an_order(given):
+        raise InvalidRequest(f"`{name}`: expected a text or a list of token ids; got {shown(given)}.", param=name)
+    return list(given)
+
+
+def as_stops(given: str | Sequence[str]) -> tuple[str, ...]:
+    """One text is a list of one. Raises InvalidRequest for what is no text, or an empty one."""
+    if not isinstance(given, str) and not _has_an_order(given):
+        raise InvalidRequest(f"`stop`: expected a text or a list of texts; got {shown(given)}.", param="stop")
+    named = [("stop", given)] if isinstance(given, str) else [(f"stop[{i}]", text) for i, text in enumerate(given)]
+    for name, text in named:
+        check_text(text, name)
+        if not text:
+            raise InvalidRequest(f"`{name}` is empty.", param=name)
+    return tuple(text for _, text in named)
+
+
+def check_params(given: SamplingParams | None) -> None:
+    """Raises InvalidRequest for what are no parameters, or ask for what `LLM` does not tell."""
+    if given is None:
+        return
+    if not isinstance(given, SamplingParams):
+        raise InvalidRequest(f"`params`: expected SamplingParams; got {shown(given)}.", param="params")
+    if given.num_prompt_logprobs is not None:
+        raise InvalidRequest(
+            "`num_prompt_logprobs`: `LLM` does not tell how a prompt was scored; a server does, for `echo`.",
+            param="num_prompt_logprobs",
+        )
+
+
+def check_settings(config: object, observers: object, **numbers: int | None) -> None:
+    """What `LLM` is started with. `tokenize_workers` is at least 0, `max_inflight` 1 or None. Raises ConfigError."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"expected a Config; got {shown(config)}.", param="config")
+    if not isinstance(observers, Sequence) or not all(isinstance(observer, Observer) for observer in observers):
+        raise ConfigError(f"expected a list of observers; got {shown(observers)}.", param="observers")
+    kinds = {"tokenize_workers": Annotated[int, Meta(ge=0)], "max_inflight": Annotated[int, Meta(ge=1)] | None}
+    for name, number in numbers.items():
+        try:
+            check_value(number, kinds[name], name)
+        except InvalidRequest as error:
+            raise ConfigError(error.message, param=name) from None
+
+
+def _has_an_order(given: object) -> TypeGuard[Iterable[Any]]:
+    """It is a list, or like one. A mapping or a set can be gone through too, but not as whoever gave it meant."""
+    return isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping | AbstractSet)

@@ -1,0 +1,1 @@
+"""The layers of a model: linears in every precision, norms, rotations, activations."""

@@ -1,0 +1,75 @@
+"""Log-probabilities on the device into messages on the host. Knows nothing about how they are computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from roseinfer.engine.core.batch import ScoredRow, Scores
+from roseinfer.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities on the device: for the rows that asked, and the likeliest tokens by how many were asked for."""
+
+    rows: list[int]
+    logprobs: torch.Tensor  # [len(rows)] of the sampled token
+    ranks: torch.Tensor  # [len(rows)]
+    likeliest: list[tuple[list[int], torch.Tensor, torch.Tensor]]  # indices into `rows`, ids and logprobs [., k]
+
+    def fetch(self) -> "LogprobRows":
+        """The same on the host, when the step's event has passed; torch keeps the pinned memory it comes in."""
+        return replace(
+            self,
+            logprobs=self.logprobs.to("cpu", non_blocking=True),
+            ranks=self.ranks.to("cpu", non_blocking=True),
+            likeliest=[
+                (rows, ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True))
+                for rows, ids, values in self.likeliest
+            ],
+        )
+
+    def to_host(self, num_rows: int) -> list[TokenLogprobs | None]:
+        """One entry for each row of the batch, None for those that did not ask."""
+        top: dict[int, tuple[list[int], list[float]]] = {}
+        for indices, ids, logprobs in self.likeliest:
+            top.update(zip(indices, zip(ids.tolist(), logprobs.tolist(), strict=True), strict=True))
+        result: list[TokenLogprobs | None] = [None] * num_rows
+        for index, (row, logprob, rank) in enumerate(
+            zip(self.rows, self.logprobs.tolist(), self.ranks.tolist(), strict=True)
+        ):
+            result[row] = TokenLogprobs(logprob, rank, *top[index])
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities on the device of the tokens of scored rows, row after row, in pieces of any size."""
+
+    scored: Sequence[ScoredRow]  # at least one
+    pieces: Sequence[LogprobRows]
+
+    def fetch(self) -> "PromptScores":
+        """As `LogprobRows.fetch`."""
+        return PromptScores(self.scored, [piece.fetch() for piece in self.pieces])
+
+    def to_host(self) -> tuple[Scores, ...]:
+        """What each row gets."""
+        num_tokens = sum(len(row.next_token_ids) for row in self.scored)
+        width = max(row.num_likeliest for row in self.scored)
+        logprobs = np.concatenate([piece.logprobs.double().numpy() for piece in self.pieces])
+        ids, values = np.zeros((num_tokens, width), np.int32), np.zeros((num_tokens, width), np.float64)
+        start = 0
+        for piece in self.pieces:
+            for indices, piece_ids, piece_values in piece.likeliest:
+                at, count = start + np.array(indices), piece_ids.shape[1]
+                ids[at, :count] = piece_ids.numpy()
+                values[at, :count] = piece_values.numpy()
+            start += len(piece.rows)
+        scores, start = [], 0
+        for row in self.scored:
+            mine, count = slice(start, start := start + len(row.next_token_ids)), row.num_likeliest
+            scores.append(Scores(logprobs[mine], ids[mine, :count], values[mine, :count]))
+        return tuple(scores)

@@ -1,0 +1,146 @@
+"""Logits into token ids, and into log-probabilities where asked. Knows nothing about models or pages.
+
+What is computed is a matter of backends with the same promise: a row's token depends on its logits, its parameters and
+one random number, never on the other rows.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from roseinfer.engine.constraint import TokenMasks
+from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
+from roseinfer.model.device_stream import sent
+from roseinfer.model.kernels.library import Kernels
+from roseinfer.model.sampling.edits import GROUP, LogitsEdits
+from roseinfer.model.sampling.logprobs import LogprobRows
+from roseinfer.model.sampling.masks import Masked
+from roseinfer.model.sampling.native import NativeSampling
+from roseinfer.model.sampling.penalties import Penalties
+from roseinfer.model.sampling.slots import Int64Array, SlotTable
+from roseinfer.model.sampling.torch import TorchSampling
+
+
+class SamplingBackend(Protocol):
+    """Whoever reads logits [rows, vocab_size], float32 or bfloat16."""
+
+    def tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
+        """The next token of each row [rows] int64 on the device, by the parameters of its slot in the table.
+
+        `NO_TOKEN` for a row whose largest logit is not finite: it holds a NaN or +inf, or nothing above -inf.
+        """
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
+        """Log-softmax of the raw logits of some rows: of their tokens, and of the likeliest `counts` [len(rows)]."""
+
+    def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `tokens`, for rows that are greedy or draw from all tokens; nothing waits for the device.
+
+        Slots and positions [rows] are on the device, and so is what it reads of the table.
+        """
+
+
+class Sampler:
+    """Chooses the next token of each row by the parameters of the row's slot."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, kernels: Kernels | None = None) -> None:
+        self._table = SlotTable(num_slots, vocab_size, device)
+        self._device = device
+        self._backend = _backend_for(self._table, device, kernels)
+        self._masked = Masked(device)
+        self._edits = LogitsEdits([Penalties(device), self._masked], num_slots, device)
+
+    def bind(self, binding: SlotBinding) -> None:
+        """The slot's parameters from now on."""
+        self._table.bind(binding)
+        self._edits.bind(binding)
+
+    def sample(
+        self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array, masks: TokenMasks | None = None
+    ) -> tuple[torch.Tensor, LogprobRows | None]:
+        """Logits [rows, vocab_size], and where each row's next token will stand -> ids [rows] int64 on the device.
+
+        The logits may be float32 or bfloat16. They are written to where tokens are barred, and written back.
+        `masks` are those of every row whose slot has a grammar. A row without a finite logit has `NO_TOKEN` if the
+        model left it so, and `OWN_FAULT` if the changes that its request asks for did.
+        """
+        self._masked.stage(masks)
+        with self._barred(logits, slots, positions):
+            tokens = self._tokens(logits, slots, positions)
+        counts = self._table.host["num_logprobs"][slots]
+        rows = np.flatnonzero(counts >= 0)
+        if not len(rows):
+            return tokens, None
+        return tokens, self._backend.logprobs(logits, tokens.clamp(min=0), rows, counts[rows])
+
+    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Int32Array) -> LogprobRows:
+        """Log-softmax of logits [rows, vocab_size] at ids [rows] int64 on the device, and of the likeliest `counts`."""
+        return self._backend.logprobs(logits, token_ids, np.arange(len(counts)), counts)
+
+    def _tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
+        """The next token of each row; rows whose logits are to be changed first are drawn from a copy."""
+        edited = self._edits.rows(slots)
+        if not len(edited):
+            return self._backend.tokens(logits, slots, positions)
+        if len(edited) < len(slots):
+            tokens = self._backend.tokens(logits, slots, positions)
+        else:
+            tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        for rows in np.split(edited, range(GROUP, len(edited), GROUP)):
+            of_rows, where = slots[rows], positions[rows]
+            drawn = self._backend.tokens(self._edits.edited(logits, rows, of_rows, where), of_rows, where)
+            self._edits.note(drawn.clamp(min=0), of_rows, where)  # a row that failed drew NO_TOKEN, which is no index
+            on_device = sent(rows, self._device)
+            tokens[on_device] = self._attributed(drawn, logits, on_device)
+        return tokens
+
+    def _attributed(self, drawn: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """What was drawn for changed rows, `OWN_FAULT` for those that failed though the model's logits are finite."""
+        if self._device.type == "cpu" and not bool((drawn == NO_TOKEN).any()):  # elsewhere it would wait for the device
+            return drawn
+        was_sound = logits[rows].amax(-1).isfinite()
+        return torch.where((drawn == NO_TOKEN) & was_sound, OWN_FAULT, drawn)
+
+    @contextmanager
+    def _barred(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Generator[None]:
+        """For a while, eos and stop tokens are at -inf in the rows that may not stop yet."""
+        barred = self._table.barred(slots, positions)
+        if barred is None:
+            yield
+            return
+        rows, ids = (sent(array, self._device) for array in barred)
+        before = logits[rows, ids]
+        logits[rows, ids] = -torch.inf
+        yield
+        logits[rows, ids] = before
+
+    def can_capture(self, slots: Int32Array, positions: Int32Array | None = None) -> bool:
+        """Whether `sample_captured` does for rows of these slots what `sample` does.
+
+        It does for rows that are greedy or draw from all tokens, bar none, change no logits and ask for no
+        log-probabilities. Without `positions`, where each row's next token will stand, a slot that must not stop yet
+        counts as barring for ever.
+        """
+        return self._table.can_capture(slots, positions) and not len(self._edits.rows(slots))
+
+    def sample_captured(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `sample`, with slots and positions [rows] on the device, and fit for a CUDA graph -> ids [rows] int64.
+
+        The graph reads the parameters of the slots when it is replayed. Nothing here waits for the device, and all
+        shapes follow from that of the logits.
+        """
+        return self._backend.choose(logits, slots, positions)
+
+
+def _backend_for(table: SlotTable, device: torch.device, kernels: Kernels | None) -> SamplingBackend:
+    if device.type == "cpu" and kernels is not None:
+        return NativeSampling(table, kernels)
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from roseinfer.model.sampling.triton import TritonSampling  # imports triton, which a CPU may lack
+
+        return TritonSampling(table, device)
+    return TorchSampling(table, device)

@@ -1,0 +1,234 @@
+"""Facts as they happen in, the cause of every gap between tokens out: totals, slow gaps, and each request's ledger.
+
+An engine gap is counted when its step is told, split once for all requests that share it. What a token's way to the
+socket added to a wire gap is counted when the write returns. So the totals of the engine's causes add up to the sum of
+inter-token latencies, and the others to the time in which a known token was on its way and none before it was. Slow
+gaps are those of the wire for streams, and those of the engine for requests that are not streamed.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from roseinfer.observe.gaps import ledger
+from roseinfer.observe.gaps.causes import SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
+from roseinfer.observe.gaps.deliveries import LiveInterruptions, delivery_segments
+from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGap, StepGaps, segments_since
+from roseinfer.observe.gaps.writes import Column, WriteObserver, Writes
+from roseinfer.observe.hub import Listeners
+from roseinfer.observe.recorder.recording import CAUSES
+from roseinfer.records import Advanced, Cause, Delivery, RequestTimeline, StepRecord
+
+Mask = npt.NDArray[np.bool_]
+Totals = tuple[int, ...]
+"""Nanoseconds of each of CAUSES."""
+
+_NUM_RECENT = 1024  # steps that a late write, or a sequence that was left out for long, may ask for
+_FEW = 16
+_LEARN_EVERY = 16  # writes at least between two from which the usual parts of a wire gap are learned
+_LESSON_EVERY = 512  # where more are told together
+_NOTHING: Totals = (0,) * len(CAUSES)
+_INDEX = {cause: index for index, cause in enumerate(CAUSES)}
+
+
+class _Account(msgspec.Struct, gc=False):
+    """What is kept of a request from its first token to its end."""
+
+    base: Totals  # the shared totals from which on its gaps were those of all
+    own_ns: dict[Cause, int]  # of its gaps up to there
+
+
+class Attribution(WriteObserver):
+    """The observer that names causes. `on_slow_gap` are told of each slow gap as soon as it has ended."""
+
+    def __init__(self, *, slow_factor: float = SLOW_FACTOR, slow_min_ms: float = SLOW_MIN_NS / 1e6) -> None:
+        self.on_slow_gap: Listeners[Gap, RequestTimeline] = Listeners()
+        self.interruptions = LiveInterruptions()
+        self.total_ns = dict.fromkeys(Cause, 0)
+        self.num_slow_gaps = dict.fromkeys(Cause, 0)
+        self._splitter = GapSplitter(has_graphs=False)
+        self._usual = Usual(slow_factor, int(slow_min_ms * 1e6))
+        self._usual_wire = Usual(slow_factor, int(slow_min_ms * 1e6))
+        self._num_unlearned = 0  # writes since the last one from which the usual parts were learned
+        self._recent = StepGaps()
+        self._shared = _NOTHING  # of the gaps of all steps so far
+        self._shared_at: dict[int, Totals] = {}  # by when a recent step's tokens were known
+        self._accounts: dict[str, _Account] = {}
+
+    def set_graphs(self, *, has_graphs: bool) -> None:
+        """The engine is ready: whether its decode steps run in CUDA graphs."""
+        self._splitter = GapSplitter(has_graphs=has_graphs)
+
+    # --- Observer -----------------------------------------------------------------------------------------------------
+
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
+        """See Observer."""
+        gap = self._splitter.take(record)
+        if gap is not None:
+            self._share(gap)
+        if record.num_generated_tokens:
+            self._remember(record.tokens_ns)
+            self._take_tokens(gap, advanced)
+        if record.num_finished:
+            self._settle(record.tokens_ns, advanced)
+
+    def on_writes(self, writes: Writes) -> None:
+        """See WriteObserver."""
+        columns, begin = writes.columns(), 0
+        while begin < len(writes):  # as long as little is known, a few at a time are judged by those before them
+            end = len(writes) if self._usual_wire.is_settled else min(begin + _FEW, len(writes))
+            self._judge_writes(
+                {name: column[begin:end] for name, column in columns.items()},
+                writes.timelines[begin:end],
+                writes.deliveries[begin:end],
+            )
+            begin = end
+
+    def _judge_writes(
+        self, columns: dict[str, Column], timelines: list[RequestTimeline], deliveries: list[Delivery]
+    ) -> None:
+        usual = self._usual_wire
+        is_gap = columns["start_ns"] > 0  # not the first write of a request
+        gaps_ns = columns["written_ns"] - columns["start_ns"]
+        is_ordinary = is_gap & (gaps_ns <= usual.threshold_ns)
+        self._num_unlearned += len(timelines)
+        if self._num_unlearned >= _LEARN_EVERY:
+            self._num_unlearned = 0
+            is_ordinary[::-_LESSON_EVERY] = False
+        is_ordinary = self._count_plain(columns, is_ordinary)
+        usual.take_all(gaps_ns[is_ordinary])
+        for at in np.flatnonzero(is_gap & ~is_ordinary).tolist():
+            self._take_write(timelines[at], deliveries[at])
+
+    def _count_plain(self, columns: dict[str, Column], is_candidate: Mask) -> Mask:
+        """Count the tokens' way to the socket for those of the candidates on whose way nothing special happened, as is
+        so for nearly all: a thirtieth of the time that `delivery_segments` takes, with the same result. Returns which.
+        """
+        tokens_ns, resumed_ns = columns["tokens_ns"], columns["resumed_ns"]
+        at_ns = np.maximum(columns["start_ns"], tokens_ns)
+        told_ns = np.maximum(at_ns, columns["sent_ns"])
+        is_plain: Mask = is_candidate & (columns["was_delayed"] == 0) & (columns["was_paused"] == 0)
+        is_plain &= (told_ns <= resumed_ns) & (told_ns >= self.interruptions.quiet_since_ns)
+        detokenize_ns, totals = columns["encoded_ns"] - resumed_ns, self.total_ns
+        whole_ns = columns["written_ns"] - at_ns
+        schedule_ns = told_ns - at_ns
+        schedule, detokenize = int(schedule_ns @ is_plain), int(detokenize_ns @ is_plain)
+        totals[Cause.SCHEDULE] += schedule
+        totals[Cause.DETOKENIZE] += detokenize
+        totals[Cause.EVENT_LOOP] += int(whole_ns @ is_plain) - schedule - detokenize
+        return is_plain
+
+    def _take_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        index, usual = delivery.index, self._usual_wire
+        start_ns, tokens_ns = timeline.write_ns[index - 1], delivery.arrival.tokens_ns
+        on_its_way = delivery_segments(delivery, start_ns, self.interruptions)
+        for cause, duration in on_its_way:
+            self.total_ns[cause] += duration
+        segments = (*self._waited(timeline, start_ns, tokens_ns), *on_its_way)
+        gap_ns = delivery.written_ns - start_ns
+        if timeline.is_streamed and usual.is_slow(gap_ns):
+            step = self._recent.ended_at(tokens_ns)
+            step_id = 0 if step is None else step.step_id
+            self._tell(usual.gap(timeline.serial, index, start_ns, delivery.written_ns, step_id, segments), timeline)
+        usual.take(gap_ns, segments)
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        """See Observer."""
+        self._accounts.pop(timeline.request_id, None)
+
+    # --- the ledger ---------------------------------------------------------------------------------------------------
+
+    def ledger(self, timeline: RequestTimeline, until_ns: int) -> dict[str, object]:
+        """The request's time up to a moment, in parts that add up to it. Only until its end has been told."""
+        return ledger.as_json(timeline, self.decode_ns(timeline), until_ns)
+
+    def decode_ns(self, timeline: RequestTimeline) -> dict[Cause, int]:
+        """What the time between its first and its newest token went to; adds up to that time."""
+        tokens, account = timeline.token_ns, self._accounts.get(timeline.request_id)
+        if len(tokens) < 2:
+            return {}
+        if account is None:
+            return {Cause.UNKNOWN: tokens[-1] - tokens[0]}
+        parts = self._account_until(account, tokens[-1])
+        if missing := tokens[-1] - tokens[0] - sum(parts.values()):
+            parts[Cause.UNKNOWN] = parts.get(Cause.UNKNOWN, 0) + missing
+        return parts
+
+    def _account_until(self, account: _Account, tokens_ns: int) -> dict[Cause, int]:
+        """Its gaps up to a token, as far as that token's step is remembered."""
+        parts = defaultdict(int, account.own_ns)
+        for cause, then, now in zip(CAUSES, account.base, self._shared_at.get(tokens_ns, account.base), strict=True):
+            if now > then:
+                parts[cause] += now - then
+        return dict(parts)
+
+    # --- gaps ---------------------------------------------------------------------------------------------------------
+
+    def _share(self, gap: StepGap) -> None:
+        self._recent.add(gap, _NUM_RECENT)
+        shared = list(self._shared)
+        for cause, duration in gap.segments:
+            shared[_INDEX[cause]] += duration
+        self._shared = tuple(shared)
+
+    def _remember(self, tokens_ns: int) -> None:
+        self._shared_at[tokens_ns] = self._shared
+        if len(self._shared_at) > _NUM_RECENT:
+            del self._shared_at[next(iter(self._shared_at))]
+
+    def _take_tokens(self, gap: StepGap | None, advanced: Advanced) -> None:
+        if advanced.num_newcomers:
+            for timeline in advanced.newcomers:
+                self._accounts[timeline.request_id] = _Account(self._shared, {})
+        if gap is None:
+            return
+        start_ns, is_slow = gap.start_ns, self._usual.is_slow(gap.duration_ns)
+        num_shared = advanced.previous_ns.count(start_ns)  # nearly always all: their timelines are not looked at
+        if is_slow or num_shared + advanced.num_newcomers < len(advanced):
+            for timeline, previous_ns in zip(advanced, advanced.previous_ns, strict=True):
+                if previous_ns and previous_ns != start_ns:
+                    self._take_own(timeline, previous_ns, gap)
+                elif previous_ns and is_slow and not timeline.is_streamed:
+                    self._judge(timeline, previous_ns, gap, gap.segments)
+        if num_shared:
+            for cause, duration in gap.segments:
+                self.total_ns[cause] += duration * num_shared
+            self._usual.take(gap.duration_ns, gap.segments)
+
+    def _settle(self, tokens_ns: int, advanced: Advanced) -> None:
+        """Some got their last token: a slow client may ask for its ledger when their steps are long forgotten."""
+        for timeline in advanced:
+            is_over = timeline.finish_reason is not None and timeline.token_ns[-1] == tokens_ns
+            if is_over and (account := self._accounts.get(timeline.request_id)):
+                account.own_ns, account.base = self._account_until(account, tokens_ns), self._shared
+
+    def _take_own(self, timeline: RequestTimeline, start_ns: int, gap: StepGap) -> None:
+        """A request that got no token in the step before, but earlier."""
+        segments = segments_since(start_ns, gap, timeline.preempted_ns, timeline.resumed_ns)
+        account = self._accounts[timeline.request_id]
+        own_ns = defaultdict(int, self._account_until(account, start_ns))
+        for cause, duration in segments:
+            own_ns[cause] += duration
+            self.total_ns[cause] += duration
+        account.own_ns, account.base = dict(own_ns), self._shared
+        if not timeline.is_streamed and self._usual.is_slow(gap.end_ns - start_ns):
+            self._judge(timeline, start_ns, gap, segments)
+
+    def _waited(self, timeline: RequestTimeline, start_ns: int, tokens_ns: int) -> Segments:
+        """What the engine did from a moment on until it had the token."""
+        if start_ns >= tokens_ns:
+            return ()
+        return self._recent.since(timeline, start_ns, tokens_ns) or ((Cause.UNKNOWN, tokens_ns - start_ns),)
+
+    def _judge(self, timeline: RequestTimeline, start_ns: int, gap: StepGap, segments: Segments) -> None:
+        """The request's gap that ended with this step was slow."""
+        index = bisect_left(timeline.token_ns, gap.end_ns)
+        found = self._usual.gap(timeline.serial, index, start_ns, gap.end_ns, gap.step_id, segments)
+        self._tell(found, timeline)
+
+    def _tell(self, gap: Gap, timeline: RequestTimeline) -> None:
+        self.num_slow_gaps[gap.cause] += 1
+        self.on_slow_gap(gap, timeline)

@@ -1,0 +1,173 @@
+"""Gaps between tokens in, their causes out: of a whole recording here, of a living server in `attribution.py`.
+
+An engine gap lies between two tokens of a request, known on the host. A wire gap lies between two socket writes of a
+stream: its moments before the token was known that made the second write due are those of engine gaps, later ones are
+stages of that token's way to the socket. So parts always add up to their gap.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from roseinfer.observe.gaps.deliveries import RecordedInterruptions, delivery_segments
+from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGaps, parts_of
+from roseinfer.observe.metrics.quantiles import median
+from roseinfer.observe.recorder.recording import CAUSES, Recording, RequestRecord, step_of
+from roseinfer.records import Arrival, Cause, Delivery
+
+Clock = Literal["engine", "wire"]
+
+SLOW_FACTOR = 3.0
+SLOW_MIN_NS = 2_000_000
+
+_NUM_USUAL = 256  # gaps that say what is usual
+_MEDIAN_EVERY = 64  # gaps at most; the first ones, each
+
+
+class Gap(msgspec.Struct, frozen=True, gc=False):
+    """One gap between two tokens, or writes, of a request."""
+
+    serial: int  # of the request
+    index: int  # of the token, or of the write, that ended it
+    start_ns: int
+    end_ns: int
+    step_id: int  # that made the token
+    parts: dict[Cause, int]  # nanoseconds; they add up to the gap
+    cause: Cause  # the largest part above what is usual
+    is_slow: bool
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+class Usual:
+    """The median of recent gaps, and what their parts usually are."""
+
+    def __init__(self, slow_factor: float = SLOW_FACTOR, slow_min_ns: int = SLOW_MIN_NS) -> None:
+        self._factor = slow_factor
+        self._min_ns = slow_min_ns
+        self._gaps: npt.NDArray[np.int64] = np.zeros(_NUM_USUAL, np.int64)  # a ring
+        self._num_seen = 0
+        self._median_at = 1  # seen, when the median is next found
+        self._num_lessons = 0  # from which the usual parts are known
+        self._parts: dict[Cause, float] = {}
+        self.threshold_ns: float = float("inf")  # beyond it a gap is slow
+
+    @property
+    def is_settled(self) -> bool:
+        """So many gaps were seen that a few more change little."""
+        return self._num_seen >= _NUM_USUAL
+
+    def is_slow(self, gap_ns: int) -> bool:
+        return gap_ns > self.threshold_ns
+
+    def take(self, gap_ns: int, segments: Iterable[tuple[Cause, int]] = ()) -> None:
+        """Learn from one more gap."""
+        self._gaps[self._num_seen % _NUM_USUAL] = gap_ns
+        self._count(1)
+        if segments and not self.is_slow(gap_ns):
+            self._num_lessons += 1
+            parts = parts_of(segments)
+            for cause in {*self._parts, *parts}:
+                usual = self._parts.get(cause, 0.0)
+                self._parts[cause] = usual + (parts.get(cause, 0) - usual) / min(self._num_lessons, 32)
+
+    def take_all(self, gaps_ns: npt.NDArray[np.int64]) -> None:
+        """Learn how long gaps are, and not what of."""
+        newest, end = gaps_ns[-_NUM_USUAL:], self._num_seen + len(gaps_ns)
+        self._gaps[np.arange(end - len(newest), end) % _NUM_USUAL] = newest
+        self._count(len(gaps_ns))
+
+    def _count(self, num_gaps: int) -> None:
+        """So many are in the ring."""
+        self._num_seen += num_gaps
+        if self._num_seen >= self._median_at:
+            self._median_at = self._num_seen + min(1 + self._num_seen // 16, _MEDIAN_EVERY)
+            self.threshold_ns = max(self._factor * median(self._gaps[: min(self._num_seen, _NUM_USUAL)]), self._min_ns)
+
+    def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
+        """Name a gap by what is unusual about it."""
+        parts = parts_of(segments)
+        is_slow = self.is_slow(end_ns - start_ns)
+        return Gap(serial, index, start_ns, end_ns, step_id, parts, self.dominant(parts), is_slow)
+
+    def dominant(self, parts: dict[Cause, int]) -> Cause:
+        """The cause whose part is the furthest above what it usually is."""
+        return max(parts, key=lambda cause: parts[cause] - self._parts.get(cause, 0.0), default=Cause.UNKNOWN)
+
+
+def gaps_of(
+    recording: Recording,
+    clock: Clock = "wire",
+    *,
+    slow_factor: float = SLOW_FACTOR,
+    slow_min_ns: int = SLOW_MIN_NS,
+) -> list[Gap]:
+    """Every gap whose steps are in the recording, in the order of their ends.
+
+    By the clock `wire`, streamed requests have the gaps between their writes; the others have those between tokens.
+    """
+    reader = _Reader(recording)
+    pieces: list[_Piece] = []
+    for request in recording.requests:
+        is_wire = clock == "wire" and request.is_streamed
+        pieces += reader.wire_gaps(request) if is_wire else reader.engine_gaps(request)
+    pieces.sort(key=lambda piece: piece.end_ns)
+    usuals = {is_wire: Usual(slow_factor, slow_min_ns) for is_wire in (False, True)}
+    gaps = []
+    for piece in pieces:
+        usual = usuals[piece.is_wire]
+        gaps.append(usual.gap(*piece[1:]))
+        usual.take(piece.end_ns - piece.start_ns, piece.segments)
+    return gaps
+
+
+class _Piece(NamedTuple):
+    is_wire: bool
+    serial: int
+    number: int
+    start_ns: int
+    end_ns: int
+    step_id: int
+    segments: Segments
+
+
+class _Reader:
+    """The gaps of a recording, request by request."""
+
+    def __init__(self, recording: Recording) -> None:
+        engine = recording.meta.engine
+        splitter = GapSplitter(has_graphs=bool(engine and engine.graph_sizes))
+        steps = [step_of(row) for row in recording.steps]
+        told = {step.tokens_ns: (step.late_gc_ns, step.outbox_depth > 0) for step in steps}
+        taken = [splitter.take(step) for step in steps]
+        self._steps = StepGaps([gap for gap in taken if gap is not None])
+        self._interruptions = RecordedInterruptions(
+            (int(row["start_ns"]), int(row["end_ns"]), CAUSES[int(row["cause"])]) for row in recording.interruptions
+        )
+        self._deliveries: dict[int, list[Delivery]] = defaultdict(list)
+        for serial, tokens, sent, read, resumed, encoded, written, was_paused in recording.writes.tolist():
+            arrival = Arrival(tokens, sent, read, *told.get(tokens, (0, False)))
+            deliveries = self._deliveries[serial]
+            deliveries.append(Delivery(arrival, resumed, encoded, written, was_paused, len(deliveries)))
+
+    def engine_gaps(self, request: RequestRecord) -> Iterable[_Piece]:
+        for index, (start_ns, end_ns) in enumerate(pairwise(request.token_ns), 1):
+            segments, gap = self._steps.between(request, index), self._steps.ended_at(end_ns)
+            if segments is not None and gap is not None:
+                yield _Piece(False, request.serial, index, start_ns, end_ns, gap.step_id, segments)
+
+    def wire_gaps(self, request: RequestRecord) -> Iterable[_Piece]:
+        for index, (before, delivery) in enumerate(pairwise(self._deliveries[request.serial]), 1):
+            start_ns, tokens_ns = before.written_ns, delivery.arrival.tokens_ns
+            gap = self._steps.ended_at(tokens_ns)
+            waited = self._steps.since(request, start_ns, tokens_ns)
+            if gap is not None and waited is not None:
+                segments = (*waited, *delivery_segments(delivery, start_ns, self._interruptions))
+                yield _Piece(True, request.serial, index, start_ns, delivery.written_ns, gap.step_id, segments)

@@ -1,0 +1,240 @@
+"""Steps in, the causes of the engine's gaps between tokens out; knows no request's text, metric or page.
+
+Whoever got a token in two steps that follow each other shares its gap with all others that did, so it is split once a
+step, into segments in the order of time: the engine's bookkeeping, what preceded the computing, the computing itself,
+sampling. Computing is `decode` as far as recent steps of that size took so long (`StepCosts`), and beyond that what
+made the step different: prompt tokens of others, more rows, no graph, a profiler.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from roseinfer.observe.gaps.step_costs import StepCosts, rows_of
+from roseinfer.records import Cause, PhaseTimes, StepRecord
+
+Segments = tuple[tuple[Cause, int], ...]
+"""Nanoseconds by cause, in the order of time; a cause may come more than once."""
+
+_NOISE = 1.5  # times what is expected; up to there a decode step is an ordinary one
+_DEVICE_BOUND = 0.05  # share of a gap that the host waited, from which on the device was not done earlier
+
+
+class StepGap(msgspec.Struct, frozen=True, gc=False):
+    """The gap of all requests that got a token both in a step and in the one before."""
+
+    start_ns: int
+    end_ns: int
+    step_id: int
+    segments: Segments
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+class GapSplitter:
+    """Takes steps as they come and splits the gap that each of them ends."""
+
+    def __init__(self, *, has_graphs: bool) -> None:
+        self.costs = StepCosts()
+        self._has_graphs = has_graphs
+        self._last: StepRecord | None = None  # with tokens
+
+    def take(self, record: StepRecord) -> StepGap | None:
+        """The gap that the step ends; None for a step without tokens, and for the first one."""
+        if not record.num_generated_tokens:
+            return None
+        last, self._last = self._last, record
+        gap = None
+        if last is not None:
+            total_ns = record.tokens_ns - last.tokens_ns
+            compute_ns = _compute_ns(record, total_ns)
+            segments = self._split(record, last, total_ns, compute_ns)
+            gap = StepGap(last.tokens_ns, record.tokens_ns, record.step_id, segments)
+            if record.kind == "decode" and not record.is_profiled and not self._is_graph_miss(record):
+                self.costs.learn(record, compute_ns)
+        return gap
+
+    def _split(self, record: StepRecord, last: StepRecord, total_ns: int, compute_ns: int) -> Segments:
+        host, left = _host_phases(record), total_ns
+        taken: dict[Cause, int] = {}
+        if not _is_device_bound(record, total_ns):
+            for cause, duration in (
+                (Cause.ENGINE_OUTBOX, record.outbox_wait_ns),
+                (Cause.GRAPH_CAPTURE, host.capture),
+                (Cause.H2D_COPY, host.h2d),
+                (Cause.SAMPLE_SYNC, host.sample),
+                (Cause.GC, record.gc_ns),
+            ):
+                taken[cause] = min(duration, left)
+                left -= taken[cause]
+        # A collection may have hit any part: what remains for computing is what the stamps leave.
+        computing = self._split_compute(record, last, min(compute_ns, left))
+        sampling = taken.pop(Cause.SAMPLE_SYNC, 0)
+        bookkeeping = Cause.PROFILER if record.is_profiled else Cause.SCHEDULE  # it starts and ends between steps
+        segments = (
+            (bookkeeping, left - sum(duration for _, duration in computing)),
+            *taken.items(),
+            *computing,
+            (Cause.SAMPLE_SYNC, sampling),
+        )
+        return tuple(segment for segment in segments if segment[1] > 0)
+
+    def _split_compute(self, record: StepRecord, last: StepRecord, compute_ns: int) -> list[tuple[Cause, int]]:
+        """The computing of a step into what is usual for its decode rows, and what made it different."""
+        expected = self.costs.expected_ns(rows_of(record), record.num_context_tokens)
+        if record.kind == "mixed":
+            decode = self._decode_of_mixed(record, compute_ns)
+            return [(Cause.DECODE, decode), (Cause.PREFILL_OF_OTHERS, compute_ns - decode)]
+        if expected is None:
+            return [(Cause.DECODE, compute_ns)]
+        excess = max(0, compute_ns - expected)
+        if record.is_profiled:
+            return [(Cause.DECODE, compute_ns - excess), (Cause.PROFILER, excess)]
+        if self._is_graph_miss(record):
+            return [(Cause.DECODE, compute_ns - excess), (Cause.GRAPH_MISS, excess)]
+        growth = self._growth_ns(record, last, compute_ns, expected)
+        unknown = max(0, compute_ns - growth - round(_NOISE * expected))
+        return [
+            (Cause.DECODE, compute_ns - unknown - growth),
+            (Cause.BATCH_GROWTH, growth),
+            (Cause.UNKNOWN, unknown),
+        ]
+
+    def _decode_of_mixed(self, record: StepRecord, compute_ns: int) -> int:
+        """What the decode rows of a step with prompt tokens would have taken without them."""
+        context = record.num_context_tokens * record.num_decode_seqs
+        context //= record.num_decode_seqs + record.num_prefill_seqs
+        expected = self.costs.expected_ns(record.num_decode_seqs, context)
+        if expected is None:  # no experience yet: by their share of the tokens
+            num_tokens = record.num_decode_seqs + record.num_prefill_tokens
+            expected = compute_ns * record.num_decode_seqs // num_tokens
+        return min(expected, compute_ns)
+
+    def _growth_ns(self, record: StepRecord, last: StepRecord, compute_ns: int, expected_ns: int) -> int:
+        """What the step takes longer because it has more decode rows than the one before.
+
+        With more rows than were ever seen, no expectation says how much longer; it cannot be more than in proportion.
+        """
+        num_rows, num_before = rows_of(record), rows_of(last)
+        if not 0 < num_before < num_rows:
+            return 0
+        before = self.costs.expected_ns(num_before, record.num_context_tokens * num_before // num_rows) or 0
+        growth = expected_ns - before
+        if not self.costs.knows(num_rows):
+            growth = max(growth, round(_NOISE * before * (num_rows - num_before) / num_before))
+        return max(0, min(growth, compute_ns - before))
+
+    def _is_graph_miss(self, record: StepRecord) -> bool:
+        return self._has_graphs and record.kind == "decode" and not record.graph_rows
+
+
+def _is_device_bound(record: StepRecord, total_ns: int) -> bool:
+    """Whether a device that works ahead of its host took all of a gap: what the host did meanwhile delayed nothing."""
+    return record.pipeline_depth > 0 and record.phases.wait > _DEVICE_BOUND * total_ns
+
+
+def _host_phases(record: StepRecord) -> PhaseTimes:
+    """What the host did in the gap that the step ends: with a pipeline, it launched the next one."""
+    return record.ahead if record.pipeline_depth else record.phases
+
+
+def _compute_ns(record: StepRecord, total_ns: int) -> int:
+    """How much of the gap went to computing."""
+    if _is_device_bound(record, total_ns):
+        return total_ns
+    host = _host_phases(record)
+    return max(0, record.phases.wait + host.launch - host.h2d - host.capture - host.sample)
+
+
+class Tokens(Protocol):
+    """What must be known of a request: its timeline, or its record."""
+
+    @property
+    def token_ns(self) -> Sequence[int]: ...
+
+    @property
+    def preempted_ns(self) -> int: ...
+
+    @property
+    def resumed_ns(self) -> int: ...
+
+
+class StepGaps:
+    """Gaps of steps, to be looked up by when their tokens were known."""
+
+    def __init__(self, gaps: Iterable[StepGap] = ()) -> None:
+        self._gaps = list(gaps)  # in the order of their ends
+        self._ends = [gap.end_ns for gap in self._gaps]
+
+    def add(self, gap: StepGap, max_gaps: int) -> None:
+        """One more, the newest. At least the newest `max_gaps` are remembered, and at most twice as many."""
+        self._gaps.append(gap)
+        self._ends.append(gap.end_ns)
+        if len(self._gaps) >= 2 * max_gaps:
+            del self._gaps[:-max_gaps], self._ends[:-max_gaps]
+
+    def ended_at(self, tokens_ns: int) -> StepGap | None:
+        at = bisect_left(self._ends, tokens_ns)
+        return self._gaps[at] if at < len(self._ends) and self._ends[at] == tokens_ns else None
+
+    def between(self, request: Tokens, index: int) -> Segments | None:
+        """Segments from the request's token before `index` to that token; None when the steps are not here."""
+        start_ns = request.token_ns[index - 1]
+        gap = self.ended_at(request.token_ns[index])
+        if gap is None or start_ns > gap.start_ns:
+            return None
+        if start_ns == gap.start_ns:
+            return gap.segments
+        return segments_since(start_ns, gap, request.preempted_ns, request.resumed_ns)
+
+    def since(self, request: Tokens, start_ns: int, tokens_ns: int) -> Segments | None:
+        """Segments from a moment on to the token known at `tokens_ns`; None when the steps are not here."""
+        segments: list[tuple[Cause, int]] = []
+        at = bisect_left(request.token_ns, tokens_ns)
+        if at == len(request.token_ns):  # a recording whose writes and tokens do not fit together
+            return None
+        while at > 0 and request.token_ns[at] > start_ns:
+            found = self.between(request, at)
+            if found is None:
+                return None
+            segments[:0] = after(found, max(0, start_ns - request.token_ns[at - 1]))
+            at -= 1
+        return tuple(segments)
+
+
+def segments_since(start_ns: int, gap: StepGap, preempted_ns: int, resumed_ns: int) -> Segments:
+    """The engine gap of a request whose token before came at `start_ns`, earlier than in the step before.
+
+    `preempted_ns` and `resumed_ns` are the request's own.
+    """
+    if start_ns < preempted_ns <= resumed_ns <= gap.end_ns:
+        return (
+            (Cause.KV_WAIT, resumed_ns - start_ns),  # with earlier preemptions in it, if there were any
+            (Cause.PREEMPTED, gap.end_ns - resumed_ns),
+        )
+    return ((Cause.NOT_SELECTED, gap.start_ns - start_ns), *gap.segments)
+
+
+def parts_of(segments: Iterable[tuple[Cause, int]]) -> dict[Cause, int]:
+    """The same by cause, without those that took no time."""
+    parts: dict[Cause, int] = defaultdict(int)
+    for cause, duration in segments:
+        if duration > 0:
+            parts[cause] += duration
+    return dict(parts)
+
+
+def after(segments: Segments, skipped_ns: int) -> Segments:
+    """What is left of the segments when their first nanoseconds are cut off."""
+    left: list[tuple[Cause, int]] = []
+    for cause, duration in segments:
+        cut = min(duration, skipped_ns)
+        skipped_ns -= cut
+        if duration > cut:
+            left.append((cause, duration - cut))
+    return tuple(left)

@@ -1,0 +1,1 @@
+"""Prometheus metrics: the catalogue of them all, how they count, and their exposition."""

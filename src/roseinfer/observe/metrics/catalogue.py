@@ -1,0 +1,398 @@
+"""Every metric that roseinfer exposes, as one table; knows nothing of registries, formats or threads.
+
+A row says what a series means and which function of a fact gives its values. The collector, docs/metrics.md and the
+dashboards are made from these rows, so a new metric is a new row and nothing else. Names are those of the field, in
+base units; each HELP text states the two events of an interval and what is counted once.
+"""
+
+from collections.abc import Callable
+
+from roseinfer.observe.gaps import intervals
+from roseinfer.observe.metrics import measures
+from roseinfer.observe.metrics.buckets import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
+from roseinfer.observe.metrics.series import (
+    AtFinish,
+    AtScrape,
+    AtStep,
+    AtWrites,
+    InfoAtScrape,
+    Label,
+    OfCollections,
+    OfScrapes,
+    Row,
+    counter,
+    gauge,
+    histogram,
+    info,
+)
+from roseinfer.records import Cause, FinishReason, Invariant, LifecycleState, RequestTimeline
+
+_Interval = Callable[[RequestTimeline], float | None]
+_STREAMED = Label(name="streamed", values=("true", "false"))
+
+
+def _latency(name: str, buckets: tuple[float, ...], interval_ns: _Interval, meaning: str) -> Row:
+    """A histogram of one interval of each request that reached both of its ends."""
+    return histogram(name, "seconds", buckets, AtFinish(measures.seconds(interval_ns)), meaning)
+
+
+_LATENCIES = (
+    _latency(
+        "roseinfer_receive_seconds",
+        HOST_S,
+        intervals.receive_ns,
+        "Request head parsed (t_recv) → body read and validated (t_parsed). Once per request that was valid.",
+    ),
+    _latency(
+        "roseinfer_tokenize_seconds",
+        HOST_S,
+        intervals.tokenize_ns,
+        "Body validated (t_parsed) → prompt tokenized (t_tokenized). Once per tokenized request.",
+    ),
+    _latency(
+        "roseinfer_submit_lag_seconds",
+        HOST_S,
+        intervals.submit_lag_ns,
+        "Prompt tokenized (t_tokenized) → the engine loop takes the request from its inbox (t_inbox): the hand-off "
+        "from event loop to engine. Once per request that reached the engine.",
+    ),
+    histogram(
+        "roseinfer_client_submit_lag_seconds",
+        "seconds",
+        WAIT_S,
+        AtFinish(measures.client_lag_s),
+        "When the client meant to send the request (header x-roseinfer-intended-time) → its head arrived: how late the "
+        "load generator was, network included. Once per request with the header; not observed when negative, which "
+        "means that the two hosts' clocks differ.",
+    ),
+    _latency(
+        "roseinfer_queue_wait_seconds",
+        WAIT_S,
+        intervals.queue_wait_ns,
+        "The engine loop takes the request from its inbox (t_inbox) → first time in a batch (t_sched). Once per "
+        "request that was scheduled; waits after a preemption are not in it.",
+    ),
+    _latency(
+        "roseinfer_prefill_seconds",
+        WAIT_S,
+        intervals.prefill_ns,
+        "First time in a batch (t_sched) → first token known on the host (t_tok[0]). Once per request with a token.",
+    ),
+    histogram(
+        "roseinfer_time_to_first_token_seconds",
+        "seconds",
+        WAIT_S,
+        AtFinish(measures.seconds(intervals.time_to_first_token_ns), measures.is_streamed),
+        "Request head parsed (t_recv) → the socket write that carried the first token returned (t_write[0]); for a "
+        "response that is not streamed that is its only write, when all of it is made. Equal to receive + tokenize + "
+        "submit lag + queue wait + prefill + first write. Once per request that wrote a token.",
+        _STREAMED,
+    ),
+    _latency(
+        "roseinfer_engine_time_to_first_token_seconds",
+        WAIT_S,
+        intervals.engine_time_to_first_token_ns,
+        "Prompt tokenized (t_tokenized) → first token known on the host (t_tok[0]): time to first token without HTTP "
+        "and text. Once per request that got a token.",
+    ),
+    histogram(
+        "roseinfer_inter_token_latency_seconds",
+        "seconds",
+        TOKEN_S,
+        AtStep(measures.token_gaps_s),
+        "Token known on the host (t_tok[i-1]) → next token of the request known (t_tok[i]). Once per token but the "
+        "first of each request, observed as tokens come; a preemption while decoding is in it.",
+    ),
+    histogram(
+        "roseinfer_stream_gap_seconds",
+        "seconds",
+        TOKEN_S,
+        AtWrites(measures.stream_gaps_s),
+        "Socket write with tokens returned (t_write[i-1]) → next one of the request returned (t_write[i]): what the "
+        "client sees. Once per write but the first of each request, observed as writes return.",
+    ),
+    _latency(
+        "roseinfer_time_per_output_token_seconds",
+        TOKEN_S,
+        intervals.time_per_output_token_ns,
+        "First token (t_tok[0]) → last token (t_tok[n-1]), divided by n-1. Once per request with n >= 2 tokens.",
+    ),
+    _latency(
+        "roseinfer_request_duration_seconds",
+        REQUEST_S,
+        intervals.request_duration_ns,
+        "Request head parsed (t_recv) → the request ended (t_end). Once per request, whatever its finish reason.",
+    ),
+)
+
+_CAUSE = Label(name="cause", values=tuple(Cause))
+_CAUSES = (
+    counter(
+        "roseinfer_gap_seconds_total",
+        "seconds",
+        AtScrape(measures.gap_s),
+        "Time between two tokens of a request, by what it went to. What the engine did between two tokens adds up to "
+        "the sum of roseinfer_inter_token_latency_seconds; on top of that comes, of streams, the time in which a known "
+        "token was on its way to the socket and none before it was. docs/causes.md says what each cause is.",
+        _CAUSE,
+    ),
+    counter(
+        "roseinfer_slow_gaps_total",
+        "gaps",
+        AtScrape(measures.slow_gaps),
+        "Gaps that were longer than observe.slow_gap_factor times the recent median and than observe.slow_gap_min_ms, "
+        "by the cause that was the furthest above what it usually is. Of streams the gaps between socket writes count, "
+        "of other requests those between tokens.",
+        _CAUSE,
+    ),
+)
+
+_PHASE = Label(name="phase", values=measures.PHASES)
+_STEPS = (
+    histogram(
+        "roseinfer_step_seconds",
+        "seconds",
+        TOKEN_S,
+        AtStep(measures.step_s, measures.phase),
+        "Start of an engine step → its end. Once per step that had rows; phase says what the rows were.",
+        _PHASE,
+    ),
+    histogram(
+        "roseinfer_batch_size",
+        "sequences",
+        SEQUENCES,
+        AtStep(measures.batch_size, measures.phase),
+        "Sequences in an engine step. Once per step that had rows.",
+        _PHASE,
+    ),
+    counter(
+        "roseinfer_prompt_tokens_total",
+        "tokens",
+        AtStep(measures.prefilled_tokens),
+        "Prompt tokens of requests whose prefill has ended, cached ones too, counted once, at the first token.",
+    ),
+    counter(
+        "roseinfer_generation_tokens_total",
+        "tokens",
+        AtStep(lambda _, advanced: (len(advanced),)),
+        "Generated tokens, counted when each is known on the host and routed to its request.",
+    ),
+    counter(
+        "roseinfer_preemptions_total",
+        "preemptions",
+        AtStep(measures.counted(lambda step: step.num_preemptions)),
+        "Times that a running sequence lost its KV blocks and has to compute them again.",
+    ),
+    counter(
+        "roseinfer_prefix_cache_queries_total",
+        "tokens",
+        AtStep(measures.counted(lambda step: step.num_prefix_queried_tokens)),
+        "Prompt tokens that were looked up in the prefix cache.",
+    ),
+    counter(
+        "roseinfer_prefix_cache_hits_total",
+        "tokens",
+        AtStep(measures.counted(lambda step: step.num_prefix_hit_tokens)),
+        "Prompt tokens that were found in the prefix cache; at most the tokens looked up.",
+    ),
+)
+
+# A request here is a sequence: one HTTP request for several choices or prompts is as many.
+_REQUESTS = (
+    # Not `roseinfer_prompt_tokens`: OpenMetrics gives a counter's family its name without `_total`, so the two clash.
+    histogram(
+        "roseinfer_request_prompt_tokens",
+        "tokens",
+        TOKENS,
+        AtFinish(measures.prompt_tokens),
+        "Prompt tokens of a request. Once per tokenized request, when it ends.",
+    ),
+    histogram(
+        "roseinfer_request_output_tokens",
+        "tokens",
+        TOKENS,
+        AtFinish(measures.output_tokens),
+        "Generated tokens of a request, 0 included. Once per tokenized request, when it ends.",
+    ),
+    counter(
+        "roseinfer_requests_received_total",
+        "requests",
+        AtScrape(lambda state: {"": state.num_received}),
+        "Requests received, counted once the head is parsed; each generated sequence of one HTTP request counts.",
+    ),
+    counter(
+        "roseinfer_requests_total",
+        "requests",
+        AtFinish(lambda _: (1,), measures.finish_reason),
+        "Requests ended, each counted once at its end; the sum over reasons is requests received less in flight.",
+        Label(name="finish_reason", values=tuple(FinishReason)),
+    ),
+    counter(
+        "roseinfer_requests_rejected_total",
+        "requests",
+        AtScrape(measures.rejections),
+        "HTTP requests that either port answered with an error before the engine heard of them, whatever they asked "
+        "for, each counted once by the code of the error: overloaded is status 429, not_ready, engine_dead and "
+        "queue_timeout are 503, other is an unforeseen 500, the rest are clients' mistakes. Those that asked for "
+        "tokens have the finish reason rejected too. A connection that is closed without an answer is in the log "
+        "alone.",
+        Label(name="code", values=measures.REJECTION_CODES),
+    ),
+    counter(
+        "roseinfer_request_errors_total",
+        "requests",
+        AtFinish(measures.server_faults, measures.error_type),
+        "Requests that ended by a fault of the server after the engine had heard of them: finish reasons error and "
+        "timeout, by error code; queue_timeout is a deadline that passed before the engine had begun, which is a "
+        "refusal where the engine had not yet heard of the request.",
+        Label(name="error_type", values=measures.ERROR_TYPES),
+    ),
+    counter(
+        "roseinfer_client_disconnects_total",
+        "requests",
+        AtFinish(measures.disconnects),
+        "Requests whose client went away before the response was complete, counted at their end.",
+    ),
+    gauge(
+        "roseinfer_http_inflight_streams",
+        "requests",
+        lambda state: {"": state.num_received - state.num_finished},
+        "Requests received and not yet ended, streamed or not. Each generated sequence of an HTTP request counts, so "
+        "this may exceed server.max_inflight, which limits HTTP requests.",
+    ),
+)
+
+_ENGINE = (
+    gauge(
+        "roseinfer_num_requests_running",
+        "requests",
+        measures.num_running,
+        "Requests the scheduler has admitted and not ended, after the last step.",
+    ),
+    gauge(
+        "roseinfer_num_requests_waiting",
+        "requests",
+        measures.num_waiting,
+        "Requests that wait to be scheduled, after the last step.",
+    ),
+    gauge(
+        "roseinfer_kv_cache_usage_ratio",
+        "ratio",
+        measures.kv_usage,
+        "KV blocks used by requests / all KV blocks, 0 to 1; those that only the prefix cache holds do not count.",
+    ),
+    gauge(
+        "roseinfer_kv_cache_blocks",
+        "blocks",
+        measures.kv_blocks,
+        "KV blocks: used by requests, cached (held only for the prefix cache), free; together they are total.",
+        Label(name="state", values=("used", "cached", "free", "total")),
+    ),
+    info(
+        "roseinfer_cache_config_info",
+        InfoAtScrape(("block_size", "num_gpu_blocks"), measures.cache_config),
+        "Always 1, once the engine is ready: tokens in a KV block, and how many blocks the device holds. "
+        "num_gpu_blocks is the gateway protocol's name for that; on a CPU the blocks lie in main memory.",
+    ),
+    gauge(
+        "roseinfer_lifecycle_state",
+        "",
+        measures.lifecycle,
+        "1 for the state the server is in, 0 for the others.",
+        Label(name="state", values=tuple(LifecycleState)),
+    ),
+    gauge(
+        "roseinfer_engine_up",
+        "",
+        measures.engine_up,
+        "1 from the engine's readiness until it fails, draining included; else 0.",
+    ),
+    counter(
+        "roseinfer_engine_restarts_total",
+        "",
+        AtScrape(lambda state: {"": state.num_restarts}),
+        "Starts of a new engine in the place of one that had died or hung (engine.on_failure).",
+    ),
+    counter(
+        "roseinfer_invariant_violations_total",
+        "",
+        AtScrape(measures.violations),
+        "Invariants that did not hold when the engine had nothing to do, once for each check and each way in which one "
+        "was broken. Anything above 0 is a bug; GET /debug/invariants says what was found.",
+        Label(name="name", values=tuple(Invariant)),
+    ),
+    gauge(
+        "roseinfer_engine_last_step_timestamp_seconds",
+        "seconds",
+        lambda state: {"": state.last_step_unix_s},
+        "Unix time at which the last engine step ended; 0 before the first. While requests run it must move.",
+    ),
+    gauge(
+        "roseinfer_startup_seconds",
+        "seconds",
+        lambda state: state.engine.startup_s if state.engine else {},
+        "What each stage of the engine's start took; present once it is ready. The stages add up to the whole.",
+        Label(name="stage", values=()),
+    ),
+    info(
+        "roseinfer_model_info",
+        InfoAtScrape(measures.MODEL_FIELDS, measures.model),
+        "Always 1, once the engine is ready: the model, and how it runs after every `auto` was resolved.",
+    ),
+)
+
+_EXPORTER = (
+    Row(
+        name="roseinfer_build_info",
+        kind="info",
+        is_per_model=False,
+        help="Always 1: the version of roseinfer and of the Python it runs on.",
+        source=InfoAtScrape(("version", "python"), measures.build),
+    ),
+    Row(
+        name="roseinfer_gc_pause_seconds",
+        kind="histogram",
+        unit="seconds",
+        buckets=HOST_S,
+        is_per_model=False,
+        help="Start of a garbage collection in the front end → its end; nothing is read or written meanwhile. Once per "
+        "collection, of any generation.",
+        source=OfCollections(),
+    ),
+    Row(
+        name="roseinfer_scrape_duration_seconds",
+        kind="histogram",
+        unit="seconds",
+        buckets=HOST_S,
+        is_per_model=False,
+        help="Start of rendering this page → its bytes are ready. Once per scrape; the scrape under way is not in it.",
+        source=OfScrapes(),
+    ),
+    Row(
+        name="roseinfer_observability_seconds_total",
+        kind="counter",
+        unit="seconds",
+        is_per_model=False,
+        help="Time the front end spent on telling observers of facts and on rendering this page.",
+        source=AtScrape(lambda state: {"": state.observability_ns / measures.NS_PER_S}),
+    ),
+    Row(
+        name="roseinfer_telemetry_dropped_total",
+        kind="counter",
+        label=Label(name="signal", values=("interval", "log_line", "span")),
+        is_per_model=False,
+        help="Facts that were not told: intervals refused because negative, which is a mistake in a stamp, log lines "
+        "for which the queue had no room or the stream failed, and spans likewise.",
+        source=AtScrape(measures.dropped),
+    ),
+)
+
+GROUPS = {
+    "Latency of a request": _LATENCIES,
+    "Causes of gaps between tokens": _CAUSES,
+    "Steps and tokens": _STEPS,
+    "Requests": _REQUESTS,
+    "Engine and server": _ENGINE,
+    "The exporter itself": _EXPORTER,
+}
+CATALOGUE: tuple[Row, ...] = tuple(row for rows in GROUPS.values() for row in rows)

@@ -1,0 +1,212 @@
+"""Facts in, numbers out: the functions from a step, writes, a request or the server's state that the catalogue uses.
+
+Interval functions give nothing where a stamp is missing; nothing here is clamped, rounded or remembered.
+"""
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from roseinfer.errors import (
+    CapacityError,
+    EngineDead,
+    EngineError,
+    QueueTimeout,
+    RequestError,
+    RoseinferError,
+    SlowReader,
+)
+from roseinfer.observe.gaps.writes import Writes
+from roseinfer.observe.metrics.series import ServerState
+from roseinfer.records import Advanced, FinishReason, LifecycleState, RequestTimeline, StepRecord
+
+# A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
+NS_PER_S = 1e9
+
+
+def _codes(root: type[RoseinferError]) -> Iterator[str]:
+    if root.code is not None:
+        yield root.code
+    for leaf in root.__subclasses__():
+        yield from _codes(leaf)
+
+
+PHASES = ("prefill", "decode", "mixed")  # of a step that had rows
+OTHER = "other"  # an error that was not foreseen
+ERROR_TYPES = (*sorted({*_codes(EngineError)} - {EngineError.code}), OTHER)  # which is of `LLM` alone
+# Whoever reads slowly has been told a part of the answer. Of the rest each can be told before the engine is asked.
+_EARLY = (RequestError, CapacityError, EngineDead, QueueTimeout)
+_REFUSALS = {code for root in _EARLY for code in _codes(root)} - {SlowReader.code}
+REJECTION_CODES = (*sorted(_REFUSALS), OTHER)
+MODEL_FIELDS = (
+    *("model_type", "num_parameters", "vocab_size", "max_model_len"),
+    *("device", "dtype", "attention", "linear", "num_threads"),
+)
+
+# --- of a step ------------------------------------------------------------------------------------------------------
+
+
+def phase(step: StepRecord) -> str:
+    return step.kind
+
+
+def step_s(step: StepRecord, _: Advanced) -> Sequence[float]:
+    return ((step.end_ns - step.start_ns) / NS_PER_S,) if step.kind in PHASES else ()
+
+
+def batch_size(step: StepRecord, _: Advanced) -> Sequence[float]:
+    return (step.num_decode_seqs + step.num_prefill_seqs,) if step.kind in PHASES else ()
+
+
+def token_gaps_s(step: StepRecord, advanced: Advanced) -> list[float]:
+    """Inter-token latency of each of the step's tokens; none where it is the first of its request."""
+    tokens_ns, stamps = step.tokens_ns, advanced.previous_ns
+    newest_ns = max(stamps, default=0)
+    if newest_ns and (count := stamps.count(newest_ns)) + advanced.num_newcomers == len(stamps):
+        return [(tokens_ns - newest_ns) / NS_PER_S] * count  # nearly always: all that go on were in the step before
+    return [(tokens_ns - previous_ns) / NS_PER_S for previous_ns in stamps if previous_ns]
+
+
+def prefilled_tokens(_: StepRecord, advanced: Advanced) -> Sequence[float]:
+    if not advanced.num_newcomers:
+        return ()
+    return (sum([timeline.num_prompt_tokens for timeline in advanced.newcomers]),)
+
+
+def counted(count_of: Callable[[StepRecord], int]) -> Callable[[StepRecord, Advanced], Sequence[float]]:
+    """The count as a step's one value, or no value where it is 0, as most are."""
+
+    def values(step: StepRecord, _: Advanced) -> Sequence[float]:
+        count = count_of(step)
+        return (count,) if count else ()
+
+    return values
+
+
+# --- of socket writes -----------------------------------------------------------------------------------------------
+
+
+def stream_gaps_s(writes: Writes) -> npt.NDArray[np.float64]:
+    """From each request's write before to this one; none where it is the first of its request. `(num_gaps,)`"""
+    columns = writes.columns()
+    start_ns = columns["start_ns"]
+    gaps_ns = (columns["written_ns"] - start_ns)[start_ns > 0]
+    return gaps_ns / NS_PER_S
+
+
+# --- of a request that ended ----------------------------------------------------------------------------------------
+
+
+def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[[RequestTimeline], Sequence[float]]:
+    """The interval in seconds as the one value of a request, or no value."""
+
+    def values(timeline: RequestTimeline) -> Sequence[float]:
+        interval = interval_ns(timeline)
+        return () if interval is None else (interval / NS_PER_S,)
+
+    return values
+
+
+def is_streamed(timeline: RequestTimeline) -> str:
+    """As a label's value."""
+    return "true" if timeline.is_streamed else "false"
+
+
+def client_lag_s(timeline: RequestTimeline) -> Sequence[float]:
+    lag_s = timeline.client_submit_lag_s
+    return () if lag_s is None or lag_s < 0 else (lag_s,)
+
+
+def prompt_tokens(timeline: RequestTimeline) -> Sequence[float]:
+    return (timeline.num_prompt_tokens,) if timeline.tokenized_ns else ()
+
+
+def output_tokens(timeline: RequestTimeline) -> Sequence[float]:
+    return (len(timeline.token_ns),) if timeline.tokenized_ns else ()
+
+
+def finish_reason(timeline: RequestTimeline) -> str:
+    return timeline.finish_reason or FinishReason.ERROR
+
+
+def server_faults(timeline: RequestTimeline) -> Sequence[float]:
+    return (1,) if finish_reason(timeline) in {FinishReason.ERROR, FinishReason.TIMEOUT} else ()
+
+
+def error_type(timeline: RequestTimeline) -> str:
+    return timeline.error_code if timeline.error_code in ERROR_TYPES else OTHER
+
+
+def disconnects(timeline: RequestTimeline) -> Sequence[float]:
+    return (1,) if timeline.client_disconnected else ()
+
+
+# --- of the server's state ------------------------------------------------------------------------------------------
+
+
+def num_running(state: ServerState) -> dict[str, float]:
+    return {"": state.last_step.num_running if state.last_step else 0}
+
+
+def num_waiting(state: ServerState) -> dict[str, float]:
+    return {"": state.last_step.num_waiting if state.last_step else 0}
+
+
+def kv_blocks(state: ServerState) -> dict[str, float]:
+    step = state.last_step
+    if step is None:
+        total = state.engine.num_blocks if state.engine else 0
+        return {"used": 0, "cached": 0, "free": total, "total": total}
+    used, cached, total = step.num_used_blocks, step.num_cached_blocks, step.num_total_blocks
+    return {"used": used, "cached": cached, "free": total - used - cached, "total": total}
+
+
+def kv_usage(state: ServerState) -> dict[str, float]:
+    blocks = kv_blocks(state)
+    return {"": blocks["used"] / blocks["total"] if blocks["total"] else 0.0}
+
+
+def rejections(state: ServerState) -> dict[str, float]:
+    return {code: state.num_refusals[code] for code in REJECTION_CODES}
+
+
+def lifecycle(state: ServerState) -> dict[str, float]:
+    return {value: float(value == state.lifecycle) for value in LifecycleState}
+
+
+def violations(state: ServerState) -> dict[str, float]:
+    return {name: count for name, count in state.num_violations.items()}  # noqa: C416 - to widen the types
+
+
+def engine_up(state: ServerState) -> dict[str, float]:
+    return {"": float(state.lifecycle in {LifecycleState.READY, LifecycleState.DRAINING})}
+
+
+def gap_s(state: ServerState) -> dict[str, float]:
+    return {cause: duration / NS_PER_S for cause, duration in state.gap_ns.items()}
+
+
+def slow_gaps(state: ServerState) -> dict[str, float]:
+    return {cause: count for cause, count in state.num_slow_gaps.items()}  # noqa: C416 - to widen the types
+
+
+def cache_config(state: ServerState) -> Sequence[str | int]:
+    return (state.engine.block_size, state.engine.num_blocks) if state.engine else ()
+
+
+def model(state: ServerState) -> Sequence[str | int]:
+    return tuple(getattr(state.engine, name) for name in MODEL_FIELDS) if state.engine else ()
+
+
+def build(state: ServerState) -> Sequence[str | int]:
+    return (state.version, platform.python_version())
+
+
+def dropped(state: ServerState) -> dict[str, float]:
+    return {
+        "interval": state.num_refused_intervals,
+        "log_line": state.num_dropped_log_lines,
+        "span": state.num_dropped_spans,
+    }

@@ -1,0 +1,169 @@
+"""A recording into the JSON that Perfetto and chrome://tracing open. Knows no HTTP.
+
+The format is Chrome's Trace Event Format: complete events (`ph` X) with times in microseconds, metadata events (M) that
+name processes and threads, flow events (s, f) from a step to the first tokens that it made.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.recorder.recording import CAUSES, Recording, RequestRecord, step_of
+from roseinfer.records import StepRecord
+
+ENGINE, FRONT_END, REQUESTS, GAPS = 1, 2, 3, 4  # "processes" of the trace
+_LAUNCH_PARTS = ("stage", "h2d", "capture", "forward", "sample")  # h2d is part of stage
+
+Event = dict[str, Any]
+
+
+def chrome_trace(recording: Recording, gaps: Sequence[Gap] = ()) -> bytes:
+    """The trace of a recording; times count from its first stamp."""
+    origin_ns = _origin_ns(recording)
+    steps = [step_of(row) for row in recording.steps]
+    events = [*_names(recording, steps), *_steps(steps), *_interruptions(recording)]
+    lanes = assign_lanes(recording.requests)
+    for request in recording.requests:
+        events += _request(request, lanes[request.serial])
+    events += _flows(recording.requests, lanes, steps)
+    for gap in gaps:
+        if gap.serial in lanes:
+            events.append(_gap(gap, lanes[gap.serial]))
+    for event in events:
+        if "ts" in event:
+            event["ts"] = (event["ts"] - origin_ns) / 1e3
+        if "dur" in event:
+            event["dur"] = max(0, event["dur"]) / 1e3
+    other = {"version": recording.meta.version, "model": recording.meta.model_name, "origin_monotonic_ns": origin_ns}
+    return msgspec.json.encode({"displayTimeUnit": "ms", "otherData": other, "traceEvents": events})
+
+
+def assign_lanes(requests: Sequence[RequestRecord]) -> dict[int, int]:
+    """Serial -> lane, from 0: the first lane that is free when the request comes."""
+    free_ns: list[int] = []  # per lane: the end of its last request
+    lanes: dict[int, int] = {}
+    for request in requests:
+        end_ns = request.end_ns or 2**63
+        lane = next((lane for lane, until_ns in enumerate(free_ns) if until_ns <= request.recv_ns), len(free_ns))
+        free_ns[lane : lane + 1] = [end_ns]
+        lanes[request.serial] = lane
+    return lanes
+
+
+def _origin_ns(recording: Recording) -> int:
+    stamps = [request.recv_ns for request in recording.requests[:1]]
+    if len(recording.steps):
+        stamps.append(int(recording.steps["start_ns"][0]))
+    if len(recording.interruptions):
+        stamps.append(int(recording.interruptions["start_ns"][0]))
+    return min(stamps, default=0)
+
+
+def _names(recording: Recording, steps: Sequence[StepRecord]) -> Iterator[Event]:
+    for pid, name in ((ENGINE, "engine"), (FRONT_END, "front end"), (REQUESTS, "requests"), (GAPS, "gaps")):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    for track in range(max((step.pipeline_depth for step in steps), default=0) + 1):
+        yield {"ph": "M", "name": "thread_name", "pid": ENGINE, "tid": track, "args": {"name": f"steps {track}"}}
+    for cause in {CAUSES[int(index)] for index in recording.interruptions["cause"]}:
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": FRONT_END,
+            "tid": CAUSES.index(cause),
+            "args": {"name": cause.value},
+        }
+
+
+def _steps(steps: Sequence[StepRecord]) -> Iterator[Event]:
+    """Of overlapping steps each has a track of its own. Phases are told as durations; their order is known."""
+    for step in steps:
+        track = step.step_id % (step.pipeline_depth + 1)
+        phases = step.phases
+        facts = {
+            name: value
+            for name in ("num_decode_seqs", "num_prefill_seqs", "num_prefill_tokens", "num_waiting", "graph_rows")
+            if (value := getattr(step, name))
+        }
+        arguments = {"step_id": step.step_id, "blocked_by": step.blocked_by, **facts}
+        yield _complete(f"step {step.step_id} {step.kind}", ENGINE, track, step.start_ns, step.end_ns, arguments)
+        launch_ns = step.start_ns + phases.schedule
+        yield _phase("schedule", track, step, step.start_ns)
+        yield _phase("launch", track, step, launch_ns)
+        at_ns = launch_ns
+        for name in _LAUNCH_PARTS:
+            if length_ns := getattr(phases, name):
+                yield _phase(name, track, step, at_ns)
+                at_ns += 0 if name == "stage" and phases.h2d else length_ns
+        yield _phase("wait", track, step, step.tokens_ns - phases.wait)
+        yield _phase("commit", track, step, step.tokens_ns)
+
+
+def _phase(name: str, track: int, step: StepRecord, start_ns: int) -> Event:
+    end_ns = start_ns + getattr(step.phases, name)
+    return _complete(name, ENGINE, track, start_ns, end_ns, {"step_id": step.step_id})
+
+
+def _interruptions(recording: Recording) -> Iterator[Event]:
+    for row in recording.interruptions:
+        cause = CAUSES[int(row["cause"])]
+        yield _complete(
+            cause.value, FRONT_END, CAUSES.index(cause), int(row["start_ns"]), int(row["end_ns"]), {"cause": cause}
+        )
+
+
+def _request(request: RequestRecord, lane: int) -> Iterator[Event]:
+    tokens = request.token_ns
+    end_ns = request.end_ns or max([request.recv_ns, request.scheduled_ns, *tokens[-1:]])
+    arguments = {
+        "request_id": request.request_id,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_generated_tokens": len(tokens),
+        "finish_reason": request.finish_reason,
+    }
+    yield _complete(request.request_id, REQUESTS, lane, request.recv_ns, end_ns, arguments)
+    parts = (
+        ("receive", request.recv_ns, request.parsed_ns),
+        ("tokenize", request.parsed_ns, request.tokenized_ns),
+        ("submit lag", request.tokenized_ns, request.inbox_ns),
+        ("queue wait", request.inbox_ns, request.scheduled_ns),
+        ("prefill", request.scheduled_ns, tokens[0] if tokens else 0),
+        ("decode", tokens[0] if tokens else 0, tokens[-1] if tokens else 0),
+    )
+    for name, start_ns, stop_ns in parts:
+        if start_ns and stop_ns > start_ns:
+            yield _complete(name, REQUESTS, lane, start_ns, stop_ns, {"request_id": request.request_id})
+
+
+def _flows(requests: Sequence[RequestRecord], lanes: dict[int, int], steps: Sequence[StepRecord]) -> Iterator[Event]:
+    """An arrow from a step to each request whose first token it made."""
+    by_tokens_ns = {step.tokens_ns: step for step in steps}
+    for request in requests:
+        step = by_tokens_ns.get(request.token_ns[0]) if request.token_ns else None
+        if step is not None:
+            flow = {"cat": "token", "name": "first token", "id": request.serial}
+            track = step.step_id % (step.pipeline_depth + 1)
+            yield flow | {"ph": "s", "pid": ENGINE, "tid": track, "ts": step.start_ns}
+            yield flow | {"ph": "f", "bp": "e", "pid": REQUESTS, "tid": lanes[request.serial], "ts": step.tokens_ns}
+
+
+def _gap(gap: Gap, lane: int) -> Event:
+    parts = {f"{cause}_ms": length_ns / 1e6 for cause, length_ns in gap.parts.items()}
+    arguments = {"step_id": gap.step_id, "index": gap.index, "cause": gap.cause, "is_slow": gap.is_slow, **parts}
+    name = f"gap: {gap.cause}" if gap.is_slow else "gap"
+    return _complete(name, GAPS, lane, gap.start_ns, gap.end_ns, arguments)
+
+
+def _complete(name: str, pid: int, tid: int, start_ns: int, end_ns: int, arguments: dict[str, Any]) -> Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": start_ns,
+        "dur": end_ns - start_ns,
+        "args": arguments,
+    }

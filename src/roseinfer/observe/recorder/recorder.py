@@ -1,0 +1,249 @@
+"""Facts into rings of fixed size, and the rings into a recording whenever somebody asks. Knows no text and no HTTP.
+
+Always on: the cost of a step is one row, of a write another, and none of it stays allocated. Facts come on the event
+loop and snapshots are taken there, so there is no lock; interruptions may come from any thread and wait in a queue.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from roseinfer.config.tree import Config
+from roseinfer.messages import EngineInfo
+from roseinfer.observe.gaps.writes import WriteObserver, Writes
+from roseinfer.observe.recorder.recording import (
+    CAUSES,
+    INTERRUPTION_DTYPE,
+    STEP_DTYPE,
+    WRITE_DTYPE,
+    ClockPair,
+    Recording,
+    RecordingMeta,
+    RequestRecord,
+    StructArray,
+    step_row,
+)
+from roseinfer.records import Advanced, Cause, FinishReason, RequestTimeline, StepRecord
+
+NUM_INTERRUPTIONS = 4096
+_SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: nothing that names a key or a host
+
+_REJECTED_DIVISOR = 8  # for so many finished requests that are remembered, one that was refused is too
+
+_Ended = tuple[int, str, bytes]
+"""When a request ended, its id, and its record."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RequestRecord).decode
+
+
+class Ring:
+    """The newest rows of a table of fixed size."""
+
+    def __init__(self, dtype: "np.dtype[np.void]", num_rows: int) -> None:
+        self.num_added = 0
+        self._rows = np.zeros(num_rows, dtype)
+
+    def __len__(self) -> int:
+        return min(self.num_added, len(self._rows))
+
+    def add(self, row: tuple[Any, ...]) -> None:
+        self._rows[self.num_added % len(self._rows)] = row
+        self.num_added += 1
+
+    def extend(self, rows: StructArray) -> None:
+        """Add them in their order; of more than there is room for, the newest stay."""
+        size, begin = len(self._rows), self.num_added
+        self.num_added += len(rows)
+        begin, rows = max(begin, self.num_added - size), rows[-size:]
+        at = begin % size
+        until_end = size - at
+        self._rows[at : at + len(rows)] = rows[:until_end]
+        if len(rows) > until_end:
+            self._rows[: len(rows) - until_end] = rows[until_end:]
+
+    def newest(self, num_rows: int | None = None) -> StructArray:
+        """A copy of so many rows, or of all there are, oldest first."""
+        count = len(self) if num_rows is None else min(num_rows, len(self))
+        size = len(self._rows)
+        start, stop = (self.num_added - count) % size, self.num_added % size
+        if start < stop or not count:
+            return self._rows[start : start + count].copy()
+        return np.concatenate((self._rows[start:], self._rows[:stop]))
+
+    def since(self, field: str, value: int) -> StructArray:
+        """A copy of the newest rows, from the first on whose `field` is greater; the field must grow with the rows."""
+        size, low, high = len(self._rows), self.num_added - len(self), self.num_added
+        column = self._rows[field]
+        while low < high:
+            middle = (low + high) // 2
+            if column[middle % size] > value:
+                high = middle
+            else:
+                low = middle + 1
+        return self.newest(self.num_added - low)
+
+
+def _since(begin_ns: int, ended: Sequence[_Ended]) -> Iterator[bytes]:
+    """The records of those that ended no earlier, the newest first."""
+    for end_ns, _, content in reversed(ended):
+        if end_ns < begin_ns:
+            break
+        yield content
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What a snapshot took from the recorder; becoming a recording costs it milliseconds, so not on the event loop."""
+
+    meta: RecordingMeta
+    in_flight: list[RequestRecord]
+    finished: list[bytes]
+    steps: StructArray
+    writes: StructArray
+    interruptions: StructArray
+
+    def recording(self) -> Recording:
+        """May be called in any thread."""
+        requests = [*map(_decode, self.finished), *self.in_flight]
+        return Recording(
+            meta=self.meta,
+            requests=sorted(requests, key=lambda request: request.serial),
+            steps=self.steps,
+            writes=self.writes,
+            interruptions=np.sort(self.interruptions, order="start_ns", kind="stable"),
+        )
+
+
+class FlightRecorder(WriteObserver):
+    """The observer that remembers the last steps, writes and requests."""
+
+    def __init__(self, config: Config, version: str, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        observe = config.observe
+        self.config = config
+        self.engine_info: EngineInfo | None = None
+        self.last_step: StepRecord | None = None
+        self._version = version
+        self._clock = clock
+        self._in_flight: dict[str, RequestTimeline] = {}
+        # Finished ones as msgpack: a tenth of the memory, and nothing that a garbage collection would walk through.
+        self._finished: deque[_Ended] = deque(maxlen=observe.recorder_requests)
+        # Apart, so that a flood of them pushes out none that had tokens.
+        self._rejected: deque[_Ended] = deque(maxlen=-(-observe.recorder_requests // _REJECTED_DIVISOR))
+        self._steps = Ring(STEP_DTYPE, observe.recorder_steps)
+        self._writes = Ring(WRITE_DTYPE, observe.recorder_writes)
+        self._interruptions = Ring(INTERRUPTION_DTYPE, NUM_INTERRUPTIONS)
+        self._interrupted: deque[tuple[int, int, int]] = deque(maxlen=NUM_INTERRUPTIONS)  # not yet in the ring
+
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
+        """The front end did something else meanwhile. May be called in any thread, also by the garbage collector."""
+        self._interrupted.append((start_ns, end_ns, CAUSES.index(cause)))
+
+    def on_start(self, timeline: RequestTimeline) -> None:
+        self._in_flight[timeline.request_id] = timeline
+
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:  # noqa: ARG002
+        self.last_step = record
+        self._steps.add(step_row(record))
+        if self._interrupted:
+            self._take_interruptions()
+
+    def on_writes(self, writes: Writes) -> None:
+        rows, columns = np.empty(len(writes), WRITE_DTYPE), writes.columns()
+        for name in WRITE_DTYPE.names or ():
+            rows[name] = columns[name]
+        self._writes.extend(rows)
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        del self._in_flight[timeline.request_id]
+        ended = self._rejected if timeline.finish_reason is FinishReason.REJECTED else self._finished
+        ended.append((timeline.end_ns, timeline.request_id, _encode(RequestRecord.of(timeline))))
+
+    def _take_interruptions(self) -> None:
+        while self._interrupted:
+            self._interruptions.add(self._interrupted.popleft())
+
+    # --- what is remembered -----------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> list[RequestTimeline]:
+        """Those that have not ended, in the order of arrival."""
+        return list(self._in_flight.values())
+
+    @property
+    def clock_pair(self) -> ClockPair:
+        return ClockPair(self._clock(), time.time_ns())
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        """What is known of a request: of the one in flight, or else of the one that ended last under this id."""
+        if found := self._in_flight.get(request_id):
+            return RequestRecord.of(found)
+        newest = (
+            next((ended for ended in reversed(kind) if ended[1] == request_id), None)
+            for kind in (self._finished, self._rejected)
+        )
+        found_ended = max((ended for ended in newest if ended is not None), default=None)
+        return None if found_ended is None else _decode(found_ended[2])
+
+    def writes_of(self, serial: int) -> StructArray:
+        """Those of one request that are still remembered."""
+        writes = self._writes.newest()
+        found: StructArray = writes[writes["serial"] == serial]
+        return found
+
+    def steps(self, num_steps: int) -> StructArray:
+        """The newest steps, oldest first."""
+        return self._steps.newest(num_steps)
+
+    def capture(self, num_steps: int | None = None, trigger: str = "") -> Capture:
+        """A copy of everything since the first of the newest `num_steps` steps, or of all there is.
+
+        A request counts when it ended later than that step began, or has not ended.
+        """
+        steps = self._steps.newest(num_steps)
+        return self._captured(steps, 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0]), trigger)
+
+    def capture_since(self, begin_ns: int) -> Capture:
+        """The same of what ended later than a moment of the monotonic clock: what ended before is not forgotten."""
+        capture = self._captured(self._steps.since("end_ns", begin_ns), begin_ns, trigger="")
+        has_older = len(capture.writes) < len(self._writes)  # so that all since then are there
+        num_forgotten = 0 if has_older else capture.meta.num_forgotten_writes
+        meta = msgspec.structs.replace(capture.meta, begin_ns=begin_ns, num_forgotten_writes=num_forgotten)
+        return replace(capture, meta=meta)
+
+    def _captured(self, steps: StructArray, begin_ns: int, trigger: str) -> Capture:
+        self._take_interruptions()
+        finished = [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)]
+        interruptions = self._interruptions.newest()
+        writes = self._writes.since("written_ns", begin_ns)
+        return Capture(
+            meta=self._meta(trigger, self._writes.num_added - len(writes)),
+            in_flight=[RequestRecord.of(timeline) for timeline in self._in_flight.values()],
+            finished=finished,
+            steps=steps,
+            writes=writes,
+            interruptions=interruptions[interruptions["end_ns"] > begin_ns],
+        )
+
+    def snapshot(self, trigger: str = "") -> Recording:
+        """Everything that is remembered; `trigger` says why it is saved, if a rule does it."""
+        return self.capture(trigger=trigger).recording()
+
+    def _meta(self, trigger: str, num_forgotten_writes: int) -> RecordingMeta:
+        sections = {name: msgspec.to_builtins(getattr(self.config, name)) for name in _SECTIONS}
+        return RecordingMeta(
+            version=self._version,
+            model_name=self.config.served_model_name,
+            clock=self.clock_pair,
+            engine=self.engine_info,
+            config=sections,
+            trigger=trigger,
+            num_forgotten_writes=num_forgotten_writes,
+        )

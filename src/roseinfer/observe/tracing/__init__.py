@@ -1,0 +1,1 @@
+"""OpenTelemetry spans and NVTX ranges, made from the same facts as the metrics."""

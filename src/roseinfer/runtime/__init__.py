@@ -1,0 +1,1 @@
+"""Process and interpreter: clocks, garbage collection, niceness, memory, child processes, file watching."""

@@ -1,0 +1,1 @@
+"""What guards a socket: deadlines, caps, TLS, keys, and the budget for bodies."""

@@ -1,0 +1,264 @@
+"""Turns sockets into connections that are bounded: in number, and in how long they may take. Knows no routes.
+
+aiohttp bounds the lines of a head but has no deadline for a head, for a reader that stalls, or for the number of
+sockets. `Connection` is aiohttp's own protocol with the moments noted at which something was last owed by the client;
+`Guard` looks at all of them a few times in the shortest deadline and drops those that are late. The deadline of a body
+is `body.py`'s, because an answer is still possible there.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from itertools import islice
+from typing import Any
+
+from aiohttp import EMPTY_PAYLOAD, StreamReader, http_parser, web
+from aiohttp.http import RawRequestMessage
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
+
+from roseinfer.config.tree import ServerConfig
+from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
+from roseinfer.server.middleware import error_response, request_id_of
+
+MAX_LINE_BYTES = 8190  # of the request line, and of one header
+MAX_HEADERS = 128
+SPARE_DESCRIPTORS = 64  # of the process's own files
+HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
+_CHECKS_IN_A_DEADLINE = 4
+LONGEST_CHECK_S = 1.0
+# aiohttp's words: it has no class for this. Where a later version says it otherwise, the answer to too many headers
+# becomes a 400, which tests/integration/test_http_guard.py notices.
+_TOO_MANY_HEADERS = "Too many headers received"
+
+_log = logging.getLogger(__name__)
+
+
+def require_compiled_parser() -> None:
+    """Raise ConfigError where aiohttp was installed without its compiled parser: the other one is slow and laxer."""
+    if http_parser.HttpRequestParser is http_parser.HttpRequestParserPy:
+        raise ConfigError(
+            "aiohttp has no compiled HTTP parser here: install its wheel, and leave AIOHTTP_NO_EXTENSIONS unset."
+        )
+
+
+class Connection(web.RequestHandler):
+    """One socket, with what its client owes and since when: a head, the next request, or the reading of an answer."""
+
+    def __init__(self, guard: "Guard", server: web.Server, **options: Any) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, **options)
+        self.peer = ""
+        self._guard = guard
+        self._socket: asyncio.Transport | None = None  # without the TLS that it may carry
+        self._head_since: float | None = loop.time()  # None: none has begun
+        self._idle_since = loop.time()
+        self._is_answering = False  # while it is, a client may send the next head as slowly as it likes
+        self._arriving: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head is complete
+        self._begun: StreamReader = EMPTY_PAYLOAD  # the body of the last request that was begun
+        self._full_since: float | None = None  # when its write buffer became full, if it still is
+
+    def enter(self, transport: asyncio.Transport) -> bool:
+        """Take a place among the connections; where there is none, the socket is closed."""
+        address = transport.get_extra_info("peername")
+        self.peer = str(address[0]) if isinstance(address, tuple) else ""
+        if not self._guard.enter(self):
+            transport.abort()
+            return False
+        self._socket = transport
+        return True
+
+    def leave(self) -> None:
+        if self._socket is not None:
+            self._socket = None
+            self._guard.leave(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if self._socket is not None or self.enter(transport):  # behind a handshake it has its place
+            super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if data and self._head_since is None and self._arriving.is_eof():  # else it is the rest of a body
+            self._head_since = self._loop.time()
+        num_queued = len(self._messages)
+        super().data_received(data)
+        for message, content in [*islice(self._messages, num_queued, None)]:
+            if isinstance(message, RawRequestMessage):
+                self._arriving = content
+            elif not self._arriving.is_eof():
+                self._break_body()
+
+    def _break_body(self) -> None:
+        """An error was queued behind the request whose body it is in, which aiohttp leaves waiting for the rest."""
+        self._messages.pop()  # with it one request would have two answers
+        if self._arriving is not self._begun or self._is_answering:  # else aiohttp only throws the rest of it away
+            self._arriving.set_exception(web.RequestPayloadError())
+        self._arriving.feed_eof()
+        if not self._messages:
+            self.close()  # behind the answer
+
+    def pause_writing(self) -> None:
+        self._full_since = self._loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._full_since = None
+        self._wait_anew()  # it was reading an answer until now
+        super().resume_writing()
+
+    def begin(self, content: StreamReader) -> None:
+        """The head of a request is complete; its body may be on its way, also behind an answer that refuses it."""
+        self._begun, self._head_since, self._is_answering = content, None, True
+        if content.exception() is not None:
+            self.close()  # behind the answer
+
+    def end(self) -> None:
+        """The request has its answer, or never will."""
+        self._is_answering = False
+        self._wait_anew()
+
+    def _wait_anew(self) -> None:
+        """From now on the client owes the next request, or the rest of its head where that has begun."""
+        self._idle_since = self._loop.time()
+        if self._head_since is not None:
+            self._head_since = self._idle_since
+
+    def lateness(self, now: float, config: ServerConfig) -> str | None:
+        """What is overdue at a moment of the loop's clock, if anything is."""
+        if self._full_since is not None:
+            return "the reading of an answer" if now - self._full_since > config.write_timeout_s else None
+        if self._is_answering:
+            return None
+        if self._head_since is not None:
+            return "the head of a request" if now - self._head_since > config.head_timeout_s else None
+        return "the next request" if now - self._idle_since > config.idle_timeout_s else None
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What was written and the system has not taken: of TLS what waits for the socket's buffer, and that."""
+        if self._socket is None or self.transport is None:
+            return 0
+        num_bytes = self._socket.get_write_buffer_size()
+        return num_bytes if self.transport is self._socket else num_bytes + self.transport.get_write_buffer_size()
+
+    def drop(self) -> None:
+        """Close without waiting for what is still unread."""
+        if self._socket is not None:
+            self._socket.abort()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """The answer to what is no HTTP, in the form of every other error; aiohttp's own would be plain text."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("An answer is already on its way.")
+        error: RoseinferError
+        if status >= 500:  # the middlewares let nothing through: this is a mistake of ours
+            _log.error("unexpected error outside a handler", exc_info=exc)
+            error = RoseinferError("Something went wrong inside the server.")
+        elif isinstance(exc, LineTooLong):
+            error = HeadTooLarge(f"A line of the head is longer than {MAX_LINE_BYTES} bytes.")
+        elif isinstance(exc, BadHttpMessage) and exc.message == _TOO_MANY_HEADERS:
+            error = HeadTooLarge(f"The head has more than {MAX_HEADERS} headers.")
+        else:
+            error = MalformedRequest(f"This cannot be read as an HTTP request: {_first_line(message or '')}.")
+        return self.refuse(request, error)
+
+    def refuse(self, request: web.BaseRequest, error: RoseinferError) -> web.Response:
+        """The answer to a head that no handler gets, with an id as every answer has one."""
+        request_id = request_id_of(request)
+        facts = {"request_id": request_id, "peer": self.peer, "reason": error.message}
+        _log.info("answered without a handler", extra=facts)
+        self._guard.on_refusal(error.told_code)
+        response = error_response(error, {"X-Request-Id": request_id})
+        response.force_close()
+        return response
+
+
+def is_behind(request: web.Request, num_bytes: int = 0) -> bool:
+    """The client, or the network, has not taken all that was written; a write, of so many bytes, may wait for it.
+
+    That writing is paused says less: a write that waited returns when it is paused no longer.
+    """
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    return request.transport is not None and (connection.num_unsent_bytes > 0 or num_bytes > HIGH_WATER_BYTES)
+
+
+def _first_line(text: str) -> str:
+    """What aiohttp says of a head, without the piece of it that it quotes."""
+    return text.partition("\n")[0].rstrip(" :.") or "malformed"
+
+
+class Guard:
+    """All the connections of one port."""
+
+    def __init__(self, config: ServerConfig, on_refusal: Callable[[str], None]) -> None:
+        """`on_refusal` is told the code of each answer to a head that no handler gets."""
+        self._config = config
+        self.on_refusal = on_refusal
+        self.handshake_timeout_s = config.head_timeout_s  # it is part of the head
+        self.max_connections = min(config.max_connections, _spare_descriptors())
+        self._connections: set[Connection] = set()
+        self._by_peer: Counter[str] = Counter()
+        self._num_refused = 0
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def enter(self, connection: Connection) -> bool:
+        """Whether there is room for one more, in all and from its address."""
+        if (
+            len(self._connections) >= self.max_connections
+            or self._by_peer[connection.peer] >= self._config.max_connections_per_peer
+        ):
+            self._num_refused += 1
+            return False
+        self._connections.add(connection)
+        self._by_peer[connection.peer] += 1
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        self._by_peer[connection.peer] -= 1
+        if not self._by_peer[connection.peer]:
+            del self._by_peer[connection.peer]
+
+    async def watching(self, _app: web.Application) -> AsyncIterator[None]:
+        """For `Application.cleanup_ctx`: watch for as long as the application runs."""
+        task = asyncio.create_task(self._watch())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        for connection in [*self._connections]:  # handshakes, of which aiohttp does not know
+            connection.drop()
+
+    async def _watch(self) -> None:
+        config = self._config
+        shortest = min(config.head_timeout_s, config.idle_timeout_s, config.write_timeout_s)
+        while True:
+            await asyncio.sleep(min(LONGEST_CHECK_S, shortest / _CHECKS_IN_A_DEADLINE))
+            self._check(asyncio.get_running_loop().time())
+
+    def _check(self, now: float) -> None:
+        for connection in [*self._connections]:
+            if (overdue := connection.lateness(now, self._config)) is not None:
+                _log.info("closing a connection", extra={"peer": connection.peer, "overdue": overdue})
+                connection.drop()
+        if self._num_refused:
+            _log.warning("connections refused at the cap", extra={"num_refused": self._num_refused})
+            self._num_refused = 0
+
+
+def _spare_descriptors() -> int:
+    """How many sockets the process may open beside what it needs itself."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_DESCRIPTORS)

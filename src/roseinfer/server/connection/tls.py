@@ -1,0 +1,52 @@
+"""Turns a certificate and a key, both files, into what a listening socket needs to speak TLS. Knows no HTTP."""
+
+import ssl
+from pathlib import Path
+
+from roseinfer.config.tree import ServerConfig
+from roseinfer.errors import ConfigError
+from roseinfer.runtime.file_watch import WatchedFiles
+
+
+class Certificate:
+    """A TLS context that can be exchanged: connections made from then on get the new one."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self.paths = (certificate, key)
+        self.files = WatchedFiles(self.paths)
+        self.context = self.read()
+
+    @classmethod
+    def configured(cls, config: ServerConfig) -> "Certificate | None":
+        """None without one. Raises ConfigError for files that are no pair of certificate and key."""
+        if config.tls_cert_file is None and config.tls_key_file is None:
+            return None
+        if config.tls_cert_file is None or config.tls_key_file is None:
+            missing = "tls_cert_file" if config.tls_cert_file is None else "tls_key_file"
+            raise ConfigError("A certificate needs its key, and a key its certificate.", param=f"server.{missing}")
+        return cls(Path(config.tls_cert_file), Path(config.tls_key_file))
+
+    def read(self) -> ssl.SSLContext:
+        """What the files hold now, for `take`. Reads them: not on the event loop.
+
+        Raises ConfigError unless both can be used together.
+        """
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(*self.paths, password=_no_password)
+        except OSError as error:  # ssl.SSLError is one
+            reason = error.strerror or str(error)
+            message = f"{self.paths[0]} and {self.paths[1]} are not a certificate and its key: {reason}."
+            raise ConfigError(message, param="server.tls_cert_file") from None
+        return context
+
+    def take(self, context: ssl.SSLContext) -> None:
+        """Use what was read; the files may hold something else already, of which half is written."""
+        self.context = context
+
+
+def _no_password() -> str:
+    """OpenSSL would ask the terminal for it otherwise."""
+    raise ssl.SSLError("the key is encrypted, and there is nobody to ask for its password")

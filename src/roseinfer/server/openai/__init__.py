@@ -1,0 +1,1 @@
+"""The OpenAI-compatible API: schema, endpoints, streams, and its OpenAPI document."""

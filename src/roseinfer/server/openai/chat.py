@@ -1,0 +1,178 @@
+"""POST /v1/chat/completions: turns a conversation into its next turn. Knows no vocabulary.
+
+The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from roseinfer.errors import InvalidRequest, PromptName
+from roseinfer.records import FinishReason
+from roseinfer.server.connection.body import read_body
+from roseinfer.server.exchange import generates_tokens
+from roseinfer.server.openai.event_stream import NOTHING
+from roseinfer.server.openai.generation import Job, respond
+from roseinfer.server.openai.schema import ChatBody
+from roseinfer.server.openai.structured import check_grammar, requested_grammar
+from roseinfer.server.openai.tools import ToolUse, find_format
+from roseinfer.server.service import SERVICE, TextModel
+from roseinfer.text.choice import Delta
+from roseinfer.text.prompt_logprobs import ScoredToken
+from roseinfer.text.template_variables import FIELD
+from roseinfer.text.tokenizer import INLINE_CHARS
+from roseinfer.text.tool_calls import CallPart, Parts, ToolCallParser, in_pieces
+
+
+@generates_tokens("chat")
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    """Read the body (2), make a prompt of its messages (3, 4), and run it (5, 6, 12–14)."""
+    service = request.app[SERVICE]
+    text_model = service.text_model
+    body = await read_body(request, ChatBody)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+    if body.max_tokens is not None and body.max_completion_tokens not in {None, body.max_tokens}:
+        raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
+    template = text_model.require_chat_template()
+    tool_use = ToolUse.of(body, find_format(service.tool_format, template.source))
+    if tool_use is not None and not template.knows_tools:
+        raise InvalidRequest("This model's chat template does not know tools.", param="tools")
+    wanted = requested_grammar(body) if tool_use is None else tool_use.grammar()
+    await check_grammar(wanted, service.grammars)
+    tools = None if tool_use is None else [tool.for_template() for tool in tool_use.tools]
+    name, prompt = await _encode_messages(body, tools, text_model, service.client.info.max_model_len)
+    job = Job(
+        body=body,
+        prompts=[prompt],
+        prompt_names=[name],
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_sequences=body.n,
+        grammar=wanted and wanted[0],
+        limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+    )
+    return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
+
+
+async def _encode_messages(
+    body: ChatBody, tools: Sequence[object] | None, text_model: TextModel, max_model_len: int
+) -> tuple[PromptName, list[int]]:
+    """What the prompt is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong.
+
+    The template writes the special tokens itself, so none are added.
+    """
+    template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
+    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
+    variables = body.chat_template_kwargs
+    num_chars = sum(message.num_chars for message in body.messages) + len(msgspec.json.encode(variables))
+    if tools is None and num_chars + len(body.messages) <= INLINE_CHARS:
+        text = template.render(messages, variables=variables)
+    else:
+        text = await tokenizer.off_loop(template.render, messages, tools, variables)
+    # The template writes all of these into the prompt, so what is too long may be any of them.
+    written = {"tools": tools, FIELD: variables}
+    name = PromptName("messages", tuple(field for field, value in written.items() if value))
+    [token_ids] = await tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
+    return name, token_ids
+
+
+class ChatDialect:
+    """Text under `message.content`, or `delta.content` with the role in the first; one object a scored token."""
+
+    id_prefix = "chatcmpl"
+    reply_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    chunk_field = "delta"
+
+    def payload(self, delta: Delta) -> bytes:
+        if delta.is_first:
+            return b'{"role":"assistant","content":' + msgspec.json.encode(delta.text) + b"}"
+        return b'{"content":' + msgspec.json.encode(delta.text) + b"}" if delta.text else NOTHING
+
+    def scores(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any] | None]:
+        content = [
+            {
+                **_scored(token.token, token.logprob),
+                "top_logprobs": [_scored(likely, logprob) for likely, logprob in token.top or ()],
+            }
+            for token in scored
+            if not token.is_end
+        ]
+        return {"content": content, "refusal": None}
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        return delta.finish_reason
+
+    async def message(self, delta: Delta) -> dict[str, Any]:
+        """What the assistant answered."""
+        return {"role": "assistant", "content": delta.text, "refusal": None}
+
+    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
+        return {
+            "index": delta.choice.index,
+            "message": await self.message(delta),
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason(delta),
+        }
+
+
+class ToolDialect(ChatDialect):
+    """The same where functions may be called: `tool_calls` beside the text, and as a finish reason."""
+
+    def __init__(self, tool_use: ToolUse) -> None:
+        self._parsers = defaultdict[int, ToolCallParser](tool_use.parser)  # by the index of the choice
+
+    def _read(self, delta: Delta) -> Iterator[Parts]:
+        """What is said and which calls are made in a delta, as it is read; each delta is read once."""
+        parser = self._parsers[delta.choice.index]
+        for piece in in_pieces(delta.text):
+            yield parser.push(piece)
+        if delta.finish_reason is not None:
+            yield parser.finish()
+
+    def payload(self, delta: Delta) -> bytes:
+        parts = Parts()
+        for more in self._read(delta):
+            parts.extend(more)
+        content, calls = parts.content, [_call(part) for part in parts.calls]
+        # Null, as OpenAI has it: a client that joins the pieces has null at the end too where nothing but calls came.
+        told: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
+        if content:
+            told["content"] = content
+        if calls:
+            told["tool_calls"] = calls
+        return msgspec.json.encode(told) if told else NOTHING
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        parser = self._parsers[delta.choice.index]
+        # Who reads `tool_calls` runs them, so it is not said of arguments that a stop string cut.
+        has_whole_calls = parser.num_calls > 0 and not parser.is_cut
+        return "tool_calls" if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
+
+    async def message(self, delta: Delta) -> dict[str, Any]:
+        """Read with others having their turn between: the text is all that was generated."""
+        parts = Parts()
+        for more in self._read(delta):
+            parts.extend(more)
+            await asyncio.sleep(0)
+        content, calls = parts.content, [_call(part) for part in parts.calls]
+        told: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+        if calls:
+            told["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
+        return told
+
+
+def _call(part: CallPart) -> dict[str, Any]:
+    if part.call_id is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.call_id, "type": "function", "function": function}
+
+
+def _scored(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}

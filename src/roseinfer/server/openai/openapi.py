@@ -1,0 +1,242 @@
+"""Turns the request and reply structs and the error tree into /openapi.json, an OpenAPI 3.1 document.
+
+What a field may hold is said once, in the annotation that also validates it. What only the running server knows is
+filled in: the model's name, the sizes of its vocabulary and its context. Relations between fields, such as that a
+prompt and its completion fit into the context, no schema can say: they are in docs/http-api.md.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from roseinfer import __version__, errors
+from roseinfer.messages import EngineInfo
+from roseinfer.server.openai import replies
+from roseinfer.server.openai.schema import UNSERVED, ChatBody, CompletionBody, ModelBody, StreamOptions
+from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
+from roseinfer.server.service import SERVICE
+
+Schema = dict[str, Any]
+_REF = "#/components/schemas/{name}"
+
+_ANY = (errors.MalformedRequest, errors.UnmetExpectation, errors.HeadTooLarge)  # whatever the path
+_KEYED = (*_ANY, errors.Unauthorized)
+_BODY = (*_KEYED, errors.InvalidRequest, errors.UnknownModel, errors.BodyTimeout, errors.BodyTooLarge, errors.NotJSON)
+_TEXT = (*_BODY, errors.NotReady, errors.Overloaded)  # of which one more long body may be too many
+_TOKENS = (
+    *_TEXT,
+    errors.PromptTooLong,
+    errors.RequestAborted,
+    errors.EngineFailed,
+    errors.SequenceFailed,
+    errors.EngineDead,
+    errors.RequestTimeout,
+    errors.QueueTimeout,
+)
+
+
+class Operation(NamedTuple):
+    """One method of one path: what goes in, what comes out, what can go wrong."""
+
+    method: str
+    path: str
+    summary: str
+    reply: type[msgspec.Struct] | str  # or a media type
+    failures: Sequence[type[errors.RoseinferError]]
+    body: type[ModelBody] | None = None
+    is_streamed: bool = False
+    unready: type[msgspec.Struct] | None = None  # what a 503 answers that is no error
+
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/completions",
+        "Continue prompts",
+        replies.CompletionReply,
+        _TOKENS,
+        CompletionBody,
+        is_streamed=True,
+    ),
+    Operation("post", "/v1/chat/completions", "The next turn", replies.ChatReply, _TOKENS, ChatBody, is_streamed=True),
+    Operation("get", "/v1/models", "The models that are served", replies.ModelList, (*_KEYED, errors.NotReady)),
+    Operation(
+        "get",
+        "/v1/models/{id}",
+        "One of them",
+        replies.ModelCard,
+        (*_KEYED, errors.NotReady, errors.UnknownModel, errors.UnknownRoute),
+    ),
+    Operation(
+        "post",
+        "/v1/requests/{id}/abort",
+        "End a request that is being answered",
+        replies.AbortReply,
+        (*_KEYED, errors.InvalidRequest, errors.BodyTimeout, errors.UnknownRequest, errors.UnknownRoute),
+    ),
+    Operation("post", "/tokenize", "Text into token ids", replies.TokenizeReply, _TEXT, TokenizeBody),
+    Operation("post", "/detokenize", "Token ids into text", replies.DetokenizeReply, _TEXT, DetokenizeBody),
+    Operation("get", "/openapi.json", "This document", "application/json", (*_KEYED, errors.NotReady)),
+    Operation("get", "/version", "The version of roseinfer", replies.VersionReply, _KEYED),
+    Operation("get", "/metrics", "Series for Prometheus", "text/plain", _KEYED),
+    *(
+        Operation("get", path, summary, replies.ProbeReply, _ANY, unready=replies.ProbeReply)
+        for path, summary in (
+            ("/livez", "Is it alive"),
+            ("/readyz", "Can it serve now"),
+            ("/health", "The same as /readyz"),
+            ("/startupz", "Was it ever ready"),
+        )
+    ),
+)
+_PUBLIC = {"/livez", "/readyz", "/health", "/startupz"}
+
+
+async def handle(request: web.Request) -> web.Response:
+    """GET /openapi.json. Raises NotReady before the model is known."""
+    service = request.app[SERVICE]
+    content = msgspec.json.encode(
+        document(service.model_name, service.client.info, has_keys=service.api_keys is not None)
+    )
+    return web.Response(body=content, content_type="application/json")
+
+
+def document(model_name: str, info: EngineInfo, *, has_keys: bool) -> Schema:
+    """The whole document."""
+    bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
+    answers = [operation.reply for operation in OPERATIONS if not isinstance(operation.reply, str)]
+    _, components = msgspec.json.schema_components([*bodies, *answers, replies.ErrorReply], ref_template=_REF)
+    for body in bodies:
+        _accept_what_is_accepted(components, body)
+    _fill_in(components, model_name, info)
+    paths: dict[str, Schema] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, has_keys=has_keys)
+    schemes = {"key": {"type": "http", "scheme": "bearer"}} if has_keys else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "roseinfer",
+            "version": __version__,
+            "description": "The OpenAI API for one model. docs/http-api.md says what no schema can.",
+        },
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": schemes},
+    }
+
+
+def _accept_what_is_accepted(components: dict[str, Schema], body: type[ModelBody]) -> None:
+    """Beside what the struct holds: null where a field may be left out, and values of others that ask for nothing."""
+    for name in _structs_within(components, body.__name__):
+        schema = components[name]
+        if not schema.get("additionalProperties", True):
+            required = schema.get("required", ())
+            for field, value in schema["properties"].items():
+                if field not in required:
+                    schema["properties"][field] = _or_null(value)
+    for field, neutral in UNSERVED.get(body, {}).items():
+        components[body.__name__]["properties"][field] = {
+            "enum": [*neutral, None],
+            "description": "Accepted only with a value that asks for nothing.",
+        }
+
+
+def _structs_within(components: dict[str, Schema], name: str) -> Iterator[str]:
+    """The body and those of its parts whose fields may be null: they are told apart by taking no other fields."""
+    yield name
+    if name in {ChatBody.__name__, CompletionBody.__name__} and StreamOptions.__name__ in components:
+        yield StreamOptions.__name__
+    if "messages" in components[name]["properties"]:
+        yield "Message"
+
+
+def _or_null(schema: Schema) -> Schema:
+    """The schema, which may have been widened before, and null."""
+    choices = schema.get("anyOf", [schema])
+    if any(choice.get("type") == "null" for choice in choices):
+        return schema
+    outer: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
+    inner = {key: value for key, value in schema.items() if key not in outer}
+    return {"anyOf": [*(inner.get("anyOf") or [inner]), {"type": "null"}], **outer}
+
+
+def _fill_in(components: dict[str, Schema], model_name: str, info: EngineInfo) -> None:
+    for schema in components.values():
+        properties = schema.get("properties", {})
+        if "model" in properties and not schema.get("additionalProperties", True):
+            properties["model"] = {"enum": [model_name, None], "description": properties["model"]["description"]}
+        for field, value in properties.items():
+            if field in {"prompt", "tokens", "stop_token_ids"}:
+                _bound_integers(value, info.vocab_size - 1)
+            elif field in {"max_tokens", "max_completion_tokens", "min_tokens"}:
+                _bound_integers(value, info.max_model_len)
+
+
+def _bound_integers(schema: Any, maximum: int) -> None:
+    """Lower the maximum of every integer within."""
+    if isinstance(schema, list):
+        for part in schema:
+            _bound_integers(part, maximum)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "integer" and "minimum" in schema:
+            schema["maximum"] = maximum
+        for part in schema.values():
+            _bound_integers(part, maximum)
+
+
+def _operation(operation: Operation, *, has_keys: bool) -> Schema:
+    described: Schema = {
+        "operationId": f"{operation.method}{operation.path}".translate(str.maketrans("/{}.", "____")),
+        "summary": operation.summary,
+        "responses": _responses(operation),
+    }
+    if parameters := [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in parameters
+        ]
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": _json_of(operation.body)}
+    if has_keys and operation.path not in _PUBLIC:
+        described["security"] = [{"key": []}]
+    return described
+
+
+def _responses(operation: Operation) -> Schema:
+    if isinstance(operation.reply, str):
+        content: Schema = {operation.reply: {"schema": {"type": "string"}} if "text" in operation.reply else {}}
+    else:
+        content = _json_of(operation.reply)
+    if operation.is_streamed:
+        content["text/event-stream"] = {}
+    responses: Schema = {"200": {"description": "Done.", "content": content, "headers": _HEADERS}}
+    for status, failures in _by_status(operation.failures).items():
+        codes = ", ".join(sorted({f"`{failure.code}`" for failure in failures}))
+        headers = _HEADERS | (_RETRY if status in {429, 503} else {})
+        responses[str(status)] = {
+            "description": f"With the code {codes}.",
+            "content": _json_of(replies.ErrorReply),
+            "headers": headers,
+        }
+    if operation.unready is not None:
+        responses["503"] = {"description": "Not so.", "content": _json_of(operation.unready), "headers": _HEADERS}
+    return responses
+
+
+_HEADERS = {"X-Request-Id": {"schema": {"type": "string"}}}
+_RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
+
+
+def _by_status(
+    failures: Sequence[type[errors.RoseinferError]],
+) -> Mapping[int, list[type[errors.RoseinferError]]]:
+    grouped: dict[int, list[type[errors.RoseinferError]]] = {}
+    for failure in failures:
+        grouped.setdefault(failure.status, []).append(failure)
+    return dict(sorted(grouped.items()))
+
+
+def _json_of(struct: type[msgspec.Struct]) -> Schema:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=struct.__name__)}}}

@@ -1,0 +1,158 @@
+"""The shapes of answers as structs: what clients may rely on, and what /openapi.json says of them.
+
+The answers of the generation endpoints are written piece by piece elsewhere; tests hold them against these types.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from roseinfer.engine.link.heartbeat import Activity
+from roseinfer.server.openai.schema_answers import Reply
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong; `param` is the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(msgspec.Struct):
+    """Every answer with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One continuation; in a stream, a piece of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionReply(Reply):
+    """POST /v1/completions."""
+
+    choices: list[CompletionChoice]
+
+
+class ChatTopLogprob(msgspec.Struct):
+    """A token and how likely it was."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(ChatTopLogprob):
+    """The same of a token of the answer, with the likeliest in its place."""
+
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """One entry a token."""
+
+    content: list[ChatLogprob] | None
+    refusal: None
+
+
+class ChatMessage(msgspec.Struct):
+    """The next turn."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One of the answers."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatReply(Reply):
+    """POST /v1/chat/completions."""
+
+    choices: list[ChatChoice]
+
+
+class ModelCard(msgspec.Struct):
+    """The one model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int  # tokens of prompt and completion together
+    vocab_size: int
+
+
+class ModelList(msgspec.Struct):
+    """GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeReply(msgspec.Struct):
+    """POST /tokenize: `count` is the length of `tokens`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(msgspec.Struct):
+    """POST /detokenize."""
+
+    prompt: str
+
+
+class AbortReply(msgspec.Struct):
+    """POST /v1/requests/{id}/abort."""
+
+    id: str
+    object: Literal["request"]
+    aborted: Literal[True]
+
+
+class ProbeAccount(msgspec.Struct):
+    """What the engine does, and for how long it has."""
+
+    activity: Activity
+    for_s: float
+
+
+class ProbeReply(msgspec.Struct):
+    """What the probes answer; `trouble` is a phrase when the engine is dead or makes no progress."""
+
+    status: Literal["ok", "unavailable"]
+    state: str
+    trouble: str | None
+    engine: ProbeAccount
+
+
+class VersionReply(msgspec.Struct):
+    """GET /version."""
+
+    version: str

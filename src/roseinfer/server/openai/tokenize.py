@@ -1,0 +1,158 @@
+"""POST /tokenize and /detokenize: text into token ids and back, as a generation endpoint would. Knows no engine."""
+
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import TokenId
+from roseinfer.server.connection.body import INLINE_BYTES, read_body
+from roseinfer.server.connection.body_budget import PLACE
+from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
+from roseinfer.server.openai.schema import ModelBody
+from roseinfer.server.openai.schema_messages import Message, earlier_arguments
+from roseinfer.server.service import SERVICE, TextModel
+from roseinfer.text.template_variables import FIELD, TemplateVariables
+from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
+
+# Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose
+# spelling is `"\u0000",` at worst.
+ID_BYTES = 8
+SPELLING_BYTES = 9
+PIECE = 4096  # values: a tenth of a millisecond to encode
+
+
+class TokenizeBody(ModelBody, frozen=True, kw_only=True):
+    """POST /tokenize: the fields of vLLM that can be served."""
+
+    prompt: Annotated[str | None, Meta(description="A text. Either this or `messages`.")] = None
+    messages: Annotated[
+        Annotated[list[Message], Meta(min_length=1)] | None,
+        Meta(description="A conversation, which goes through the chat template first."),
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Meta(description="Add what the tokenizer puts around a text. Default: with `prompt`, not with `messages`."),
+    ] = None
+    add_generation_prompt: Annotated[
+        bool, Meta(description="End the conversation with what makes the assistant speak. Needs `messages`.")
+    ] = True
+    chat_template_kwargs: TemplateVariables = msgspec.field(default_factory=dict)
+    return_token_strs: Annotated[bool, Meta(description="Also spell out each token.")] = False
+
+    def json_texts(self) -> Iterable[tuple[str, str]]:
+        return earlier_arguments(self.messages or ())
+
+
+class DetokenizeBody(ModelBody, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(description="Token ids.")]
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """The ids that a text or a conversation becomes. Raises InvalidRequest or Overloaded."""
+    service = request.app[SERVICE]
+    text_model, max_model_len = service.text_model, service.client.info.max_model_len
+    body = await read_body(request, TokenizeBody)
+    text = await _text(body, text_model)
+    if len(text) > INLINE_CHARS:
+        num_bytes = len(text) * (1 if text.isascii() else 4)
+        request[PLACE].hold(num_bytes * (ID_BYTES + (SPELLING_BYTES if body.return_token_strs else 0)))
+    add_special_tokens = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
+    work = (text_model.tokenizer, text, add_special_tokens, max_model_len, body.return_token_strs)
+    return await _tell(request, await text_model.tokenizer.for_text(len(text), _tokenized, *work))
+
+
+async def _text(body: TokenizeBody, text_model: TextModel) -> str:
+    if body.prompt is not None and body.messages is not None:
+        raise InvalidRequest("Either `prompt` or `messages`, not both.", param="messages")
+    if body.prompt is not None:
+        if not body.add_generation_prompt:
+            raise InvalidRequest("`add_generation_prompt` needs `messages`.", param="add_generation_prompt")
+        if body.chat_template_kwargs:
+            raise InvalidRequest(f"`{FIELD}` needs `messages`.", param=FIELD)
+        return body.prompt
+    if body.messages is None:
+        raise InvalidRequest("Missing field `prompt` or `messages`.", param="prompt")
+    template = text_model.require_chat_template()
+    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
+    render = template.render if body.add_generation_prompt else template.render_closed
+    return await text_model.tokenizer.off_loop(partial(render, messages, variables=body.chat_template_kwargs))
+
+
+def _tokenized(
+    tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_model_len: int, with_strings: bool
+) -> bytes:
+    """A TokenizeReply. All of it at once, so that of the ids of long texts there is one list at a time."""
+    token_ids = tokenizer.encode_here(text, add_special_tokens=add_special_tokens)
+
+    def spell(piece: list[int]) -> list[str]:
+        return [tokenizer.spell(token_id).decode(errors="replace") for token_id in piece]
+
+    spelled = msgspec.Raw(_array(token_ids, spell) if with_strings else b"null")
+    told = (len(token_ids), max_model_len, msgspec.Raw(_array(token_ids, list)), spelled)
+    while token_ids:  # freed in pieces too: a million at once take ten milliseconds
+        del token_ids[-PIECE:]
+    return msgspec.json.encode(dict(zip(TokenizeReply.__struct_fields__, told, strict=True)))
+
+
+def _array(token_ids: list[int], told: Callable[[list[int]], Sequence[object]]) -> bytes:
+    """What is told of each token, as a JSON array, encoded in pieces: no other thread runs while one is."""
+    pieces = (told(token_ids[start : start + PIECE]) for start in range(0, len(token_ids), PIECE))
+    return b"[" + b",".join(msgspec.json.encode(piece)[1:-1] for piece in pieces) + b"]"
+
+
+async def _tell(request: web.Request, content: bytes) -> web.StreamResponse:
+    """Write the answer here: what the request holds is free when the handler returns, and the answer is part of it."""
+    response = _json(content)
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """The text that token ids stand for, special tokens spelled out. Raises InvalidRequest or Overloaded."""
+    content = await _detokenized(request)
+    if len(content) > INLINE_BYTES:  # shorter answers are bounded by the number of connections, as shorter bodies are
+        request[PLACE].hold(len(content))
+    return await _tell(request, content)
+
+
+async def _detokenized(request: web.Request) -> bytes:
+    service = request.app[SERVICE]
+    tokenizer, vocab_size = service.text_model.tokenizer, service.client.info.vocab_size
+    body = await read_body(request, DetokenizeBody)
+    if len(body.tokens) <= INLINE_CHARS:
+        return _spelled(tokenizer, body.tokens, vocab_size)
+    return await tokenizer.off_loop(_spelled, tokenizer, body.tokens, vocab_size)
+
+
+def _spelled(tokenizer: Tokenizer, token_ids: list[int], vocab_size: int) -> bytes:
+    """A DetokenizeReply, encoded in pieces: no other thread runs while one is."""
+    for position, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            where = f"tokens[{position}]"
+            raise InvalidRequest(f"`{where}`: {token_id} is no token; the vocabulary has {vocab_size}.", param=where)
+    decoder = getincrementaldecoder("utf-8")("replace")
+    [name] = DetokenizeReply.__struct_fields__
+    told = [b'{"%b":"' % name.encode()]
+    for start in range(0, len(token_ids), PIECE):
+        piece = b"".join(map(tokenizer.spell, token_ids[start : start + PIECE]))
+        told.append(_within_quotes(decoder.decode(piece)))
+    told += [_within_quotes(decoder.decode(b"", final=True)), b'"}']
+    return b"".join(told)
+
+
+def _within_quotes(text: str) -> bytes:
+    """As a part of a JSON string."""
+    return msgspec.json.encode(text)[1:-1]
+
+
+def _json(content: bytes) -> web.Response:
+    return web.Response(body=content, content_type="application/json")

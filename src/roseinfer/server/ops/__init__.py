@@ -1,0 +1,1 @@
+"""The operations port: probes, metrics, profiles and `/debug`."""

@@ -1,0 +1,163 @@
+"""Turns questions about the last seconds into the answers of `/debug/*`. Knows not what is told, nor who may ask.
+
+What is told comes from a `FlightView`, which the wiring hands over; the server itself remembers nothing.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import resources
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from roseinfer.errors import UnknownRequest
+from roseinfer.server.connection.body import read_bytes
+from roseinfer.server.ops.debug_question import integer_of
+from roseinfer.server.service import SERVICE
+
+DEFAULT_STEPS = 500
+MAX_RECORDING_BYTES = 64 * 1024 * 1024  # of a recording that is sent to be looked at
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SCRIPTS_AND_STYLES = (
+    "page.css",
+    "main.js",
+    "chart.js",
+    "names.js",
+    "overview.js",
+    "pointer.js",
+    "data.js",
+    "panel.js",
+    "words.js",
+)
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+class FlightView(Protocol):
+    """What is remembered of steps and requests, as JSON values or bytes.
+
+    The methods belong to the event loop and take a copy there; the callables that some return may run in any thread.
+    """
+
+    @property
+    def max_steps(self) -> int:
+        """The most steps that are remembered."""
+
+    def steps(self, limit: int) -> Callable[[], bytes]:
+        """The last steps, as JSON."""
+
+    def recording(self, since_ns: int) -> Callable[[], bytes]:
+        """Everything that ended after a moment of the monotonic clock, as a file."""
+
+    def trace(self, limit: int) -> Callable[[], bytes]:
+        """The last steps and their requests in Chrome's trace format."""
+
+    def timeline(self, limit: int, since_step: int, since_ns: int) -> Callable[[], bytes]:
+        """The page's data: what is newer than a step and a moment, of at most so many steps."""
+
+    def view(self, content: bytes) -> bytes:
+        """The same of a saved recording. Raises InvalidRequest for bytes that are none."""
+
+    def requests(self) -> dict[str, Any]: ...
+
+    def request(self, request_id: str) -> dict[str, Any] | None:
+        """None for an id that is not remembered."""
+
+
+def routes(view: FlightView) -> list[web.RouteDef]:
+    """What the operations port answers under `/debug/`."""
+    handlers = _Handlers(view)
+    return [
+        web.get("/debug/steps", handlers.steps),
+        web.get("/debug/recording", handlers.recording),
+        web.post("/debug/recording/view", handlers.view_recording),
+        web.get("/debug/trace", handlers.trace),
+        web.get("/debug/requests", handlers.requests),
+        web.get("/debug/requests/{id:.+}", handlers.request),
+        web.get("/debug/timeline", _page),
+        web.get("/debug/timeline/data", handlers.timeline),
+        web.get(f"/debug/timeline/{{file:{'|'.join(map(re.escape, _SCRIPTS_AND_STYLES))}}}", _page),
+    ]
+
+
+class _Handlers:
+    def __init__(self, view: FlightView) -> None:
+        self._view = view
+        # What waits for the renderer has a thread of its own: however many pages are open, those that large bodies and
+        # metrics need stay free.
+        self._thread = ThreadPoolExecutor(1, "roseinfer-debug")
+
+    async def _off_loop(self, work: Callable[..., bytes], *arguments: object) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    async def steps(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._view.steps(self._limit(request, 100))))
+
+    async def recording(self, request: web.Request) -> web.Response:
+        content = await self._off_loop(self._view.recording(_since_ns(request)))
+        return _download(content, "application/octet-stream", "roseinfer-recording.npz")
+
+    async def trace(self, request: web.Request) -> web.Response:
+        content = await self._off_loop(self._view.trace(self._limit(request, DEFAULT_STEPS)))
+        return _download(content, "application/json", "roseinfer-trace.json")
+
+    async def timeline(self, request: web.Request) -> web.Response:
+        limit = self._limit(request, DEFAULT_STEPS)
+        since = (integer_of(request, "since", 0, 0, 2**62), _since_ns(request))
+        return _json(await self._off_loop(self._view.timeline(limit, *since)))
+
+    async def view_recording(self, request: web.Request) -> web.Response:
+        timeout_s = request.app[SERVICE].config.body_timeout_s
+        content = await read_bytes(request, MAX_RECORDING_BYTES, timeout_s, "recording")
+        return _json(await self._off_loop(self._view.view, bytes(content)))
+
+    async def requests(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._view.requests())
+
+    async def request(self, request: web.Request) -> web.Response:
+        request_id = request.match_info["id"]
+        found = self._view.request(request_id)
+        if found is None:
+            raise UnknownRequest(f"No request {request_id!r} is in flight or remembered.", param="id")
+        return web.json_response(found)
+
+    def _limit(self, request: web.Request, default: int) -> int:
+        return integer_of(request, "limit", min(default, self._view.max_steps), 1, self._view.max_steps)
+
+
+def _since_ns(request: web.Request) -> int:
+    return integer_of(request, "since_ns", 0, 0, 2**62)
+
+
+def _json(content: bytes) -> web.Response:
+    response = web.Response(body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
+    response.enable_compression()
+    return response
+
+
+def _download(content: bytes, content_type: str, name: str) -> web.Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
+    return web.Response(body=content, content_type=content_type, headers=headers)
+
+
+async def _page(request: web.Request) -> web.Response:
+    """The page, or one of the files that it is made of."""
+    name = request.match_info.get("file", "index.html")
+    headers = {
+        "Content-Security-Policy": _PAGE_POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    content_type = _TYPES[name.rpartition(".")[2]]
+    return web.Response(text=_asset(name), content_type=content_type, charset="utf-8", headers=headers)
+
+
+@cache
+def _asset(name: str) -> str:
+    return resources.files("roseinfer.observe.recorder").joinpath("page", name).read_text(encoding="utf-8")

@@ -1,0 +1,99 @@
+"""Answers what an operator or an orchestrator asks: is it alive, ready, what is it. Knows no requests for tokens."""
+
+import time
+
+from aiohttp import web
+
+from roseinfer import __version__
+from roseinfer.errors import UnknownModel, UnknownRequest
+from roseinfer.records import LifecycleState
+from roseinfer.server.connection.body import refuse_body
+from roseinfer.server.middleware import CALLER
+from roseinfer.server.ops import debug_guard
+from roseinfer.server.service import SERVICE, Service
+
+_CREATED = int(time.time())
+
+
+async def livez(request: web.Request) -> web.Response:
+    """503 tells the orchestrator to restart us: the engine is dead or makes no progress."""
+    service = request.app[SERVICE]
+    is_serving = service.state in {LifecycleState.READY, LifecycleState.DRAINING}
+    is_in_trouble = is_serving and service.client.trouble is not None  # else the trouble is of an engine that was
+    return _probe(service, service.state is not LifecycleState.FAILED and not is_in_trouble)
+
+
+async def readyz(request: web.Request) -> web.Response:
+    """503 takes us out of the load balancer: starting, draining or in trouble. Load alone does not."""
+    service = request.app[SERVICE]
+    return _probe(service, service.is_ready)
+
+
+async def startupz(request: web.Request) -> web.Response:
+    """200 from the moment we were ready for the first time."""
+    service = request.app[SERVICE]
+    return _probe(service, service.has_been_ready)
+
+
+def _probe(service: Service, is_well: bool) -> web.Response:
+    activity, since_ns = service.client.account
+    body = {
+        "status": "ok" if is_well else "unavailable",
+        "state": service.state,
+        "trouble": service.client.trouble,
+        "engine": {"activity": activity, "for_s": round((time.monotonic_ns() - since_ns) / 1e9, 3)},
+    }
+    return web.json_response(body, status=200 if is_well else 503)
+
+
+async def version(_request: web.Request) -> web.Response:
+    return web.json_response({"version": __version__})
+
+
+async def list_paths(request: web.Request) -> web.Response:
+    """A line for each route of the operations port, as text; what is off is not told."""
+    is_off = debug_guard.is_off(request.app[SERVICE])
+    lines = [
+        f"{route.method:<4} {route.resource.canonical}\n"
+        for route in request.app.router.routes()
+        if route.method != "HEAD" and route.resource is not None
+        if not (is_off and route.resource.canonical.startswith(debug_guard.PREFIX))
+    ]
+    return web.Response(text="".join(lines))
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The one model served, with the lengths of its context and its vocabulary. Raises NotReady before it is known."""
+    return web.json_response({"object": "list", "data": [_model(request.app[SERVICE])]})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """The same by its name, which may hold slashes. Raises UnknownModel or NotReady."""
+    service = request.app[SERVICE]
+    if request.match_info["id"] != service.model_name:
+        raise UnknownModel(f"There is no such model here; this is {service.model_name}.", param="id")
+    return web.json_response(_model(service))
+
+
+def _model(service: Service) -> dict[str, object]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": _CREATED,
+        "owned_by": "roseinfer",
+        "max_model_len": service.client.info.max_model_len,
+        "vocab_size": service.client.info.vocab_size,
+    }
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """End a request that is being answered, by its `x-request-id` or the id in its answer.
+
+    Raises UnknownRequest, and InvalidRequest or BodyTimeout where a body comes with it. A request that came with
+    another API key is as unknown as one that never was.
+    """
+    await refuse_body(request)
+    request_id, caller = request.match_info["id"], request.get(CALLER)
+    if not request.app[SERVICE].abort(request_id, caller):
+        raise UnknownRequest("No request with this id is being answered.", param="id")
+    return web.json_response({"id": request_id, "object": "request", "aborted": True})

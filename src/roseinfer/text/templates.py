@@ -1,0 +1,182 @@
+"""Turns a conversation into the prompt text its model was trained on. Knows no tokens.
+
+The template is the model's own, never the client's; it still runs in Jinja's immutable sandbox, with an output cap.
+A client may set variables that the template reads and the server does not give it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import jinja2
+import msgspec
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.text.template_variables import FIELD
+from roseinfer.text.tokenizer_config import TokenizerConfig, read_json
+
+MAX_PROMPT_CHARS = 4 * 1024 * 1024  # twice the largest default body: more is a template that multiplies its input
+
+# Clients send these to every model. Without such a switch one reasons always or never, and neither value says which.
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # beside the special tokens, by name
+_NO_VARIABLES: Mapping[str, object] = {}
+
+# What messages of another shape than a template expects may raise in it, besides its own refusals.
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now(UTC).strftime(pattern)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As JSON; Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` … `{% endgeneration %}` marks for training what the assistant says: to us, what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As the authors of templates expect it: `apply_chat_template` of the transformers library."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlocks]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment
+
+
+class _NamedTemplate(msgspec.Struct):
+    """One of several templates, of which `default` is the one to chat with."""
+
+    name: str
+    template: str
+
+
+def _compile(source: str, param: str) -> jinja2.Template:
+    """Raises ConfigError that blames the option `param`."""
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"The chat template does not compile: {error}.", param=param) from None
+
+
+def read_chosen_template(path: str | None) -> str | None:
+    """The source in the file that `server.chat_template` names, if it names one. Raises ConfigError; needs no model."""
+    if path is None:
+        return None
+    try:
+        source = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"The chat template {path} cannot be read: {reason}.", param="server.chat_template") from None
+    _compile(source, "server.chat_template")
+    return source
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens it may name, such as `bos_token`."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._template = _compile(source, "model.path")
+        self.source = source
+        environment = _environment()
+        reads = meta.find_undeclared_variables(environment.parse(source))
+        self.knows_tools = "tools" in reads
+        self._special_tokens = dict(special_tokens)
+        self._given = {*_GIVEN, *special_tokens, *environment.globals}  # by the server, each time
+        self._variables = reads - self._given  # those that a client may set
+
+    @classmethod
+    def load(cls, directory: Path, chosen: str | None = None) -> "ChatTemplate | None":
+        """The template `chosen` instead of the checkpoint's, or the checkpoint's; None when there is neither."""
+        config = TokenizerConfig.load(directory)
+        source = _checkpoint_template(directory, config) if chosen is None else chosen
+        return None if source is None else cls(source, config.special_tokens)
+
+    def render(
+        self,
+        messages: Iterable[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        variables: Mapping[str, object] = _NO_VARIABLES,
+    ) -> str:
+        """The prompt up to the place where the assistant speaks, with a client's variables.
+
+        Messages may be made as they are gone through, in the thread that renders.
+        Raises InvalidRequest when the template refuses the messages, or has no use for a variable.
+        """
+        return self._render(variables, messages=list(messages), tools=tools, add_generation_prompt=True)
+
+    def render_closed(
+        self, messages: Iterable[Mapping[str, object]], variables: Mapping[str, object] = _NO_VARIABLES
+    ) -> str:
+        """The conversation alone, with nobody asked to speak."""
+        return self._render(variables, messages=list(messages), tools=None, add_generation_prompt=False)
+
+    def _check(self, variables: Mapping[str, object]) -> None:
+        """What is misspelt would do nothing, and nobody would know. Raises InvalidRequest that names the variable."""
+        for name in variables:
+            param = f"{FIELD}.{name}"
+            if name in self._given:
+                raise InvalidRequest(f"`{param}`: The server gives the template this variable itself.", param=param)
+            if name not in self._variables and name not in SWITCHES:
+                known = ", ".join(f"`{known}`" for known in sorted(self._variables)) or "none"
+                message = f"`{param}`: This model's chat template has no such variable; those to be set: {known}."
+                raise InvalidRequest(message, param=param)
+
+    def _render(self, variables: Mapping[str, object], **given: object) -> str:
+        self._check(variables)
+        pieces: list[str] = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate({**variables, **self._special_tokens, "documents": None, **given}):
+                num_chars += len(piece)
+                if num_chars > MAX_PROMPT_CHARS:
+                    raise InvalidRequest(
+                        f"The rendered prompt is longer than {MAX_PROMPT_CHARS} characters.", param="messages"
+                    )
+                pieces.append(piece)
+        except _REFUSALS as error:
+            refused = f"the messages with `{FIELD}`" if variables else "the messages"
+            raise InvalidRequest(f"The chat template refused {refused}: {error}.", param="messages") from None
+        return "".join(pieces)
+
+
+def _checkpoint_template(directory: Path, config: TokenizerConfig) -> str | None:
+    """Of `chat_template.jinja`, else of `tokenizer_config.json`, else of `chat_template.json`; None without any."""
+    file = directory / "chat_template.jinja"
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        entry = config.chat_template or read_json(directory / "chat_template.json").get("chat_template")
+        source = msgspec.convert(entry, str | list[_NamedTemplate] | None)
+    except ValueError as error:  # not UTF-8, or not the shape that checkpoints have
+        raise ConfigError(f"The chat template cannot be read: {error}.", param="model.path") from None
+    if isinstance(source, list):
+        return next((named.template for named in source if named.name == "default"), None)
+    return source

@@ -1,0 +1,111 @@
+"""`roseinfer kernels`: what it prints, its exit codes, and where the cache is."""
+
+from pathlib import Path
+
+import pytest
+
+from roseinfer.cli.main import main
+from roseinfer.config.tree import options
+from roseinfer.model.kernels import levels
+from roseinfer.model.kernels.levels import LEVELS, find_built
+from tests.conftest import require_tool
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CXX", "XDG_CACHE_HOME", *(option.variable for option in options().values())):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def has_compiler() -> None:
+    require_tool("g++")
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One source that compiles at once, in the place of ours."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "init.cpp").write_text('extern "C" int roseinfer_init() { return 0; }\n')
+    monkeypatch.setattr(levels, "SOURCE_DIR", folder)
+    return folder
+
+
+def test_build_makes_the_named_levels_once(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_compiler: None
+) -> None:
+    flags = ["--runner.kernels-dir", str(tmp_path / "out"), "--level", "avx2", "--level", "avx512"]
+    for told in ("built", "already built"):
+        assert main(["kernels", "build", *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        paths = {name: find_built(LEVELS[name], tmp_path / "out") for name in ("avx2", "avx512")}
+        assert lines == [f"{name}: {told}: {path}" for name, path in paths.items()]
+    assert main(["kernels", "build", *flags[:2], "--level", "all"]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [*LEVELS]
+
+
+def test_build_takes_the_highest_level_of_the_processor(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_compiler: None
+) -> None:
+    """A processor without any level is told so: it has to be named which other machine the build is for."""
+    expected = levels.levels_here()[-1:]
+    code = main(["kernels", "build", "--runner.kernels-dir", str(tmp_path / "out")])
+    out, err = capsys.readouterr()
+    if expected:
+        assert (code, out.partition(":")[0]) == (0, expected[0].name)
+    else:
+        assert (code, out) == (2, "")
+        assert "--level" in err
+
+
+def test_list_tells_what_is_here_and_what_is_built(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_compiler: None
+) -> None:
+    flags = ["--runner.kernels-dir", str(tmp_path / "out")]
+    assert main(["kernels", "build", *flags, "--level", "avx512"]) == 0
+    capsys.readouterr()
+    assert main(["kernels", "list", *flags]) == 0
+    lines = dict(zip(LEVELS, capsys.readouterr().out.splitlines(), strict=True))
+    here = levels.levels_here()
+    for name, line in lines.items():
+        has = "this processor has it" if LEVELS[name] in here else "this processor lacks it"
+        assert line.split(maxsplit=1)[0] == name
+        assert has in line
+        assert line.endswith(str(find_built(LEVELS[name], tmp_path / "out") or "not built"))
+    assert lines["avx512"].endswith(".so")
+
+
+def test_without_a_compiler_build_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["kernels", "build", "--runner.kernels-dir", str(tmp_path), "--level", "avx2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("roseinfer: No C++ compiler is on the PATH (g++, clang++, c++)")
+    assert err.count("\n") == 1
+
+
+def test_the_compiler_is_the_one_in_cxx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["kernels", "build", "--runner.kernels-dir", str(tmp_path), "--level", "avx2"]) == 2
+    assert "(no-such-compiler)" in capsys.readouterr().err
+
+
+def test_the_cache_is_where_the_desktop_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """XDG_CACHE_HOME is a source like others: shown, and weaker than whoever names the directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def shown(*flags: str) -> list[str]:
+        assert main(["config", "show", *flags]) == 0
+        return next(line.split() for line in capsys.readouterr().out.splitlines() if "kernels_dir:" in line)
+
+    assert shown() == ["kernels_dir:", f'"{tmp_path}/roseinfer/kernels"', "#", "XDG_CACHE_HOME"]
+    assert shown("--runner.kernels-dir", "x") == ["kernels_dir:", '"x"', "#", "--runner.kernels-dir"]
+    monkeypatch.setenv("ROSEINFER_RUNNER__KERNELS_DIR", "y")
+    assert shown() == ["kernels_dir:", '"y"', "#", "ROSEINFER_RUNNER__KERNELS_DIR"]

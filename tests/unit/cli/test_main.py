@@ -1,0 +1,274 @@
+"""Arguments to configuration, mistakes to one line and an exit code; no engine is started here."""
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from roseinfer import __version__, wiring
+from roseinfer.cli import terminal
+from roseinfer.cli.main import main
+from roseinfer.config.tree import Config, options
+from roseinfer.errors import ConfigError, EngineDead, EngineFailed, PromptTooLong
+from roseinfer.messages import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in options().values():
+        monkeypatch.delenv(option.variable, raising=False)
+
+
+def serve_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
+    configs: list[Config] = []
+
+    def serve(config: Config, _keys: str) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(wiring, "serve", serve)
+    assert main(["serve", *arguments]) == 0
+    return configs[0]
+
+
+def error_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a mistake prints: exactly one line, and exit code 2."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err.rstrip()
+
+
+@pytest.mark.parametrize("option", [o for o in options().values() if o.type is not bool], ids=lambda o: o.path)
+def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = option.choices[-1] if option.choices else {"int": 70, "float": 0.5}.get(type(option.default).__name__)
+    value = value or (70 if "int" in str(option.type) else "text")
+    bounded = {
+        "server.max_body_bytes": 1024,
+        "scheduler.max_num_batched_tokens": 1024,
+        "observe.slow_gap_factor": 1.5,
+        "server.nice": 7,
+    }
+    value = bounded.get(option.path, value)
+    expected = (value,) if isinstance(option.default, tuple) else value
+    for flag in filter(None, (option.flag, option.short_flag)):
+        section = getattr(serve_with(monkeypatch, flag, str(value)), option.section)
+        assert getattr(section, option.name) == expected
+        section = getattr(serve_with(monkeypatch, f"{flag}={value}"), option.section)
+        assert getattr(section, option.name) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], True),
+        (["--no-cache.prefix-caching"], False),
+        (["--cache.prefix-caching"], True),
+        (["--cache.prefix-caching=false"], False),
+        (["--cache.prefix-caching=true"], True),
+        (["--no-cache.prefix-caching", "--cache.prefix-caching"], True),
+    ],
+)
+def test_booleans_have_two_spellings(arguments: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve_with(monkeypatch, *arguments).cache.prefix_caching is expected
+
+
+def test_everyday_options_have_short_names() -> None:
+    short = {option.short_flag for option in options().values()} - {None}
+    everyday = (
+        "model served-model-name dtype quantization chat-template device host port ops-port max-num-seqs "
+        "max-model-len api-key-file log-level"
+    )
+    assert short == {f"--{name}" for name in shlex.split(everyday)}
+
+
+def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSEINFER_SERVER__PORT", "1")
+    monkeypatch.setenv("ROSEINFER_SERVER__HOST", "::1")
+    config = serve_with(monkeypatch, "--port", "2")
+    assert (config.server.port, config.server.host) == (2, "::1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["serve", "--max-num-seqs", "0"],
+         "roseinfer: scheduler.max_num_seqs (from --max-num-seqs): Expected `int` >= 1, got '0'"),
+        (["serve", "--scheduler.max-num-seqs", "x"],
+         "roseinfer: scheduler.max_num_seqs (from --scheduler.max-num-seqs): 'x' is not an integer"),
+        (["serve", "--max-num-seq", "4"],
+         "roseinfer: --max-num-seq: is not an argument of roseinfer serve; did you mean --max-num-seqs?"),
+        (["serve", "--port"], "roseinfer: --port: expected one argument"),
+        (["serve", "--port", "banana"], "roseinfer: server.port (from --port): 'banana' is not an integer"),
+        (["serve", "--scheduler.nope"], "roseinfer: --scheduler.nope: is not an argument of roseinfer serve"),
+        (["serve", "--cache.prefix-caching", "false"],
+         ("roseinfer: --cache.prefix-caching: takes no value after a blank: write --cache.prefix-caching, "
+          "--cache.prefix-caching=false or --no-cache.prefix-caching")),
+        (["generate", ""], "roseinfer: PROMPT: is empty"),
+        (["serve", "extra"], "roseinfer: extra: is not an argument of roseinfer serve"),
+        (["bench", "serve", "http://h:1"],
+         "roseinfer: http://h:1: is not an argument of roseinfer bench serve; did you mean --url http://h:1?"),
+        (["generate"], "roseinfer: the following arguments are required: PROMPT; see roseinfer generate --help"),
+        (["generate", "x", "--max-tokens", "0"], "roseinfer: --max-tokens: Expected `int` >= 1, got '0'"),
+        (["generate", "x", "--top-p", "1.5"], "roseinfer: --top-p: Expected `float` <= 1.0, got '1.5'"),
+        (["generate", "x", "--temperature", "nan"], "roseinfer: --temperature: Expected `float` >= 0.0, got 'nan'"),
+        (["chat", "--seed", "-1"], "roseinfer: --seed: Expected `int` >= 0, got '-1'"),
+        (["bench", "streaming", "--num-requests", "0"], "roseinfer: --num-requests: Expected `int` >= 1, got '0'"),
+        (["bench", "streaming", "--prompt-repeats", "1,0"],
+         "roseinfer: --prompt-repeats: Expected `int` >= 1, got '0'"),
+        (["bench", "streaming", "--prompt-repeats", ""], "roseinfer: --prompt-repeats: '' is not an integer"),
+        (["bench", "streaming", "--prefill-max-batch-size", "0"],
+         "roseinfer: scheduler.max_prefill_seqs (from --prefill-max-batch-size): Expected `int` >= 1, got '0'"),
+        (["bench", "scheduler", "--max-batch-size", "-1"],
+         "roseinfer: scheduler.max_num_seqs (from --max-batch-size): Expected `int` >= 1, got '-1'"),
+        (["config", "show", "--config", "no/such.yaml"],
+         "roseinfer: no/such.yaml: cannot be read: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_it(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error_line(capsys, *arguments) == line
+
+
+def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSEINFER_SERVER__PORT", "70000")
+    line = error_line(capsys, "serve")
+    assert line == "roseinfer: server.port (from ROSEINFER_SERVER__PORT): Expected `int` <= 65535, got '70000'"
+    monkeypatch.setenv("ROSEINFER_SERVER__PORT", "banana")
+    line = error_line(capsys, "serve")
+    assert line == "roseinfer: server.port (from ROSEINFER_SERVER__PORT): 'banana' is not an integer"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["bench"], ["bench", "nope"], ["config", "nope"]])
+def test_an_unknown_or_missing_command_is_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_line(capsys, *arguments).startswith("roseinfer: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("is not a directory", param="model.path"), 2,
+         "roseinfer: model.path (from --model): is not a directory"),
+        (ConfigError("is taken", param="server.port"), 2, "roseinfer: server.port: is taken"),
+        (PromptTooLong("It is too long.", param="prompt"), 2, "roseinfer: prompt: It is too long."),
+        (PromptTooLong("`prompt` is too long.", param="prompt"), 2, "roseinfer: prompt: is too long."),
+        (EngineFailed("The engine failed."), 70, "roseinfer: The engine failed."),
+        (EngineDead("The engine's process has ended."), 70, "roseinfer: The engine's process has ended."),
+    ],
+)  # fmt: skip
+def test_errors_become_exit_codes(
+    error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(_: Config, _keys: str) -> int:
+        raise error
+
+    monkeypatch.setattr(wiring, "serve", serve)
+    assert main(["serve", "--model", "x"]) == code
+    assert capsys.readouterr().err.rstrip() == line
+
+
+def test_the_exit_code_of_serve_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wiring, "serve", lambda _, _keys: 70)
+    assert main(["serve"]) == 70
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def serve(_: Config, _keys: str) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wiring, "serve", serve)
+    assert main(["serve"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_the_engine_process_gets_its_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wiring, "engine_main", lambda fd: fd)
+    assert main(["engine", "--fd", "17"]) == 17
+
+
+def test_config_commands_print_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "--port", "9"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split() for line in shown.splitlines() if "  port:" in line] == [["port:", "9", "#", "--port"]]
+    assert main(["config", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["$defs"]["ServerConfig"]
+    assert main(["config", "docs"]) == 0
+    assert capsys.readouterr().out.startswith("# Configuration\n")
+
+
+def test_generate_passes_prompt_and_sampling_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Config, str, terminal.Sampling]] = []
+
+    def generate(config: Config, prompt: str, sampling: terminal.Sampling) -> int:
+        calls.append((config, prompt, sampling))
+        return 0
+
+    monkeypatch.setattr(terminal, "generate", generate)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    flags = "--temperature 0.5 --top-p 0.9 --top-k 7 --seed 3 --max-tokens 9 --stop a --stop b --device cpu"
+    assert main(["generate", "-", *shlex.split(flags)]) == 0
+    [(config, prompt, sampling)] = calls
+    assert (config.runner.device, prompt) == ("cpu", "from a pipe")
+    params = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, seed=3)
+    assert sampling == terminal.Sampling(params, 9, ("a", "b"))
+    assert sampling.params_for(10, 1024).max_tokens == 9
+
+
+def test_the_usual_length_gives_way_to_the_context() -> None:
+    sampling = terminal.Sampling(SamplingParams(), None, ())
+    assert [sampling.params_for(n, 1024).max_tokens for n in (10, 1000, 1023, 2000)] == [256, 24, 1, 1]
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "config"])
+def test_help_begins_with_the_everyday_options_by_their_short_names(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: roseinfer {command} [options]")
+    everyday, *sections = re.split(r"\n\n(\w+):\n", text[text.index("everyday:\n") :])
+    short = [option for option in options().values() if option.short_flag]
+    shown = re.findall(r"^  (--[\w.-]+)", everyday, re.MULTILINE)
+    assert shown == ["--config", *(option.short_flag for option in short)]
+    rest = re.findall(r"^  (--[\w.[\]-]+)", "\n".join(sections), re.MULTILINE)
+    assert rest == [
+        f"--[no-]{option.path.replace('_', '-')}" if option.type is bool else option.flag
+        for option in options().values()
+        if not option.short_flag
+    ]
+
+
+def test_version_and_help_are_quick_to_load() -> None:
+    """They import nothing that a command needs, and the help names every command."""
+    code = (
+        "import sys\nfrom roseinfer.cli.main import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit as end: print(end.code)\n"
+        "print({'torch', 'aiohttp', 'numpy', 'rich', 'tokenizers'} & set(sys.modules))"
+    )
+    for argument, part in (("--version", f"roseinfer {__version__}"), ("--help", "serve")):
+        done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, check=True)
+        assert part in done.stdout
+        assert done.stdout.split()[-2:] == ["0", "set()"]
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "roseinfer", "serve", "--nope"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "roseinfer: --nope: is not an argument of roseinfer serve\n"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} -m roseinfer config docs | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,148 @@
+"""What is found, what never is, and the burst that computes a new prefix once."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.prefix_cache import PrefixCache
+from tests.unit.engine.harness import make_engine, make_request, run_alone, run_to_end
+
+PREFIX = list(range(1, 41))  # five blocks of eight
+
+
+def run_one(engine: Engine, request_id: str, prompt: list[int], salt: str = "") -> int:
+    """Tokens found in the cache for this prompt."""
+    engine.add(make_request(request_id, prompt, salt))
+    transcript = run_to_end(engine)
+    assert transcript.tokens[request_id] == run_alone(make_request(request_id, prompt))
+    times = transcript.steps[-1].outputs[0].times
+    assert times is not None
+    return times.num_cached_tokens
+
+
+def test_the_longest_common_prefix_of_full_blocks_is_shared() -> None:
+    engine = make_engine()
+    assert run_one(engine, "a", [*PREFIX, 50]) == 0
+    assert run_one(engine, "b", [*PREFIX, 51, 52]) == 40
+    assert run_one(engine, "c", [*PREFIX[:20], 60]) == 16
+    assert run_one(engine, "d", [7, *PREFIX]) == 0
+
+
+def test_a_whole_prompt_in_the_cache_still_computes_its_last_token() -> None:
+    engine = make_engine()
+    run_one(engine, "a", PREFIX)
+    assert run_one(engine, "b", PREFIX) == 32
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+@pytest.mark.parametrize(("max_tokens", "num_cached"), [(20, 56), (24, 56), (25, 64)])
+def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation(
+    max_tokens: int, num_cached: int, pipeline_depth: int
+) -> None:
+    engine = make_engine(pipeline_depth=pipeline_depth)
+    engine.add(make_request("a", PREFIX, max_tokens=max_tokens))
+    answer = run_to_end(engine).tokens["a"]
+    # The last token of an answer was never computed, so a block that it fills is not there.
+    assert run_one(engine, "b", [*PREFIX, *answer, 3]) == num_cached
+
+
+def test_another_salt_shares_nothing() -> None:
+    engine = make_engine()
+    run_one(engine, "a", [*PREFIX, 50], salt="alice")
+    assert run_one(engine, "b", [*PREFIX, 50], salt="bob") == 0
+    assert run_one(engine, "c", [*PREFIX, 50], salt="alice") == 40
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    engine = make_engine(prefix_caching=False)
+    assert run_one(engine, "a", [*PREFIX, 50]) == 0
+    assert run_one(engine, "b", [*PREFIX, 50]) == 0
+    assert engine.scheduler.residency.pool.num_cached == 0
+
+
+def test_a_digest_collision_can_only_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Colliding:
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        def digest(self) -> bytes:
+            return hashlib.md5(self.data[-4:], usedforsecurity=False).digest()[:1]
+
+    monkeypatch.setattr(hashlib, "sha256", Colliding)
+    cache = PrefixCache(16, 4)
+    chains = []
+    for tokens in ([1, 2, 3, 4], [9, 8, 7, 4]):
+        chain = cache.new_chain("")
+        cache.extend(chain, np.array(tokens, np.int32))
+        chains.append(chain)
+    assert chains[0].digests == chains[1].digests
+    cache.publish(chains[0], 0, cache.pool.allocate(1))
+    assert len(cache.match(chains[0], 1)) == 1
+    assert cache.match(chains[1], 1) == []
+
+
+def test_eviction_forgets_and_the_next_request_computes_again() -> None:
+    engine = make_engine(num_blocks=17, max_model_len=128)
+    run_one(engine, "a", [*PREFIX, 50])
+    for i in range(4):
+        run_one(engine, f"other{i}", [70 + i] * 60)
+    assert run_one(engine, "b", [*PREFIX, 50]) == 0
+
+
+def test_a_burst_with_a_new_shared_prefix_computes_it_once() -> None:
+    engine = make_engine(max_num_batched_tokens=64)
+    requests = [make_request(f"r{i}", [*PREFIX, 50 + i], max_tokens=3) for i in range(6)]
+    for request in requests:
+        engine.add(request)
+    transcript = run_to_end(engine)
+    assert sum(step.record.num_prefill_tokens for step in transcript.steps) == 41 + 5
+    assert transcript.tokens == {r.request_id: run_alone(r) for r in requests}
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+@pytest.mark.parametrize("max_prefill_tokens", [None, 64])
+def test_eight_long_prompts_at_once_compute_what_they_share_once(
+    max_prefill_tokens: int | None, pipeline_depth: int
+) -> None:
+    engine = make_engine(
+        pipeline_depth=pipeline_depth,
+        num_blocks=512,
+        block_size=16,
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        max_prefill_tokens=max_prefill_tokens,
+    )
+    shared = [1 + i % 90 for i in range(448)]
+    requests = [make_request(f"r{i}", [*shared, *([i + 1] * 64)], max_tokens=4) for i in range(8)]
+    for request in requests:
+        engine.add(request)
+    transcript = run_to_end(engine)
+    assert sum(step.record.num_prefill_tokens for step in transcript.steps) == 448 + 8 * 64
+    assert sum(step.record.num_prefix_hit_tokens for step in transcript.steps) == 7 * 448
+    alone = {request.request_id: run_alone(request, max_model_len=1024, num_blocks=128) for request in requests}
+    assert transcript.tokens == alone
+
+
+def test_waiting_for_a_prefix_is_bounded() -> None:
+    engine = make_engine(max_prefix_wait_steps=3)
+    cache = engine.scheduler.residency.prefix_cache
+    chain = cache.new_chain("")
+    cache.extend(chain, np.array(PREFIX, np.int32))
+    cache.announce(chain, 0, 5)  # somebody says it is computing the prefix, and never does
+    engine.add(make_request("a", PREFIX, max_tokens=1))
+    running = [engine.step().record.num_prefill_seqs for _ in range(4)]
+    assert running == [0, 0, 0, 1]
+
+
+def test_an_aborted_leader_does_not_hold_up_its_followers() -> None:
+    engine = make_engine(max_prefill_tokens=8)
+    engine.add(make_request("leader", [*PREFIX, 50]))
+    engine.add(make_request("follower", [*PREFIX, 51]))
+    engine.step()
+    engine.abort("leader")
+    transcript = run_to_end(engine)
+    assert transcript.tokens["follower"] == run_alone(make_request("follower", [*PREFIX, 51]))
+    assert len(transcript.steps) <= 8

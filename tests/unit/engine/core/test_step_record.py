@@ -1,0 +1,62 @@
+"""Every fact of a step stands in the field of its name, though the engine fills them in by their order."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from roseinfer.engine.core.engine import OutboxState
+from roseinfer.engine.core.steps import Outcome, StepCounts
+from roseinfer.records import BlockedBy, PhaseTimes
+from roseinfer.runtime.stopwatch import Stopwatch
+from tests.unit.engine.harness import make_engine
+
+COUNTS = {
+    name: 100 + number for number, name in enumerate(StepCounts.__struct_fields__) if name != "blocked_by"
+}  # all different
+PHASES, AHEAD = PhaseTimes(schedule=50), PhaseTimes(schedule=51)
+
+
+def test_each_fact_is_in_its_field() -> None:
+    engine: Any = make_engine(pipeline_depth=1)
+    counts = StepCounts(**COUNTS, blocked_by=BlockedBy.SLOTS)
+    engine.scheduler = SimpleNamespace(
+        take_ended=list,
+        counts=counts,
+        num_running=1,
+        num_waiting=2,
+        residency=SimpleNamespace(pool=SimpleNamespace(num_used=3, num_cached=4, num_blocks=5)),
+    )
+    engine.phases = SimpleNamespace(clock=lambda: 13)
+    engine.profile = SimpleNamespace(marks_step=lambda: True)
+    engine.gc_pauses, engine._gc_ns = SimpleNamespace(total_ns=20), 6
+    watches = [
+        cast("Stopwatch", SimpleNamespace(step_id=10 + number, start_ns=11, times=lambda times=times: times))
+        for number, times in enumerate((PHASES, AHEAD))
+    ]
+    launched = SimpleNamespace(h2d_bytes=7, graph_rows=8)
+    output = engine._tell(Outcome(b"", b"", [], 9), *watches, 12, launched, OutboxState(15, 16), 17)
+    assert msgspec.structs.asdict(output.record) == {
+        **COUNTS,
+        "step_id": 10,
+        "start_ns": 11,
+        "tokens_ns": 12,
+        "end_ns": 13,
+        "num_running": 1,
+        "num_waiting": 2,
+        "num_used_blocks": 3,
+        "num_cached_blocks": 4,
+        "num_total_blocks": 5,
+        "num_generated_tokens": 9,
+        "outbox_depth": 15,
+        "outbox_wait_ns": 16,
+        "gc_ns": 17,
+        "late_gc_ns": 14,
+        "h2d_bytes": 7,
+        "graph_rows": 8,
+        "blocked_by": BlockedBy.SLOTS,
+        "is_profiled": True,
+        "pipeline_depth": 1,
+        "phases": PHASES,
+        "ahead": AHEAD,
+    }

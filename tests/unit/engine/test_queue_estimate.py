@@ -1,0 +1,310 @@
+"""Predicted waits against waits, and an overload on a virtual clock: who is let in keeps its latency."""
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+
+from roseinfer.bench.simulate.cost_model import CostModel
+from roseinfer.bench.simulate.virtual_runner import VirtualClock, VirtualRunner
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.queue_estimate import MAX_RETRY_AFTER_S, Backlog
+from roseinfer.messages import Request
+from roseinfer.records import BlockedBy, FinishReason
+from roseinfer.runtime.stopwatch import Phases
+from tests.unit.engine.harness import VOCAB_SIZE, make_engine, make_request
+from tests.unit.observe.facts import make_step
+
+NUM_PLACES = 8
+COSTS = CostModel(
+    step_ns=2e6, decode_row_ns=1e5, prefill_token_ns=5e4, context_token_ns=0.0, host_ns=0.0
+)  # 2.8 ms a step of eight rows
+CAPACITY = 66.0  # requests a second that this engine can end: found by the test that follows
+
+
+@dataclass
+class World:
+    """An engine on a virtual clock, clients that come at random, and a door."""
+
+    rate: float
+    limit_s: float | None
+    num_requests: int = 1500
+    first_token_s: list[float] = field(default_factory=list)
+    predicted_s: list[float] = field(default_factory=list)
+    num_refused: int = 0
+    num_tokens: int = 0
+    duration_s: float = 0.0
+
+    def run(self) -> "World":
+        clock = VirtualClock()
+        backlog = Backlog(NUM_PLACES, clock)
+        engine = self._engine(clock)
+        generator = random.Random(1)
+        arrivals = list(np.cumsum([generator.expovariate(self.rate) for _ in range(self.num_requests)]))
+        requests: dict[str, Request] = {}
+        came: dict[str, float] = {}
+        scheduled: dict[str, int] = {}
+        slots: dict[int, str] = {}
+        heapq.heapify(arrivals)
+        start_ns = clock.now_ns
+        while arrivals or engine.has_work:
+            while arrivals and start_ns + arrivals[0] * 1e9 <= clock.now_ns:
+                self._knock(heapq.heappop(arrivals), generator, engine, backlog, requests, came)
+            if not engine.has_work:
+                clock.advance_to(int(start_ns + arrivals[0] * 1e9) + 1)
+                continue
+            output = engine.step()
+            backlog.measure_step(output.record)
+            for told in output.outputs:
+                name, request = told.request_id, requests[told.request_id]
+                if told.slot is not None:
+                    slots[told.slot] = name
+                if name not in scheduled and told.times is not None:
+                    scheduled[name] = told.times.scheduled_ns
+                    backlog.note_first_token(name)
+                    self.first_token_s.append((output.record.tokens_ns - start_ns) / 1e9 - came[name])
+                if told.finish_reason is FinishReason.LENGTH:
+                    backlog.measure_place(output.record.tokens_ns - scheduled[name])
+                    backlog.remove(name, len(request.prompt_token_ids), request.params.max_tokens)
+                    self.num_tokens += request.params.max_tokens
+        assert (backlog.num_sequences, backlog.num_tokens, backlog.num_unread_tokens) == (0, 0, 0)
+        self.duration_s = (clock.now_ns - start_ns) / 1e9
+        return self
+
+    def _engine(self, clock: VirtualClock) -> Engine:
+        engine = make_engine(num_blocks=512, max_model_len=256, max_num_seqs=NUM_PLACES, max_num_batched_tokens=128)
+        engine.runner = VirtualRunner(clock, COSTS, vocab_size=VOCAB_SIZE, num_slots=NUM_PLACES)
+        engine.phases = Phases(clock=clock)
+        return engine
+
+    def _knock(
+        self,
+        at_s: float,
+        generator: random.Random,
+        engine: Engine,
+        backlog: Backlog,
+        requests: dict[str, Request],
+        came: dict[str, float],
+    ) -> None:
+        wait_s = backlog.predict_wait_s()
+        if self.limit_s is not None and wait_s > self.limit_s:
+            self.num_refused += 1
+            return
+        name = f"r{len(requests)}"
+        prompt = [generator.randrange(VOCAB_SIZE - 1) for _ in range(generator.randint(4, 24))]
+        request = make_request(name, prompt, max_tokens=generator.randint(20, 60))
+        requests[name], came[name] = request, at_s
+        self.predicted_s.append(wait_s)
+        backlog.add(request)
+        engine.add(request)
+
+    @property
+    def p99_s(self) -> float:
+        return float(np.percentile(self.first_token_s, 99))
+
+    @property
+    def goodput(self) -> float:
+        """Tokens of whole answers a second."""
+        return self.num_tokens / self.duration_s
+
+
+def test_the_capacity_of_this_engine() -> None:
+    endless = World(rate=1e6, limit_s=None, num_requests=600).run()
+    assert 600 / endless.duration_s == pytest.approx(CAPACITY, rel=0.05)
+
+
+def test_at_four_times_the_capacity_who_is_let_in_keeps_its_latency() -> None:
+    limit_s = 0.3
+    at_capacity, overloaded = World(CAPACITY, limit_s).run(), World(4 * CAPACITY, limit_s).run()
+    assert overloaded.num_refused > 0.6 * overloaded.num_requests
+    assert overloaded.p99_s <= 1.3 * at_capacity.p99_s
+    peak = World(rate=1e6, limit_s=None, num_requests=600).run().goodput
+    assert overloaded.goodput >= 0.95 * peak
+    lawless = World(4 * CAPACITY, None).run()
+    assert lawless.p99_s > 10 * at_capacity.p99_s, "the door makes no difference here"
+
+
+def test_below_its_capacity_nobody_is_refused() -> None:
+    world = World(0.7 * CAPACITY, 0.3).run()
+    assert world.num_refused == 0
+
+
+def test_predictions_come_true() -> None:
+    """With a queue that grows from nothing to a second and more: the error of the median is a fifth, at most."""
+    world = World(2 * CAPACITY, limit_s=1.0, num_requests=800).run()
+    predicted, actual = np.array(world.predicted_s), np.array(world.first_token_s)
+    order = np.argsort(actual)  # first tokens come in the order of arrival, but for ties
+    queued = predicted > 0.2
+    ratios = predicted[queued] / np.maximum(1e-9, actual[queued])
+    assert len(order) == len(predicted)
+    assert 0.8 < float(np.median(ratios)) < 1.25
+
+
+def test_nothing_is_predicted_from_nothing() -> None:
+    backlog = Backlog(2)
+    for i in range(2):
+        backlog.add(make_request(f"r{i}", [1] * 1000, max_tokens=1000))
+    assert backlog.predict_wait_s() == 0.0
+    assert backlog.retry_after_s(priority=0) == 1
+
+
+def test_retry_after_is_the_excess_in_whole_seconds_and_bounded() -> None:
+    clock = VirtualClock()
+    backlog = Backlog(2, clock)
+    backlog.measure_place(int(4e9))
+    for i in range(6):
+        backlog.add(make_request(f"r{i}", [1], max_tokens=1))
+    assert backlog.predict_wait_s() == pytest.approx(5 * 4 / 2)
+    assert backlog.retry_after_s(limit_s=3.0, priority=0) == 7
+    assert backlog.retry_after_s(limit_s=100.0, priority=0) == 2  # until one place is free
+    for i in range(6, 60):
+        backlog.add(make_request(f"r{i}", [1], max_tokens=1))
+    assert backlog.retry_after_s(priority=0) == MAX_RETRY_AFTER_S
+
+
+def crowded(clock: VirtualClock, *, priority_wait_s: float = 0.0) -> Backlog:
+    """Two places, held for a second each, of which both are taken by sequences that have begun."""
+    backlog = Backlog(2, clock, priority_wait_s)
+    backlog.measure_place(int(1e9))
+    for i in range(2):
+        backlog.add(make_request(f"running-{i}"))
+        backlog.note_first_token(f"running-{i}")
+    return backlog
+
+
+def test_an_engine_that_has_become_slow_is_noticed_by_who_waits() -> None:
+    backlog = crowded(clock := VirtualClock())
+    clock.advance(1)
+    backlog.add(make_request("waits"))
+    clock.advance(int(20e9))
+    assert backlog.predict_wait_s() == pytest.approx(20)
+
+
+def run_steps(
+    backlog: Backlog, clock: VirtualClock, num_steps: int, step_ns: int, num_running: int = 2, num_decode_seqs: int = 2
+) -> None:
+    """Steps of one length, one after the other; `num_running` are left to do after each."""
+    for _ in range(num_steps):
+        start_ns = clock.now_ns
+        clock.advance(step_ns)
+        backlog.measure_step(
+            make_step(start_ns=start_ns, end_ns=clock.now_ns, num_running=num_running, num_decode_seqs=num_decode_seqs)
+        )
+
+
+def test_an_engine_that_has_become_slow_is_noticed_a_few_steps_later() -> None:
+    backlog, ms = Backlog(2, clock := VirtualClock()), 1_000_000
+    run_steps(backlog, clock, 100, ms)
+    backlog.measure_place(50 * ms)
+    for i in range(5):
+        backlog.add(make_request(f"r{i}"))
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
+    run_steps(backlog, clock, 40, 4 * ms)
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.2 / 2, rel=0.05), "nobody has ended since, and yet"
+    clock.advance(32 * 12 * ms)  # the step that is under way takes long
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.8 / 2, rel=0.1)
+    run_steps(backlog, clock, 40, ms)
+    for i in range(5):
+        backlog.note_first_token(f"r{i}")
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05), "and that it is as quick as before"
+
+
+def test_a_rest_is_not_slowness() -> None:
+    backlog, ms = Backlog(2, clock := VirtualClock()), 1_000_000
+    run_steps(backlog, clock, 100, ms)
+    backlog.measure_place(50 * ms)
+    for _ in range(20):
+        run_steps(backlog, clock, 1, ms, num_running=0)
+        clock.advance(10_000 * ms)
+    for i in range(5):
+        backlog.add(make_request(f"r{i}"))
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("num_steps_after", [0, 1, 20])
+def test_an_outage_is_not_slowness(num_steps_after: int) -> None:
+    backlog, ms = Backlog(2, clock := VirtualClock()), 1_000_000
+    run_steps(backlog, clock, 100, ms)
+    backlog.measure_place(50 * ms)
+    clock.advance(10_000 * ms)  # it died in the middle of its work
+    backlog.restart()
+    clock.advance(10_000 * ms)  # and nobody came for a while
+    run_steps(backlog, clock, num_steps_after, ms)
+    for i in range(5):
+        backlog.add(make_request(f"r{i}"))
+    assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
+    if num_steps_after:
+        backlog.measure_place(50 * ms)
+        assert backlog.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
+
+
+def test_an_engine_that_is_started_again_has_all_its_places() -> None:
+    backlog = crowded(VirtualClock())
+    assert backlog.predict_wait_s() == pytest.approx(0.5)
+    backlog.measure_step(make_step(num_running=1, num_decode_seqs=1, blocked_by=BlockedBy.KV_BLOCKS))
+    assert backlog.predict_wait_s() == pytest.approx(2)
+    backlog.restart()
+    assert backlog.predict_wait_s() == pytest.approx(0.5)
+
+
+def test_steps_that_wait_for_a_grammar_say_nothing_of_what_a_step_takes() -> None:
+    backlog, ms = Backlog(2, clock := VirtualClock()), 1_000_000
+    run_steps(backlog, clock, 100, 50 * ms)
+    backlog.measure_place(2500 * ms)
+    run_steps(backlog, clock, 200, 5 * ms, num_decode_seqs=0)
+    for i in range(5):
+        backlog.add(make_request(f"r{i}"))
+    assert backlog.predict_wait_s() == pytest.approx(4 * 2.5 / 2, rel=0.05)
+    run_steps(backlog, clock, 40, 50 * ms)
+    assert backlog.predict_wait_s() == pytest.approx(4 * 2.5 / 2, rel=0.05), "nor is the time they took a step's"
+    backlog.measure_place(2000 * ms)
+    assert backlog.predict_wait_s() == pytest.approx(4 * 2.25 / 2, rel=0.05)
+
+
+def test_who_is_overtaken_waits_for_reasons_of_its_own_and_sheds_nobody() -> None:
+    """It is less urgent, say, or its grammar is being compiled."""
+    backlog = crowded(clock := VirtualClock())
+    clock.advance(1)
+    backlog.add(make_request("compiles"))
+    clock.advance(int(20e9))
+    backlog.add(make_request("overtakes"))
+    backlog.note_first_token("overtakes")
+    assert backlog.predict_wait_s() == pytest.approx(1.5), "four before it, two at once"
+    clock.advance(1)
+    backlog.add(make_request("waits"))
+    clock.advance(int(5e9))
+    assert backlog.predict_wait_s() == pytest.approx(5), "nobody who came later than this one has begun"
+
+
+def test_who_has_waited_without_a_place_is_believed_before_anything_was_measured() -> None:
+    backlog = Backlog(2, clock := VirtualClock())
+    for i in range(3):
+        backlog.add(make_request(f"r{i}"))
+    clock.advance(int(7e9))
+    assert backlog.predict_wait_s() == pytest.approx(7)
+
+
+def test_a_place_that_somebody_less_urgent_has_is_taken_all_the_same() -> None:
+    backlog = Backlog(2, VirtualClock(), priority_wait_s=1.0)
+    backlog.measure_place(int(1e9))
+    for i in range(3):
+        backlog.add(msgspec.structs.replace(make_request(f"r{i}"), priority=10))
+    assert backlog.predict_wait_s(priority=0) == pytest.approx(0.5), "until a place is free"
+
+
+def test_whom_a_newcomer_goes_before_is_not_in_its_way() -> None:
+    backlog = crowded(clock := VirtualClock(), priority_wait_s=1.0)
+    clock.advance(1)
+    for i in range(40):
+        backlog.add(msgspec.structs.replace(make_request(f"r{i}"), priority=10))
+    clock.advance(int(5e9))
+    assert backlog.predict_wait_s(priority=0) == pytest.approx(0.5), "until a place is free"
+    assert backlog.predict_wait_s() == backlog.predict_wait_s(priority=0)
+    assert backlog.predict_wait_s(priority=10) == pytest.approx(41 / 2)
+    clock.advance(int(25e9))
+    assert backlog.predict_wait_s(priority=0) == pytest.approx(41 / 2), (
+        "ten levels are worth less than they have waited"
+    )

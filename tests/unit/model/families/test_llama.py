@@ -1,0 +1,210 @@
+"""What config.json of a Llama, Mistral, Qwen2 or Qwen3 says to the model, and what of it is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.errors import ConfigError
+from roseinfer.model.families.llama import FamilySpec, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
+from roseinfer.model.families.registry import CausalLM, build_model
+from roseinfer.model.kernels.levels import levels_here
+from roseinfer.model.layers.layers import Placement
+from roseinfer.model.layers.rope import normalise_rope
+from roseinfer.model.runner import load_runner
+from roseinfer.model.weights import Checkpoint
+from tests.conftest import BuiltKernels
+from tests.unit.model.conftest import Outcome, Player, prompt_of
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+SPECS = (LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec)
+
+
+def spec_of(spec_type: type[FamilySpec], **fields: Any) -> FamilySpec:
+    return msgspec.convert(normalise_rope(CONFIG | fields), spec_type)
+
+
+def test_biases() -> None:
+    biases = {
+        (spec_type.model_type, wants): (spec.has_qkv_bias, spec.has_output_bias, spec.has_mlp_bias)
+        for spec_type in SPECS
+        for wants in (False, True)
+        for spec in [spec_of(spec_type, attention_bias=wants, mlp_bias=wants)]
+    }
+    assert biases == {
+        ("llama", False): (False, False, False),
+        ("llama", True): (True, True, True),
+        ("mistral", False): (False, False, False),
+        ("mistral", True): (False, False, False),
+        ("qwen2", False): (True, False, False),
+        ("qwen2", True): (True, False, False),
+        ("qwen3", False): (False, False, False),
+        ("qwen3", True): (True, True, False),
+    }
+
+
+def test_the_size_of_heads() -> None:
+    assert [spec_of(spec_type).attention.head_dim for spec_type in SPECS] == [8, 8, 8, 128]
+    for spec_type in SPECS:
+        attention = spec_of(spec_type, head_dim=16).attention
+        assert (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.scale) == (4, 2, 16, 0.25)
+    assert spec_of(LlamaSpec, num_key_value_heads=None).attention.num_kv_heads == 4
+    assert [spec_type.has_head_norms for spec_type in SPECS] == [False, False, False, True]
+
+
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("spec_type", "fields", "windows"),
+    [
+        (LlamaSpec, {"sliding_window": 8}, (None, None, None)),
+        (MistralSpec, {"sliding_window": 8}, (8, 8, 8)),
+        (MistralSpec, {"sliding_window": None}, (None, None, None)),
+        (MistralSpec, {"max_position_embeddings": 8192}, (4096, 4096, 4096)),
+        (MistralSpec, {"sliding_window": 64}, (None, None, None)),  # nothing is ever that far away
+        (MistralSpec, {"sliding_window": 8, "layer_types": LAYER_TYPES}, (8, None, 8)),
+        (MistralSpec, {"sliding_window": 8, "layer_types": None}, (8, 8, 8)),
+        (MistralSpec, {"sliding_window": None, "layer_types": LAYER_TYPES}, (None, None, None)),
+        (Qwen2Spec, {"sliding_window": 8, "max_window_layers": 1}, (None, None, None)),
+        (Qwen2Spec, {"sliding_window": 8, "max_window_layers": 1, "use_sliding_window": True}, (None, 8, 8)),
+        (Qwen2Spec, {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None, None, None)),
+        (Qwen3Spec, {"sliding_window": 8, "use_sliding_window": True, "layer_types": LAYER_TYPES}, (8, None, 8)),
+        (Qwen3Spec, {"sliding_window": 8, "layer_types": LAYER_TYPES}, (None, None, None)),
+    ],
+)
+def test_windows(spec_type: type[FamilySpec], fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert spec_of(spec_type, **fields).attention.windows == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"hidden_act": "gelu"}, "'gelu' - at `$.hidden_act`"),
+        ({"num_attention_heads": 3}, "hidden_size is not an even multiple of num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is not a multiple of num_key_value_heads"),
+        ({"head_dim": 7}, "`$.head_dim`"),
+        ({"vocab_size": None}, "`$.vocab_size`"),
+        ({"quantization_config": {"quant_method": "awq"}}, "`$.quantization_config`"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' - at `$.rope_scaling"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has not num_hidden"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 3}, "at `$.layer_types[0]`"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has not num_hid"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["chunked_attention"] * 3}, "`$.layer_types[0]`"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "`$.sliding_window`"),
+        ({"architectures": ["MixtralForCausalLM"]}, "asks for MixtralForCausalLM; known architectures are GPT2LMHead"),
+        ({"num_hidden_layers": 4}, "has no tensor model.layers.3.input_layernorm.weight"),
+        ({"num_hidden_layers": 2}, "tensor model.layers.2.input_layernorm.weight does not belong to a llama model"),
+        ({"attention_bias": True}, "has no tensor model.layers.0.self_attn.q_proj.bias"),
+        ({"num_key_value_heads": 4}, "tensor model.layers.0.self_attn.k_proj.weight is F32 [16, 32]; config.json asks"),
+        ({"tie_word_embeddings": False}, "has no tensor lm_head.weight"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(write_checkpoint(tmp_path, **({"tie_word_embeddings": True} | fields)))
+    assert caught.value.param == "model.path"
+    assert told in caught.value.message
+
+
+def write_checkpoint(directory: Path, *, has_head_norms: bool = False, **fields: Any) -> Path:
+    """A Llama with tied embeddings and perhaps norms of heads, whatever the fields say."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (40, 32), "model.norm.weight": (32,)}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{name}_layernorm.weight": (32,) for name in ("input", "post_attention")}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (32, 32) for name in "qo"}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (16, 32) for name in "kv"}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (48, 32) for name in ("gate", "up")}
+        shapes |= {f"{prefix}mlp.down_proj.weight": (32, 48)}
+        if has_head_norms:
+            shapes |= {f"{prefix}self_attn.{name}_norm.weight": (8,) for name in "qk"}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(CONFIG | fields))
+    return directory
+
+
+def build(directory: Path, placement: Placement | None = None) -> CausalLM:
+    with Checkpoint(directory) as checkpoint:
+        return build_model(checkpoint, placement or Placement(torch.device("cpu"), torch.float32))
+
+
+def assert_same(outcomes: list[Outcome], expected: list[Outcome]) -> None:
+    assert [outcome.token_id for outcome in outcomes] == [outcome.token_id for outcome in expected]
+    for outcome, other in zip(outcomes, expected, strict=True):
+        assert torch.equal(outcome.logits, other.logits)
+
+
+def test_without_architectures_the_model_type_decides(tmp_path: Path) -> None:
+    model = build(write_checkpoint(tmp_path, tie_word_embeddings=True, architectures=None))
+    assert model.model_type == "llama"
+    assert (model.vocab_size, model.max_positions, model.num_parameters) == (40, 64, 40 * 32 + 32 + 3 * 7744)
+    assert model.cache_shape.num_kv_heads == 2
+
+
+def test_every_shape_of_linear_is_named_for_warm_up(tmp_path: Path) -> None:
+    model = build(write_checkpoint(tmp_path, tie_word_embeddings=True))
+    shapes = [(linear.num_outputs, linear.num_inputs) for linear in (*model.layer_linears, model.head)]
+    assert shapes == [(64, 32), (32, 32), (96, 32), (32, 48), (40, 32)]
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 8,
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "max_window_layers": 1,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(params=["off", levels_here()[-1].name])
+def kernels(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "off":
+        return {"kernels": "off"}
+    built: BuiltKernels = request.getfixturevalue("built_kernels")
+    return {"kernels": request.param, "kernels_dir": str(built(request.param))}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sequence_has_the_same_bits_in_chunks_and_in_company(
+    tmp_path: Path, kernels: dict[str, Any], dtype: Any
+) -> None:
+    path = write_checkpoint(tmp_path, has_head_norms=True, **QWEN3)
+    runner = RunnerConfig(device="cpu", num_threads=1, **kernels)
+    config = Config(model=ModelConfig(path=str(path), dtype=dtype), cache=CacheConfig(num_blocks=64), runner=runner)
+    player = Player(load_runner(config, 8, lambda *_: None), 8, 16)
+    prompts = [prompt_of(50, seed=seed, vocab_size=40) for seed in range(3)]
+    expected = []
+    for slot, prompt in enumerate(prompts):
+        player.admit(slot, prompt)
+        expected.append(player.run(slot, 4))
+        player.free.extend(player.sequences.pop(slot).blocks)
+    for chunk in (1, 7, 16, 33):
+        player.admit(3, prompts[0])
+        assert_same(player.run(3, 4, chunk), expected[0])
+        player.free.extend(player.sequences.pop(3).blocks)
+    for slot, prompt in enumerate(prompts):
+        player.admit(slot, prompt)
+    together = [player.step({0: 50, 1: 3}), player.step({0: 1, 1: 47, 2: 50})]
+    together += [player.step({0: 1, 1: 1, 2: 1}) for _ in range(3)]
+    for slot, outcomes in enumerate(expected):
+        assert_same([step[slot] for step in together if slot in step][:4], outcomes)

@@ -1,0 +1,152 @@
+"""Linears of every kind that this processor has: what they compute, and that a row depends on nothing but itself."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from roseinfer.model.layers.activation import ACTIVATIONS, Activation
+from roseinfer.model.layers.linear import Linear, OneDnnLinear, TorchLinear
+from roseinfer.model.placement import Placement
+from tests.conftest import BuiltKernels
+from tests.unit.model.setups import SETUPS, Setup
+
+FLOAT32 = Placement(torch.device("cpu"), torch.float32)
+every_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
+
+# Inputs and outputs: tiles and panels that are full and that are not, a row of tiles, sums longer than one chunk.
+SHAPES = [(96, 97), (192, 576), (33, 16), (70, 131), (768, 50), (1100, 200), (5, 17), (769, 1)]
+NUM_ROWS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 100, 128, 129, 200, 255, 256, 257, 299, 300]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(x: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """The rows, the last one repeated as often as a runner repeats it."""
+    num_more = placement.padded_rows(len(x)) - len(x)
+    return torch.cat((x, x[-1:].expand(num_more, -1))) if num_more else x
+
+
+def run(linear: Linear, x: torch.Tensor, placement: Placement) -> torch.Tensor:
+    return linear(padded(x.contiguous(), placement))[: len(x)]
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: Activation) -> torch.Tensor:
+    y = functional.linear(x.double(), weight.double(), bias.double())
+    if activation == "none":
+        return y
+    if activation == "silu":
+        return functional.silu(y)
+    return functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def tolerance(setup: Setup, dtype: torch.dtype) -> float:
+    """Of outputs of size 1 to 100: the roundings of weights, of activations and of the result."""
+    if setup.quantization == "int8":
+        return 0.05
+    return 1e-4 if dtype == torch.float32 and setup.dtype == "float32" else 0.02
+
+
+@every_setup
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_computed(built_kernels: BuiltKernels, setup: Setup, activation: Activation) -> None:
+    placement = setup.placement(built_kernels)
+    for num_inputs, num_outputs in (*SHAPES[:4], *SHAPES[6:]):
+        weight, bias = random(num_outputs, num_inputs, seed=1), random(num_outputs, seed=2)
+        x = random(37, num_inputs, seed=3)
+        expected = reference(x, weight, bias, activation).float()
+        for given, dtype in ((bias, None), (bias, torch.float32)):
+            linear = Linear(weight, given, placement, activation, dtype=dtype)
+            out = run(linear, x.to(placement.dtype), placement)
+            size = tolerance(setup, out.dtype)
+            torch.testing.assert_close(out.float(), expected, atol=size * num_inputs**0.5, rtol=size)
+
+
+@every_setup
+def test_the_result_has_the_type_that_was_asked_for(built_kernels: BuiltKernels, setup: Setup) -> None:
+    placement = setup.placement(built_kernels)
+    head = Linear(random(40, 32), None, placement, dtype=torch.float32)
+    plain = Linear(random(40, 32), None, placement)
+    x = random(4, 32).to(placement.dtype)
+    assert plain(x).dtype == placement.dtype
+    has_choice = placement.linears in {"amx", "registers", "int8"}
+    assert head(x).dtype == (torch.float32 if has_choice else placement.dtype)
+    if has_choice and placement.dtype == torch.bfloat16:
+        assert torch.equal(head(x).bfloat16(), plain(x))  # rounded once, at the end
+
+
+@every_setup
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_depends_on_nothing_but_itself(built_kernels: BuiltKernels, setup: Setup, num_threads: int) -> None:
+    placement = setup.placement(built_kernels)
+    for index, (num_inputs, num_outputs) in enumerate(SHAPES if num_threads == 1 else SHAPES[5:6]):
+        weight, bias = random(num_outputs, num_inputs, seed=1), random(num_outputs, seed=2)
+        linear = Linear(weight, bias, placement, ACTIVATIONS[-1 - index % len(ACTIVATIONS)])
+        x = random(300, num_inputs).to(placement.dtype)
+        torch.set_num_threads(1)
+        whole = run(linear, x, placement)
+        torch.set_num_threads(num_threads)
+        for num_rows in NUM_ROWS if num_threads == 1 else NUM_ROWS[::6]:
+            chosen = torch.randperm(300, generator=torch.Generator().manual_seed(num_rows))[:num_rows]
+            assert torch.equal(run(linear, x[chosen], placement), whole[chosen]), (num_inputs, num_outputs, num_rows)
+
+
+@every_setup
+def test_a_row_that_is_not_finite_is_told_and_stays_alone(built_kernels: BuiltKernels, setup: Setup) -> None:
+    placement = setup.placement(built_kernels)
+    linear = Linear(random(48, 64, seed=1), None, placement)
+    x = random(6, 64).to(placement.dtype)
+    expected = linear(x)
+    broken = x.clone()
+    broken[2, 5], broken[4, 7] = torch.nan, torch.inf
+    out = linear(broken)
+    assert out[2].isnan().all()
+    assert not out[4].isfinite().any()
+    assert torch.equal(out[[0, 1, 3, 5]], expected[[0, 1, 3, 5]])
+
+
+@every_setup
+def test_weights_may_be_given_transposed_and_are_copied(built_kernels: BuiltKernels, setup: Setup) -> None:
+    placement = setup.placement(built_kernels)
+    weight, bias = random(16, 32).to(placement.dtype), random(16).to(placement.dtype)
+    mapped = weight.t().contiguous()
+    linears = [Linear(mapped.t(), bias, placement), Linear(weight, bias, placement)]
+    x = torch.eye(32, dtype=placement.dtype)
+    before = linears[0](x)
+    for tensor in (mapped, weight, bias):
+        tensor.zero_()
+    assert all(torch.equal(linear(x), before) for linear in linears)
+    assert before.any()
+
+
+def test_no_rows_are_no_rows(built_kernels: BuiltKernels) -> None:
+    for setup in SETUPS:
+        placement = setup.placement(built_kernels)
+        linear = Linear(random(48, 32), None, placement)
+        assert linear(torch.empty(0, 32, dtype=placement.dtype)).shape == (0, 48)
+
+
+def test_rows_may_be_given_strided(built_kernels: BuiltKernels) -> None:
+    for setup in SETUPS:
+        placement = setup.placement(built_kernels)
+        linear = Linear(random(48, 32), None, placement)
+        x = random(8, 64).to(placement.dtype)
+        assert torch.equal(linear(x[:, :32]), linear(x[:, :32].contiguous()))
+
+
+def test_a_plain_linear_shares_a_weight_that_is_not_mapped() -> None:
+    weight = random(16, 32)
+    shared, copied = (TorchLinear(weight, None, "none", FLOAT32, is_mapped=mapped) for mapped in (False, True))
+    expected = shared(torch.ones(2, 32))
+    weight.zero_()
+    assert not shared(torch.ones(2, 32)).any()
+    assert torch.equal(copied(torch.ones(2, 32)), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_plain_kind_and_onednn_agree(activation: Activation) -> None:
+    weight, bias, x = random(40, 48, seed=1), random(40, seed=2), random(6, 48)
+    plain = TorchLinear(weight, bias, activation, FLOAT32, is_mapped=True)
+    packed = OneDnnLinear(weight, bias, activation, torch.float32)
+    torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=1e-5)

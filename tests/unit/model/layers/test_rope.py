@@ -1,0 +1,155 @@
+"""Frequencies and rotations as `transformers` has them, and the rope sections of config.json in all their spellings."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from roseinfer.model.families.llama import LlamaSpec
+from roseinfer.model.layers.rope import DynamicRope, Llama3Rope, Rope, Rotation, RotationTable, YarnRope, normalise_rope
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 8,
+    "hidden_size": 512,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 131072,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama 3.1": LLAMA3 | {"original_max_position_embeddings": 8192},
+    "llama 3.2": LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn with betas": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    "yarn, not truncated": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 2048,
+        "attention_factor": 1.25,
+        "truncate": False,
+    },
+}
+
+
+def spec_of(**fields: Any) -> LlamaSpec:
+    return msgspec.convert(normalise_rope(SHAPE | fields), LlamaSpec)
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        spec_of(**fields)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_those_of_transformers(name: str, theta: float) -> None:
+    scaling = SCALINGS[name] | {"rope_theta": theta}
+    reference = LlamaConfig(**SHAPE, rope_parameters=dict(scaling))
+    expected, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](reference, torch.device("cpu"))
+    rope = spec_of(rope_parameters=scaling).rope
+    torch.testing.assert_close(rope.frequencies(128), expected, rtol=1e-6, atol=0)
+    assert rope.magnitude == pytest.approx(magnitude)
+
+
+def test_without_scaling() -> None:
+    rope = spec_of(rope_theta=500_000).rope
+    assert type(rope) is Rope
+    expected = [500_000 ** (-2 * i / 128) for i in range(64)]
+    torch.testing.assert_close(rope.frequencies(128), torch.tensor(expected))
+    assert spec_of().rope == Rope(rope_theta=10_000.0)
+
+
+def test_all_spellings_of_the_section_are_the_same() -> None:
+    scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
+    expected = Llama3Rope(
+        rope_theta=500_000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    old = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
+    assert spec_of(rope_theta=500_000, rope_scaling=scaling).rope == expected
+    assert spec_of(rope_theta=500_000, rope_scaling=old).rope == expected
+    assert spec_of(rope_theta=500_000, rope_scaling=old | {"rope_type": "llama3"}).rope == expected
+    assert spec_of(rope_parameters=scaling | {"rope_theta": 500_000}).rope == expected
+    assert spec_of(rope_parameters=scaling | {"rope_theta": 500_000}, rope_scaling=None).rope == expected
+    assert spec_of(rope_theta=500_000, rope_scaling=LLAMA3, original_max_position_embeddings=8192).rope == expected
+    assert spec_of(rope_scaling={"type": "dynamic", "factor": 2}).rope == DynamicRope(rope_theta=10_000.0, factor=2.0)
+
+
+def test_the_original_context_is_the_models_where_nothing_else_is_said() -> None:
+    rope = spec_of(rope_scaling={"rope_type": "yarn", "factor": 1.0}).rope
+    assert isinstance(rope, YarnRope)
+    assert rope.original_max_position_embeddings == 131072
+
+
+def test_yarn_stretches_the_context_it_was_trained_on() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert spec_of(max_position_embeddings=40960, rope_scaling=yarn).max_positions == 131072
+    assert spec_of(max_position_embeddings=262144, rope_scaling=yarn).max_positions == 262144
+    assert spec_of(max_position_embeddings=4096, rope_scaling={"type": "linear", "factor": 4}).max_positions == 4096
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "Invalid value 'longrope' - at `$.rope_scaling"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "Invalid value 'mrope' - at `$.rope_scaling"),
+        ({"rope_scaling": {"type": "linear"}}, "missing required field `factor` - at `$.rope_scaling`"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "at `$.rope_scaling.factor`"),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, "at `$.rope_scaling.factor`"),
+        ({"rope_scaling": ["linear"]}, "at `$.rope_scaling`"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "new": 1}}, "unknown field `new` - at `$.rope_scaling`"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor is not above low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "unknown field `full_attention`"),
+        ({"rope_theta": 0}, "at `$.rope_parameters.rope_theta`"),
+        ({"partial_rotary_factor": 0.5}, "unknown field `partial_rotary_factor`"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "unknown field `partial_rotary_factor`"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_named(fields: dict[str, Any], told: str) -> None:
+    assert told in refusal(**fields)
+
+
+def test_a_whole_rotary_part_is_no_part() -> None:
+    assert spec_of(partial_rotary_factor=1.0).rope == spec_of().rope
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_are_those_of_transformers(dtype: torch.dtype) -> None:
+    rope = YarnRope(rope_theta=100.0, factor=2.0, original_max_position_embeddings=64)
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(5, 3, 16, generator=generator).to(dtype)
+    positions = torch.tensor([0, 1, 7, 99, 30])
+    angles = positions[:, None] * rope.frequencies(16)
+    cos, sin = (torch.cat((f(angles), f(angles)), -1) * rope.magnitude for f in (torch.cos, torch.sin))
+    expected, _ = apply_rotary_pos_emb(heads.float(), heads.float(), cos, sin)
+    turned = RotationTable(rope, 16, 100, torch.device("cpu")).at(positions)(heads)
+    assert turned.dtype == dtype
+    torch.testing.assert_close(turned.float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+def test_a_quarter_turn() -> None:
+    """By hand: the first half of a head becomes its second, the second the first with its sign changed."""
+    quarter = torch.full((1, 1, 2), math.pi / 2)
+    turned = Rotation(quarter.cos(), quarter.sin())(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]))
+    torch.testing.assert_close(turned, torch.tensor([[[-3.0, -4.0, 1.0, 2.0]]]))

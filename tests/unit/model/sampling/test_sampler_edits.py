@@ -1,0 +1,251 @@
+"""Changed logits: those of transformers' processors, with counts that know the token in flight; other rows apart."""
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from roseinfer.config.tree import RunnerConfig
+from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
+from roseinfer.messages import SamplingParams
+from roseinfer.model.kernels.levels import levels_here
+from roseinfer.model.kernels.library import Kernels, load_kernels
+from roseinfer.model.sampling.edits import GROUP
+from roseinfer.model.sampling.penalties import Penalties
+from roseinfer.model.sampling.sampler import Sampler
+from tests.conftest import BuiltKernels
+
+CPU = torch.device("cpu")
+VOCAB = 300
+PROMPT = [5, 9, 9, 17, 200, 9]
+
+
+@pytest.fixture(params=["torch", *(level.name for level in levels_here())])
+def kernels(request: pytest.FixtureRequest, built_kernels: BuiltKernels) -> Kernels | None:
+    if request.param == "torch":
+        return None
+    return load_kernels(RunnerConfig(kernels=request.param, kernels_dir=str(built_kernels(request.param))))
+
+
+def random_logits(rows: int, seed: int = 5) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def binding(slot: int, params: SamplingParams, generated: list[int], prompt: list[int] = PROMPT) -> SlotBinding:
+    known = np.array(prompt + generated, np.int32) if params.has_penalties else None
+    return SlotBinding(slot, params, len(prompt), (), known)
+
+
+def edited(logits: torch.Tensor, params: SamplingParams, generated: list[int]) -> torch.Tensor:
+    """What becomes of one row of logits."""
+    edit, changed = Penalties(CPU), logits.clone()
+    assert edit.bind(binding(0, params, generated))
+    slots, positions = np.zeros(1, np.int32), np.array([len(PROMPT) + len(generated)], np.int32)
+    edit.apply(changed.unsqueeze(0), slots, positions)
+    return changed
+
+
+def textbook(logits: torch.Tensor, params: SamplingParams, generated: list[int]) -> torch.Tensor:
+    """The processors of transformers where it has them, OpenAI's formula for the other two."""
+    known = torch.tensor([PROMPT + generated])
+    processors = LogitsProcessorList()
+    if params.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    scores: torch.Tensor = processors(known, logits.unsqueeze(0).clone())[0]
+    for token in range(VOCAB):
+        count = generated.count(token)
+        scores[token] -= count * params.frequency_penalty + (count > 0) * params.presence_penalty
+    return scores
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(repetition_penalty=0.6),
+        SamplingParams(presence_penalty=1.1),
+        SamplingParams(frequency_penalty=-0.7),
+        SamplingParams(presence_penalty=-2.0, frequency_penalty=2.0),
+        SamplingParams(logit_bias={17: 100.0, 200: -100.0, 4: 0.5}),
+        SamplingParams(
+            repetition_penalty=1.9, presence_penalty=0.3, frequency_penalty=0.4, logit_bias={9: -1.5, 33: 2.0}
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("generated", [[], [17], [33, 33, 9, 33, 4]], ids=str)
+def test_the_logits_of_the_reference(params: SamplingParams, generated: list[int]) -> None:
+    logits = random_logits(1)[0]
+    torch.testing.assert_close(
+        edited(logits, params, generated), textbook(logits, params, generated), atol=2e-6, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.3])
+def test_min_p_keeps_what_the_reference_keeps(kernels: Kernels | None, min_p: float) -> None:
+    logits = random_logits(1)
+    expected = MinPLogitsWarper(min_p)(torch.tensor([PROMPT]), logits.clone())[0].isfinite()
+    sampler = Sampler(1, VOCAB, CPU, kernels)
+    sampler.bind(binding(0, SamplingParams(min_p=min_p), []))
+    tokens, _ = sampler.sample(logits.expand(3000, -1), np.zeros(3000, np.int32), np.arange(3000, dtype=np.int32))
+    likely = logits[0].softmax(-1) > 0.004
+    assert not (set(tokens.tolist()) - set(expected.nonzero().flatten().tolist()))
+    assert set((expected & likely).nonzero().flatten().tolist()) <= set(tokens.tolist())
+
+
+def generate(
+    kernels: Kernels | None, params: list[SamplingParams], num_tokens: int, restart: int = 0
+) -> list[list[int]]:
+    """Tokens of slots that sample together from logits of their positions; at `restart` each gets a new slot."""
+    num_slots, known = 2 * len(params), [list(PROMPT) for _ in params]
+    sampler = Sampler(num_slots, VOCAB, CPU, kernels)
+    slots: Int32Array = np.arange(len(params), dtype=np.int32)
+    for step in range(num_tokens):
+        if step in {0, restart}:
+            slots = slots if step == 0 else slots[::-1] + len(params)
+            for slot, asked, tokens in zip(slots.tolist(), params, known, strict=True):
+                sampler.bind(binding(slot, asked, tokens[len(PROMPT) :]))
+        logits = random_logits(1, step).expand(len(params), -1).clone()
+        before = logits.clone()
+        positions = np.array([len(tokens) for tokens in known], np.int32)
+        drawn, _ = sampler.sample(logits, slots, positions)
+        assert torch.equal(logits, before), "the model's own logits are left as they are"
+        for tokens, token in zip(known, drawn.tolist(), strict=True):
+            tokens.append(token)
+    return [tokens[len(PROMPT) :] for tokens in known]
+
+
+KINDS = [
+    SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=2.0),
+    SamplingParams(seed=1, max_tokens=20),
+    SamplingParams(seed=2, max_tokens=20, presence_penalty=1.5, top_p=0.9),
+    SamplingParams(temperature=0.0, max_tokens=20, logit_bias={7: 6.0, 8: 6.0}),
+    SamplingParams(seed=3, max_tokens=20, repetition_penalty=1.4, logit_bias={9: 9.0}, top_k=20),
+    SamplingParams(seed=4, max_tokens=20, min_tokens=9, stop_token_ids=(3,), repetition_penalty=0.8),
+]
+
+
+def test_a_row_ignores_the_others_and_comes_back_in_another_slot(kernels: Kernels | None) -> None:
+    alone = [generate(kernels, [kind], 20)[0] for kind in KINDS]
+    assert generate(kernels, KINDS, 20) == alone
+    assert generate(kernels, KINDS[::-1], 20)[::-1] == alone
+    assert generate(kernels, KINDS, 20, restart=7) == alone
+    assert generate(kernels, KINDS * (GROUP // 4), 20) == alone * (GROUP // 4)
+
+
+def test_a_token_counts_from_the_step_after_it(kernels: Kernels | None) -> None:
+    """Nothing but the sampler itself has told it what it drew: so a step may be in flight."""
+    sampler = Sampler(1, VOCAB, CPU, kernels)
+    sampler.bind(binding(0, SamplingParams(temperature=0.0, frequency_penalty=2.0, max_tokens=9), []))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 40], logits[0, 41] = 5.0, 2.5
+    drawn = [
+        int(sampler.sample(logits, np.zeros(1, np.int32), np.array([len(PROMPT) + step], np.int32))[0])
+        for step in range(6)
+    ]
+    assert drawn == [40, 40, 41, 40, 41, 0]
+
+
+def test_small_changes_count_in_bfloat16_too(kernels: Kernels | None) -> None:
+    """Logits near 100 lie half a point apart there; a bias of a tenth still decides."""
+    logits = torch.full((1, VOCAB), -100.0).bfloat16()
+    sampler = Sampler(1, VOCAB, CPU, kernels)
+    sampler.bind(binding(0, SamplingParams(temperature=0.0, logit_bias={77: 0.1}), []))
+    assert sampler.sample(logits, np.zeros(1, np.int32), np.array([6], np.int32))[0].tolist() == [77]
+
+
+def test_log_probabilities_are_the_models_own(kernels: Kernels | None) -> None:
+    logits = random_logits(1)
+    sampler = Sampler(1, VOCAB, CPU, kernels)
+    sampler.bind(binding(0, SamplingParams(temperature=0.0, logit_bias={77: 100.0}, num_logprobs=1), []))
+    tokens, logprobs = sampler.sample(logits, np.zeros(1, np.int32), np.array([6], np.int32))
+    assert logprobs is not None
+    [entry] = logprobs.to_host(1)
+    assert entry is not None
+    expected = logits.double().log_softmax(-1)[0]
+    assert tokens.tolist() == [77]
+    assert entry.logprob == pytest.approx(float(expected[77]), abs=1e-6)
+    assert entry.top_token_ids == [int(expected.argmax())]
+
+
+def test_no_graph_where_logits_are_changed() -> None:
+    sampler = Sampler(2, VOCAB, CPU)
+    slots = np.zeros(1, np.int32)
+    sampler.bind(binding(0, SamplingParams(logit_bias={3: 1.0}), []))
+    assert not sampler.can_capture(slots)
+    assert sampler.can_capture(slots + 1)
+    sampler.bind(binding(0, msgspec.structs.replace(KINDS[1]), []))
+    assert sampler.can_capture(slots)
+
+
+def test_parameters_that_cannot_be_used_take_nothing_from_another_slot() -> None:
+    """As the runner does it: a slot whose owner asked for a bias gets one whose bias is none, and then a plain one."""
+    sampler = Sampler(2, VOCAB, CPU)
+    sampler.bind(binding(0, SamplingParams(temperature=0.0, logit_bias={3: 50.0}), []))
+    with pytest.raises(ValueError, match=r"str|much"):
+        sampler.bind(binding(0, SamplingParams(temperature=0.0, logit_bias={5: "much"}), []))  # type: ignore[dict-item]
+    sampler.bind(binding(0, SamplingParams(temperature=0.0), []))
+    sampler.bind(binding(1, SamplingParams(temperature=0.0, logit_bias={7: 50.0}), []))
+    logits, slots, positions = random_logits(2), np.arange(2, dtype=np.int32), np.full(2, len(PROMPT), np.int32)
+    assert sampler.sample(logits, slots, positions)[0].tolist() == [int(logits[0].argmax()), 7]
+
+
+def draw_once(kernels: Kernels | None, logits: torch.Tensor, params: list[SamplingParams]) -> list[int]:
+    """The tokens after the prompt, one row for each of the parameters."""
+    sampler = Sampler(len(params), VOCAB, CPU, kernels)
+    slots = np.arange(len(params), dtype=np.int32)
+    for slot, asked in enumerate(params):
+        sampler.bind(binding(slot, asked, []))
+    tokens, _ = sampler.sample(logits, slots, np.full(len(params), len(PROMPT), np.int32))
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_row_without_a_finite_logit_failed_by(kernels: Kernels | None, dtype: torch.dtype) -> None:
+    """By its own fault where the model's logits are finite; whatever it asks for where they are not."""
+    edits = [
+        SamplingParams(seed=1, repetition_penalty=1e-39),  # the front doors refuse it
+        SamplingParams(temperature=0.0, logit_bias={5: float("inf")}),
+        SamplingParams(temperature=0.0, logit_bias={5: 1.0}),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    ]
+    logits = random_logits(1).abs().repeat(2 * len(edits), 1).to(dtype)
+    logits[2:8, 17] = torch.nan
+    logits[4:6, 17] = torch.inf
+    tokens = draw_once(kernels, logits, [*edits, *[SamplingParams(seed=2)] * 4])
+    assert tokens == [OWN_FAULT] * 2 + [NO_TOKEN] * 6
+
+
+FIRST, LEAST = 1.1754944e-38, 5e-324  # normal float32, denormal float64
+EXTREMES: dict[str, list[object]] = {
+    "temperature": [0.0, LEAST, 1e-39, FIRST, 0.999999e-5, 1e-5, 2.0],
+    "top_p": [LEAST, 1e-39, FIRST, 1.0 - 2.0**-53, 1.0],
+    "top_k": [0, 1, VOCAB, 2**31 - 1],
+    "min_p": [0.0, LEAST, 1e-39, FIRST, 1.0],
+    "presence_penalty": [-2.0, -LEAST, 1e-39, 2.0],
+    "frequency_penalty": [-2.0, -LEAST, 1e-39, 2.0],
+    "repetition_penalty": [1e-5, 1.0 - 2.0**-53, 2.0],
+    "logit_bias": [{5: -100.0}, {9: 100.0}, {5: LEAST}, {9: -1e-39}, dict.fromkeys(range(VOCAB), -100.0)],
+}
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-39, 1.0, 1e4], ids=str)
+def test_no_values_that_a_request_may_have_leave_a_row_without_a_token(kernels: Kernels | None, scale: float) -> None:
+    """Every parameter at its bounds and at denormal numbers, alone and in pairs with every other."""
+    single = [(name, value) for name, values in EXTREMES.items() for value in values]
+    asked = [dict(pair) for pair in itertools.combinations_with_replacement(single, 2)]
+    params = [msgspec.convert({"seed": seed, **fields}, SamplingParams) for seed, fields in enumerate(asked)]
+    logits = random_logits(len(params), seed=8) * scale
+    tokens = draw_once(kernels, logits, params)
+    assert [fields for fields, token in zip(asked, tokens, strict=True) if not 0 <= token < VOCAB] == []

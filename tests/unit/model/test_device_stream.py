@@ -1,0 +1,109 @@
+"""Numbers on their way to a device: nobody waits for what the device has to do before."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roseinfer.engine.core.batch import SlotBinding
+from roseinfer.messages import SamplingParams
+from roseinfer.model.device_stream import sent
+from roseinfer.model.sampling.penalties import Penalties
+from roseinfer.model.sampling.sampler import Sampler
+from roseinfer.model.sampling.torch import TorchSampling
+
+DEVICE = torch.device("meta")  # one that is not the CPU, and computes shapes only
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether the host waits, for each copy from its memory to `DEVICE`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function._schema.name
+        if name == "aten::_to_copy" and args[0].device.type == "cpu" and kwargs["device"] == DEVICE:
+            self.waits.append(not kwargs.get("non_blocking", False))
+        if name == "aten::copy_" and args[0].device == DEVICE and args[1].device.type == "cpu":
+            self.waits.append(not (args[2:] or (kwargs.get("non_blocking", False),))[0])
+        return function(*args, **kwargs)
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What was pinned; a torch without CUDA cannot."""
+    tensors: list[torch.Tensor] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor.clone())
+        return tensors[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    return tensors
+
+
+def test_a_cpu_reads_the_array_itself(pinned: list[torch.Tensor]) -> None:
+    array = np.arange(3)
+    assert sent(array, torch.device("cpu")).data_ptr() == array.ctypes.data
+    assert not pinned
+
+
+def test_a_copy_to_a_gpu_is_queued_from_pinned_memory(pinned: list[torch.Tensor]) -> None:
+    with Copies() as copies:
+        on_device = sent(np.arange(3), DEVICE)
+    assert on_device.device == DEVICE
+    assert [tensor.tolist() for tensor in pinned] == [[0, 1, 2]]
+    assert copies.waits == [False]
+
+
+def test_penalties_are_bound_without_waiting(pinned: list[torch.Tensor]) -> None:
+    """A request that joins a batch does not hold up the step that is on its way."""
+    params = SamplingParams(presence_penalty=1.0, max_tokens=2, logit_bias={3: 1.5, 9: -100.0})
+    with Copies() as copies:
+        assert Penalties(DEVICE).bind(SlotBinding(0, params, 3, (), np.array([7, 8, 8], np.int32)))
+    assert [tensor.tolist() for tensor in pinned] == [[7, 8, 8, 0, 0], [3, 9], [1.5, -100.0]]
+    assert copies.waits == [False] * 3
+
+
+KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, presence_penalty=1.0, logit_bias={3: 1.0}),
+    SamplingParams(temperature=0.0, min_tokens=5, stop_token_ids=(4,)),
+    SamplingParams(temperature=0.0, num_logprobs=2),
+)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_step_is_sampled_without_waiting(
+    backend: str, pinned: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of all kinds but those that draw among the likeliest tokens: there the host decides how many to look at."""
+    sampler = Sampler(len(KINDS), 300, DEVICE)
+    assert isinstance(sampler._backend, TorchSampling)
+    if backend == "triton":
+        if find_spec("triton") is None:
+            pytest.skip("triton is not installed; the extra `test` has it")
+        from roseinfer.model.sampling.triton import TritonSampling
+        from roseinfer.model.triton_kernels import sampling as kernels
+
+        monkeypatch.setattr(kernels, "choose", lambda logits, slots, *_: torch.empty_like(slots))
+        sampler._backend = TritonSampling(sampler._table, DEVICE)
+    for slot, params in enumerate(KINDS):
+        sampler.bind(SlotBinding(slot, params, 3, (), np.array([7, 8, 8], np.int32)))
+    pinned.clear()
+    slots = np.arange(len(KINDS), dtype=np.int32)
+    with Copies() as copies:
+        tokens, logprobs = sampler.sample(torch.empty(len(KINDS), 300, device=DEVICE), slots, slots * 0 + 3)
+    assert tokens.shape == (len(KINDS),)
+    assert logprobs is not None
+    assert len(copies.waits) == len(pinned) > 0
+    assert not any(copies.waits)

@@ -1,0 +1,39 @@
+"""Interruptions may be told while they are read, by another thread or by a collection that the reading causes."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from roseinfer.observe.gaps.deliveries import LiveInterruptions
+from roseinfer.records import Cause
+from roseinfer.runtime.gc_pauses import GcPauses
+
+
+@pytest.fixture
+def _collecting_always() -> Iterator[None]:
+    """A collection at each allocation of anything that it walks through."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("_collecting_always")
+def test_a_collection_may_come_while_they_are_read() -> None:
+    live = LiveInterruptions()
+    for at_ns in range(8):
+        live.add(10 * at_ns, 10 * at_ns + 5, Cause.SCRAPE)
+    live.begin(90, Cause.SCRAPE)
+    with GcPauses() as pauses:
+        pauses.listeners.append(lambda start_ns, end_ns: live.add(start_ns, end_ns, Cause.GC))
+        kept = [[live.within(0, 100)] for _ in range(50)]
+    assert all(found[0][-1] == (90, 100, Cause.SCRAPE) for found in kept)
+    assert pauses.take(), "a collection came"
+
+
+def test_what_is_told_late_hides_nothing_that_ended_after_it() -> None:
+    live = LiveInterruptions()
+    live.add(30, 40, Cause.GC)
+    live.add(10, 35, Cause.SCRAPE)  # by a thread that was stopped before it could tell
+    assert live.quiet_since_ns == 40

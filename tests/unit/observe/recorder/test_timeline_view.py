@@ -1,0 +1,78 @@
+"""What a page is told adds up to what there is, whenever it asks and however late a write comes."""
+
+import json
+from typing import Any
+
+import pytest
+
+from roseinfer.config.tree import Config
+from roseinfer.observe.recorder.flight import Flight
+from roseinfer.records import Arrival, Delivery
+from tests.unit.observe.facts import writes_of
+from tests.unit.observe.flights import US, Story, make_flight
+
+
+def ask(flight: Flight, limit: int = 500, since: int = 0, since_ns: int = 0) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(flight.timeline(limit, since, since_ns)())
+    return told
+
+
+def keys(told: dict[str, Any]) -> list[tuple[int, int]]:
+    """Serial and end of each gap: what names it for the page."""
+    return [(row[0], row[3]) for row in told["gaps"]]
+
+
+@pytest.mark.parametrize("every", [1, 7, 40])
+def test_asking_often_tells_the_same_as_asking_once(every: int) -> None:
+    flight = Flight(Config(), "1.2.3")
+    story = Story(flight)
+    gaps: list[tuple[int, int]] = []
+    tokens: dict[int, list[int]] = {}
+    steps: list[int] = []
+    cursor: dict[str, int] = {}
+    for number in range(80):
+        story.step([story.arrive(f"r-{number}")] if number % 10 == 0 else None)
+        if number % every == every - 1 or number == 79:
+            told = ask(flight, **cursor)
+            cursor = told["next"]
+            gaps += keys(told)
+            steps += [row[0] for row in told["steps"]]
+            for request in told["requests"]:
+                known = tokens.setdefault(request["serial"], [])
+                assert request["tokens_from"] == len(known)
+                known += request["token_ns"]
+    whole = ask(flight)
+    assert len(gaps) == len(set(gaps))
+    assert set(gaps) == set(keys(whole))
+    assert steps == [row[0] for row in whole["steps"]]
+    assert tokens == {request["serial"]: request["token_ns"] for request in whole["requests"]}
+
+
+def test_a_write_that_comes_late_is_told_when_it_has_come() -> None:
+    flight = make_flight(num_streams=2, num_steps=20)
+    cursor = ask(flight)["next"]
+    timeline = flight.recorder.in_flight[0]
+    tokens_ns = timeline.token_ns[-5]
+    late_ns = flight.recorder.clock_pair.monotonic_ns + 50 * US
+    arrival = Arrival(tokens_ns, tokens_ns + US, tokens_ns + 2 * US)
+    delivery = Delivery(arrival, tokens_ns + 3 * US, tokens_ns + 4 * US, late_ns, was_paused=True, index=0)
+    flight.on_writes(writes_of((timeline, delivery)))
+    told = ask(flight, **cursor)
+    assert told["steps"] == []
+    [gap] = told["gaps"]
+    assert told["meta"]["causes"][gap[5]] == "client_backpressure"
+
+
+def test_fewer_writes_are_lessons_for_a_poll_than_for_everything() -> None:
+    """And the gaps that are told are the same, with the same causes."""
+    flight = make_flight(num_streams=8, num_steps=300)
+    whole = {(row[0], row[3]): row[4:] for row in ask(flight)["gaps"]}
+    newest = {(row[0], row[3]): row[4:] for row in ask(flight, limit=20)["gaps"]}
+    assert len(newest) == 20 * 9, "eight streams and the request with the long prompt"
+    assert all(whole[key] == row for key, row in newest.items())
+
+
+def test_a_recording_of_nothing_is_a_page_of_nothing() -> None:
+    told = ask(Flight(Config(), "1.2.3"))
+    assert (told["steps"], told["gaps"], told["requests"]) == ([], [], [])
+    assert told["next"]["since"] == 0

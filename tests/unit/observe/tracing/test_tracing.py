@@ -1,0 +1,320 @@
+"""Which requests and steps become traces, and which exemplars name them."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as PbSpan
+from prometheus_client import CollectorRegistry
+
+from roseinfer.config.tree import Config, TracingConfig
+from roseinfer.errors import ConfigError
+from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.hub import Hub
+from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, REQUEST_DURATION, TIME_TO_FIRST_TOKEN
+from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.tracing import semconv
+from roseinfer.observe.tracing.spans import Span
+from roseinfer.observe.tracing.tracing import Tracing, make_tracing
+from roseinfer.records import Advanced, Cause, FinishReason, LifecycleState, RequestTimeline
+from tests.collector import attributes, receiving
+from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline
+
+
+class Sink:
+    """Takes what it is given, as long as it has room."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.has_room = True
+
+    def put(self, spans: Sequence[Span]) -> bool:
+        if self.has_room:
+            self.spans += spans
+        return self.has_room
+
+    def close(self, timeout_s: float) -> None:
+        self.closed_after_s = timeout_s
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+
+class Scene:
+    """Tracing that keeps nothing by chance, unless it is told to, and what it has done."""
+
+    def __init__(self, **config: Any) -> None:
+        self.sink, self.metrics = Sink(), make_metrics()
+        options = TracingConfig(**({"ratio": 0.0, "step_interval": 0} | config))
+        shared = {semconv.GEN_AI_REQUEST_MODEL: "tiny"}
+        self.tracing = Tracing(options, shared, self.sink, self.metrics, random.Random(5))
+
+    def run(self, timeline: RequestTimeline) -> None:
+        """A request from its begin to its end; its tokens come in steps 1, 2, …"""
+        stamps, timeline.token_ns = timeline.token_ns, []
+        self.tracing.on_start(timeline)
+        for step_id, tokens_ns in enumerate(stamps, 1):
+            timeline.token_ns.append(tokens_ns)
+            self.tracing.on_step(make_step(step_id=step_id, tokens_ns=tokens_ns), Advanced.newest([timeline]))
+        self.tracing.on_finish(timeline)
+
+    def exemplars(self) -> set[tuple[str, float, str, int | None]]:
+        return {
+            (name, one.value_s, one.trace_id, one.step_id)
+            for name, shelves in self.metrics._shelves.items()
+            for shelf in shelves.values()
+            for one in shelf.newest
+            if one is not None
+        }
+
+
+def make_gap(**changes: Any) -> Gap:
+    facts: dict[str, Any] = {"serial": 0, "index": 1, "start_ns": 1031 * MS, "end_ns": 1095 * MS, "step_id": 2}
+    return Gap(**(facts | {"parts": {}, "cause": Cause.GC, "is_slow": True} | changes))
+
+
+def test_an_ordinary_request_leaves_nothing_but_its_id() -> None:
+    scene = Scene()
+    scene.run(timeline := make_timeline())
+    assert len(timeline.trace_id) == 32
+    assert (scene.sink.spans, scene.exemplars()) == ([], set())
+
+
+def test_a_kept_request_has_spans_and_exemplars_of_its_values() -> None:
+    scene = Scene(ratio=1.0)
+    scene.run(timeline := make_timeline())
+    assert scene.sink.spans[0].trace_id == int(timeline.trace_id, 16)
+    assert scene.exemplars() == {
+        (TIME_TO_FIRST_TOKEN, 0.063, timeline.trace_id, 1),
+        (INTER_TOKEN_LATENCY, 0.064, timeline.trace_id, 3),
+        (REQUEST_DURATION, 0.191, timeline.trace_id, 3),
+    }
+
+
+SLOW: list[tuple[dict[str, object], bool]] = [
+    ({"finish_reason": FinishReason.ERROR}, True),
+    ({"finish_reason": FinishReason.TIMEOUT}, True),
+    ({"finish_reason": FinishReason.ABORT}, False),
+    ({"finish_reason": FinishReason.REJECTED, "token_ns": [], "write_ns": []}, False),
+    ({"finish_reason": FinishReason.REJECTED, "error_code": "queue_timeout", "token_ns": [], "write_ns": []}, True),
+    ({"write_ns": [1999 * MS], "end_ns": 2000 * MS}, False),  # 999 ms to the first token
+    ({"write_ns": [2001 * MS], "end_ns": 2002 * MS}, True),
+    ({"is_streamed": False, "write_ns": [2001 * MS], "end_ns": 2002 * MS}, False),  # written when it is complete
+    ({"is_streamed": False, "token_ns": [2001 * MS], "write_ns": [2002 * MS], "end_ns": 2003 * MS}, True),
+]
+
+
+@pytest.mark.parametrize(("changes", "is_kept"), SLOW)
+@pytest.mark.parametrize("traceparent", ["", f"00-{'a' * 32}-{'b' * 16}-00"])
+def test_slow_and_failed_requests_are_always_kept(changes: dict[str, object], is_kept: bool, traceparent: str) -> None:
+    scene = Scene(slow_ttft_s=1.0)
+    scene.run(make_timeline(traceparent=traceparent, **changes))
+    assert bool(scene.sink.spans) is is_kept
+    assert bool(scene.exemplars()) is is_kept
+
+
+def test_the_callers_decision_holds_and_its_span_is_the_parent() -> None:
+    scene = Scene()
+    scene.run(timeline := make_timeline(traceparent=f"00-{'a' * 32}-{'b' * 16}-01"))
+    whole = scene.sink.spans[0]
+    assert timeline.trace_id == "a" * 32
+    assert (whole.trace_id, whole.parent_span_id) == (int("a" * 32, 16), int("b" * 16, 16))
+    assert whole.has_remote_parent
+    assert not any(child.has_remote_parent for child in scene.sink.spans[1:])
+
+
+def test_the_ratio_is_respected() -> None:
+    scene = Scene(ratio=0.1)
+    for index in range(2000):
+        scene.run(make_timeline(request_id=f"r-{index}"))
+    assert 150 < len(scene.sink.named("generate tiny")) < 250
+
+
+def test_a_slow_gap_keeps_its_request_and_tells_the_step_that_ended_it() -> None:
+    scene = Scene()
+    timeline = make_timeline(token_ns=[1031 * MS, 1095 * MS])
+    scene.tracing.on_start(timeline)
+    scene.tracing.on_step(make_step(step_id=1, tokens_ns=1031 * MS), Advanced.newest([timeline]))
+    scene.tracing.on_step(make_step(step_id=2, tokens_ns=1095 * MS), Advanced.newest([timeline]))
+    scene.tracing.note_slow_gap(make_gap(), timeline)
+    scene.tracing.note_slow_gap(make_gap(), timeline)  # of another request, for instance
+    (step,) = scene.sink.named("roseinfer.step")
+    assert (step.attributes["roseinfer.step_id"], step.attributes["roseinfer.is_slow"]) == (2, True)
+    assert scene.exemplars() == {(INTER_TOKEN_LATENCY, 0.064, timeline.trace_id, 2)}  # before the request has ended
+    scene.tracing.on_finish(timeline)
+    (whole,) = scene.sink.named("generate tiny")
+    assert step.links == [(whole.trace_id, whole.span_id)]
+    assert step.trace_id != whole.trace_id
+    assert [event.name for event in whole.events] == ["roseinfer.slow_gap"] * 2
+
+
+def test_a_step_that_is_not_known_yet_is_told_when_it_is() -> None:
+    """The attribution hears of a step before tracing does."""
+    scene = Scene()
+    timeline = make_timeline(token_ns=[1031 * MS, 1095 * MS])
+    scene.tracing.on_start(timeline)
+    scene.tracing.on_step(make_step(step_id=1, tokens_ns=1031 * MS), Advanced.newest([timeline]))
+    scene.tracing.note_slow_gap(make_gap(), timeline)
+    assert scene.sink.spans == []
+    assert scene.exemplars() == {(INTER_TOKEN_LATENCY, 0.064, timeline.trace_id, 2)}
+    scene.tracing.on_step(make_step(step_id=2, tokens_ns=1095 * MS), Advanced.newest([timeline]))
+    assert len(scene.sink.named("roseinfer.step")) == 1
+
+
+def test_a_gap_between_writes_is_put_down_to_the_step_of_its_token() -> None:
+    """When the write returns, the engine is steps ahead."""
+    scene = Scene()
+    timeline = make_timeline(token_ns=[1031 * MS, 1095 * MS])
+    scene.tracing.on_start(timeline)
+    for step_id, tokens_ns in ((1, 1031 * MS), (2, 1095 * MS), (3, 1111 * MS), (4, 1112 * MS)):
+        scene.tracing.on_step(make_step(step_id=step_id, tokens_ns=tokens_ns), Advanced.newest([timeline]))
+    scene.tracing.note_slow_gap(make_gap(start_ns=1063 * MS, end_ns=1125 * MS, step_id=4), timeline)
+    (step,) = scene.sink.named("roseinfer.step")
+    assert step.attributes["roseinfer.step_id"] == 2
+    assert scene.exemplars() == {(INTER_TOKEN_LATENCY, 0.064, timeline.trace_id, 2)}
+
+
+def test_only_the_three_longest_gaps_are_events() -> None:
+    scene = Scene()
+    scene.tracing.on_start(timeline := make_timeline())
+    for length in (5, 9, 7, 6, 8):
+        scene.tracing.note_slow_gap(make_gap(start_ns=1000 * MS, end_ns=(1000 + length) * MS), timeline)
+    scene.tracing.on_finish(timeline)
+    durations = [event.attributes["roseinfer.duration_s"] for event in scene.sink.spans[0].events]
+    assert durations == [0.009, 0.008, 0.007]
+
+
+def test_a_gap_of_a_request_that_has_ended_is_nobodys() -> None:
+    scene = Scene()
+    scene.run(timeline := make_timeline())
+    scene.tracing.note_slow_gap(make_gap(), timeline)
+    assert (scene.sink.spans, scene.exemplars()) == ([], set())
+
+
+def test_one_step_in_so_many_is_told_slow_or_not() -> None:
+    scene = Scene(step_interval=10)
+    for step_id in range(1, 41):
+        scene.tracing.on_step(make_step(step_id=step_id), Advanced())
+    told = [span.attributes["roseinfer.step_id"] for span in scene.sink.named("roseinfer.step")]
+    assert told == [10, 20, 30, 40]
+
+
+def test_what_found_no_room_is_named_by_no_exemplar() -> None:
+    scene = Scene()
+    scene.tracing.on_start(timeline := make_timeline())
+    scene.tracing.note_slow_gap(make_gap(), timeline)
+    assert scene.exemplars()
+    scene.sink.has_room = False
+    scene.tracing.on_finish(timeline)
+    assert scene.exemplars() == set()
+
+
+def test_a_step_is_found_by_its_stamp_however_long_ago_within_the_ring() -> None:
+    scene = Scene()
+    for step_id in range(1, 70_001):
+        scene.tracing.on_step(make_step(step_id=step_id, tokens_ns=step_id * MS), Advanced())
+    found = [scene.tracing._step_id_of(step_id * MS) for step_id in (70_000, 69_999, 4_465, 4_464, 1)]
+    assert found == [70_000, 69_999, 4_465, None, None]
+    assert scene.tracing._step_id_of(5_000 * MS + 1) is None
+
+
+def test_the_start_is_told_once_from_the_states_and_the_stages() -> None:
+    scene = Scene()
+    for state in (LifecycleState.STARTING, LifecycleState.LOADING, LifecycleState.WARMUP, LifecycleState.READY):
+        scene.tracing.on_lifecycle(state)
+    scene.tracing.set_engine_info(ENGINE)
+    names = [span.name for span in scene.sink.spans]
+    assert names == ["roseinfer.startup", *(f"roseinfer.startup.{stage}" for stage in ENGINE.startup_s)]
+    assert [span.end_ns - span.start_ns for span in scene.sink.spans[1:]] == [500 * MS, 250 * MS, 125 * MS]
+
+
+def test_nothing_is_remembered_of_requests_that_have_ended() -> None:
+    scene = Scene(ratio=0.5)
+    traffic = Traffic(scene.tracing)
+    for _ in range(50):
+        traffic.reject()
+        traffic.arrive(3)
+        traffic.step(MS, num_admitted=1)
+    traffic.drain()
+    assert scene.tracing._contexts == {}
+
+
+def build(**config: Any) -> list[Tracing]:
+    metrics = Metrics("tiny", "1.2.3", CollectorRegistry())
+    return make_tracing(Config(tracing=TracingConfig(**config)), "1.2.3", metrics, Attribution())
+
+
+def test_without_an_endpoint_nobody_traces() -> None:
+    assert build() == []
+
+
+def test_an_endpoint_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        build(endpoint="127.0.0.1:4318")
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "roseinfer.observe.tracing.otlp", None)
+    monkeypatch.delitem(__import__("sys").modules, "roseinfer.observe.tracing.export", raising=False)
+    with pytest.raises(ConfigError, match="opentelemetry-proto"):
+        build(endpoint="http://127.0.0.1:1")
+
+
+def test_the_page_tells_of_lost_spans_and_names_their_trace_no_more() -> None:
+    with receiving((400, {})) as collector:
+        metrics = make_metrics()
+        config = Config(tracing=TracingConfig(endpoint=collector.url, ratio=1.0))
+        (tracing,) = make_tracing(config, "1.2.3", metrics, Attribution())
+        assert Page(metrics).value("roseinfer_telemetry_dropped_total", signal="span") == 0
+        tracing.on_start(timeline := make_timeline())
+        tracing.on_finish(timeline)
+        tracing.close()
+        assert Page(metrics).value("roseinfer_telemetry_dropped_total", signal="span") == 8
+        shelves = [shelf for of_one in metrics._shelves.values() for shelf in of_one.values()]
+        assert all(one is None for shelf in shelves for one in shelf.newest)  # nobody would find it
+
+
+def test_what_the_attribution_finds_slow_is_kept_with_its_step() -> None:
+    attribution, metrics = Attribution(), make_metrics()
+    with receiving() as collector:
+        config = Config(tracing=TracingConfig(endpoint=collector.url, ratio=0.0, step_interval=0))
+        (tracing,) = make_tracing(config, "1.2.3", metrics, attribution)
+        traffic = Traffic(Hub([attribution, metrics, tracing]))
+        traffic.arrive(3)
+        traffic.arrive(3)
+        for _ in range(40):
+            traffic.step(5 * MS, num_admitted=2)
+        traffic.step(60 * MS, num_admitted=0)
+        slow_step_id = traffic.step_id
+        traffic.step(5 * MS, num_admitted=0)
+        traffic.end(0, FinishReason.STOP)
+        traffic.drain()
+        tracing.close()
+        spans = collector.spans()
+    whole = [span for span in spans if span.kind == PbSpan.SPAN_KIND_SERVER]
+    assert {span.trace_id.hex() for span in whole} == {timeline.trace_id for timeline in traffic.received}
+    for span in whole:
+        (event,) = span.events
+        told = attributes(event.attributes)
+        assert told["roseinfer.step_id"] == slow_step_id
+        assert isinstance(told["roseinfer.duration_s"], float)
+        assert told["roseinfer.duration_s"] > 0.06
+    (step,) = [span for span in spans if span.name == "roseinfer.step"]
+    assert {link.span_id for link in step.links} == {span.span_id for span in whole}
+    shelf = metrics._shelves[INTER_TOKEN_LATENCY][""]
+    assert {one.step_id for one in shelf.newest if one is not None and one.value_s > 0.05} == {slow_step_id}
+
+
+def test_closing_flushes_and_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiving() as collector, receiving() as other:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", other.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x=y")
+        monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+        (tracing,) = build(endpoint=collector.url, ratio=1.0, flush_timeout_s=2.0)
+        tracing.on_start(timeline := make_timeline())
+        tracing.on_finish(timeline)
+        tracing.close()
+        assert collector.trace_ids() == {timeline.trace_id}
+        assert other.num_requests == 0

@@ -1,0 +1,113 @@
+"""A key file says exactly which keys are good, and may change while the server runs."""
+
+import hmac
+from pathlib import Path
+
+import pytest
+
+from roseinfer.errors import ConfigError
+from roseinfer.server.connection.api_keys import ApiKeys, parse_keys, read_keys
+
+
+def api_keys(*keys: str) -> ApiKeys:
+    return ApiKeys(parse_keys(keys, ""))
+
+
+def test_blank_and_comment_lines_are_no_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\n  alpha  \nbeta#1\n#gamma\n")
+    keys = ApiKeys([], file)
+    assert keys.caller("Bearer alpha")
+    assert keys.caller("bearer  beta#1")
+    for wrong in ("Bearer # ours", "Bearer ", "Bearer gamma", "Bearer #gamma", "Bearer alph", "Bearer alphaa", "alpha"):
+        assert keys.caller(wrong) is None
+
+
+def test_keys_have_names(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("team-a\tsecret-1\nsecret-2\n")
+    keys = ApiKeys([], file)
+    first, second = keys.caller("Bearer secret-1"), keys.caller("Bearer secret-2")
+    assert first is not None
+    assert second is not None
+    assert first.name == "team-a"
+    assert second.name.startswith("key-")
+    assert "secret-2" not in second.name
+    assert keys.caller("Bearer team-a") is None
+    assert read_keys(file) == ["secret-1", "secret-2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("a b c", "Line 1"), ("ok\nnäme key", "Line 2"), ("a/b key", "Line 1"), ("x 1\nx 2", "x comes twice")],
+)
+def test_a_line_that_is_no_key_is_named_and_not_shown(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "keys").write_text(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        ApiKeys([], tmp_path / "keys")
+    assert "key" not in caught.value.message.split(": ")[0]
+
+
+def test_the_salt_is_the_keys_own_and_does_not_tell_it() -> None:
+    callers = [api_keys("a", "b").caller(f"Bearer {key}") for key in "ab"]
+    assert len({caller.cache_salt for caller in callers if caller}) == 2
+    assert api_keys("b").caller("Bearer b") == callers[1], "the same after a restart with another file"
+
+
+def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def comparing(given: bytes, known: bytes) -> bool:
+        compared.append(known)
+        return given == known
+
+    monkeypatch.setattr(hmac, "compare_digest", comparing)
+    assert api_keys("a", "b", "c").caller("Bearer a")
+    assert len(compared) == 3
+    assert {len(digest) for digest in compared} == {32}
+
+
+def test_file_and_environment_together(tmp_path: Path) -> None:
+    assert ApiKeys.configured(None, " ;") is None
+    (tmp_path / "keys").write_text("three")
+    keys = ApiKeys.configured(str(tmp_path / "keys"), "ops one; two;")
+    assert keys is not None
+    assert all(keys.caller(f"Bearer {key}") for key in ("one", "two", "three"))
+    only = ApiKeys.configured(None, "ops one")
+    assert only is not None
+    caller = only.caller("Bearer one")
+    assert caller is not None
+    assert caller.name == "ops"
+
+
+def test_what_the_file_holds_now_takes_the_place_of_what_it_held(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("old")
+    keys = ApiKeys(parse_keys(["stays"], ""), file)
+    file.write_text("new")
+    assert keys.caller("Bearer old"), "not read yet"
+    keys.take(keys.read())
+    assert [bool(keys.caller(f"Bearer {key}")) for key in ("old", "new", "stays")] == [False, True, True]
+    file.write_text("")
+    with pytest.raises(ConfigError):
+        keys.read()
+    assert keys.caller("Bearer new"), "a file that cannot be used changes nothing"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"# nothing\n", b"\xff\xfe"])
+def test_a_file_without_a_key_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        ApiKeys([], tmp_path / "keys")
+    assert caught.value.param == "server.api_key_file"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ApiKeys([], tmp_path / "keys")
+    assert caught.value.param == "server.api_key_file"
+
+
+def test_a_file_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r": The API key file .*none cannot be read: No such file or directory\.$"):
+        read_keys(tmp_path / "none")

@@ -1,0 +1,155 @@
+"""What an error says of a body: what would do, and where it is at fault."""
+
+import json
+from typing import Any
+
+import pytest
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.server.openai.schema import ChatBody, CompletionBody, parse_body
+
+MESSAGES = [{"role": "user", "content": "a"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
+
+
+def refused(body: dict[str, Any] | bytes) -> InvalidRequest:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(raw, ChatBody if b'"messages"' in raw else CompletionBody)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "message"),
+    [
+        ({"messages": [{"role": "boss", "content": "a"}]}, "messages[0].role",
+         "Expected one of 'assistant', 'developer', 'system', 'tool', 'user'; got 'boss'."),
+        ({"tool_choice": "boss"}, "tool_choice", "Expected one of 'auto', 'none', 'required'; got 'boss'."),
+        ({"tool_choice": {"type": "boss"}}, "tool_choice.type", "Expected 'function'; got 'boss'."),
+        ({"response_format": {"type": "yaml"}}, "response_format.type",
+         "Expected one of 'json_object', 'json_schema', 'text'; got 'yaml'."),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "b", "function": {}}]}]},
+         "messages[0].tool_calls[0].type", "Expected 'function'; got 'b'."),
+    ],
+)  # fmt: skip
+def test_a_closed_set_is_listed(field: dict[str, Any], param: str, message: str) -> None:
+    error = refused({"messages": MESSAGES, **field})
+    assert (error.param, error.message) == (param, f"`{param}`: {message}")
+
+
+@pytest.mark.parametrize("least", [{"messages": MESSAGES}, {"prompt": "a"}], ids=str)
+@pytest.mark.parametrize(
+    ("field", "path", "instead"),
+    [
+        ({"add_special_tokens": False}, "add_special_tokens", "token ids are taken as they are"),
+        ({"guided_json": {}}, "guided_json", "use `structured_outputs` with `json`"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "use `echo` with `logprobs`, of /v1/completions"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "always left out"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats", "told once"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "a prompt is never cut"),
+    ],
+    ids=str,
+)
+def test_a_field_of_vllms_is_told_with_what_there_is_instead(
+    field: dict[str, Any], path: str, instead: str, least: dict[str, Any]
+) -> None:
+    error = refused(least | field)
+    assert error.param == path
+    assert error.message.startswith(f"`{path}` is not supported: ")
+    assert instead in error.message
+
+
+def test_zero_keeps_all_of_the_likeliest() -> None:
+    error = refused({"prompt": "a", "top_k": -1})
+    assert (error.param, error.message) == ("top_k", "`top_k`: Expected `int` >= 0; 0 keeps all.")
+    assert refused({"prompt": "a", "top_k": "a"}).message == "`top_k`: Expected `int | null`, got `str`."
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"structured_outputs": {"json_object": False}},
+         "`structured_outputs`: exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed."),
+        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+         "`response_format`: `json_schema` belongs to the type `json_schema` alone."),
+        ({"logit_bias": {"5": 1, "five": 1}}, "`logit_bias`: Expected `int`, got `str` as a key, 'five'."),
+    ],
+)  # fmt: skip
+def test_a_key_is_named_where_it_is_the_clients_own(field: dict[str, Any], message: str) -> None:
+    assert refused({"prompt": "a", **field}).message == message
+
+
+@pytest.mark.parametrize("part", [IMAGE, dict(reversed(IMAGE.items())), {"type": "file"}])
+def test_content_that_is_no_text_is_told_as_that(part: dict[str, Any]) -> None:
+    error = refused({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]})
+    assert error.param == "messages[0].content[1].type"
+    assert error.message == f"`messages[0].content[1]`: Only text content is supported, not {part['type']!r}."
+
+
+def test_a_part_of_text_with_something_else_in_it_is_not_called_an_image() -> None:
+    error = refused({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "other": 1}]}]})
+    assert error.message == "Unknown field `messages[0].content[0].other`."
+
+
+def test_a_refusal_is_told_what_is_wrong_with_it_and_not_that_it_is_no_text() -> None:
+    error = refused({"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}]})
+    assert error.message == "`messages[0].content[0].refusal`: Expected `str`, got `int`."
+    error = refused({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]})
+    assert error.message == "`messages[0]`: only an assistant's message has a `refusal`."
+
+
+@pytest.mark.parametrize("kind", [{}, [], 5])
+def test_a_part_whose_type_is_no_text_is_told_as_that(kind: object) -> None:
+    error = refused({"messages": [{"role": "user", "content": [{"text": "", "type": kind}]}]})
+    assert error.param == "messages[0].content[0].type"
+    assert "Expected `str`" in error.message
+
+
+def test_the_schema_that_is_missing_is_named() -> None:
+    error = refused({"prompt": "a", "response_format": {"type": "json_schema"}})
+    assert (error.param, error.message) == (
+        "response_format.json_schema",
+        "Missing field `response_format.json_schema`.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("bias", "param", "said"),
+    [
+        ({"1": 1, "five": 1}, "logit_bias", "'five'"),
+        ({"1": 1, "-1": 1}, "logit_bias", "'-1'"),
+        ({"1": 1, "5": 101}, "logit_bias.5", "Expected `float` <= 100.0."),
+    ],
+)
+def test_a_key_at_fault_is_named(bias: dict[str, Any], param: str, said: str) -> None:
+    error = refused({"prompt": "a", "logit_bias": bias})
+    assert error.param == param
+    assert said in error.message
+
+
+def test_a_limit_below_zero_is_told_the_least_that_makes_sense() -> None:
+    error = refused({"prompt": "a", "max_tokens": -1})
+    assert (error.param, error.message) == ("max_tokens", "`max_tokens`: Expected `int` >= 1, or 0 with `echo`.")
+
+
+def test_a_number_that_nothing_holds_is_told_with_its_field() -> None:
+    error = refused(b'{"prompt": "a", "temperature": 1e999}')
+    assert (error.param, error.message) == ("temperature", "`temperature`: Number out of range.")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "The body is empty; it must be a JSON object."),
+        (b" \n", "The body is empty; it must be a JSON object."),
+        (b'{"prompt": "a",}', "The body is not valid JSON: trailing comma in object (byte 15)."),
+        (b'{"prompt": "a"', "The body is not valid JSON: it ends too early (byte 14)."),
+        (b'{"prompt": "a\xff"}', "The body is not valid JSON: it is not UTF-8 (byte 13)."),
+        (b'{"prompt": "\\ud800"}',
+         "The body is not valid JSON: it ends too early (byte 20), or an escape is half of a surrogate pair."),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_is_told_with_the_place(raw: bytes, message: str) -> None:
+    for content in (raw, bytearray(raw)):
+        error = refused(bytes(content))
+        assert (error.param, error.message) == (None, message)

@@ -1,0 +1,111 @@
+"""Reading the calls in an answer takes as much work as the answer is long, however it is cut and whatever it holds."""
+
+from collections.abc import Iterator
+from typing import Any, SupportsIndex
+
+import pytest
+
+from roseinfer.text.tool_calls import CLOSING, OPENING, PIECE, Parts, ToolCallParser, ToolFormat
+
+CALL = f'{OPENING}{{"name": "f", "arguments": '
+
+
+class Counted(str):
+    """A text that counts how often it is taken apart or added to, and how many characters that copies.
+
+    So do the texts that come of it. What an expression goes through is not counted.
+    """
+
+    __slots__ = ()
+    num_steps = 0
+    num_chars = 0
+
+    @staticmethod
+    def made(text: str) -> "Counted":
+        Counted.num_steps += 1
+        Counted.num_chars += len(text)
+        return Counted(text)
+
+    def __getitem__(self, key: SupportsIndex | slice) -> "Counted":
+        return self.made(super().__getitem__(key))
+
+    def __iter__(self) -> Iterator["Counted"]:
+        return map(self.made, super().__iter__())
+
+    def __add__(self, other: str) -> "Counted":
+        return self.made(super().__add__(other))
+
+    def __radd__(self, other: str) -> "Counted":
+        return self.made(other + str(self))
+
+    def lstrip(self, *chars: Any) -> "Counted":
+        return self.made(super().lstrip(*chars))
+
+    def rstrip(self, *chars: Any) -> "Counted":
+        return self.made(super().rstrip(*chars))
+
+    def strip(self, *chars: Any) -> "Counted":
+        return self.made(super().strip(*chars))
+
+
+def work(text: str, num_pushed: int, tool_format: ToolFormat = "hermes") -> tuple[Parts, int, int]:
+    """What it amounts to if so many characters come at a time; the steps that took, and the characters copied."""
+    parser = ToolCallParser(tool_format, ["f"], is_parallel=True, is_forced=False)
+    told = Parts()
+    pushed = [Counted(text[start : start + num_pushed]) for start in range(0, len(text), num_pushed)]
+    Counted.num_steps = Counted.num_chars = 0
+    for piece in pushed:
+        told.extend(parser.push(piece))
+    told.extend(parser.finish())
+    return told, Counted.num_steps, Counted.num_chars
+
+
+def test_a_text_that_counts_does() -> None:
+    """Else the rest of this file would hold of anything."""
+    Counted.num_steps = Counted.num_chars = 0
+    text = "ab" + Counted("cd")
+    text += "e"
+    assert [*text[1:]] == ["b", "c", "d", "e"]
+    assert (Counted.num_steps, Counted.num_chars) == (1 + 1 + 1 + 4, 4 + 5 + 4 + 4)
+
+
+@pytest.mark.parametrize("num_pushed", [3, 100, 1 << 20])
+@pytest.mark.parametrize(
+    ("before", "repeated", "after", "tool_format"),
+    [
+        (f'{CALL}{{"a": "', "x", f'"}}}}{CLOSING}', "hermes"),
+        (f'{CALL}{{"a": "', r"\n\"", f'"}}}}{CLOSING}', "hermes"),
+        (f'{CALL}{{"a": [', "[],", f"1]}}}}{CLOSING}", "hermes"),
+        (f'{CALL}{{"a": [', '"a",', f"1]}}}}{CLOSING}", "hermes"),
+        (f'{OPENING}{{"arguments": {{"a": "', "x", f'"}}, "name": "f"}}{CLOSING}', "hermes"),  # kept until it is named
+        (f'{OPENING}{{"a": "', "x", f'"}}{CLOSING}', "hermes"),
+        (f'{OPENING}{{"', "x", f'": 1}}{CLOSING}', "hermes"),
+        (f'{OPENING}{{"name": "', "x", f'"}}{CLOSING}', "hermes"),
+        (f'{OPENING}{{"name": "f", "a": ', "1", f"}}{CLOSING}", "hermes"),
+        (f'{OPENING}{{"name": "f"', ', "a": 1', f"}}{CLOSING}", "hermes"),
+        ("", "  \n", f"{CALL}{{}}}}", "hermes"),
+        ("", " ", '{"name": "f", "parameters": {}}', "llama3_json"),
+        ('{"name": "f", "parameters": {"a": "', "x", '"}}', "llama3_json"),
+        ("", f"{CALL}{{}}}}{CLOSING}\n", "", "hermes"),
+        ("", OPENING, "", "hermes"),
+        ("", f'{OPENING}{{"name": "nobody"}} ', "", "hermes"),
+    ],
+)
+def test_a_text_that_is_four_times_as_long_is_four_times_the_work(
+    before: str, repeated: str, after: str, tool_format: ToolFormat, num_pushed: int
+) -> None:
+    one, four = (
+        work(before + repeated * (num_chars // len(repeated)) + after, num_pushed, tool_format)
+        for num_chars in (2 * PIECE, 8 * PIECE)
+    )
+    for of_one, of_four in zip(one[1:], four[1:], strict=True):
+        assert of_four <= 5 * of_one
+
+
+@pytest.mark.parametrize("repeated", ["x", r"\n\"", " {}[], "])
+def test_a_string_is_gone_through_at_once_and_copied_few_times(repeated: str) -> None:
+    inner = repeated * (10 * PIECE // len(repeated))
+    told, num_steps, num_chars = work(f'{CALL}{{"a": "{inner}"}}}}{CLOSING}', 1 << 20)
+    assert [call.arguments for call in told.calls] == [f'{{"a": "{inner}"}}']
+    assert num_steps < 200
+    assert num_chars < 10 * len(inner)
