@@ -52,6 +52,9 @@ class Grammar(msgspec.Struct, frozen=True, gc=False):
     source: str
 
 
+CALL_TAGS = ("<tool_call>", "</tool_call>")  # around a call, in the format of Hermes
+
+
 class CallShape(msgspec.Struct, frozen=True):
     """How the call of one function is written: JSON by the schema, with fixed text before and after it."""
 

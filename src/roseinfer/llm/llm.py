@@ -219,8 +219,9 @@ class LLM:
         check_text(cache_salt, "cache_salt")
         now_ns = time.monotonic_ns()
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
-        choice = Choice(0, self.tokenizer, timeline, Telling(stop=stops))
         params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
+        telling = Telling(stop=stops, spells_tags=params.grammar is not None)
+        choice = Choice(0, self.tokenizer, timeline, telling)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         return Stream(prompt, params, cache_salt, choice)

@@ -32,6 +32,7 @@ class Telling:
     columns: Columns | None = None  # of log-probabilities; None when nobody asked
     echo: Echo | None = None
     is_prompt_only: bool = False  # what is generated is left out
+    spells_tags: bool = False  # of calls, also where the vocabulary marks them special
     waits_by: str = "queue_timeout_s"  # the field that says by when the engine must have begun
 
 
@@ -70,7 +71,8 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self._telling = telling
-        self._detokenizer = Detokenizer(tokenizer.text_bytes, telling.stop, includes_stop=telling.includes_stop)
+        text_bytes = tokenizer.tagged_text_bytes if telling.spells_tags else tokenizer.text_bytes
+        self._detokenizer = Detokenizer(text_bytes, telling.stop, includes_stop=telling.includes_stop)
         self._num_echoed_chars = 0 if telling.echo is None else len(telling.echo.text)
         self._text = [] if telling.echo is None else [telling.echo.text]  # this and the next two: not told yet
         self._scores = self._no_scores()

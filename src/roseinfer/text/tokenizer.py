@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import processors
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptName, PromptTooLong
+from roseinfer.messages import CALL_TAGS
 from roseinfer.runtime import memory
 from roseinfer.runtime.niceness import be_nicer_in_this_thread
 from roseinfer.text.token_lengths import most_chars_per_token
@@ -50,6 +51,7 @@ class Tokenizer:
         nicer = partial(be_nicer_in_this_thread, _LONG_NICENESS)
         self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="long-encode", initializer=nicer)
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
+        self._silent_ids = self.special_ids - {inner.token_to_id(tag) for tag in CALL_TAGS}
         vocab = inner.get_vocab(with_added_tokens=True)
         self._pieces = [b""] * (max(vocab.values(), default=-1) + 1)
         for piece, token_id in vocab.items():
@@ -156,6 +158,13 @@ class Tokenizer:
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to generated text: none for a special one."""
         return b"" if token_id in self.special_ids else self.spell(token_id)
+
+    def tagged_text_bytes(self, token_id: int) -> bytes:
+        """The same, but the tags of calls are spelled where the vocabulary marks them special, as that of Hermes 3 may.
+
+        For texts that a grammar rules or that are searched for calls.
+        """
+        return b"" if token_id in self._silent_ids else self.spell(token_id)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What the tokens say together, special ones nothing."""

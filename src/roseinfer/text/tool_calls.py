@@ -12,11 +12,12 @@ from typing import Literal
 
 import msgspec
 
+from roseinfer.messages import CALL_TAGS
 from roseinfer.text.tool_scanner import ObjectScanner, Piece
 
 ToolFormat = Literal["hermes", "llama3_json"]
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
+OPENING, CLOSING = CALL_TAGS
 _ARGUMENT_KEYS = ("arguments", "parameters")
 PIECE = 4096  # characters that are read at once: what is left of them is copied at each tag in them
 MAX_RESCANNED_CHARS = 512  # of a call that turns out to be none: in more than that no other is looked for

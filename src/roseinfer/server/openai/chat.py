@@ -54,6 +54,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_sequences=body.n,
         grammar=wanted and wanted[0],
+        reads_calls=tool_use is not None,
         limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
     )
     return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))

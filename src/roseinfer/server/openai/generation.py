@@ -66,6 +66,7 @@ class Job:
     num_sequences: int  # of each prompt; the best `n` are told
     echoes: list[Echo] | None = None  # of each prompt, where it is told too
     grammar: Grammar | None = None
+    reads_calls: bool = False  # from the text
     limit_name: str = "max_tokens"  # what that is called in an error
 
 
@@ -139,6 +140,7 @@ def _telling(job: Job, columns: Columns, prompt_index: int, waits_by: str) -> Te
         columns=None if job.num_logprobs is None else columns,
         echo=None if job.echoes is None else job.echoes[prompt_index],
         is_prompt_only=job.max_tokens == 0,
+        spells_tags=job.reads_calls or job.grammar is not None,
         waits_by=waits_by,
     )
 

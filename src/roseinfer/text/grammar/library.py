@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import llguidance
 import msgspec
@@ -20,11 +20,11 @@ import numpy as np
 from roseinfer.engine.constraint import MaskArray
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar
+from roseinfer.text.grammar.tokenizer_file import TokenizerFile
 
 MAX_MESSAGE_CHARS = 200
 # In which the worst expression grows by about 5 MiB; a usual one is done with growing before.
 MAX_FOLLOWED_NS = 50_000_000
-MAX_TOKEN_CHARS = 255
 MAX_FORCED_TOKENS = 4096  # in a row: each mask before them looks at all, 4 ms for 16,000 characters and 38 for 120,000
 _NUM_TRIED = 8  # times that a new grammar is followed: by all that must come next, or by one token of those that may
 
@@ -70,25 +70,25 @@ _BAD_EXPRESSION = re.compile(
 class Vocabulary:
     """The tokens of a checkpoint, as the library wants them: 50,000 are read in 0.3 s and take 45 MB."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int, file: TokenizerFile) -> None:
         self.vocab_size = vocab_size  # of the model
         self._tokenizer = tokenizer
+        self._file = file
 
     @classmethod
     def load(cls, checkpoint_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
         """Of the checkpoint's tokenizer.json; `vocab_size` is that of the model. Raises ValueError or OSError."""
-        source = (checkpoint_dir / "tokenizer.json").read_text(encoding="utf-8")
-        _check_lengths(source)
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        tokenizer = llguidance.LLTokenizer(source, eos_token=eos or None)
-        if tokenizer.vocab_size < vocab_size:  # rows of the head that no token belongs to
-            tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=eos or None)
-        return cls(tokenizer, vocab_size)
+        file = TokenizerFile.read((checkpoint_dir / "tokenizer.json").read_text(encoding="utf-8"), eos)
+        tokens = _Tokens(file, vocab_size, eos)
+        tokenizer = llguidance.LLTokenizer(cast("llguidance.TokenizerWrapper", tokens), eos_token=eos or None)
+        tokens.tokens = []  # the library has its own
+        return cls(tokenizer, vocab_size, file)
 
     def compile(self, grammar: Grammar) -> "Compiled":
         """Takes between a millisecond and seconds, without the interpreter's lock. Raises InvalidRequest."""
         began_ns = time.monotonic_ns()
-        matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=_SILENT, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar, self._file), log_level=_SILENT, limits=_LIMITS)
         compiled = Compiled(matcher, self._tokenizer.vocab_size, self.vocab_size, can_grow=can_grow(grammar))
         first = compiled.matcher()
         # Much is only found out, and made, on the way.
@@ -102,36 +102,45 @@ class Vocabulary:
         return compiled
 
 
+class _Tokens:
+    """The tokens in the form that the library takes them from Python, so that we say which of them are text.
+
+    From a tokenizer.json alone it takes every added token that is written `<...>` for control, and so refuses the text
+    that it has just forced. Here a forced text is tokenised as the model's own tokenizer does, with control tokens
+    written out, and each token spells what `text/tokenizer.py` makes of it.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, file: TokenizerFile, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._inner = llguidance.LLTokenizer(file.spelling_control, slices=[])
+        num_tokens = max(vocab_size, self._inner.vocab_size)  # the model's head may have rows that no token belongs to
+        self.tokens = [self._bytes(token_id) for token_id in range(num_tokens)]
+        for token_id, name in file.control.items():
+            self.tokens[token_id] = name.encode()
+        self.special_token_ids = [*{*file.control, *eos_token_ids}]
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
+
+    def _bytes(self, token_id: int) -> bytes:
+        """Empty for an id without a token, which the library spells by its number."""
+        spelled = self._inner.decode_bytes([token_id])
+        return b"" if spelled == b"<[%d]>" % token_id else spelled
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens that spell the text. A tokenizer that changes a text first, to NFC or by a blank, may have others."""
+        token_ids = self._inner.tokenize_str(text)
+        if self._inner.decode_bytes(token_ids) == text.encode():
+            return token_ids
+        return self._inner.greedy_tokenize(text)
+
+
 def can_grow(grammar: Grammar) -> bool:
     """Whether it may gain much while it is followed: it has expressions, lengths or numbers between bounds."""
     return grammar.kind in {"regex", "lark"} or any(word in grammar.source for word in _GROWING)
 
 
-class _Words(msgspec.Struct, frozen=True):
-    vocab: dict[str, int] | list[tuple[str, float]] = {}
-
-
-class _Added(msgspec.Struct, frozen=True):
-    content: str
-
-
-class _TokenizerFile(msgspec.Struct, frozen=True):
-    """What must be known of tokenizer.json."""
-
-    model: _Words = _Words()
-    added_tokens: list[_Added] = []
-
-
-def _check_lengths(source: str) -> None:
-    """A long token is beyond the library's tree, or keeps it busy for minutes. Raises ValueError."""
-    known = msgspec.json.decode(source, type=_TokenizerFile)
-    words = known.model.vocab if isinstance(known.model.vocab, dict) else [word for word, _ in known.model.vocab]
-    longest = max(map(len, (*words, *(added.content for added in known.added_tokens))), default=0)
-    if longest > MAX_TOKEN_CHARS:
-        raise ValueError(f"a token has {longest:,} characters, and {MAX_TOKEN_CHARS} are the most a grammar can use")
-
-
-def _source(grammar: Grammar) -> str:
+def _source(grammar: Grammar, file: TokenizerFile) -> str:
     """The grammar in the library's own form."""
     match grammar.kind:
         case "json_schema":
@@ -155,7 +164,7 @@ def _source(grammar: Grammar) -> str:
                 raise InvalidRequest("The calls are not of the form that they have in JSON.") from None
             return llguidance.LLMatcher.grammar_from_lark(_calls(calls))
         case "lark":
-            return llguidance.LLMatcher.grammar_from_lark(grammar.source)
+            return llguidance.LLMatcher.grammar_from_lark(file.with_ids(grammar.source))
 
 
 def _calls(grammar: CallGrammar) -> str:

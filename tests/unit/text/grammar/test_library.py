@@ -10,7 +10,8 @@ import pytest
 from roseinfer.engine.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, CallShape, Grammar
-from roseinfer.text.grammar.library import MAX_FORCED_TOKENS, MAX_TOKEN_CHARS, Vocabulary
+from roseinfer.text.grammar.library import MAX_FORCED_TOKENS, Vocabulary
+from roseinfer.text.grammar.tokenizer_file import MAX_TOKEN_CHARS
 from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.text.grammar import vocabulary as checkpoint
 
