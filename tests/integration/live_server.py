@@ -17,7 +17,7 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ThreadTransport, Transport
 from roseinfer.observe.gaps.attribution import Attribution
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.flight import Flight

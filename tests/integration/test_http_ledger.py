@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.engine.core.engine import Engine
-from roseinfer.observe.gaps.causes import Clock, Gap, gaps_of
+from roseinfer.observe.gaps.request_gaps import Clock, Gap, gaps_of
 from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import Cause, FinishReason, RequestTimeline
 from tests.integration.faults import on_a_calm_machine

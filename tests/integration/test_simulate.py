@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roseinfer.cli.main import EXIT_USAGE, main
-from roseinfer.observe.gaps.causes import gaps_of
+from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import Cause
 

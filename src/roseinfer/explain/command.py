@@ -9,9 +9,9 @@ from roseinfer.cli.output_files import check_outputs
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.config.tree import Config
 from roseinfer.explain import text
+from roseinfer.explain.evidence import read_evidence
 from roseinfer.explain.explanation import Timing, explain
-from roseinfer.explain.source import read_evidence
-from roseinfer.observe.gaps.causes import gaps_of
+from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder.recording import Recording
 from roseinfer.server.connection.api_keys import read_keys
 

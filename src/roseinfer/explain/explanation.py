@@ -11,7 +11,7 @@ from roseinfer.explain.advice import knob_for, meaning_of
 from roseinfer.explain.distribution import Mode, find_modes
 from roseinfer.explain.shares import CauseShare, Parts, Without
 from roseinfer.explain.slow_gaps import Story
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import Cause
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import ClockPair, Recording, RecordingMeta, RequestRecord
 from roseinfer.records import Cause
 

@@ -8,7 +8,7 @@ import msgspec
 
 from roseinfer.config.flags import url_of
 from roseinfer.errors import InvalidRequest
-from roseinfer.explain.source import get
+from roseinfer.explain.evidence import get
 from roseinfer.observe.metrics.scrape import Page
 
 _TIMEOUT_S = 5.0

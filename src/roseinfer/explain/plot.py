@@ -8,7 +8,7 @@ import numpy as np
 from roseinfer.errors import ConfigError
 from roseinfer.explain.durations import ms, percent
 from roseinfer.explain.explanation import Explanation
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 
 _DPI = 150
 _NUM_BINS = 80

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import CAUSES
 from roseinfer.records import Cause
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from roseinfer.explain.durations import ms
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import CAUSES, Recording, RequestRecord, step_of
 from roseinfer.records import Cause, StepRecord
 

@@ -17,7 +17,7 @@ from roseinfer.cli.main import main
 from roseinfer.observe.recorder.recording import Recording
 from tests.unit.explain.operations_port import OperationsPort, open_port
 from tests.unit.observe.facts import MS
-from tests.unit.observe.gaps.test_causes import Bench
+from tests.unit.observe.gaps.test_request_gaps import Bench
 
 CONFIG: dict[str, dict[str, Any]] = {"scheduler": {"max_prefill_tokens": 512, "max_num_seqs": 64}}
 

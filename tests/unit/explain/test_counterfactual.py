@@ -11,7 +11,7 @@ from roseinfer.bench.simulate.simulate import without
 from roseinfer.bench.simulate.simulation import Setup, Simulation
 from roseinfer.config.tree import CacheConfig, SchedulerConfig
 from roseinfer.explain.explanation import Explanation, explain
-from roseinfer.observe.gaps.causes import gaps_of
+from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.records import Cause
 
 MS = 1_000_000

@@ -17,7 +17,7 @@ import msgspec
 from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.messages import ProfileEnded
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.gaps.writes import WriteObserver, Writes
 from roseinfer.observe.recorder import capture_files
 from roseinfer.observe.recorder.capture_rules import Rule, Window, parse_rules

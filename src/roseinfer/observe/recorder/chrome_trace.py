@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import CAUSES, Recording, RequestRecord, step_of
 from roseinfer.records import StepRecord
 

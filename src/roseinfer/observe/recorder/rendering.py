@@ -17,7 +17,7 @@ from typing import IO, Literal
 import msgspec
 
 from roseinfer.errors import InvalidRequest, NotReady
-from roseinfer.observe.gaps.causes import gaps_of
+from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder.chrome_trace import chrome_trace
 from roseinfer.observe.recorder.recording import Recording
 from roseinfer.observe.recorder.timeline_view import Cursor, origin_of, timeline_json

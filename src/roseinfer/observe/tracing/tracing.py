@@ -19,7 +19,7 @@ from roseinfer.config.tree import Config, TracingConfig
 from roseinfer.errors import ConfigError, QueueTimeout
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.metrics import exemplars
 from roseinfer.observe.metrics.measures import NS_PER_S
 from roseinfer.observe.metrics.metrics import Metrics

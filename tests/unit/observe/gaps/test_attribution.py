@@ -2,10 +2,10 @@
 
 import pytest
 
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.records import Cause, FinishReason, RequestTimeline
 from tests.unit.observe.facts import MS
-from tests.unit.observe.gaps.test_causes import Bench
+from tests.unit.observe.gaps.test_request_gaps import Bench
 
 
 def test_a_listener_that_fails_costs_neither_the_causes_nor_other_listeners(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.writes import COLUMNS, Writes
 from roseinfer.records import Arrival, Cause, Delivery
 from tests.unit.observe.facts import MS, make_timeline, writes_of
-from tests.unit.observe.gaps.test_causes import US, Bench
+from tests.unit.observe.gaps.test_request_gaps import US, Bench
 
 
 def test_columns_hold_what_was_added() -> None:

@@ -13,7 +13,7 @@ import pytest
 from roseinfer.config.tree import Config, ModelConfig, ObserveConfig, ServerConfig
 from roseinfer.errors import ConfigError, Conflict
 from roseinfer.messages import ProfileEnded
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder import capture_files
 from roseinfer.observe.recorder.capture import BreachCapture
 from roseinfer.observe.recorder.recording import STEP_DTYPE, Recording, step_row

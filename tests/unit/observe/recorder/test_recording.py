@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.observe.gaps.causes import gaps_of
+from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder.recording import (
     INTERRUPTION_DTYPE,
     STEP_DTYPE,
@@ -24,7 +24,7 @@ from roseinfer.observe.recorder.recording import (
     step_row,
 )
 from tests.unit.observe.facts import ENGINE, make_step, make_timeline
-from tests.unit.observe.gaps.test_causes import Bench
+from tests.unit.observe.gaps.test_request_gaps import Bench
 
 
 def make_recording(**meta: object) -> Recording:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from roseinfer.config.tree import Config, TracingConfig
 from roseinfer.errors import ConfigError
 from roseinfer.observe.gaps.attribution import Attribution
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, REQUEST_DURATION, TIME_TO_FIRST_TOKEN
 from roseinfer.observe.metrics.metrics import Metrics

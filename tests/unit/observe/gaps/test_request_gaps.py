@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
-from roseinfer.observe.gaps.causes import Gap, gaps_of
+from roseinfer.observe.gaps.request_gaps import Gap, gaps_of
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.recorder.recording import (
     CAUSES,

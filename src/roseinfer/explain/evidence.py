@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from roseinfer.errors import InvalidRequest, RoseinferError
 from roseinfer.explain.ledgers import BenchResult
-from roseinfer.observe.gaps.causes import Gap
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import Recording
 
 RECORDING_NAME = "recording.npz"
