@@ -9,7 +9,7 @@ from roseinfer.errors import EngineError, EngineFailed, QueueTimeout, RequestTim
 from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
 from roseinfer.records import Arrival, FinishReason, RequestTimeline
 from roseinfer.text.detokenizer import Detokenizer, text_offsets
-from roseinfer.text.prompt_logprobs import Columns, ScoredToken, Scores
+from roseinfer.text.logprobs import Columns, ScoredToken, Scores
 from roseinfer.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say

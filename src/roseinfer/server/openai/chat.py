@@ -16,13 +16,13 @@ from roseinfer.records import FinishReason
 from roseinfer.server.connection.body import read_body
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.event_stream import NOTHING
-from roseinfer.server.openai.generation import Job, respond
+from roseinfer.server.openai.respond import Job, respond
 from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar
 from roseinfer.server.openai.tools import ToolUse, find_format
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.text.choice import Delta
-from roseinfer.text.prompt_logprobs import ScoredToken
+from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.template_variables import FIELD
 from roseinfer.text.tokenizer import INLINE_CHARS
 from roseinfer.text.tool_calls import CallPart, Parts, ToolCallParser, in_pieces

@@ -12,13 +12,13 @@ from aiohttp import web
 from roseinfer.errors import InvalidRequest, PromptName, PromptTooLong
 from roseinfer.server.connection.body import read_body
 from roseinfer.server.exchange import generates_tokens
-from roseinfer.server.openai.generation import Job, respond
+from roseinfer.server.openai.respond import Job, respond
 from roseinfer.server.openai.schema import MAX_PROMPTS, CompletionBody, PromptPart
 from roseinfer.server.openai.score_limits import check_prompt_scores
 from roseinfer.server.openai.structured import check_grammar, requested_grammar
 from roseinfer.server.service import SERVICE
 from roseinfer.text.choice import Delta, Echo
-from roseinfer.text.prompt_logprobs import ScoredToken
+from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.tokenizer import Tokenizer
 
 

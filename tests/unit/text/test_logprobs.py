@@ -8,7 +8,7 @@ import pytest
 
 from roseinfer.server.openai.chat import ChatDialect
 from roseinfer.server.openai.completions import CompletionDialect
-from roseinfer.text.prompt_logprobs import PIECE, Columns, ScoredToken, Scores
+from roseinfer.text.logprobs import PIECE, Columns, ScoredToken, Scores
 
 LIKELY = [(b"a", -0.5), (b"\xff", -1.5)]
 

@@ -28,7 +28,7 @@ from roseinfer.server.openai.schema_answers import PromptTokensDetails, Reply, U
 from roseinfer.server.openai.score_limits import most_tokens
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.choice import Choice, Delta, Echo, Telling
-from roseinfer.text.prompt_logprobs import Columns, ScoredToken
+from roseinfer.text.logprobs import Columns, ScoredToken
 
 _SEEDS = 2**63
 
