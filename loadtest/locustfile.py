@@ -28,7 +28,7 @@ from locust.event import EventHook
 from locust.runners import LocalRunner, WorkerRunner
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from roseinfer.bench.load import serve_report
+from roseinfer.bench.load import report
 from roseinfer.bench.load.endpoint import Endpoint, authorization, read_models
 from roseinfer.bench.load.event_stream import read_events, read_refusal
 from roseinfer.bench.load.observed import Objective, Observed, Verdict, lag_p99_ns, mean_interval_ns
@@ -308,7 +308,7 @@ def finish(environment: Environment, **_: object) -> None:
     )
     limits = load.scenario.objective
     objective = Objective(*(None if limit is None else limit * NS_PER_MS for limit in (limits.ttft_ms, limits.tpot_ms)))
-    run = serve_report.ServeRun(load.seen, verdict, None if objective == Objective(None, None) else objective)
+    run = report.ServeRun(load.seen, verdict, None if objective == Objective(None, None) else objective)
     wall_s = (time.monotonic_ns() - load.started_ns) / 1e9
     header = {
         "URL": load.url,
@@ -316,11 +316,11 @@ def finish(environment: Environment, **_: object) -> None:
         "Load": f"{options.scenario}, seed {load.seed}",
         "Processor time of the generator": f"{(time.process_time() - load.cpu_s) / wall_s:.1%} of a core",
     }
-    print("\n".join(serve_report.lines_of(run, header, "locust")), flush=True)
+    print("\n".join(report.lines_of(run, header, "locust")), flush=True)
     arguments = {"scenario": load.scenario.echo(), "seed": load.seed, "free": options.free, "tool": "locust"}
     settings = {"url": load.url, "model": load.endpoint.model, "arguments": arguments}
     Path(options.result).parent.mkdir(parents=True, exist_ok=True)
-    serve_report.write_result(Path(options.result), run, settings, recording=None)
+    report.write_result(Path(options.result), run, settings, recording=None)
     if not verdict.is_valid:
         environment.process_exit_code = 1
 

@@ -16,7 +16,7 @@ from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import ClockPair, Recording, RecordingMeta, RequestRecord
 from roseinfer.records import Cause
 
-RESULT_FORMAT = "roseinfer bench serve 1"  # as `bench/load/serve_report.py` writes it
+RESULT_FORMAT = "roseinfer bench serve 1"  # as `bench/load/report.py` writes it
 _PREFIX = "decode."
 
 _Nanoseconds = Annotated[float, Meta(ge=-1e18, le=1e18)]

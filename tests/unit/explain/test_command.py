@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from roseinfer.bench.load.observed import Observed
-from roseinfer.bench.load.serve_report import RESULT_FORMAT, ServeRun, write_result
+from roseinfer.bench.load.report import RESULT_FORMAT, ServeRun, write_result
 from roseinfer.cli.main import main
 from roseinfer.observe.recorder.recording import Recording
 from tests.unit.explain.operations_port import OperationsPort, open_port

@@ -28,15 +28,15 @@ from roseinfer.bench.compare.results import (
     rows_of,
     told,
 )
-from roseinfer.bench.load import serve_report
+from roseinfer.bench.load import report
 from roseinfer.bench.load.client import find_endpoint
 from roseinfer.bench.load.endpoint import Endpoint, base_of
 from roseinfer.bench.load.launcher import serving
 from roseinfer.bench.load.plan import PlannedRequest
 from roseinfer.bench.load.plan_options import describe, echo_of, interval_ns_of, planner_of, settle_seed, take_scenario
+from roseinfer.bench.load.report import ServeRun
 from roseinfer.bench.load.serve import key_of, send
-from roseinfer.bench.load.serve_report import ServeRun
-from roseinfer.bench.session import say
+from roseinfer.bench.seeds.session import say
 from roseinfer.cli.output_files import check_folder, check_outputs
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError
@@ -218,7 +218,7 @@ def _keep(turn: argparse.Namespace, side: Side, made: ServeRun, endpoint: Endpoi
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}", param="--keep") from None
     settings = {"url": endpoint.url, "model": endpoint.model, "arguments": echo_of(turn)}
-    serve_report.write_result(folder / f"{index + 1:03}.json", made, settings, recording=None)
+    report.write_result(folder / f"{index + 1:03}.json", made, settings, recording=None)
 
 
 def _brief(measured: Measured) -> str:

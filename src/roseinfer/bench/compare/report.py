@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from roseinfer.bench.compare.comparison import Finding, Outcome, Thresholds, overall
-from roseinfer.bench.report import header_lines
+from roseinfer.bench.seeds.report import header_lines
 from roseinfer.errors import ConfigError
 
 COMPARISON_FORMAT = "roseinfer bench compare 1"

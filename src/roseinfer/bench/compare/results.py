@@ -10,8 +10,8 @@ import numpy as np
 
 from roseinfer.bench.compare.comparison import Metric, Runs
 from roseinfer.bench.load.observed import duration_s, latency_pools
-from roseinfer.bench.load.serve_report import RESULT_FORMAT, ServeRun
-from roseinfer.bench.report import PERCENTS
+from roseinfer.bench.load.report import RESULT_FORMAT, ServeRun
+from roseinfer.bench.seeds.report import PERCENTS
 from roseinfer.errors import ConfigError
 
 THROUGHPUT = Metric("Throughput", "tokens/s", is_higher_better=True)

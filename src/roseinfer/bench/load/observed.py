@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from roseinfer.bench import definitions as d
-from roseinfer.bench.report import Pool
+from roseinfer.bench.seeds.report import Pool
 
 
 class Observed(msgspec.Struct, kw_only=True):

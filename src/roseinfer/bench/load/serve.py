@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.bench.load import serve_report
+from roseinfer.bench.load import report
 from roseinfer.bench.load.client import LoadClient, Pacer, PreparedRequest, find_endpoint, get
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.observed import Verdict, lag_p99_ns
@@ -24,9 +24,9 @@ from roseinfer.bench.load.plan_options import (
     settle_seed,
     take_scenario,
 )
+from roseinfer.bench.load.report import ServeRun
 from roseinfer.bench.load.request_body import RequestForm, fresh_salt
-from roseinfer.bench.load.serve_report import ServeRun
-from roseinfer.bench.session import say
+from roseinfer.bench.seeds.session import say
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress
 from roseinfer.config.sources import LoadedConfig
@@ -62,7 +62,7 @@ def measure(
     """Send the plan to the server, print the report and keep the files that were asked for."""
     since_ns = None if arguments.recording is None else clock_ns(arguments.ops_url, endpoint.api_key)
     measured = send(arguments, planned, interval_ns, endpoint, "requests", pacer)
-    say(*serve_report.lines_of(measured, {"URL": endpoint.url, "Model": endpoint.model, **header}, title))
+    say(*report.lines_of(measured, {"URL": endpoint.url, "Model": endpoint.model, **header}, title))
     _keep(arguments, measured, endpoint, since_ns)
     return measured
 
@@ -105,7 +105,7 @@ def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint,
     finally:
         if arguments.json is not None:
             settings = {"url": endpoint.url, "model": endpoint.model, "arguments": echo_of(arguments)}
-            serve_report.write_result(arguments.json, measured, settings, recording)
+            report.write_result(arguments.json, measured, settings, recording)
 
 
 class _Steps(msgspec.Struct):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from roseinfer.bench import definitions as d
 from roseinfer.bench.load.observed import Objective, duration_s
 from roseinfer.bench.load.plan_options import describe, echo_of, interval_ns_of, objective_of, planner_of, settle_seed
+from roseinfer.bench.load.report import ServeRun
 from roseinfer.bench.load.serve import EXIT_INVALID, endpoint_of, send
-from roseinfer.bench.load.serve_report import ServeRun
-from roseinfer.bench.report import NS_PER_MS
-from roseinfer.bench.session import say
+from roseinfer.bench.seeds.report import NS_PER_MS
+from roseinfer.bench.seeds.session import say
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.errors import ConfigError
 

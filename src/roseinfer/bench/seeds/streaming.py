@@ -3,8 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from roseinfer.bench import report, session
-from roseinfer.bench.seeds import workload
+from roseinfer.bench.seeds import report, session, workload
 from roseinfer.bench.seeds.runs import Run, Schedule, run_online
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.llm.arguments import Prompt

@@ -15,8 +15,8 @@ from roseinfer.bench.load import serve
 from roseinfer.bench.load.observed import Observed, latency_pools, mean_interval_ns
 from roseinfer.bench.load.plan import RecordedPlan, plan_of_recording
 from roseinfer.bench.load.plan_options import settle_seed
-from roseinfer.bench.report import NS_PER_MS, PERCENTS, Pool
-from roseinfer.bench.session import say
+from roseinfer.bench.seeds.report import NS_PER_MS, PERCENTS, Pool
+from roseinfer.bench.seeds.session import say
 from roseinfer.bench.simulate import simulate
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.config.sources import LoadedConfig

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from roseinfer.bench.load import serve_report
+from roseinfer.bench.load import report as load_report
 from roseinfer.bench.load.options import DEFAULT_COSTS
 from roseinfer.bench.load.plan import PlannedRequest
 from roseinfer.bench.load.plan_options import describe, objective_of, plan_of, take_scenario
-from roseinfer.bench.load.serve_report import ServeRun
-from roseinfer.bench.session import say
+from roseinfer.bench.load.report import ServeRun
+from roseinfer.bench.seeds.session import say
 from roseinfer.bench.simulate import cost_model
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.bench.simulate.simulation import Decision, Setup, Simulated, Simulation
@@ -196,7 +196,7 @@ def report(
         "Prefix cache": f"{hit} of {queried} prompt tokens hit",
         "Preemptions": sum(step.num_preemptions for step in steps),
     }
-    say(*serve_report.lines_of(measured, {**header, **facts}, title))
+    say(*load_report.lines_of(measured, {**header, **facts}, title))
     if arguments.recording is not None:
         try:
             simulated.recording().save(arguments.recording)
@@ -205,5 +205,5 @@ def report(
                 f"{arguments.recording} cannot be written: {error.strerror}", param="--recording"
             ) from None
     if arguments.json is not None:
-        serve_report.write_result(arguments.json, measured, {**header, **facts}, arguments.recording)
+        load_report.write_result(arguments.json, measured, {**header, **facts}, arguments.recording)
     return measured

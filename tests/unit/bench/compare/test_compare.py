@@ -14,7 +14,7 @@ from roseinfer.bench.compare.results import Measured, differences, in_turn, told
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.observed import Observed, Verdict
 from roseinfer.bench.load.plan import PlannedRequest
-from roseinfer.bench.load.serve_report import ServeRun
+from roseinfer.bench.load.report import ServeRun
 from roseinfer.cli import main as cli
 
 NUM_RUNS = 8

@@ -3,7 +3,7 @@
 import pytest
 
 from roseinfer.bench.load.observed import Objective, Observed, Verdict
-from roseinfer.bench.load.serve_report import ServeRun
+from roseinfer.bench.load.report import ServeRun
 from roseinfer.bench.load.sweep import Point, header_line, knee_lines, knee_of, line_of, point_of
 from roseinfer.cli import main as cli
 

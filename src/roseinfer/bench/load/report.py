@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from roseinfer.bench import definitions as d
 from roseinfer.bench.load.observed import Objective, Observed, Verdict, duration_s, latency_pools
-from roseinfer.bench.report import NS_PER_MS, Pool, header_lines
+from roseinfer.bench.seeds.report import NS_PER_MS, Pool, header_lines
 from roseinfer.errors import ConfigError
 
 RESULT_FORMAT = "roseinfer bench serve 1"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roseinfer.bench.load.observed import Objective, Observed, Verdict, lag_p99_ns, latency_pools, mean_interval_ns
-from roseinfer.bench.load.serve_report import RESIDUAL, ServeRun, ledger_parts_ns, lines_of, write_result
+from roseinfer.bench.load.report import RESIDUAL, ServeRun, ledger_parts_ns, lines_of, write_result
 from roseinfer.errors import ConfigError
 
 MS = 1_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.bench import report
 from roseinfer.bench.definitions import RequestTimes
+from roseinfer.bench.seeds import report
 from roseinfer.bench.seeds.runs import Run
 from roseinfer.records import BlockedBy, PhaseTimes, RequestTimeline, StepRecord
 

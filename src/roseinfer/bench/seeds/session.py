@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roseinfer import __version__
-from roseinfer.bench import report
-from roseinfer.bench.seeds import workload
+from roseinfer.bench.seeds import report, workload
 from roseinfer.bench.seeds.runs import Run, StepLog
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress, show_loading
