@@ -23,7 +23,7 @@ import msgspec
 from roseinfer import __version__
 from roseinfer.config.tree import Config
 from roseinfer.engine import loop as engine_loop
-from roseinfer.engine.constraint import Grammars
+from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.link.client import AsyncEngine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roseinfer.config.options import StructuredConfig
-from roseinfer.engine.constraint import Matcher
+from roseinfer.engine.core.constraint import Matcher
 from roseinfer.messages import EngineInfo, Request, TokenOutput
 from roseinfer.records import FinishReason
 from roseinfer.server.service import TextModel

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from roseinfer.engine.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
+from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.sampling.edits import GROUP
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.constraint import TokenMasks
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, SlotBinding
+from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.runner import ModelRunner, load_runner
 

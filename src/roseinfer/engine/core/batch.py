@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from roseinfer.engine.constraint import TokenMasks
+from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.runtime.stopwatch import Watch
 
@@ -107,7 +107,7 @@ class Launched(Protocol):
 
 
 class Runner(Protocol):
-    """Whoever turns batches into tokens: `model/runner.py`, or `fake_runner.py` in tests.
+    """Whoever turns batches into tokens: `model/runner.py`, or `tests/fake_runner.py`.
 
     The token at position p of a sequence is computed from the KV entries of positions 0..p, found through the block
     table; the KV entry of position p lies at offset p % block_size of the block `block_table[slot, p // block_size]`.

@@ -5,9 +5,9 @@ from collections import deque
 import msgspec
 
 from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch
+from roseinfer.engine.core.invariants import violations
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.steps import NOTHING, Outcome
-from roseinfer.engine.invariants import violations
 from roseinfer.engine.link.heartbeat import Pulse
 from roseinfer.engine.profiling import Profiler, StepProfile
 from roseinfer.messages import AtRest, EngineInfo, Request, StepOutput

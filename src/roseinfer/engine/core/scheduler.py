@@ -15,10 +15,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from roseinfer.config.tree import CacheConfig, SchedulerConfig
-from roseinfer.engine.compiling import Compiling
-from roseinfer.engine.constraint import Grammars
 from roseinfer.engine.core.admission import make_policy, make_turn
 from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.core.compiling import Compiling
+from roseinfer.engine.core.constraint import Grammars
+from roseinfer.engine.core.deadlines import Deadlines
 from roseinfer.engine.core.decode_ring import DecodeRing, DecodeRows, rows_of
 from roseinfer.engine.core.kv_cache_manager import Residency
 from roseinfer.engine.core.sequence import Sequence, SequenceStatus
@@ -34,7 +35,6 @@ from roseinfer.engine.core.steps import (
     tell,
 )
 from roseinfer.engine.core.waiting_queue import WaitingQueue
-from roseinfer.engine.deadlines import Deadlines
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
 

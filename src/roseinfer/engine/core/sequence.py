@@ -11,8 +11,8 @@ from enum import Enum
 import numpy as np
 from msgspec.structs import replace
 
-from roseinfer.engine.constraint import Constraint
 from roseinfer.engine.core.batch import Int32Array, ScoredRow, Scores, SlotBinding
+from roseinfer.engine.core.constraint import Constraint
 from roseinfer.engine.core.prefix_cache import BlockChain
 from roseinfer.messages import Request
 from roseinfer.records import EngineTimes

@@ -8,7 +8,6 @@ several times as long to make.
 import msgspec
 import numpy as np
 
-from roseinfer.engine.constraint import TokenMasks
 from roseinfer.engine.core.batch import (
     OWN_FAULT,
     BoolArray,
@@ -18,6 +17,7 @@ from roseinfer.engine.core.batch import (
     ScheduledBatch,
     SlotBinding,
 )
+from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.engine.core.decode_ring import DecodeRows
 from roseinfer.engine.core.sequence import Sequence, SlotTable
 from roseinfer.messages import PromptLogprobs, TokenOutput

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from roseinfer.engine.constraint import MaskArray, TokenMasks
 from roseinfer.engine.core.batch import Int32Array, SlotBinding
+from roseinfer.engine.core.constraint import MaskArray, TokenMasks
 from roseinfer.model.device_stream import sent
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from roseinfer.engine.constraint import TokenMasks
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
+from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.model.device_stream import sent
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.edits import GROUP, LogitsEdits

@@ -7,7 +7,7 @@ library gives the interpreter up meanwhile, so steps go on. Knows no sequence.
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from roseinfer.engine.constraint import Matcher
+from roseinfer.engine.core.constraint import Matcher
 from roseinfer.messages import Grammar
 from roseinfer.text.grammar.library import Compiled, Vocabulary, can_grow
 
@@ -56,7 +56,7 @@ def entry_bytes(grammar: Grammar) -> int:
 
 
 class GrammarCompiler:
-    """`engine/constraint.py:Grammars` with one thread."""
+    """`engine/core/constraint.py:Grammars` with one thread."""
 
     def __init__(self, vocabulary: Vocabulary, cache_bytes: int) -> None:
         self._vocabulary = vocabulary

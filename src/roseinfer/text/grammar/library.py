@@ -17,7 +17,7 @@ import llguidance
 import msgspec
 import numpy as np
 
-from roseinfer.engine.constraint import MaskArray
+from roseinfer.engine.core.constraint import MaskArray
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar
 from roseinfer.text.grammar.tokenizer_file import TokenizerFile
@@ -236,7 +236,7 @@ class Compiled:
 
 
 class LibraryMatcher:
-    """See `engine/constraint.py:Matcher`."""
+    """See `engine/core/constraint.py:Matcher`."""
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled

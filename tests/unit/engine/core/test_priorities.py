@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.records import FinishReason
+from tests.unit.engine.core.test_deadlines import timed
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_to_end
-from tests.unit.engine.test_deadlines import timed
 
 
 def add(engine: Engine, request_id: str, priority: int) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from roseinfer.engine.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.engine.core.batch import SlotBinding
+from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.sampler import Sampler

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roseinfer.engine.constraint import Matcher
+from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CALL_TAGS, Grammar
 from roseinfer.text.grammar.library import Vocabulary

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roseinfer.engine.constraint import Matcher
+from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, CallShape, Grammar
 from roseinfer.text.grammar.library import MAX_FORCED_TOKENS, Vocabulary

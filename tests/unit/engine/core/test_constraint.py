@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roseinfer.engine.constraint import Constraint, MaskArray, Matcher
+from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher
 from roseinfer.engine.core.engine import Engine
 from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.records import FinishReason

@@ -6,7 +6,7 @@ Knows futures and sequences; nothing of grammars, slots or steps.
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from roseinfer.engine.constraint import Constraint, Grammars, Matcher
+from roseinfer.engine.core.constraint import Constraint, Grammars, Matcher
 from roseinfer.engine.core.sequence import Sequence
 from roseinfer.errors import InvalidRequest
 

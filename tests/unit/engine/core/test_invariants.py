@@ -6,17 +6,17 @@ from collections.abc import Callable
 import pytest
 
 from roseinfer.engine.core.block_pool import BlockPool
+from roseinfer.engine.core.deadlines import MIN_SWEPT
 from roseinfer.engine.core.decode_ring import DecodeRing
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.invariants import violations
 from roseinfer.engine.core.prefix_cache import PrefixCache
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.sequence import SlotTable
 from roseinfer.engine.core.waiting_queue import WaitingQueue
-from roseinfer.engine.deadlines import MIN_SWEPT
-from roseinfer.engine.invariants import violations
 from roseinfer.records import Invariant
+from tests.unit.engine.core.test_deadlines import until
 from tests.unit.engine.harness import make_engine, make_request
-from tests.unit.engine.test_deadlines import until
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -166,7 +166,7 @@ def test_each_mistake_is_caught(monkeypatch: pytest.MonkeyPatch, mistake: Break,
 
 
 def test_deadlines_that_are_never_swept_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roseinfer.engine.deadlines._waiting_for", lambda entry: entry)
+    monkeypatch.setattr("roseinfer.engine.core.deadlines._waiting_for", lambda entry: entry)
     engine = make_engine()
     for i in range(MIN_SWEPT + 8):
         engine.add(until(f"r{i}", s=1e9, max_tokens=1))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roseinfer.engine.core.deadlines import MIN_SWEPT
 from roseinfer.engine.core.engine import Engine
-from roseinfer.engine.deadlines import MIN_SWEPT
 from roseinfer.messages import Request
 from roseinfer.records import FinishReason
 from roseinfer.runtime.stopwatch import Phases
