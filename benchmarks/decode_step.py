@@ -96,7 +96,9 @@ def start_subjects(
     descriptions: dict[str, Any] = {}
     failures: dict[str, str] = {}
     for name, command in commands.items():
-        worker = stack.enter_context(Worker(name, [sys.executable, "-m", "benchmarks.decode_workers", *command], log))
+        worker = stack.enter_context(
+            Worker(name, [sys.executable, "-m", "benchmarks.peers.decode_workers", *command], log)
+        )
         try:
             descriptions[name] = worker.call("describe")
             subjects[name] = worker

@@ -160,7 +160,7 @@ def burst_table(results: Results) -> list[str]:
         rates = ranged(Spread.of([row["tokens_per_s"] for row in repeats]))
         rows.append((name, rates, *(latency(figures, kind) for kind in ("ttft", "tpot", "itl"))))
     head = ("what", "tokens/s", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99")
-    told = "`benchmarks/gpu_bursts.py` says what each is. Milliseconds; over HTTP as the clients saw it."
+    told = "`benchmarks/gpu/bursts.py` says what each is. Milliseconds; over HTTP as the clients saw it."
     return ["## Bursts, and one stream", "", told, "", *table(head, rows)]
 
 
@@ -168,7 +168,7 @@ def block_info_table(results: Results) -> list[str]:
     if "block_info" not in results:
         return []
     rows: Sequence[Sequence[str]] = [(name, ranged(Spread(**row))) for name, row in results["block_info"].items()]
-    told = "64 sequences, 12 layers where a layer has its own records (`benchmarks/block_info.py`); no GPU is involved."
+    told = "64 sequences, 12 layers where each has records of its own (`benchmarks/costs/block_info.py`), no GPU."
     return ["## Block metadata", "", told, "", *table(("way", "µs a step"), rows)]
 
 

@@ -19,10 +19,10 @@ from benchmarks.suite import run_part
 
 MODULES = {  # and the seconds after which each is given up
     "roofs": ("benchmarks.gpu_roofs", 120),
-    "block_info": ("benchmarks.block_info", 60),
-    "streams": ("benchmarks.gpu_streams", 1200),
+    "block_info": ("benchmarks.costs.block_info", 60),
+    "streams": ("benchmarks.gpu.streams", 1200),
     "steps": ("benchmarks.gpu_steps", 600),
-    "bursts": ("benchmarks.gpu_bursts", 600),
+    "bursts": ("benchmarks.gpu.bursts", 600),
 }
 TAKES_MODEL = ("streams", "steps", "bursts")
 

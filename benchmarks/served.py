@@ -84,7 +84,7 @@ def entrants_of(
         except ServerFailed as error:
             absent.append(rotation.absent(plan.name, str(error)))
     pairs = [word for path, value in serving_options(precision).items() for word in ("--option", f"{path}={value}")]
-    command = [sys.executable, "-m", "benchmarks.engine_only", str(model), *pairs]
+    command = [sys.executable, "-m", "benchmarks.peers.engine_only", str(model), *pairs]
     worker = stack.enter_context(Worker(f"engine only {precision}", command, log))
     entrants.append(Driver(worker, ("W2",)))
     return entrants, absent

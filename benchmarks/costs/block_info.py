@@ -1,6 +1,6 @@
 """Three ways to note one more token of each sequence in its KV block's metadata, into microseconds a step.
 
-    python -m benchmarks.block_info [--quick] [--out FILE]
+    python -m benchmarks.costs.block_info [--quick] [--out FILE]
 
 The post behind the third seed replaced immutable records by records that are changed in place, in every layer. Here no
 layer has records: lengths and block ids are arrays, changed once a step for all sequences (`engine/core/sequence.py`).
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="3 repeats in place of 15")
     parser.add_argument("--out", type=Path, default=Path("build/bench/block_info.json"), metavar="FILE")
     arguments = parser.parse_args()
-    sitting = Sitting("block_info", ["python", "-m", "benchmarks.block_info", *sys.argv[1:]])
+    sitting = Sitting("block_info", ["python", "-m", "benchmarks.costs.block_info", *sys.argv[1:]])
     repeats: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(3 if arguments.quick else 15):
         for name, make in WAYS.items():

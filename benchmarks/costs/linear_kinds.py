@@ -1,6 +1,6 @@
 """All linears of a GPT-2 small step, multiplied in every way that this processor has, in turn, into milliseconds.
 
-    python -m benchmarks.linear_kinds [--threads 1] [--rows 1,8,32,64,256] [--rounds 15] [--out FILE]
+    python -m benchmarks.costs.linear_kinds [--threads 1] [--rows 1,8,32,64,256] [--rounds 15] [--out FILE]
 
 Every layer has weights of its own, as a model has, so a step of few rows reads them all from memory. An input is the
 output before it, as far as their widths go. oneDNN is given two rows in place of one, as the runner does: a single row
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench/linear_kinds.json"), metavar="FILE")
     arguments = parser.parse_args()
     require_kernels()
-    sitting = Sitting("linear_kinds", ["python", "-m", "benchmarks.linear_kinds", *sys.argv[1:]])
+    sitting = Sitting("linear_kinds", ["python", "-m", "benchmarks.costs.linear_kinds", *sys.argv[1:]])
     torch.set_num_threads(arguments.threads)
     generator = torch.Generator().manual_seed(0)
     subjects = kinds()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import linear_kinds
+from benchmarks.costs import linear_kinds
 
 
 def test_without_kernels_the_kinds_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

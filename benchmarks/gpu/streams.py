@@ -1,6 +1,6 @@
 """The posts' commands under one option changed at a time, into their own reports' figures. Knows no report's text.
 
-    python -m benchmarks.gpu_streams [--device cuda] [--quick] [--model DIR] [--out FILE]
+    python -m benchmarks.gpu.streams [--device cuda] [--quick] [--model DIR] [--out FILE]
 
 Each process is one `roseinfer bench streaming` without warm-up runs: its first run is the first traffic that the engine
 sees, where lazily captured graphs are paid for, and the later ones are warm. The settings take turns.
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("build/bench-gpu/streams.json"), metavar="FILE")
     arguments = parser.parse_args()
-    sitting = Sitting("streams", ["python", "-m", "benchmarks.gpu_streams", *sys.argv[1:]])
+    sitting = Sitting("streams", ["python", "-m", "benchmarks.gpu.streams", *sys.argv[1:]])
     make(arguments.model)
     rows: dict[str, dict[str, list[list[dict[str, float]]]]] = {name: {s: [] for s in SETTINGS} for name in WORKLOADS}
     failures: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 And the first masks of sequences whose schema has many optional properties, if the library's limit were higher.
 
-python benchmarks/grammar_masks.py CHECKPOINT VOCAB_SIZE
+python benchmarks/costs/grammar_masks.py CHECKPOINT VOCAB_SIZE
 """
 
 import json

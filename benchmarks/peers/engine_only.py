@@ -1,6 +1,6 @@
 """Planned requests into time stamps through `LLM`: engine, link and detokeniser, without HTTP. Driven by protocol.py.
 
-    python -m benchmarks.engine_only MODEL_DIR --precision bfloat16 [--option PATH=VALUE …]
+    python -m benchmarks.peers.engine_only MODEL_DIR --precision bfloat16 [--option PATH=VALUE …]
 
 It is what a served rate is compared with. The stamps are the engine's: one for each token, when it was known on the
 host. `drive` submits on a schedule; `drive_offline` hands all prompts over as one batch.

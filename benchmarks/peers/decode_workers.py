@@ -1,7 +1,7 @@
 """One subject of the decode benchmark in a process of its own: the engine at one precision, or transformers.
 
-    python -m benchmarks.decode_workers engine MODEL_DIR --precision bfloat16 [--batch 64] [--context 512]
-    python -m benchmarks.decode_workers transformers MODEL_DIR [--device cpu]
+    python -m benchmarks.peers.decode_workers engine MODEL_DIR --precision bfloat16 [--batch 64] [--context 512]
+    python -m benchmarks.peers.decode_workers transformers MODEL_DIR [--device cpu]
 
 Driven by `benchmarks/decode_step.py` through `benchmarks/protocol.py`. Both answer the same calls: `prepare` brings so
 many sequences to a context, `run` makes so many decode steps and returns the seconds of each, `release` lets them go.

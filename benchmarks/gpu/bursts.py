@@ -1,6 +1,6 @@
 """A burst without and with HTTP, and one stream alone, on a GPU, into tokens/s and latencies.
 
-    python -m benchmarks.gpu_bursts [--device cuda] [--quick] [--model DIR] [--out FILE]
+    python -m benchmarks.gpu.bursts [--device cuda] [--quick] [--model DIR] [--out FILE]
 
 - burst offline: 256 prompts of 4 tokens as one batch of `LLM.generate`, 128 new tokens each
 - burst online: the same through `LLM.submit`, each request on its own
@@ -89,7 +89,9 @@ def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, 
     burst, bursts, streams = (QUICK_BURST, 1, 2) if arguments.quick else (BURST, NUM_BURSTS, NUM_STREAMS)
     rows = {}
     pairs = [word for path, value in options.items() for word in ("--option", f"{path}={value}")]
-    with Worker("engine only", [sys.executable, "-m", "benchmarks.engine_only", str(model), *pairs], log) as worker:
+    with Worker(
+        "engine only", [sys.executable, "-m", "benchmarks.peers.engine_only", str(model), *pairs], log
+    ) as worker:
         rows["burst offline"] = repeat("burst offline", through(worker, "drive_offline"), burst, words, bursts)
         rows["burst online"] = repeat("burst online", through(worker, "drive"), burst, words, bursts)
         rows["one stream"] = repeat("one stream", through(worker, "drive"), ONE_STREAM, words, streams)
@@ -114,7 +116,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("build/bench-gpu/bursts.json"), metavar="FILE")
     arguments = parser.parse_args()
-    sitting = Sitting("bursts", ["python", "-m", "benchmarks.gpu_bursts", *sys.argv[1:]])
+    sitting = Sitting("bursts", ["python", "-m", "benchmarks.gpu.bursts", *sys.argv[1:]])
     with protocol.own_session_raised():
         rows: dict[str, Any] = dict(measure(arguments, make(arguments.model), arguments.out.with_suffix(".log")))
     sitting.write(arguments.out, {"rows": rows})
