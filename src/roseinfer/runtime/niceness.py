@@ -1,7 +1,12 @@
-"""How much nicer than others this process, or a thread, is to the scheduler. Knows nothing of what it does."""
+"""Lowers the scheduling priority of this process or thread.
+
+`python -m roseinfer.runtime.niceness INCREMENT MODULE` lowers it before it runs the module: a child that did so after
+its imports would have taken a core for a second by then, from the process that started it.
+"""
 
 import contextlib
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -23,10 +28,15 @@ def be_nicer(increment: int, session_group: Path = _SESSION_GROUP) -> None:
 
 
 def be_nicer_in_this_thread(increment: int) -> None:
-    """Let the other threads go first where processors are too few, as far as the system knows threads of a process.
+    """Let the other threads go first where processors are too few; on Linux only.
 
-    Not for a thread that needs the GIL: it would keep all others waiting until it is its own turn.
+    Not for a thread that needs the GIL: it would keep all others waiting until its own turn comes.
     """
     if sys.platform == "linux":  # elsewhere it would be the whole process
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.nice(increment)
+
+
+if __name__ == "__main__":
+    be_nicer(int(sys.argv[1]))
+    runpy.run_module(sys.argv[2], run_name="__main__")

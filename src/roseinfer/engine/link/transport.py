@@ -7,7 +7,6 @@ import asyncio
 import queue
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.frames import CommandEncoder, FrameBuffer, encode_frame
 from roseinfer.engine.link.heartbeat import Pulse, SharedPage
 from roseinfer.messages import Command, Event, Shutdown, StartupProgress
+from roseinfer.runtime.child_process import end_process, start_process
 
 BuildEngine = Callable[[Config, Callable[[StartupProgress], None]], Engine]
 _ENGINE_COMMAND = (
@@ -181,12 +181,7 @@ class ProcessTransport:
         self._reading.add_done_callback(_report)
 
     def _start_child(self, descriptor: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(  # noqa: S603  # our own module; returns in a millisecond
-            [sys.executable, *self._command, str(descriptor)],
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        return start_process([*self._command, str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=[descriptor])
 
     async def _read(
         self, reader: asyncio.StreamReader, on_event: Callable[[Event], None], on_death: Callable[[str], None]
@@ -225,11 +220,7 @@ class ProcessTransport:
             return
         self._is_closing = True
         self.send(Shutdown())
-        try:
-            await asyncio.to_thread(self._process.wait, _CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(end_process, self._process, _CLOSE_TIMEOUT_S)
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self._writer is not None:

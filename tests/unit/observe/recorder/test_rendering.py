@@ -37,24 +37,24 @@ def test_the_child_refuses_in_the_same_words(process: RenderProcess) -> None:
 def test_a_child_that_died_is_replaced(process: RenderProcess) -> None:
     archive = make_flight(num_streams=2, num_steps=30).recording()()
     process.render(VIEW, archive)
-    assert process._child is not None
-    first = process._child.pid
-    process._child.kill()
-    process._child.wait()
+    assert process._child.process is not None
+    first = process._child.process.pid
+    process._child.process.kill()
+    process._child.process.wait()
     assert process.render(VIEW, archive) == render(VIEW, archive)
-    assert process._child.pid != first
+    assert process._child.process.pid != first
 
 
 def test_closing_ends_a_job_under_way() -> None:
     process = RenderProcess()
     archive = make_flight(num_streams=1, num_steps=3).recording()()
     process.render(VIEW, archive)
-    child = process._child
+    child = process._child.process
     assert child is not None
     os.kill(child.pid, signal.SIGSTOP)  # it will not answer any more
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(process.render, VIEW, archive)
-        while not process._lock.locked():
+        while not process._child._turn.locked():
             time.sleep(0.001)
         process.close()
         with pytest.raises(NotReady):
@@ -65,7 +65,7 @@ def test_closing_ends_a_job_under_way() -> None:
 def test_closing_ends_the_child_and_may_be_done_twice() -> None:
     process = RenderProcess()
     process.render(VIEW, make_flight(num_streams=1, num_steps=3).recording()())
-    child = process._child
+    child = process._child.process
     assert child is not None
     process.close()
     process.close()

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roseinfer.config.tree import StructuredConfig
 from roseinfer.errors import InvalidRequest, NotReady, Overloaded
 from roseinfer.messages import Grammar
-from roseinfer.runtime.child_process import start_nicer_child
+from roseinfer.runtime import child_process
 from roseinfer.text.grammar import bounds, checker
 from roseinfer.text.grammar.checker import GrammarChecker
 from tests.unit.text.grammar import vocabulary as checkpoint
@@ -59,12 +60,13 @@ def hidden(depth: int) -> dict[str, object]:
 
 def count_children(monkeypatch: pytest.MonkeyPatch) -> list["subprocess.Popen[bytes]"]:
     started: list[subprocess.Popen[bytes]] = []
+    start_process = child_process.start_process
 
-    def start(module: str, increment: int, stderr: int) -> "subprocess.Popen[bytes]":
-        started.append(start_nicer_child(module, increment, stderr))
+    def start(*args: Any, **kwargs: Any) -> "subprocess.Popen[bytes]":
+        started.append(start_process(*args, **kwargs))
         return started[-1]
 
-    monkeypatch.setattr(checker, "start_nicer_child", start)
+    monkeypatch.setattr(child_process, "start_process", start)
     return started
 
 
@@ -127,8 +129,8 @@ def test_what_takes_too_long_is_ended_with_its_process(tmp_path: Path) -> None:
     made = make_checker(tmp_path, compile_timeout_s=0.05)
     try:
         assert is_alive(made)
-        assert made._child is not None
-        first = made._child
+        first = made._child.process
+        assert first is not None
         slow = schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}})
         with pytest.raises(InvalidRequest, match=r"more than 0\.05 s"):
             made.check(slow, "x").result()
@@ -143,11 +145,12 @@ def test_what_takes_too_much_memory_ends_its_process_alone(tmp_path: Path) -> No
     made = make_checker(tmp_path, compile_timeout_s=60, compile_memory_mib=64)
     try:
         assert is_alive(made)
-        assert made._child is not None
-        limits = resource.prlimit(made._child.pid, resource.RLIMIT_AS)
-        used = int(Path(f"/proc/{made._child.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        child = made._child.process
+        assert child is not None
+        limits = resource.prlimit(child.pid, resource.RLIMIT_AS)
+        used = int(Path(f"/proc/{child.pid}/statm").read_text().split()[0]) * resource.getpagesize()
         assert used <= limits[0] < used + (65 << 20)
-        resource.prlimit(made._child.pid, resource.RLIMIT_AS, (used, used))  # as if a grammar had taken all of it
+        resource.prlimit(child.pid, resource.RLIMIT_AS, (used, used))  # as if a grammar had taken all of it
         big = schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}})
         with pytest.raises(InvalidRequest, match="too large or too complex"):
             made.check(big, "x").result()
@@ -273,9 +276,9 @@ def test_a_child_that_was_killed_is_replaced(tmp_path: Path) -> None:
     made = make_checker(tmp_path)
     try:
         assert is_alive(made)
-        assert made._child is not None
-        made._child.kill()
-        made._child.wait()
+        assert made._child.process is not None
+        made._child.process.kill()
+        made._child.process.wait()
         with pytest.raises(InvalidRequest):
             made.check(Grammar("regex", "b"), "x").result()
         assert is_alive(made)
