@@ -28,8 +28,8 @@ from benchmarks.served import ServedEntrant
 from benchmarks.servers import Server, roseinfer_plan
 from benchmarks.workloads import WORKLOADS, Shape
 from roseinfer.config.tree import DEMO_MODEL
+from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.device import num_usable_cores
-from roseinfer.model.weights import Checkpoint, resolve_checkpoint
 
 SIZES = ((4, 256), (6, 384), (8, 512), (12, 640))  # layers and width
 VOCAB_SIZE = 2048

@@ -26,7 +26,7 @@ from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.layers.amx import TileLinear
 from roseinfer.model.layers.int8 import IntegerLinear, quantized_weight
 from roseinfer.model.layers.linear import OneDnnLinear
-from roseinfer.model.layers.register_linear import RegisterLinear
+from roseinfer.model.layers.packed_linear import RegisterLinear
 from roseinfer.model.placement import Placement
 
 CPU = torch.device("cpu")

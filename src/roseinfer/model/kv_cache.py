@@ -6,7 +6,7 @@ import torch
 
 from roseinfer.config.tree import CacheConfig
 from roseinfer.errors import ConfigError
-from roseinfer.model.layers.layers import Placement
+from roseinfer.model.layers.embedding import Placement
 
 _STEP_BYTES = 1 << 30  # of a GPU's memory, left for what a step computes with and for the pool of the CUDA graphs
 

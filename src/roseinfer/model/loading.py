@@ -12,6 +12,7 @@ from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, SamplingDefaults
 from roseinfer.model.attention import AttentionBackend, choose_attention
+from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.device import (
     check_num_threads,
     default_num_threads,
@@ -22,8 +23,7 @@ from roseinfer.model.device import (
 from roseinfer.model.families.registry import CausalLM, build_model
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
-from roseinfer.model.layers.layers import Placement
-from roseinfer.model.weights import Checkpoint, resolve_checkpoint
+from roseinfer.model.layers.embedding import Placement
 from roseinfer.records import LifecycleState
 
 OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, one phrase for a person

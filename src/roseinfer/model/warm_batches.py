@@ -11,7 +11,7 @@ import numpy as np
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
-from roseinfer.model.sampling.edits import GROUP
+from roseinfer.model.sampling.logit_edits import GROUP
 
 KINDS = (
     SamplingParams(frequency_penalty=0.1, logit_bias={0: 1.0}),

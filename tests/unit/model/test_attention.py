@@ -17,7 +17,7 @@ from roseinfer.model.attention import AttentionBackend, AttentionSpec, PackedTok
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
 from roseinfer.model.kv_cache import CacheShape, KVCache
-from roseinfer.model.layers.layers import Placement
+from roseinfer.model.layers.embedding import Placement
 from tests.conftest import BuiltKernels
 
 CPU = torch.device("cpu")

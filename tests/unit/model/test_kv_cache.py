@@ -6,7 +6,7 @@ import torch
 from roseinfer.config.tree import CacheConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.kv_cache import CacheShape, KVCache, plan_num_blocks
-from roseinfer.model.layers.layers import Placement
+from roseinfer.model.layers.embedding import Placement
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=4, head_dim=32)  # 2 KiB a token in float32
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import roseinfer
+from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import DTYPES
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.layers.int8 import _Compiled, quantized_rows, quantized_weight
 from roseinfer.model.layers.linear import Linear
-from roseinfer.model.weights import Checkpoint
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from roseinfer.errors import ConfigError
 from tests.unit.model.conftest import Shape, write_checkpoint
-from tests.unit.model.test_weights import build, refusal
+from tests.unit.model.test_checkpoint import build, refusal
 
 SHAPE = Shape()
 Header = dict[str, Any]

@@ -13,9 +13,9 @@ from roseinfer.messages import SamplingParams
 from roseinfer.model.graphs import graph_sizes
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.sampling import torch as sampling_torch
-from roseinfer.model.sampling.edits import GROUP
+from roseinfer.model.sampling.logit_edits import GROUP
 from roseinfer.model.sampling.masks import Masked
-from roseinfer.model.sampling.slots import SlotTable
+from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 from roseinfer.model.scratch import Scratch
 from roseinfer.model.warm_batches import KINDS, decode_batch

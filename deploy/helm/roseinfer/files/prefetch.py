@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roseinfer.config_sources import load
 
-from roseinfer.model.weights import resolve_checkpoint
+from roseinfer.model.checkpoint import resolve_checkpoint
 
 
 def main(config_file: str, mark: str) -> int:

@@ -11,9 +11,9 @@ from msgspec import Meta
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec
+from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.kv_cache import CacheShape
-from roseinfer.model.layers.layers import Activation, Embedding, LayerNorm, Linear, Placement
-from roseinfer.model.weights import Checkpoint
+from roseinfer.model.layers.embedding import Activation, Embedding, LayerNorm, Linear, Placement
 
 _PositiveInt = Annotated[int, Meta(ge=1)]
 _ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}

@@ -13,11 +13,11 @@ from msgspec import Meta
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec
+from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.kv_cache import CacheShape
-from roseinfer.model.layers.layers import Embedding, Linear, Placement, RMSNorm
+from roseinfer.model.layers.embedding import Embedding, Linear, Placement, RMSNorm
 from roseinfer.model.layers.pointwise import HeadCounts, HeadNorms, HeadTurner, SiluGate
 from roseinfer.model.layers.rope import AnyRope, PositiveFloat, PositiveInt, Rope, RotationTable, normalise_rope
-from roseinfer.model.weights import Checkpoint
 
 _FREQUENCY_BUFFERS = (".rotary_emb.inv_freq",)  # that old checkpoints carry along
 _DEFAULT_WINDOW = 4096  # where a configuration is silent; null is no window

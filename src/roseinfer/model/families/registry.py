@@ -8,11 +8,11 @@ import torch
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec
+from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.families.gpt2 import GPT2
 from roseinfer.model.families.llama import Llama, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
 from roseinfer.model.kv_cache import CacheShape
-from roseinfer.model.layers.layers import Linear, Placement
-from roseinfer.model.weights import Checkpoint
+from roseinfer.model.layers.embedding import Linear, Placement
 
 
 class CausalLM(Protocol):

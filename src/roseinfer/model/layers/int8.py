@@ -11,7 +11,7 @@ import torch
 
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation, activated
 from roseinfer.model.layers.amx import TileLinear
-from roseinfer.model.layers.register_linear import RegisterLinear
+from roseinfer.model.layers.packed_linear import RegisterLinear
 from roseinfer.model.placement import Placement
 
 _ROWS_AT_ONCE = 4096  # of a weight, so that its float32 copy is small

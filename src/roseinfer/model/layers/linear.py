@@ -13,7 +13,7 @@ from torch.nn import functional
 from roseinfer.model.layers.activation import Activation, activated
 from roseinfer.model.layers.amx import TileLinear
 from roseinfer.model.layers.int8 import int8_linear
-from roseinfer.model.layers.register_linear import RegisterLinear
+from roseinfer.model.layers.packed_linear import RegisterLinear
 from roseinfer.model.placement import Placement
 
 _PACKED_BATCH_HINT = 64  # packings for 16 to 512 rows run within a tenth of each other at any number of rows

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from roseinfer.model.layers.layers import Placement, RMSNorm
+from roseinfer.model.layers.embedding import Placement, RMSNorm
 from roseinfer.model.layers.rope import Rotation
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64

@@ -12,7 +12,7 @@ import torch
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.logprobs import LogprobRows
-from roseinfer.model.sampling.slots import Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import Int64Array, SlotTable
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _LOGITS = (_POINTER, _SIZE, _SIZE, _SIZE, _SIZE)  # numbers, whether they are bfloat16, stride, rows, vocabulary

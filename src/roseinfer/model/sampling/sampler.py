@@ -16,12 +16,12 @@ from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBin
 from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.model.device_stream import sent
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.sampling.edits import GROUP, LogitsEdits
+from roseinfer.model.sampling.logit_edits import GROUP, LogitsEdits
 from roseinfer.model.sampling.logprobs import LogprobRows
 from roseinfer.model.sampling.masks import Masked
 from roseinfer.model.sampling.native import NativeSampling
 from roseinfer.model.sampling.penalties import Penalties
-from roseinfer.model.sampling.slots import Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import Int64Array, SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 
 

@@ -14,7 +14,7 @@ import torch
 from roseinfer.engine.core.batch import NO_TOKEN, Int32Array
 from roseinfer.model.device_stream import sent
 from roseinfer.model.sampling.logprobs import LogprobRows
-from roseinfer.model.sampling.slots import GREEDY, TRUNCATED, WHOLE, Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import GREEDY, TRUNCATED, WHOLE, Int64Array, SlotTable
 from roseinfer.model.sampling.uniforms import uniforms
 from roseinfer.model.scratch import Scratch
 

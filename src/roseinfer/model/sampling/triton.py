@@ -9,7 +9,7 @@ import torch
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.model.device_stream import sent
 from roseinfer.model.sampling.logprobs import LogprobRows
-from roseinfer.model.sampling.slots import TRUNCATED, Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import TRUNCATED, Int64Array, SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 from roseinfer.model.triton_kernels import sampling as kernels
 

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from roseinfer.engine.core.batch import NO_TOKEN
-from roseinfer.model.sampling.slots import GREEDY, SLOT, SlotTable
+from roseinfer.model.sampling.slot_table import GREEDY, SLOT, SlotTable
 from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
 
 PIECE = 4096  # of the vocabulary

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 
 from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
+from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.families.llama import FamilySpec, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
 from roseinfer.model.families.registry import CausalLM, build_model
 from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.layers.layers import Placement
+from roseinfer.model.layers.embedding import Placement
 from roseinfer.model.layers.rope import normalise_rope
 from roseinfer.model.runner import load_runner
-from roseinfer.model.weights import Checkpoint
 from tests.conftest import BuiltKernels
 from tests.unit.model.conftest import Outcome, Player, prompt_of
 

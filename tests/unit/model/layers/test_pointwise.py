@@ -6,7 +6,7 @@ import torch
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
-from roseinfer.model.layers.layers import Placement
+from roseinfer.model.layers.embedding import Placement
 from roseinfer.model.layers.pointwise import HeadCounts, HeadNorms, HeadTurner, SiluGate
 from roseinfer.model.layers.rope import Rope, RotationTable
 from tests.conftest import BuiltKernels

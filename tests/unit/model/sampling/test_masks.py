@@ -11,7 +11,7 @@ from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, Tok
 from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.sampler import Sampler
-from tests.unit.model.sampling.test_sampler_edits import VOCAB, kernels, random_logits  # noqa: F401 - a fixture
+from tests.unit.model.sampling.test_logit_edits import VOCAB, kernels, random_logits  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
 GRAMMAR = Grammar("lark", "")

@@ -10,7 +10,7 @@ import torch
 from roseinfer.engine.core.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.sampling.sampler import Sampler
-from roseinfer.model.sampling.slots import SlotTable
+from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 from tests.unit.model.triton_processes import Ahead, Worker, compiled, compiler_process, interpreter_process
 

@@ -13,7 +13,7 @@ import torch
 
 from roseinfer.engine.core.batch import Int32Array, SlotBinding
 from roseinfer.model.device_stream import sent
-from roseinfer.model.sampling.slots import Int64Array
+from roseinfer.model.sampling.slot_table import Int64Array
 from roseinfer.model.scratch import Scratch
 
 GROUP = 32  # rows that are changed at a time: what bounds the memory of copies

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from roseinfer.config.tree import DEMO_MODEL
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingDefaults
+from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.families.registry import CausalLM, build_model
-from roseinfer.model.layers.layers import Placement
-from roseinfer.model.weights import Checkpoint, resolve_checkpoint
+from roseinfer.model.layers.embedding import Placement
 from tests.unit.model.conftest import Shape, write_checkpoint
 
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)

@@ -18,7 +18,7 @@ from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBin
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
-from roseinfer.model.sampling.edits import GROUP
+from roseinfer.model.sampling.logit_edits import GROUP
 from roseinfer.model.sampling.penalties import Penalties
 from roseinfer.model.sampling.sampler import Sampler
 from tests.conftest import BuiltKernels
