@@ -1,4 +1,4 @@
-"""Turns the source into the files that are generated from it. Knows which function writes which file.
+"""Writes the documents, and other files, that are generated from the source.
 
 `python tools/generate_docs.py` writes them; with `--check` it writes nothing and names the stale ones.
 """
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import causes_docs
 import chart_docs
 import http_api_docs
 import metrics_docs
@@ -15,6 +16,9 @@ from roseinfer.config import docs as config_docs
 ROOT = Path(__file__).resolve().parents[1]
 
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/causes.md": causes_docs.page,
+    f"{causes_docs.PAGE}/causes.css": causes_docs.style,
+    f"{causes_docs.PAGE}/causes.js": causes_docs.script,
     "docs/configuration.md": config_docs.markdown,
     "docs/http-api.md": http_api_docs.page,
     "docs/metrics.md": metrics_docs.page,

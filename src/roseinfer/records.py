@@ -34,30 +34,6 @@ class LifecycleState(StrEnum):
     FAILED = "failed"
 
 
-class Cause(StrEnum):
-    """What a moment between two tokens of a request went to. A closed set, for metrics, ledgers and pages alike."""
-
-    DECODE = "decode"  # computing a step of decoding rows, as recent steps of that size took
-    PREFILL_OF_OTHERS = "prefill_of_others"  # the step also computed prompt tokens of other requests
-    BATCH_GROWTH = "batch_growth"  # the step had more decoding rows than the one before
-    GRAPH_CAPTURE = "graph_capture"  # a CUDA graph was captured first
-    GRAPH_MISS = "graph_miss"  # no CUDA graph could hold the step, so it was queued operation by operation
-    H2D_COPY = "h2d_copy"  # the step's integers on their way to the device
-    SAMPLE_SYNC = "sample_sync"  # sampling, where the host does it or waits for it
-    SCHEDULE = "schedule"  # the engine's own bookkeeping: inbox, schedule, commit
-    KV_WAIT = "kv_wait"  # preempted, and waiting for KV blocks
-    PREEMPTED = "preempted"  # computing again what a preemption had thrown away
-    NOT_SELECTED = "not_selected"  # more sequences were active than a step decodes, and it was not their turn
-    GC = "gc"  # a garbage collection stopped the interpreter
-    ENGINE_OUTBOX = "engine_outbox"  # told by the engine, on its way to the front end
-    DETOKENIZE = "detokenize"  # tokens into text and frames
-    EVENT_LOOP = "event_loop"  # the front end was busy with something else
-    CLIENT_BACKPRESSURE = "client_backpressure"  # the client, or the network, did not take the bytes
-    SCRAPE = "scrape"  # the front end rendered metrics
-    PROFILER = "profiler"  # a profiler was recording
-    UNKNOWN = "unknown"  # what nothing above explains
-
-
 class BlockedBy(StrEnum):
     """The limit that kept the first waiting request out of a step."""
 

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.flight import Flight
-from roseinfer.records import Advanced, Cause
+from roseinfer.records import Advanced
 from roseinfer.server.app import build_ops_app, build_runner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.ops import debug

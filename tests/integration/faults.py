@@ -10,8 +10,8 @@ from roseinfer.config.tree import Config, ModelConfig
 from roseinfer.engine.core.batch import Launched, ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.transport import ProcessTransport
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap, gaps_of
-from roseinfer.records import Cause
 from roseinfer.runtime.stopwatch import Watch
 from tests.integration.faulty_engine import LATENCY_S
 from tests.integration.live_server import LiveServer

@@ -18,7 +18,8 @@ from prometheus_client import Metric
 from roseinfer.engine.core.batch import Launched, ScheduledBatch
 from roseinfer.engine.core.engine import OutboxState
 from roseinfer.messages import StepOutput
-from roseinfer.records import Cause, RequestTimeline, StepRecord
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.records import RequestTimeline, StepRecord
 from roseinfer.runtime.stopwatch import Watch
 from tests.integration.faults import (
     DELAY_S,

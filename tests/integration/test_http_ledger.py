@@ -12,9 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.engine.core.engine import Engine
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Clock, Gap, gaps_of
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.records import Cause, FinishReason, RequestTimeline
+from roseinfer.records import FinishReason, RequestTimeline
 from tests.integration.faults import on_a_calm_machine
 from tests.integration.live_server import LiveServer, live
 from tests.unit.engine.harness import make_engine

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from roseinfer.cli.main import EXIT_USAGE, main
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.records import Cause
 
 LOAD = "--rate 300 --num-requests 120 --prompt-tokens 4-40 --max-tokens 2-20"
 

@@ -12,12 +12,11 @@ import yaml
 from monitoring import queries
 from monitoring.board import SHOWN
 from monitoring.foreign import FOREIGN
-from monitoring.jitter import what_changes_it
 from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_rules, files
 from monitoring.promql import own_labels, row_of
 from roseinfer.config.tree import options
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS
-from roseinfer.records import Cause
 from tests.monitoring.expressions import comparisons, grouping_labels, selectors
 
 BOARDS = queries.dashboards()
@@ -192,7 +191,7 @@ def test_the_jitter_dashboard_leads_from_a_jump_to_a_cause_a_trace_and_the_timel
     assert "${operations}/debug/timeline" in {link["url"] for link in first["fieldConfig"]["defaults"]["links"]}
     assert "sum by (cause)" in panels["Slow gaps by cause"]["targets"][0]["expr"]
     advice = panels["What changes it"]["options"]["content"]
-    assert all(f"| `{cause}` | {what_changes_it()[cause]} |" in advice for cause in Cause)
+    assert all(f"| `{cause}` | {cause.row.remedy} |" in advice for cause in Cause)
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])

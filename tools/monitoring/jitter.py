@@ -1,13 +1,9 @@
 """The dashboard that leads from a jump of the 99th percentile to its cause, its step and its trace."""
 
-import re
-from pathlib import Path
-
 from monitoring.board import SHOWN, Board, Section, text_box
 from monitoring.panels import Query, heat, lines, prose, rows
-from roseinfer.records import Cause
+from roseinfer.observe.gaps.causes import CAUSES, Place
 
-CAUSES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "causes.md"
 TIMELINE = ("Timeline of the server", "${operations}/debug/timeline")
 LINKS = (TIMELINE, ("Requests in flight", "${operations}/debug/requests"))
 
@@ -42,14 +38,6 @@ def board() -> Board:
         [_jump(), _causes(), _which(), _suspects()],
         VARIABLES,
     )
-
-
-def what_changes_it() -> dict[str, str]:
-    """Cause -> what changes it, from the table of docs/causes.md."""
-    table = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", CAUSES_PAGE.read_text(), re.MULTILINE)
-    found = {cause: advice.strip() for cause, advice in table}
-    assert set(found) == set(Cause), set(found) ^ set(Cause)
-    return {cause: re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", advice) for cause, advice in found.items()}
 
 
 def _jump() -> Section:
@@ -92,7 +80,7 @@ def _jump() -> Section:
 
 
 def _causes() -> Section:
-    table = "\n".join(f"| `{cause}` | {advice} |" for cause, advice in what_changes_it().items())
+    table = "\n".join(f"| `{cause}` | {cause.row.remedy} |" for cause in CAUSES)
     slow = SHOWN.series("slow_gaps_total")
     return Section(
         "2. What did the time go to?",
@@ -148,8 +136,10 @@ def _which() -> Section:
 
 
 def _suspects() -> Section:
-    def share(cause: str) -> str:
-        return f"{SHOWN.total('gap_seconds_total', cause=cause)} / {SHOWN.total('gap_seconds_total')}"
+    def shares(place: Place) -> list[Query]:
+        causes = [cause for cause in CAUSES if cause.row.place == place]
+        total = SHOWN.total("gap_seconds_total")
+        return [Query(f"{SHOWN.total('gap_seconds_total', cause=cause)} / {total}", cause) for cause in causes]
 
     return Section(
         "4. Suspects, on the same axis of time",
@@ -159,43 +149,35 @@ def _suspects() -> Section:
                 "percentunit",
                 "Share of all gaps that went to prompts of newcomers and to growing batches. It follows prompt "
                 "tokens: a lower scheduler.max_prefill_tokens spreads them.",
-                Query(share("prefill_of_others"), "prefill_of_others"),
-                Query(share("batch_growth"), "batch_growth"),
+                *shares("prompts"),
             ),
             lines(
                 "Memory",
                 "percentunit",
                 "Share of all gaps that went to preemption or to waiting for a turn. Above 0: more KV blocks, or "
                 "fewer scheduler.max_active_seqs.",
-                *(Query(share(cause), cause) for cause in ("kv_wait", "preempted", "not_selected")),
+                *shares("memory"),
             ),
             lines(
                 "Host and copies",
                 "percentunit",
                 "Share of all gaps that went to the engine's host: bookkeeping, copies, graphs, sampling. What "
                 "changes each stands in the table above.",
-                *(
-                    Query(share(cause), cause)
-                    for cause in ("schedule", "h2d_copy", "graph_capture", "graph_miss", "sample_sync", "gc")
-                ),
+                *shares("host"),
             ),
             lines(
                 "The way out",
                 "percentunit",
                 "Share of all gaps that went to the front end or to clients. client_backpressure alone: the client, "
                 "or a proxy that buffers.",
-                *(
-                    Query(share(cause), cause)
-                    for cause in ("engine_outbox", "detokenize", "event_loop", "client_backpressure", "scrape")
-                ),
+                *shares("delivery"),
             ),
             lines(
                 "Unexplained",
                 "percentunit",
                 "Share of all gaps that nothing recorded explains: most often another process had the processor. Look "
                 "at CPU throttling on roseinfer / Rollout, at pinning and at neighbours.",
-                Query(share("unknown"), "unknown"),
-                Query(share("profiler"), "profiler"),
+                *shares("other"),
             ),
             lines(
                 "Newcomers",

@@ -1,30 +1,44 @@
-"""A recording into an explanation of its gaps: numbers, names and advice, in one struct that is also the JSON."""
+"""Explains the gaps of a recording: numbers, causes and advice, in one struct that is also the JSON of `--json`."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.explain import slow_gaps as stories
-from roseinfer.explain.advice import knob_for, meaning_of
 from roseinfer.explain.distribution import Mode, find_modes
 from roseinfer.explain.shares import CauseShare, Parts, Without
-from roseinfer.explain.slow_gaps import Story
+from roseinfer.explain.slow_gaps import SlowGaps, widest_gaps
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.records import Cause
 
 Timing = Literal["wire", "engine", "ledger"]
 """Of writes, of tokens, or of whole requests: then a gap is the average one of a request."""
 
-NUM_STORIES = 5
+_NUM_WIDEST = 5
 _MOST_OTHER_VOTES = 0.1  # of gaps that are not slow; more say something of their own. Of nine, one is too many
-_WORTH_A_KNOB = 0.05  # share of p99 - p50 below which turning something would not be noticed
+_WORTH_ADVICE = 0.05  # share of p99 - p50 below which a change would not be noticed
+
+SHORT_PROMPT_TOKENS = 64
+"""No longer than this a prompt is hardly worth cutting: each piece would pay again what a step costs beside tokens."""
+
+_MANY_SHORT_PROMPTS_OPTION = "scheduler.max_prefill_seqs"
+_MANY_SHORT_PROMPTS = (
+    f"No prompt has more than {SHORT_PROMPT_TOKENS} tokens, so there is little to cut. A smaller value begins fewer of "
+    "them in one step: every stream waits less for them, and they wait longer for their first token."
+)
+_MEANING_OF_NULL = {
+    "scheduler.max_prefill_tokens": "no limit but max_num_batched_tokens {max_num_batched_tokens}",
+    "scheduler.max_prefill_seqs": "as many as max_num_seqs {max_num_seqs}",
+    "cache.num_blocks": "what the memory of cache.cpu_memory_mib or cache.memory_utilization holds",
+}
+"""What an option that is null means, with values of the same section."""
 
 
-class KnobAdvice(msgspec.Struct, frozen=True):
-    """What to turn against a cause."""
+class OptionAdvice(msgspec.Struct, frozen=True):
+    """What to change against a cause."""
 
     cause: Cause
     option: str  # path in the configuration; empty where no option helps
@@ -53,8 +67,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     modes: list[Mode]  # the most frequent first
     causes: list[CauseShare]  # of p99 - p50, the largest share first
     without: list[Without]  # in the order of the causes
-    widest: list[Story]
-    knobs: list[KnobAdvice]
+    widest: list[SlowGaps]
+    knobs: list[OptionAdvice]
     unexplained: CauseShare  # of p99 - p50, what has no name
     unknown_share: float  # of the time of all gaps
 
@@ -85,18 +99,21 @@ def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timin
         modes=find_modes(parts.durations_s),
         causes=causes,
         without=[parts.without(share.cause) for share in causes],
-        widest=stories.tell(gaps, recording, NUM_STORIES),
-        knobs=[_advice(share.cause, recording) for share in causes if share.share >= _WORTH_A_KNOB],
+        widest=widest_gaps(gaps, recording, _NUM_WIDEST),
+        knobs=[_advice(share.cause, recording) for share in causes if share.share >= _WORTH_ADVICE],
         unexplained=unknown[0] if unknown else CauseShare(Cause.UNKNOWN, 0.0, 0.0),
         unknown_share=parts.share_of_all(Cause.UNKNOWN),
     )
 
 
-def _advice(cause: Cause, recording: Recording) -> KnobAdvice:
-    config = recording.meta.config
+def _advice(cause: Cause, recording: Recording) -> OptionAdvice:
+    option, advice = cause.row.option, cause.row.advice
     longest = max((request.num_prompt_tokens for request in recording.requests), default=0)
-    knob = knob_for(cause, longest)
-    section, _, name = knob.option.partition(".")
-    options = config.get(section, {})
-    meaning = meaning_of(knob.option, options) if name in options and options[name] is None else ""
-    return KnobAdvice(cause, knob.option, options.get(name), knob.advice, meaning)
+    if cause is Cause.PREFILL_OF_OTHERS and 0 < longest <= SHORT_PROMPT_TOKENS:
+        option, advice = _MANY_SHORT_PROMPTS_OPTION, _MANY_SHORT_PROMPTS
+    section, _, name = option.partition(".")
+    options = recording.meta.config.get(section, {})
+    meaning = _MEANING_OF_NULL.get(option, "") if name in options and options[name] is None else ""
+    return OptionAdvice(
+        cause, option, options.get(name), advice, meaning.format_map(defaultdict(str, options)).rstrip()
+    )

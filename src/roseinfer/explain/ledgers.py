@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import ClockPair, Recording, RecordingMeta, RequestRecord
-from roseinfer.records import Cause
 
 RESULT_FORMAT = "roseinfer bench serve 1"  # as `bench/load/report.py` writes it
 _PREFIX = "decode."

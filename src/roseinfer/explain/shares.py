@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.request_gaps import Gap
-from roseinfer.observe.recorder.recording import CAUSES
-from roseinfer.records import Cause
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]

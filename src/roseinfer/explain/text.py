@@ -1,11 +1,11 @@
-"""An explanation into lines of text, 100 columns wide. Knows no recording."""
+"""Writes an explanation as lines of text, 100 columns wide."""
 
 import textwrap
 from collections.abc import Iterator
 
 from roseinfer.explain.durations import ms, percent
-from roseinfer.explain.explanation import Explanation, KnobAdvice
-from roseinfer.explain.slow_gaps import Story
+from roseinfer.explain.explanation import Explanation, OptionAdvice
+from roseinfer.explain.slow_gaps import SlowGaps
 
 _WIDTH = 100
 _CLOCKS = {
@@ -29,13 +29,13 @@ def lines(explanation: Explanation) -> Iterator[str]:
     yield from _causes(found)
     yield ""
     yield "The widest gaps:"
-    for story in found.widest:
-        yield from _story(story)
+    for group in found.widest:
+        yield from _slow_gaps(group)
     if found.knobs:
         yield ""
         yield "What would change it:"
-        for knob in found.knobs:
-            yield from _knob(knob)
+        for advice in found.knobs:
+            yield from _advice(advice)
     yield ""
     left = found.unexplained
     yield (
@@ -74,19 +74,19 @@ def _few_slow_gaps(found: Explanation) -> str:
     return f"Of the {found.num_votes} gaps around p99 only {are_slow}: what follows is in part about gaps that are not."
 
 
-def _story(story: Story) -> Iterator[str]:
-    gaps = "1 gap" if story.num_gaps == 1 else f"{story.num_gaps} gaps"
-    where = f"step {story.step_id}, {gaps}" if story.step_id else f"request {', '.join(story.waiting)}"
-    head = f"  {ms(story.widest_s):>8}  {where}, {story.cause}: "
-    yield from textwrap.wrap(head + story.sentence, _WIDTH, subsequent_indent=" " * 12, drop_whitespace=True)
+def _slow_gaps(found: SlowGaps) -> Iterator[str]:
+    gaps = "1 gap" if found.num_gaps == 1 else f"{found.num_gaps} gaps"
+    where = f"step {found.step_id}, {gaps}" if found.step_id else f"request {', '.join(found.waiting)}"
+    head = f"  {ms(found.widest_s):>8}  {where}, {found.cause}: "
+    yield from textwrap.wrap(head + found.sentence, _WIDTH, subsequent_indent=" " * 12, drop_whitespace=True)
 
 
-def _knob(knob: KnobAdvice) -> Iterator[str]:
-    name = knob.option or "no option"
-    value = knob.meaning or (_value(knob.value) if knob.value is not None else "")
-    now = f" (now {value})" if knob.option and value else ""
-    yield f"  {knob.cause}: {name}{now}"
-    yield from textwrap.wrap(knob.advice, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+def _advice(found: OptionAdvice) -> Iterator[str]:
+    name = found.option or "no option"
+    value = found.meaning or (_value(found.value) if found.value is not None else "")
+    now = f" (now {value})" if found.option and value else ""
+    yield f"  {found.cause}: {name}{now}"
+    yield from textwrap.wrap(found.advice, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def _value(value: object) -> str:

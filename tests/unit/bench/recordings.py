@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.recorder.recording import (
-    CAUSES,
     INTERRUPTION_DTYPE,
     STEP_DTYPE,
     ClockPair,
@@ -15,7 +15,7 @@ from roseinfer.observe.recorder.recording import (
     RequestRecord,
     step_row,
 )
-from roseinfer.records import Cause, StepRecord
+from roseinfer.records import StepRecord
 from tests.unit.observe.facts import ENGINE
 
 

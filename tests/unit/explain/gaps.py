@@ -1,7 +1,7 @@
 """Gaps with known parts, for the tests of explanations."""
 
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
-from roseinfer.records import Cause
 
 MS = 1_000_000
 

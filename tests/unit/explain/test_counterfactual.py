@@ -11,8 +11,8 @@ from roseinfer.bench.simulate.simulate import without
 from roseinfer.bench.simulate.simulation import Setup, Simulation
 from roseinfer.config.tree import CacheConfig, SchedulerConfig
 from roseinfer.explain.explanation import Explanation, explain
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import gaps_of
-from roseinfer.records import Cause
 
 MS = 1_000_000
 BAND = 0.1

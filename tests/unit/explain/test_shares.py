@@ -3,7 +3,7 @@
 import pytest
 
 from roseinfer.explain.shares import Parts
-from roseinfer.records import Cause
+from roseinfer.observe.gaps.causes import Cause
 from tests.unit.explain.gaps import make_gap
 
 QUIET = {Cause.DECODE: 9.0, Cause.SCHEDULE: 1.0}

@@ -3,10 +3,10 @@
 import pytest
 
 from roseinfer.config.tree import options
-from roseinfer.explain.advice import KNOBS
-from roseinfer.explain.slow_gaps import tell
+from roseinfer.explain.slow_gaps import widest_gaps
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.recording import RequestRecord
-from roseinfer.records import Cause, PhaseTimes
+from roseinfer.records import PhaseTimes
 from tests.unit.bench.recordings import make_recording
 from tests.unit.explain.gaps import MS, make_gap
 from tests.unit.observe.facts import make_step
@@ -29,7 +29,7 @@ def test_streams_that_wait_together_are_one_story() -> None:
     parts = {Cause.DECODE: 10.0, Cause.PREFILL_OF_OTHERS: 65.0}
     gaps = [make_gap(parts, serial=i, end_ms=100, step_id=2) for i in range(3)]
     gaps.append(make_gap({Cause.DECODE: 5.0}, end_ms=20, step_id=1))
-    first, second = tell(gaps, make_recording([*STREAMS, LONG, LATER], STEPS), limit=5)
+    first, second = widest_gaps(gaps, make_recording([*STREAMS, LONG, LATER], STEPS), limit=5)
     assert first.sentence == "prefill of request long, 500 tokens"
     assert (first.step_id, first.num_gaps, first.widest_s) == (2, 3, 0.075)
     assert first.waiting == ["stream-0", "stream-1", "stream-2"]
@@ -39,20 +39,20 @@ def test_streams_that_wait_together_are_one_story() -> None:
 
 def test_only_the_widest_are_told() -> None:
     gaps = [make_gap({Cause.GC: float(i)}, step_id=i) for i in range(1, 10)]
-    assert [story.step_id for story in tell(gaps, make_recording(), limit=3)] == [9, 8, 7]
+    assert [story.step_id for story in widest_gaps(gaps, make_recording(), limit=3)] == [9, 8, 7]
 
 
 def test_a_gap_over_several_steps_names_the_one_that_shows_it() -> None:
     steps = [*STEPS, make_step(step_id=3, start_ns=101 * MS, tokens_ns=110 * MS, num_decode_seqs=3)]
     gap = make_gap({Cause.DECODE: 20.0, Cause.PREFILL_OF_OTHERS: 70.0}, end_ms=111, step_id=3)
-    [story] = tell([gap], make_recording([*STREAMS, LONG], steps), limit=1)
+    [story] = widest_gaps([gap], make_recording([*STREAMS, LONG], steps), limit=1)
     assert (story.step_id, story.behind) == (2, ["long"])
 
 
 def test_a_request_that_had_ended_is_not_behind_a_later_step() -> None:
     aborted = RequestRecord(serial=9, request_id="gone", recv_ns=1, scheduled_ns=5 * MS, end_ns=24 * MS)
     gap = make_gap({Cause.PREFILL_OF_OTHERS: 70.0}, end_ms=100, step_id=2)
-    [story] = tell([gap], make_recording([*STREAMS, aborted, LONG], STEPS), limit=1)
+    [story] = widest_gaps([gap], make_recording([*STREAMS, aborted, LONG], STEPS), limit=1)
     assert story.behind == ["long"]
 
 
@@ -62,7 +62,7 @@ def test_many_newcomers_are_counted() -> None:
         for i in range(5)
     ]
     gap = make_gap({Cause.PREFILL_OF_OTHERS: 70.0}, end_ms=100, step_id=2)
-    [story] = tell([gap], make_recording([*STREAMS, *newcomers], STEPS), limit=1)
+    [story] = widest_gaps([gap], make_recording([*STREAMS, *newcomers], STEPS), limit=1)
     assert story.sentence == "prefill of request n0, n1, n2 and 2 more, 500 tokens"
 
 
@@ -71,14 +71,17 @@ def test_every_cause_has_a_sentence_and_a_knob_that_exists(cause: Cause) -> None
     step = make_step(step_id=2, start_ns=25 * MS, tokens_ns=100 * MS, phases=PhaseTimes(capture=MS))
     gap = make_gap({cause: 70.0}, end_ms=100, step_id=2)
     for steps in ([step], []):
-        [story] = tell([gap], make_recording(STREAMS, steps), limit=1)
+        [story] = widest_gaps([gap], make_recording(STREAMS, steps), limit=1)
         assert len(story.sentence.split()) >= 4
-    assert KNOBS[cause].option in {"", *options()}
-    assert KNOBS[cause].advice
+    assert cause.row.option in {"", *options()}
+    assert cause.row.advice
 
 
 def test_a_collection_is_placed_where_it_happened() -> None:
     gap = make_gap({Cause.GC: 70.0}, end_ms=100, step_id=2)
     here = make_recording(STREAMS, STEPS, [(40 * MS, 90 * MS, Cause.GC)])
-    assert tell([gap], here, 1)[0].sentence == "a garbage collection in the front end took 70 ms"
-    assert tell([gap], make_recording(STREAMS, STEPS), 1)[0].sentence == "a garbage collection in the engine took 70 ms"
+    assert widest_gaps([gap], here, 1)[0].sentence == "a garbage collection in the front end took 70 ms"
+    assert (
+        widest_gaps([gap], make_recording(STREAMS, STEPS), 1)[0].sentence
+        == "a garbage collection in the engine took 70 ms"
+    )

@@ -4,8 +4,8 @@ import pytest
 
 from roseinfer.explain import text
 from roseinfer.explain.explanation import explain
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
-from roseinfer.records import Cause
 from tests.unit.explain.gaps import make_gap
 from tests.unit.explain.test_command import interfered
 

@@ -15,9 +15,10 @@ from roseinfer.explain import live
 from roseinfer.explain.live import LiveRequest, LiveServer, Sample
 from roseinfer.explain.screen import render
 from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.metrics.scrape import Page
-from roseinfer.records import Advanced, Cause, LifecycleState
+from roseinfer.records import Advanced, LifecycleState
 from tests.unit.explain.operations_port import OperationsPort, open_port
 from tests.unit.observe.facts import MS, make_metrics, make_step, make_timeline
 

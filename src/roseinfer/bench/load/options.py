@@ -11,7 +11,7 @@ from msgspec import Meta
 from roseinfer.config.flags import Parser, Positive, add_config_flags, parser_of, server_url, url_of
 from roseinfer.errors import ConfigError
 from roseinfer.messages import Seed, TokenCount
-from roseinfer.records import Cause
+from roseinfer.observe.gaps.causes import Cause
 
 _Milliseconds = Annotated[float, Meta(ge=0, le=3_600_000)]
 _Seconds = Annotated[float, Meta(ge=0, le=86_400)]

@@ -24,8 +24,8 @@ from roseinfer.cli.progress import Progress
 from roseinfer.config.sources import Given, LoadedConfig, build
 from roseinfer.config.tree import Config, options
 from roseinfer.errors import ConfigError
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.records import Cause
 
 _RECORDED_SECTIONS = ("scheduler", "cache", "runner")  # what a recording says of them holds unless a flag differs
 

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from roseinfer.observe.gaps import ledger
+from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions, delivery_segments
 from roseinfer.observe.gaps.request_gaps import SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
 from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGap, StepGaps, segments_since
 from roseinfer.observe.gaps.writes import Column, WriteObserver, Writes
 from roseinfer.observe.hub import Listeners
-from roseinfer.observe.recorder.recording import CAUSES
-from roseinfer.records import Advanced, Cause, Delivery, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Delivery, RequestTimeline, StepRecord
 
 Mask = npt.NDArray[np.bool_]
 Totals = tuple[int, ...]

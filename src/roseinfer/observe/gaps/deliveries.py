@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from roseinfer.records import Cause, Delivery
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.records import Delivery
 
 Interruption = tuple[int, int, Cause]
 """When it began, when it was over, and whether it was a collection or a scrape."""

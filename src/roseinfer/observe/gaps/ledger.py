@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from roseinfer.records import Cause, FinishReason, RequestTimeline
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.records import FinishReason, RequestTimeline
 
 _COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 

@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.deliveries import RecordedInterruptions, delivery_segments
 from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGaps, parts_of
 from roseinfer.observe.metrics.quantiles import median
-from roseinfer.observe.recorder.recording import CAUSES, Recording, RequestRecord, step_of
-from roseinfer.records import Arrival, Cause, Delivery
+from roseinfer.observe.recorder.recording import Recording, RequestRecord, step_of
+from roseinfer.records import Arrival, Delivery
 
 Clock = Literal["engine", "wire"]
 

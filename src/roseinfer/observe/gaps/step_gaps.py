@@ -13,8 +13,9 @@ from typing import Protocol
 
 import msgspec
 
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.step_costs import StepCosts, rows_of
-from roseinfer.records import Cause, PhaseTimes, StepRecord
+from roseinfer.records import PhaseTimes, StepRecord
 
 Segments = tuple[tuple[Cause, int], ...]
 """Nanoseconds by cause, in the order of time; a cause may come more than once."""

@@ -8,6 +8,7 @@ base units; each HELP text states the two events of an interval and what is coun
 from collections.abc import Callable
 
 from roseinfer.observe.gaps import intervals
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics import measures
 from roseinfer.observe.metrics.buckets import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
 from roseinfer.observe.metrics.series import (
@@ -25,7 +26,7 @@ from roseinfer.observe.metrics.series import (
     histogram,
     info,
 )
-from roseinfer.records import Cause, FinishReason, Invariant, LifecycleState, RequestTimeline
+from roseinfer.records import FinishReason, Invariant, LifecycleState, RequestTimeline
 
 _Interval = Callable[[RequestTimeline], float | None]
 _STREAMED = Label(name="streamed", values=("true", "false"))

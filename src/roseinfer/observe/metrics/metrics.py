@@ -19,6 +19,7 @@ from prometheus_client.samples import Exemplar as MetricExemplar
 
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.writes import WriteObserver, Writes
 from roseinfer.observe.metrics.catalogue import CATALOGUE
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
@@ -35,7 +36,7 @@ from roseinfer.observe.metrics.series import (
     Row,
     ServerState,
 )
-from roseinfer.records import Advanced, Cause, LifecycleState, RequestTimeline, StepRecord, Violation
+from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 
 Values = Mapping[str, float | str | int | Histogram]
 Exemplars = Mapping[str, Sequence[MetricExemplar | None]]  # by label value, one place for each bucket

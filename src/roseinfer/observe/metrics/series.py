@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from roseinfer.messages import EngineInfo
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.writes import Writes
-from roseinfer.records import Advanced, Cause, Invariant, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Invariant, LifecycleState, RequestTimeline, StepRecord
 
 
 @dataclass(slots=True)

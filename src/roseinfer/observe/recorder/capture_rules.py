@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 
 from roseinfer.errors import ConfigError
-from roseinfer.records import Cause
+from roseinfer.observe.gaps.causes import Cause
 
 OPTION = "observe.capture_rules"
 MAX_COUNT = 100_000

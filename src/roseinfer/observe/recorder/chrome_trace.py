@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
+from roseinfer.observe.gaps.causes import CAUSES
 from roseinfer.observe.gaps.request_gaps import Gap
-from roseinfer.observe.recorder.recording import CAUSES, Recording, RequestRecord, step_of
+from roseinfer.observe.recorder.recording import Recording, RequestRecord, step_of
 from roseinfer.records import StepRecord
 
 ENGINE, FRONT_END, REQUESTS, GAPS = 1, 2, 3, 4  # "processes" of the trace

@@ -10,6 +10,7 @@ import msgspec
 
 from roseinfer.config.tree import Config
 from roseinfer.messages import EngineInfo
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
 from roseinfer.observe.gaps.writes import WriteObserver, Writes
 from roseinfer.observe.metrics.metrics import Metrics
@@ -19,7 +20,7 @@ from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
 from roseinfer.observe.recorder.recording import ClockPair, StructArray, step_of
 from roseinfer.observe.recorder.rendering import Job, Render, render
 from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor
-from roseinfer.records import Advanced, Cause, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, RequestTimeline, StepRecord
 from roseinfer.runtime.gc_pauses import GcPauses
 
 

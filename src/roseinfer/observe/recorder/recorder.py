@@ -15,9 +15,9 @@ import numpy as np
 
 from roseinfer.config.tree import Config
 from roseinfer.messages import EngineInfo
+from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.writes import WriteObserver, Writes
 from roseinfer.observe.recorder.recording import (
-    CAUSES,
     INTERRUPTION_DTYPE,
     STEP_DTYPE,
     WRITE_DTYPE,
@@ -28,7 +28,7 @@ from roseinfer.observe.recorder.recording import (
     StructArray,
     step_row,
 )
-from roseinfer.records import Advanced, Cause, FinishReason, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, FinishReason, RequestTimeline, StepRecord
 
 NUM_INTERRUPTIONS = 4096
 _SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: nothing that names a key or a host

@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import EngineInfo
-from roseinfer.records import BlockedBy, Cause, FinishReason, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.observe.gaps.causes import CAUSES
+from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 
 FORMAT_VERSION = 1
 MAX_BYTES = 1 << 30  # of a recording in memory
 
 StructArray = npt.NDArray[np.void]
 BLOCKED_BY = tuple(BlockedBy)
-CAUSES = tuple(Cause)
 
 _OTHERS = frozenset({"phases", "ahead", "blocked_by", "is_profiled"})
 _COUNTS = tuple(name for name in StepRecord.__struct_fields__ if name not in _OTHERS)

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from roseinfer.observe.gaps.causes import CAUSES
 from roseinfer.observe.gaps.request_gaps import Gap
-from roseinfer.observe.recorder.recording import BLOCKED_BY, CAUSES, Recording, RequestRecord, StructArray
+from roseinfer.observe.recorder.recording import BLOCKED_BY, Recording, RequestRecord, StructArray
 
 CONTEXT_STEPS = 1024  # before those that are shown: from them it is known what steps cost, and what late writes carry
 _NUM_LESSONS = 512  # gaps before those that are shown, from which it is known what is usual

@@ -11,8 +11,9 @@ from itertools import pairwise
 import msgspec
 
 from roseinfer.observe.gaps import intervals
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.tracing import semconv
-from roseinfer.records import Cause, FinishReason, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import FinishReason, PhaseTimes, RequestTimeline, StepRecord
 
 NS_PER_S = 1e9
 MAX_GAP_EVENTS = 3  # of each request

@@ -26,6 +26,7 @@ _PAGE_POLICY = (
 )
 _SCRIPTS_AND_STYLES = (
     "page.css",
+    "causes.css",
     "main.js",
     "chart.js",
     "names.js",
@@ -34,6 +35,7 @@ _SCRIPTS_AND_STYLES = (
     "data.js",
     "panel.js",
     "words.js",
+    "causes.js",
 )
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 

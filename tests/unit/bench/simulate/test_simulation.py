@@ -17,7 +17,8 @@ from roseinfer.config.tree import CacheConfig, SchedulerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StepOutput
 from roseinfer.observe.gaps.attribution import Attribution
-from roseinfer.records import Advanced, Cause, FinishReason
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.records import Advanced, FinishReason
 
 MS = 1_000_000
 COSTS = CostModel(2 * MS, 0.1 * MS, 0.05 * MS, 0.0, 0.5 * MS)

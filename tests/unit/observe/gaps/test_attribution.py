@@ -2,8 +2,9 @@
 
 import pytest
 
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
-from roseinfer.records import Cause, FinishReason, RequestTimeline
+from roseinfer.records import FinishReason, RequestTimeline
 from tests.unit.observe.facts import MS
 from tests.unit.observe.gaps.test_request_gaps import Bench
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
-from roseinfer.records import Cause
 from roseinfer.runtime.gc_pauses import GcPauses
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.request_gaps import Gap, gaps_of
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.recorder.recording import (
-    CAUSES,
     INTERRUPTION_DTYPE,
     STEP_DTYPE,
     WRITE_DTYPE,
@@ -22,7 +22,7 @@ from roseinfer.observe.recorder.recording import (
     RequestRecord,
     step_row,
 )
-from roseinfer.records import Advanced, Arrival, Cause, Delivery, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Arrival, Delivery, PhaseTimes, RequestTimeline, StepRecord
 from tests.unit.observe.facts import ENGINE, MS, make_step
 
 US = 1000

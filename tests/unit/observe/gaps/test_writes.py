@@ -5,8 +5,9 @@ import random
 import pytest
 
 from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.writes import COLUMNS, Writes
-from roseinfer.records import Arrival, Cause, Delivery
+from roseinfer.records import Arrival, Delivery
 from tests.unit.observe.facts import MS, make_timeline, writes_of
 from tests.unit.observe.gaps.test_request_gaps import US, Bench
 

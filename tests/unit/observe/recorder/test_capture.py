@@ -13,11 +13,12 @@ import pytest
 from roseinfer.config.tree import Config, ModelConfig, ObserveConfig, ServerConfig
 from roseinfer.errors import ConfigError, Conflict
 from roseinfer.messages import ProfileEnded
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder import capture_files
 from roseinfer.observe.recorder.capture import BreachCapture
 from roseinfer.observe.recorder.recording import STEP_DTYPE, Recording, step_row
-from roseinfer.records import Advanced, Arrival, Cause, Delivery, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Arrival, Delivery, RequestTimeline, StepRecord
 from tests.unit.bench.recordings import make_recording
 from tests.unit.observe.facts import make_step, make_timeline, writes_of
 

@@ -3,8 +3,8 @@
 import pytest
 
 from roseinfer.errors import ConfigError
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.capture_rules import Rule, Window, parse_rules
-from roseinfer.records import Cause
 
 MS, S = 1_000_000, 1_000_000_000
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from roseinfer.config.tree import Config, ObserveConfig
+from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.recorder.recorder import FlightRecorder, Ring
-from roseinfer.observe.recorder.recording import CAUSES, WRITE_DTYPE, Recording, RequestRecord
-from roseinfer.records import Advanced, Arrival, Cause, Delivery, FinishReason, RequestTimeline
+from roseinfer.observe.recorder.recording import WRITE_DTYPE, Recording, RequestRecord
+from roseinfer.records import Advanced, Arrival, Delivery, FinishReason, RequestTimeline
 from tests.unit.observe.facts import ENGINE, MS, Traffic, make_step, make_timeline, writes_of
 
 ROW = np.dtype([("at_ns", np.int64)])

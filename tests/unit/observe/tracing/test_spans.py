@@ -5,9 +5,10 @@ from itertools import count, pairwise
 
 import pytest
 
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.tracing import semconv, spans
 from roseinfer.observe.tracing.spans import SlowGap, Span, TraceContext
-from roseinfer.records import BlockedBy, Cause, FinishReason, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 from tests.unit.observe.facts import MS, make_step, make_timeline
 
 SHARED = {semconv.GEN_AI_REQUEST_MODEL: "tiny", semconv.GEN_AI_PROVIDER_NAME: "roseinfer"}

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from roseinfer.config.tree import Config, TracingConfig
 from roseinfer.errors import ConfigError
 from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, REQUEST_DURATION, TIME_TO_FIRST_TOKEN
@@ -18,7 +19,7 @@ from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.tracing import semconv
 from roseinfer.observe.tracing.spans import Span
 from roseinfer.observe.tracing.tracing import Tracing, make_tracing
-from roseinfer.records import Advanced, Cause, FinishReason, LifecycleState, RequestTimeline
+from roseinfer.records import Advanced, FinishReason, LifecycleState, RequestTimeline
 from tests.collector import attributes, receiving
 from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline
 

@@ -1,7 +1,7 @@
 // What is selected into elements: the cause in words, the parts as a bar, the step's numbers, the distributions.
 // Text from requests only ever becomes a text node.
 
-import { colorOf, knobOf, limitName, ms, nameOf, sentence } from "./words.js";
+import { adviceOf, colorOf, limitName, ms, nameOf, sentence } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -68,7 +68,7 @@ export function renderDetail(box, data, gap, step, request, told) {
 function gapDetail(data, gap) {
   const total = gap.end - gap.start,
     step = data.stepById(gap.step_id),
-    knob = knobOf(gap.cause),
+    advice = adviceOf(gap.cause),
     token = data.tokenOf(gap);
   const bar = element("div", {
     class: "bar",
@@ -104,7 +104,7 @@ function gapDetail(data, gap) {
     element("p", { class: "cause", id: "cause" }, sentence(gap, data)),
     bar,
     parts,
-    ...(knob && gap.isSlow ? [element("p", { class: "knob" }, knob)] : []),
+    ...(advice && gap.isSlow ? [element("p", { class: "advice" }, advice)] : []),
     ...(step ? [element("h3", {}, `Step ${step.step_id}, which ended it`), ...stepNumbers(step)] : []),
     element("h3", {}, "Request"),
     ...requestNumbers(gap.request),

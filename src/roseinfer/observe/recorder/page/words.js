@@ -1,79 +1,6 @@
-// Causes into words: what each is called, what it means in a sentence, and which option changes it. Knows no page.
+// Puts causes, limits and durations into words.
+import { CAUSES } from "./causes.js";
 
-// cause: [name, sentence given (detail), knob]
-const CAUSES = {
-  decode: ["decode", "decoding", "A faster device, a smaller model.dtype, model.quantization, or fewer rows."],
-  prefill_of_others: [
-    "prefill of others",
-    "prefill of other requests",
-    "scheduler.max_prefill_tokens bounds the prompt tokens of others in one step: smaller means shorter gaps and later first tokens.",
-  ],
-  batch_growth: [
-    "batch growth",
-    "more sequences decoded in this step than in the one before",
-    "scheduler.max_num_seqs bounds the rows of a step.",
-  ],
-  graph_capture: [
-    "graph capture",
-    "a CUDA graph was captured first",
-    "runner.cuda_graphs startup captures all sizes before the port is ready.",
-  ],
-  graph_miss: ["graph miss", "no CUDA graph could hold the step", "runner.cuda_graphs says when graphs are captured."],
-  h2d_copy: [
-    "copy to device",
-    "the step's integers on their way to the device",
-    "runner.staging pinned makes this copy cheaper.",
-  ],
-  sample_sync: [
-    "sampling",
-    "drawing tokens, or waiting for them on the host",
-    "Greedy or plain sampling, and fewer log-probabilities, make it shorter.",
-  ],
-  schedule: ["scheduling", "the engine's own bookkeeping", "On a GPU, runner.pipeline_depth 1 hides it."],
-  kv_wait: [
-    "wait for KV blocks",
-    "preempted, and waiting for KV blocks",
-    "cache.num_blocks or cache.cpu_memory_mib makes room, scheduler.max_active_seqs admits fewer.",
-  ],
-  preempted: [
-    "recomputation",
-    "computing again what a preemption had thrown away",
-    "cache.num_blocks or cache.cpu_memory_mib makes room, scheduler.max_active_seqs admits fewer.",
-  ],
-  not_selected: [
-    "not its turn",
-    "more sequences were active than one step decodes",
-    "scheduler.max_num_seqs decodes more of them in a step.",
-  ],
-  gc: [
-    "garbage collection",
-    "a garbage collection stopped the interpreter",
-    "Report it: neither process should collect while it serves.",
-  ],
-  engine_outbox: [
-    "engine outbox",
-    "told by the engine, on its way to the front end",
-    "Look at the other causes of the front end: it had not read the message.",
-  ],
-  detokenize: ["detokenize", "tokens into text and frames", "server.stream_interval writes several tokens at once."],
-  event_loop: [
-    "event loop",
-    "the front end was busy with something else",
-    "server.stream_interval writes several tokens at once; server.max_inflight admits fewer requests.",
-  ],
-  client_backpressure: [
-    "slow client",
-    "the client, or the network, did not take the bytes",
-    "Nothing in the server: the reader is slow.",
-  ],
-  scrape: ["metrics scrape", "the front end rendered metrics", "Scrape less often."],
-  profiler: ["profiler", "a profiler was recording", "Wait until it is over."],
-  unknown: [
-    "unknown",
-    "nothing that is measured explains it",
-    "Most often another process had the processor: look at the host's limits, pinning and neighbours.",
-  ],
-};
 const LIMITS = {
   "": "nothing",
   token_budget: "the token budget",
@@ -84,7 +11,7 @@ const LIMITS = {
 };
 
 export const nameOf = (cause) => (CAUSES[cause] ?? [cause])[0];
-export const knobOf = (cause) => (CAUSES[cause] ?? ["", "", ""])[2];
+export const adviceOf = (cause) => (CAUSES[cause] ?? ["", "", ""])[2];
 export const limitName = (limit) => LIMITS[limit] ?? limit;
 export const colorOf = (cause) => `--c-${cause}`;
 

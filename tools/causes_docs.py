@@ -1,0 +1,37 @@
+"""Writes the table of causes into docs/causes.md and into the timeline page's script and style."""
+
+import json
+from pathlib import Path
+
+from roseinfer.observe.gaps.causes import CAUSES
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = "src/roseinfer/observe/gaps/causes.py"
+PAGE = "src/roseinfer/observe/recorder/page"
+
+_BEGIN, _END = "<!-- table of causes, by `make docs` -->\n", "<!-- end of the table -->\n"
+
+
+def page() -> str:
+    """docs/causes.md with its table."""
+    rows = [f"| `{cause}` | {cause.row.meaning} | {cause.row.remedy} |\n" for cause in CAUSES]
+    table = "".join(["\n| cause | what the time went to | what changes it |\n|---|---|---|\n", *rows, "\n"])
+    before, rest = (ROOT / "docs/causes.md").read_text().split(_BEGIN)
+    return before + _BEGIN + table + _END + rest.split(_END)[1]
+
+
+def script() -> str:
+    """The page's words: cause -> title, meaning, advice."""
+    words = {cause: [row.title, row.meaning, row.remedy] for cause in CAUSES for row in [cause.row]}
+    lines = [f"  {cause}: {json.dumps([text.replace('`', '') for text in texts])},\n" for cause, texts in words.items()]
+    return f"// Generated from {SOURCE} by `make docs`.\nexport const CAUSES = {{\n{''.join(lines)}}};\n"
+
+
+def style() -> str:
+    """The page's colours, in its light scheme and in its dark one."""
+    light, dark = (
+        "".join(f"{indent}--c-{cause}: {cause.row.colors[place]};\n" for cause in CAUSES if cause.row.colors[place:])
+        for place, indent in ((0, "  "), (1, "    "))
+    )
+    scheme = f"@media (prefers-color-scheme: dark) {{\n  :root {{\n{dark}  }}\n}}\n"
+    return f"/* Generated from {SOURCE} by `make docs`. */\n:root {{\n{light}}}\n{scheme}"
