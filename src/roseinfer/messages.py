@@ -6,7 +6,6 @@ request that shares parameters, or also its prompt, with the one before as `engi
 `SamePrompt`, which only the link sees.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,7 @@ from msgspec import Meta
 
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, PromptName, PromptTooLong
 from roseinfer.records import EngineTimes, FinishReason, LifecycleState, StepRecord, Violation
+from roseinfer.runtime.validation import Misfit, convert
 
 LEAST_DIVISOR = 1e-5  # of logits: a quotient by less could overflow float32
 GREEDY_BELOW = LEAST_DIVISOR  # of temperatures: there the likeliest token has all the mass anyway
@@ -321,11 +321,10 @@ def check_value(value: object, expected: Any, name: str = "", note: str = "") ->
     Raises InvalidRequest that names the value, or what in it does not fit.
     """
     try:
-        msgspec.convert(value, expected)
-    except msgspec.ValidationError as error:
-        phrase, path = locate(error)
-        where = name + ("." if name and path and not path.startswith("[") else "") + path
-        raise InvalidRequest(f"`{where}`: {phrase}{note}.", param=where) from None
+        convert(value, expected)
+    except Misfit as misfit:
+        named = misfit.within(name) if name else misfit
+        raise InvalidRequest(named.sentence(note), param=named.where) from None
 
 
 def check_text(text: str, name: str) -> None:
@@ -335,14 +334,3 @@ def check_text(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidRequest(f"`{name}` holds a lone surrogate, which is no character.", param=name) from None
-
-
-_AT_PATH = re.compile(r"(?P<phrase>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
-
-
-def locate(error: msgspec.ValidationError) -> tuple[str, str]:
-    """What msgspec says of a value, and where: `stop[1]` for its `$.stop[1]`, nothing for the whole."""
-    found = _AT_PATH.fullmatch(str(error))
-    if found is None:
-        return str(error), ""
-    return found["phrase"] + (" as a key" if found["key"] else ""), found["path"]

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody, parse_body
+from roseinfer.server.openai.parsing import _parse_loosely, parse_body
+from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody
 from roseinfer.server.openai.schema_answers import error_body
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from tests.fuzz.mutations import corpus, mutated
@@ -27,6 +28,7 @@ def check(content: bytes) -> None:
             assert len(told["message"]) <= 2000
         else:
             msgspec.convert(msgspec.to_builtins(body), body_type)  # what was accepted is within its own bounds
+            assert _parse_loosely(content, body_type) == body
 
 
 @pytest.mark.parametrize(("name", "content"), KEPT, ids=[name for name, _ in KEPT])

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.openai.schema import ChatBody, ModelBody, parse_body
+from roseinfer.server.openai.parsing import parse_body
+from roseinfer.server.openai.schema import ChatBody, ModelBody
 from roseinfer.server.openai.tokenize import TokenizeBody
 from roseinfer.text.template_variables import MAX_BYTES, MAX_LEVELS, MAX_VARIABLES
 from roseinfer.text.templates import SWITCHES, ChatTemplate

@@ -17,9 +17,10 @@ from msgspec import Meta
 from roseinfer.bench.load.options import Lengths
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
-from roseinfer.messages import TokenCount, locate
+from roseinfer.messages import TokenCount
 from roseinfer.observe.recorder.recording import Recording, RequestRecord
 from roseinfer.records import FinishReason
+from roseinfer.runtime.validation import Misfit, convert
 
 NS_PER_S = 1_000_000_000
 FIRST_TOKEN_ID = 3  # below it, vocabularies keep padding and the ends of texts
@@ -161,12 +162,9 @@ def plan_of_trace(path: Path) -> list[PlannedRequest]:
         if not line.strip():
             continue
         try:
-            read = msgspec.json.decode(line, type=TraceLine)
-        except msgspec.ValidationError as error:
-            phrase, field = locate(error)
-            raise ConfigError(
-                f"{path}, line {number}: {field}: {phrase}".replace(": :", ":"), param="--trace"
-            ) from None
+            read = convert(msgspec.json.decode(line), TraceLine)
+        except Misfit as misfit:
+            raise ConfigError(f"{path}, line {number}: {misfit}", param="--trace") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}, line {number} is not JSON: {error}", param="--trace") from None
         planned.append(

@@ -22,7 +22,7 @@ from roseinfer.bench.load.plan import NS_PER_S, SHARED_KEY, PlannedRequest, Segm
 from roseinfer.config.sources import yaml_problem
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
-from roseinfer.server.openai.schema_errors import locate_choice
+from roseinfer.runtime.validation import Misfit, convert
 
 PARAM = "--scenario"
 MAX_REQUESTS = 1_000_000
@@ -50,6 +50,10 @@ class LongShare(_Strict, frozen=True):
     share: Annotated[float, Meta(gt=0, le=1)]
     prompt_tokens: _TokenRange
     max_tokens: _TokenRange
+
+    def __post_init__(self) -> None:
+        """Raises Misfit."""
+        _check_ranges(self)
 
 
 class Limits(_Strict, frozen=True):
@@ -82,23 +86,14 @@ class Scenario(_Strict, frozen=True):
     objective: Limits = Limits()
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which msgspec tells with the place."""
-        fields: dict[str, int | str] = {"prompt_tokens": self.prompt_tokens, "max_tokens": self.max_tokens}
-        if self.long_prompts is not None:
-            fields["long_prompts.prompt_tokens"] = self.long_prompts.prompt_tokens
-            fields["long_prompts.max_tokens"] = self.long_prompts.max_tokens
-        for name, value in fields.items():
-            if not _RANGE.fullmatch(str(value)):
-                raise ValueError(f"{name}: expected a number of tokens or a range such as 16-64, got {value!r}")
-            low, high = lengths(value)
-            if high < low:
-                raise ValueError(f"{name}: {high} is less than {low}, got {value!r}")
+        """Raises Misfit."""
+        _check_ranges(self)
         if not any(phase.users for phase in self.phases):
-            raise ValueError("phases: none of them has a user")
+            raise Misfit("none of them has a user", ("phases",))
         if (
             most := sum(self._rate(index) * phase.duration_s for index, phase in enumerate(self.phases))
         ) > MAX_REQUESTS:
-            raise ValueError(f"phases: about {most:.0f} requests, and at most {MAX_REQUESTS} are allowed")
+            raise Misfit(f"about {most:.0f} requests, and at most {MAX_REQUESTS} are allowed", ("phases",))
 
     @property
     def duration_s(self) -> float:
@@ -180,6 +175,16 @@ class Scenario(_Strict, frozen=True):
         return most * self.rate_per_user
 
 
+def _check_ranges(given: "Scenario | LongShare") -> None:
+    """Check that the texts that give lengths are ranges. Raises Misfit."""
+    for name, value in (("prompt_tokens", given.prompt_tokens), ("max_tokens", given.max_tokens)):
+        if not _RANGE.fullmatch(str(value)):
+            raise Misfit(f"expected a number of tokens or a range such as 16-64, got {value!r}", (name,))
+        low, high = lengths(value)
+        if high < low:
+            raise Misfit(f"{high} is less than {low}, got {value!r}", (name,))
+
+
 def lengths(value: int | str) -> Lengths:
     """`16` or `"16-64"`."""
     low, _, high = str(value).partition("-")
@@ -197,7 +202,6 @@ def load_scenario(file: Path) -> Scenario:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{file}: expected a mapping of fields, got {tree!r}"[:200], param=PARAM)
     try:
-        return msgspec.convert(tree, Scenario)
-    except msgspec.ValidationError as error:
-        phrase, field = locate_choice(error, Scenario)
-        raise ConfigError(f"{file}: {field}: {phrase}".replace(": : ", ": "), param=PARAM) from None
+        return convert(tree, Scenario)
+    except Misfit as misfit:
+        raise ConfigError(f"{file}: {misfit}", param=PARAM) from None

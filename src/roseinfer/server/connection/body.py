@@ -9,7 +9,8 @@ from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, Malforme
 from roseinfer.server.connection.body_budget import PLACE
 from roseinfer.server.connection.long_body import check_num_values, check_num_values_within
 from roseinfer.server.exchange import EXCHANGE
-from roseinfer.server.openai.schema import BodyT, GenerationBody, parse_body
+from roseinfer.server.openai.parsing import BodyT, parse_body
+from roseinfer.server.openai.schema import GenerationBody
 from roseinfer.server.service import SERVICE
 
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse

@@ -34,10 +34,6 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     text_model = service.text_model
     body = await read_body(request, ChatBody)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
-    if body.max_tokens is not None and body.max_completion_tokens not in {None, body.max_tokens}:
-        raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
     template = text_model.require_chat_template()
     tool_use = ToolUse.of(body, find_format(service.tool_format, template.source))
     if tool_use is not None and not template.knows_tools:

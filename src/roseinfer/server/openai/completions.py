@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest, PromptName, PromptTooLong
+from roseinfer.errors import PromptName, PromptTooLong
 from roseinfer.server.connection.body import read_body
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.respond import Job, respond
-from roseinfer.server.openai.schema import MAX_PROMPTS, CompletionBody, PromptPart
+from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.openai.score_limits import check_prompt_scores
 from roseinfer.server.openai.structured import check_grammar, requested_grammar
 from roseinfer.server.service import SERVICE
@@ -28,8 +28,6 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     text_model = service.text_model
     body = await read_body(request, CompletionBody)
-    _check(body)
-    _check_length(body.prompt, service.client.info.max_model_len)
     wanted = requested_grammar(body)
     await check_grammar(wanted, service.grammars)
     names, prompts = await _encode_prompts(body, text_model.tokenizer, service.client.info.max_model_len)
@@ -48,16 +46,6 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     return await respond(request, job, CompletionDialect())
 
 
-def _check(body: CompletionBody) -> None:
-    """What no field alone can say. Raises InvalidRequest."""
-    if body.best_of is not None and body.best_of < body.n:
-        raise InvalidRequest(f"`best_of` is {body.best_of}, less than the {body.n} of `n`.", param="best_of")
-    if body.stream and body.best_of not in {None, body.n}:
-        raise InvalidRequest("`best_of` above `n` cannot be streamed: the best is known at the end.", param="best_of")
-    if not body.max_tokens and not body.echo:
-        raise InvalidRequest("`max_tokens` 0 needs `echo`: there would be nothing to tell.", param="max_tokens")
-
-
 def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Echo]:
     """The prompts as they were given; those given as token ids as their text."""
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -67,45 +55,22 @@ def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
     ]
 
 
-def _check_length(prompt: str | Sequence[PromptPart], max_model_len: int) -> None:
-    """Whether it is worth a look, which costs as much as it is long. Raises PromptTooLong or InvalidRequest."""
-    if isinstance(prompt, str) or len(prompt) <= max(max_model_len, MAX_PROMPTS):
-        return
-    if not isinstance(prompt[0], int):
-        raise InvalidRequest(f"`prompt` holds more than {MAX_PROMPTS} prompts.", param="prompt")
-    message = f"This model's context is {max_model_len} tokens; the {len(prompt)} of `prompt` do not fit."
-    raise PromptTooLong(message, param="prompt")
-
-
 async def _encode_prompts(
     body: CompletionBody, tokenizer: Tokenizer, max_model_len: int
 ) -> tuple[list[PromptName], list[list[int]]]:
     """What each prompt is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong."""
-    prompt, names = body.prompt, [PromptName("prompt")]
-    if isinstance(prompt, str):
-        _check_texts(names, [prompt])
-        return names, await tokenizer.encode_prompts([prompt], max_model_len, names, add_special_tokens=True)
-    token_ids = [part for part in prompt if isinstance(part, int)]
-    texts = [part for part in prompt if isinstance(part, str)]
-    id_lists = [part for part in prompt if isinstance(part, list)]
-    if len(prompt) not in {len(token_ids), len(texts), len(id_lists)}:
-        raise InvalidRequest("`prompt` mixes texts, token ids and lists.", param="prompt")
-    if token_ids or not prompt:
-        return names, [token_ids]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"`prompt` holds more than {MAX_PROMPTS} prompts.", param="prompt")
-    names = [PromptName(f"prompt[{i}]") for i in range(len(prompt))]
-    if id_lists:
-        return names, id_lists
-    _check_texts(names, texts)
+    parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not parts or isinstance(parts[0], int):
+        if len(parts) > max_model_len:  # checking each id would hold up other requests
+            message = f"This model's context is {max_model_len} tokens; the {len(parts)} of `prompt` do not fit."
+            raise PromptTooLong(message, param="prompt")
+        return [PromptName("prompt")], [[part for part in parts if isinstance(part, int)]]
+    is_one = isinstance(body.prompt, str)
+    names = [PromptName("prompt" if is_one else f"prompt[{index}]") for index in range(len(parts))]
+    if isinstance(parts[0], list):
+        return names, [part for part in parts if isinstance(part, list)]
+    texts = [part for part in parts if isinstance(part, str)]
     return names, await tokenizer.encode_prompts(texts, max_model_len, names, add_special_tokens=True)
-
-
-def _check_texts(names: list[PromptName], texts: list[str]) -> None:
-    """An empty text has nothing to continue, also where the vocabulary puts a token before every text."""
-    for name, text in zip(names, texts, strict=True):
-        if not text:
-            raise InvalidRequest(f"{name} is empty.", param=name.param)
 
 
 class CompletionDialect:

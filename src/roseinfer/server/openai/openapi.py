@@ -14,7 +14,8 @@ from aiohttp import web
 from roseinfer import __version__, errors
 from roseinfer.messages import EngineInfo
 from roseinfer.server.openai import replies
-from roseinfer.server.openai.schema import UNSERVED, ChatBody, CompletionBody, ModelBody, StreamOptions
+from roseinfer.server.openai.parsing import UNSERVED
+from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody, StreamOptions
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from roseinfer.server.service import SERVICE
 

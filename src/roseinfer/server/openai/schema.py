@@ -1,11 +1,11 @@
-"""Turns JSON bodies into validated OpenAI request structs. Knows no tokens; what is answered is in `wire_answers.py`.
+"""Defines the request bodies of the OpenAI API as structs: their fields, types, bounds and relations.
 
-What a struct accepts is the whole of what is accepted: an unknown field, a wrong type or a value out of range is an
-`InvalidRequest` that names the field. The field tables of docs/http-api.md are generated from the annotations here.
+A body is valid if its struct decodes and `check` raises nothing. The field tables of docs/http-api.md and
+/openapi.json are generated from the annotations here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,17 +27,16 @@ from roseinfer.messages import (
     TopK,
     TopP,
 )
-from roseinfer.server.openai.schema_errors import decode_object, refusal
-from roseinfer.server.openai.schema_messages import Message, earlier_arguments
+from roseinfer.runtime.validation import Misfit
 from roseinfer.server.openai.schema_structured import (
     MAX_TOOLS,
+    Name,
+    Part,
     ResponseFormat,
     StructuredOutputs,
     Tool,
     ToolChoice,
-    without_nulls,
 )
-from roseinfer.text.template_variables import FIELD as TEMPLATE_FIELD
 from roseinfer.text.template_variables import TemplateVariables, check_variables
 
 MAX_CHOICES = 8
@@ -52,11 +51,118 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 PromptPart = str | TokenId | list[TokenId]
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """How a stream is told. `include_obfuscation` has no effect: chunks are never padded."""
+class FunctionCall(Part, frozen=True, kw_only=True):
+    """`arguments` is JSON in a string. What OpenAI's SDK read in it has no effect."""
+
+    name: Name
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(Part, frozen=True, kw_only=True):
+    """What the assistant asked for in an earlier turn. `index`, of a call that was streamed, has no effect."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=128)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+    def for_template(self) -> dict[str, object]:
+        """Templates write the arguments themselves, so they get them as an object."""
+        arguments: dict[str, Any] | str
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            arguments = self.function.arguments  # models write invalid JSON too: the template gets it as it stands
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class TextPart(Part, frozen=True, tag_field="type", tag="text"):
+    """One piece of a message's content. Images, audio and files are not supported."""
+
+    text: str
+
+
+class RefusalPart(Part, frozen=True, tag_field="type", tag="refusal"):
+    """One piece of an assistant's message: how it refused."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that.
+
+    An answer can be sent back as OpenAI or its SDK gave it; what it was annotated with or parsed into has no effect.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | RefusalPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] = []
+    tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
+    annotations: list[dict[str, Any]] = []
+    audio: None = None
+    parsed: Any = None
+
+    def __post_init__(self) -> None:
+        was_refused = self.refusal is not None and self.role == "assistant"
+        if self.content is None and not self.tool_calls and not was_refused:
+            raise Misfit.missing("content")
+        if self._has_refusal and self.role != "assistant":
+            raise Misfit("only an assistant's message has a `refusal`")
+        if self.tool_calls and self.role != "assistant":
+            raise Misfit("only an assistant's message has `tool_calls`")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise Misfit("a message has a `tool_call_id` if its role is `tool`, and only then")
+
+    @property
+    def _has_refusal(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return self.refusal is not None or any(isinstance(part, RefusalPart) for part in parts)
+
+    @property
+    def text(self) -> str:
+        """What was said; a refusal is that where there is nothing else."""
+        content = self.content or self.refusal or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+    @property
+    def num_chars(self) -> int:
+        """About how much of it a template writes."""
+        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls)
+
+    def for_template(self) -> dict[str, object]:
+        message: dict[str, object] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+def earlier_arguments(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """The arguments of all calls in a conversation, each behind its path in the body."""
+    for at, message in enumerate(messages):
+        for index, call in enumerate(message.tool_calls):
+            yield f"messages[{at}].tool_calls[{index}].function.arguments", call.function.arguments
+
+
+class StreamOptions(Part, frozen=True, kw_only=True):
+    """What a stream holds. `include_obfuscation` has no effect: chunks are never padded."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
+
+
+NO_STREAM_OPTIONS = StreamOptions()  # that a body has which gives none: `stream_options` without `stream` is refused
 
 
 class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -65,6 +171,9 @@ class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     model: Annotated[
         str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
     ] = None
+
+    def check(self) -> None:
+        """Check what no field alone can say. Raises InvalidRequest."""
 
     def json_texts(self) -> Iterable[tuple[str, str]]:
         """The texts that are JSON themselves and are decoded for a chat template, each behind its path."""
@@ -81,7 +190,7 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
             description="Needs `stream`. `include_usage`: one more chunk, with `usage` and no choices, before "
             "`[DONE]`. `include_obfuscation`: no effect, chunks are never padded."
         ),
-    ] = StreamOptions()
+    ] = NO_STREAM_OPTIONS
     stream_interval: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(description="Tokens between two chunks of a stream; the first is sent at once. Default: the server's."),
@@ -179,6 +288,11 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(description="No effect.")] = ""
     safety_identifier: Annotated[str, Meta(description="No effect.")] = ""
 
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not NO_STREAM_OPTIONS and not self.stream:
+            raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -217,6 +331,30 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         ),
     ] = None
 
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(f"`best_of` is {self.best_of}, less than the {self.n} of `n`.", param="best_of")
+        if self.stream and self.best_of not in {None, self.n}:
+            message = "`best_of` above `n` cannot be streamed: the best is known at the end."
+            raise InvalidRequest(message, param="best_of")
+        if not self.max_tokens and not self.echo:
+            raise InvalidRequest("`max_tokens` 0 needs `echo`: the answer would be empty.", param="max_tokens")
+        _check_prompt(self.prompt)
+
+
+def _check_prompt(prompt: str | Sequence[PromptPart]) -> None:
+    """Raise InvalidRequest where prompts are of several kinds, too many, or an empty text, which nothing continues."""
+    parts = [prompt] if isinstance(prompt, str) else prompt
+    kinds = set(map(type, parts))
+    if len(kinds) > 1:
+        raise InvalidRequest("`prompt` mixes texts, token ids and lists.", param="prompt")
+    if len(parts) > MAX_PROMPTS and kinds != {int}:
+        raise InvalidRequest(f"`prompt` holds more than {MAX_PROMPTS} prompts.", param="prompt")
+    if kinds == {str} and "" in parts:
+        where = "prompt" if isinstance(prompt, str) else f"prompt[{parts.index('')}]"
+        raise InvalidRequest(f"`{where}` is empty.", param=where)
+
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
@@ -253,81 +391,13 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         ),
     ] = None
 
+    def check(self) -> None:
+        super().check()
+        check_variables(self.chat_template_kwargs)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens not in {None, self.max_tokens}:
+            raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
+
     def json_texts(self) -> Iterable[tuple[str, str]]:
         return earlier_arguments(self.messages)
-
-
-# Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
-_UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "store": (False,),
-}
-UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
-    CompletionBody: {**_UNSERVED, "suffix": ("",)},
-    ChatBody: {
-        **_UNSERVED,
-        "audio": (),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    },
-}
-
-# Fields of vLLM's, its older names for `structured_outputs` among them: what there is instead.
-_ELSEWHERE: Mapping[str, str] = {
-    **{f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")},
-    "add_special_tokens": "a text gets the model's, a chat its template's; token ids are taken as they are",
-    "continuous_usage_stats": "the usage is told once, in the last chunk",
-    "prompt_logprobs": "use `echo` with `logprobs`, of /v1/completions",
-    "skip_special_tokens": "special tokens are always left out of the text",
-    "truncate_prompt_tokens": "a prompt is never cut",
-}
-
-BodyT = TypeVar("BodyT", bound=ModelBody)
-
-
-def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
-    """Read a request body. Raises InvalidRequest naming the field."""
-    fields = decode_object(raw)
-    present = {name: value for name, value in fields.items() if value is not None}
-    for name, neutral in UNSERVED.get(body_type, {}).items():
-        if name in present and not _is_one_of(present.pop(name), neutral):
-            raise InvalidRequest(f"`{name}` is not supported.", param=name)
-    for name in ("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice"):
-        if name in present:
-            present[name] = without_nulls(present[name])
-    if unknown := present.keys() - set(body_type.__struct_encode_fields__):
-        raise _unknown(next(name for name in present if name in unknown))
-    try:
-        body = msgspec.convert(present, body_type, str_keys=True)  # token ids are keys of `logit_bias`
-    except msgspec.ValidationError as error:
-        raise _with_hint(refusal(error, present, body_type), body_type) from None
-    if "stream_options" in present and not present.get("stream"):
-        raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
-    check_variables(present.get(TEMPLATE_FIELD, {}))
-    return body
-
-
-def _unknown(path: str) -> InvalidRequest:
-    """Of a field that no struct has."""
-    instead = _ELSEWHERE.get(path.rpartition(".")[2])
-    message = f"Unknown field `{path}`." if instead is None else f"`{path}` is not supported: {instead}."
-    return InvalidRequest(message, param=path)
-
-
-def _with_hint(refused: InvalidRequest, body_type: type[ModelBody]) -> InvalidRequest:
-    """The same with what would do instead, where types and bounds do not say it."""
-    if refused.param and refused.message == f"Unknown field `{refused.param}`.":
-        return _unknown(refused.param)
-    if refused.message == "`top_k`: Expected `int` >= 0.":  # -1 is the word of others for all
-        return InvalidRequest("`top_k`: Expected `int` >= 0; 0 keeps all.", param="top_k")
-    if body_type is CompletionBody and refused.message == "`max_tokens`: Expected `int` >= 0.":  # alone it is no use
-        return InvalidRequest("`max_tokens`: Expected `int` >= 1, or 0 with `echo`.", param="max_tokens")
-    return refused
-
-
-def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from roseinfer.runtime.validation import Misfit
+
 MAX_TOOLS = 128  # OpenAI's own bound
 _MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
 _SCHEMAS = frozenset({"schema", "parameters", "json"})  # fields in which null is a value
@@ -38,9 +40,9 @@ class ResponseFormat(Part, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("Object missing required field `json_schema`")
+            raise Misfit.missing("json_schema")
         if self.type != "json_schema" and self.json_schema is not None:
-            raise ValueError("`json_schema` belongs to the type `json_schema` alone")
+            raise Misfit("`json_schema` belongs to the type `json_schema` alone")
 
 
 class StructuredOutputs(Part, frozen=True, kw_only=True):
@@ -55,7 +57,7 @@ class StructuredOutputs(Part, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         given = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
         if sum(value is not None for value in given) != 1:
-            raise ValueError("exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed")
+            raise Misfit("exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed")
 
 
 class FunctionDefinition(Part, frozen=True, kw_only=True):

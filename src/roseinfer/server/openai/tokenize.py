@@ -14,10 +14,9 @@ from roseinfer.messages import TokenId
 from roseinfer.server.connection.body import INLINE_BYTES, read_body
 from roseinfer.server.connection.body_budget import PLACE
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
-from roseinfer.server.openai.schema import ModelBody
-from roseinfer.server.openai.schema_messages import Message, earlier_arguments
+from roseinfer.server.openai.schema import Message, ModelBody, earlier_arguments
 from roseinfer.server.service import SERVICE, TextModel
-from roseinfer.text.template_variables import FIELD, TemplateVariables
+from roseinfer.text.template_variables import FIELD, TemplateVariables, check_variables
 from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
 
 # Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose
@@ -45,6 +44,18 @@ class TokenizeBody(ModelBody, frozen=True, kw_only=True):
     chat_template_kwargs: TemplateVariables = msgspec.field(default_factory=dict)
     return_token_strs: Annotated[bool, Meta(description="Also spell out each token.")] = False
 
+    def check(self) -> None:
+        super().check()
+        check_variables(self.chat_template_kwargs)
+        if self.prompt is not None and self.messages is not None:
+            raise InvalidRequest("Either `prompt` or `messages`, not both.", param="messages")
+        if self.prompt is None and self.messages is None:
+            raise InvalidRequest("Missing field `prompt` or `messages`.", param="prompt")
+        if self.messages is None and not self.add_generation_prompt:
+            raise InvalidRequest("`add_generation_prompt` needs `messages`.", param="add_generation_prompt")
+        if self.messages is None and self.chat_template_kwargs:
+            raise InvalidRequest(f"`{FIELD}` needs `messages`.", param=FIELD)
+
     def json_texts(self) -> Iterable[tuple[str, str]]:
         return earlier_arguments(self.messages or ())
 
@@ -70,18 +81,10 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def _text(body: TokenizeBody, text_model: TextModel) -> str:
-    if body.prompt is not None and body.messages is not None:
-        raise InvalidRequest("Either `prompt` or `messages`, not both.", param="messages")
     if body.prompt is not None:
-        if not body.add_generation_prompt:
-            raise InvalidRequest("`add_generation_prompt` needs `messages`.", param="add_generation_prompt")
-        if body.chat_template_kwargs:
-            raise InvalidRequest(f"`{FIELD}` needs `messages`.", param=FIELD)
         return body.prompt
-    if body.messages is None:
-        raise InvalidRequest("Missing field `prompt` or `messages`.", param="prompt")
     template = text_model.require_chat_template()
-    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
+    messages = (message.for_template() for message in body.messages or ())  # which decodes: where they are rendered
     render = template.render if body.add_generation_prompt else template.render_closed
     return await text_model.tokenizer.off_loop(partial(render, messages, variables=body.chat_template_kwargs))
 

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, parse_body
+from roseinfer.server.openai.parsing import parse_body
+from roseinfer.server.openai.schema import ChatBody, CompletionBody
 
 MESSAGES = [{"role": "user", "content": "a"}]
+NO_JSON = "NaN, Infinity and half of a surrogate pair are none."
 IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
 
 
@@ -142,11 +144,13 @@ def test_a_number_that_nothing_holds_is_told_with_its_field() -> None:
     [
         (b"", "The body is empty; it must be a JSON object."),
         (b" \n", "The body is empty; it must be a JSON object."),
-        (b'{"prompt": "a",}', "The body is not valid JSON: trailing comma in object (byte 15)."),
-        (b'{"prompt": "a"', "The body is not valid JSON: it ends too early (byte 14)."),
+        (b'{"prompt" "a"}', "The body is not valid JSON: Expecting ':' delimiter (character 10)."),
+        (b'{"prompt": "a"', "The body is not valid JSON: Expecting ',' delimiter (character 14)."),
         (b'{"prompt": "a\xff"}', "The body is not valid JSON: it is not UTF-8 (byte 13)."),
-        (b'{"prompt": "\\ud800"}',
-         "The body is not valid JSON: it ends too early (byte 20), or an escape is half of a surrogate pair."),
+        (b'{"prompt": "\\ud800"}', f"The body is not valid JSON: {NO_JSON}"),
+        (b'{"prompt": NaN}', f"The body is not valid JSON: {NO_JSON}"),
+        (b'{"seed": ' + b"9" * 5000 + b",}", f"The body is not valid JSON: {NO_JSON}"),
+        (b'{"a":' * 5000, "The body is nested too deeply."),
     ],
 )  # fmt: skip
 def test_what_is_no_json_is_told_with_the_place(raw: bytes, message: str) -> None:

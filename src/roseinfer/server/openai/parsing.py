@@ -1,0 +1,133 @@
+"""Reads a request body: JSON bytes become a validated struct of `schema.py`, or an error that names the field."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.runtime.validation import Misfit, convert
+from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody
+from roseinfer.server.openai.schema_structured import without_nulls
+
+# Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
+_UNSERVED: Mapping[str, tuple[object, ...]] = {
+    "store": (False,),
+}
+UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
+    CompletionBody: {**_UNSERVED, "suffix": ("",)},
+    ChatBody: {
+        **_UNSERVED,
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    },
+}
+
+# Fields of vLLM's, its older names for `structured_outputs` among them: what there is instead.
+_ELSEWHERE: Mapping[str, str] = {
+    **{f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")},
+    "add_special_tokens": "a text gets the model's, a chat its template's; token ids are taken as they are",
+    "continuous_usage_stats": "the usage is told once, in the last chunk",
+    "prompt_logprobs": "use `echo` with `logprobs`, of /v1/completions",
+    "skip_special_tokens": "special tokens are always left out of the text",
+    "truncate_prompt_tokens": "a prompt is never cut",
+}
+
+_PARTS = ("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice")
+
+BodyT = TypeVar("BodyT", bound=ModelBody)
+
+
+def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
+    """Read a request body. Raises InvalidRequest that names the field."""
+    try:
+        body = msgspec.json.decode(raw, type=body_type)
+    except (ValueError, RecursionError):
+        body = _parse_loosely(raw, body_type)
+    body.check()
+    return body
+
+
+def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
+    """Read a body that may hold nulls for what is left out and fields that ask for nothing, and say what is wrong."""
+    fields = {name: value for name, value in _decode_object(raw).items() if value is not None}
+    for name, neutral in UNSERVED.get(body_type, {}).items():
+        if name in fields:
+            given = fields.pop(name)
+            if not any(given == value and type(given) is type(value) for value in neutral):
+                raise InvalidRequest(f"`{name}` is not supported.", param=name)
+    for name in fields.keys() & set(_PARTS):
+        fields[name] = without_nulls(fields[name])
+    try:
+        return convert(fields, body_type, str_keys=True)  # token ids are keys of `logit_bias`
+    except Misfit as misfit:
+        raise _refusal(misfit, body_type) from None
+
+
+def _refusal(misfit: Misfit, body_type: type[ModelBody]) -> InvalidRequest:
+    """What does not fit as an error, with what would do instead where types and bounds do not say it."""
+    param, note = misfit.where, ""
+    is_negative = isinstance(misfit.value, int) and misfit.value < 0
+    match misfit.path:
+        case (*_, str(name)) if misfit.kind == "unknown field" and name in _ELSEWHERE:
+            return InvalidRequest(f"`{param}` is not supported: {_ELSEWHERE[name]}.", param=param)
+        case ("messages", int(), "content", int(), "type") if isinstance(misfit.value, str):
+            part = param.removesuffix(".type")
+            message = f"`{part}`: Only text content is supported, not {misfit.value[:100]!r}."
+            return InvalidRequest(message, param=param)
+        case ("top_k",) if is_negative:  # other servers mean all by -1
+            note = "; 0 keeps all"
+        case ("max_tokens",) if is_negative and body_type is CompletionBody:
+            return InvalidRequest(f"`{param}`: Expected `int` >= 1, or 0 with `echo`.", param=param)
+    return InvalidRequest(misfit.sentence(note), param=param)
+
+
+def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:
+    """The object that a body is. Raises InvalidRequest that says where it is not JSON, or which field is too large."""
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.ValidationError:  # JSON, but not an object, or with a number that no machine type holds
+        pass
+    except (ValueError, RecursionError):
+        raise InvalidRequest(_why_no_json(raw)) from None
+    try:
+        misfit = Misfit("Number out of range", _path_of_oversized(raw))
+    except msgspec.ValidationError:
+        raise InvalidRequest("The body must be a JSON object.") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(_why_no_json(raw)) from None
+    raise InvalidRequest(misfit.sentence(), param=misfit.where)
+
+
+def _path_of_oversized(raw: bytes | bytearray | msgspec.Raw) -> tuple[str, ...]:
+    """Where the first number is, in an object or in objects within it, that does not decode."""
+    for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError:
+            is_object = bytes(memoryview(value)[:1]) == b"{"
+            return (name, *(_path_of_oversized(value) if is_object else ()))
+    return ()
+
+
+def _why_no_json(raw: bytes | bytearray) -> str:
+    if not raw.strip():
+        return "The body is empty; it must be a JSON object."
+    try:
+        json.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        return f"The body is not valid JSON: it is not UTF-8 (byte {error.start})."
+    except json.JSONDecodeError as error:
+        return f"The body is not valid JSON: {error.msg} (character {error.pos})."
+    except RecursionError:
+        return "The body is nested too deeply."
+    except ValueError:  # an integer of more digits than Python reads
+        pass
+    return "The body is not valid JSON: NaN, Infinity and half of a surrogate pair are none."
