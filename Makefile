@@ -68,13 +68,13 @@ fmt: setup ## format, and fix what can be fixed
 	$(BIN)/ruff format
 
 bench: setup ## all CPU benchmarks into docs/benchmarks/cpu.md, half an hour; ARGS=--quick checks that they run
-	$(BIN)/python -m benchmarks.suite --peers $(PEERS_DIR) $(ARGS)
+	$(BIN)/python -m benchmarks.suite cpu --peers $(PEERS_DIR) $(ARGS)
 
 bench-peers: ## install the rivals that `make bench` compares with, into PEERS_DIR
 	PYTHON=$(PYTHON) benchmarks/peers/setup.sh $(PEERS_DIR)
 
 bench-gpu: ## the GPU's benchmarks, offline, with the Python that is given: PYTHON=python3 make bench-gpu
-	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu_suite $(ARGS)
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.suite gpu $(ARGS)
 
 bench-streaming: .venv/.kernels ## 64 streams, 20 ms apart, 128 tokens each, through the engine
 	$(BIN)/roseinfer bench streaming --prompt Hello --pretok --num-requests 64 --submit-interval-ms 20 --submit-schedule absolute --max-batch-size 64 --prefill-max-batch-size 64 --max-new-tokens 128 --no-stop-on-eos --no-prefix-cache --stream-interval 8 $(ARGS)

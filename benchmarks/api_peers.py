@@ -1,12 +1,12 @@
-"""Workloads against libraries without a server, one library after the other, into the rows that `served.py` writes.
+"""Measures the workloads through libraries without a server, one library after the other.
 
     python -m benchmarks.api_peers [--quick] [--peers DIR] [--out FILE]
 
 transformers comes with our own environment; the others are taken from DIR/api, where `benchmarks/peers/setup.sh` puts
-them. Each peer has a budget of seconds; short workloads come first, and what the budget does not reach is told.
+them. Each peer has a budget of seconds; short workloads come first, and a workload that the budget does not reach has a
+row that says so.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import protocol, rotation
-from benchmarks.machine import Sitting
+from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import PeerFailed, Worker
 from benchmarks.random_gpt2 import default_directory, make
 from benchmarks.rotation import Driver, Limits
@@ -78,13 +78,11 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="once, and the first workload only")
+    parser = part_parser(__doc__, "bench/peers.json", quick="once, and the first workload only")
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS, metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/peers.json"), metavar="FILE")
     arguments = parser.parse_args()
-    sitting = Sitting("peers", ["python", "-m", "benchmarks.api_peers", *sys.argv[1:]])
+    sitting = Sitting("peers")
     model, log = make(arguments.model), arguments.out.with_suffix(".log")
     words = rotation.words_of(model)
     workloads, num_repeats = (WORKLOADS[:1], 1) if arguments.quick else (WORKLOADS, NUM_REPEATS)

@@ -1,16 +1,17 @@
-"""A decode step of the engine at each precision, in turn with transformers, into milliseconds. Knows nothing of HTTP.
+"""Measures decode steps of the engine in turn with transformers: at each precision, or with one option changed each.
 
     python -m benchmarks.decode_step [--quick] [--model DIR] [--out FILE]
+    python -m benchmarks.decode_step --ablations --device cuda [--quick] [--model DIR] [--out FILE]
 
 All subjects are loaded, each in its own process; only one works at a time. For each batch and context every subject
 brings that many sequences there, and then they take turns (A B C D A B C D …), a few steps each. The first step of a
 turn is not counted: the subject before has filled the caches with its own weights. Contexts grow by a token a step and
-start so that the middle step has the context of the row.
+start so that the middle step has the context of the row. Ablations, and transformers beside them, are in bfloat16; they
+share a GPU's memory, so each KV pool is bounded.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,12 +21,20 @@ from typing import Any, NamedTuple
 from benchmarks import protocol
 from benchmarks.engine_options import PRECISIONS
 from benchmarks.figures import Spread
-from benchmarks.machine import Sitting
+from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import PeerFailed, Worker
 from benchmarks.random_gpt2 import default_directory, make
 
-REFERENCE = "transformers float32"
 CASES = ((1, 64), (1, 512), (8, 64), (8, 512), (64, 64), (64, 512))  # batch, context
+QUICK_CASES = ((1, 64), (64, 64))
+ABLATION_CASES = ((1, 64), (8, 64), (64, 64), (64, 512), (256, 64), (256, 512))
+QUICK_ABLATION_CASES = ((1, 16), (2, 16))
+ABLATIONS = {  # what differs from a configuration of defaults
+    "captured graphs": {},
+    "no graphs": {"runner.cuda_graphs": "off"},
+    "pageable staging": {"runner.staging": "pageable"},
+    "pipeline depth 1": {"runner.pipeline_depth": "1"},
+}
 NUM_UNCOUNTED = 1
 
 
@@ -41,17 +50,17 @@ class Plan(NamedTuple):
         return NUM_UNCOUNTED + (self.reference_steps if name.startswith("transformers") else self.engine_steps)
 
 
-def plan_of(batch: int, context: int, *, is_quick: bool) -> Plan:
+def plan_of(batch: int, context: int, arguments: argparse.Namespace) -> Plan:
     """Enough steps for a median, few enough that the largest case takes half a minute."""
-    if is_quick:
-        return Plan(2, 4, 1)
-    if batch * context > 16_384:
-        return Plan(5, 6, 2)
-    return Plan(7, 8, 4)
+    if arguments.quick:
+        return Plan(2, 2 if arguments.ablations else 4, 1)
+    if arguments.ablations:
+        return Plan(7, 16, 4)
+    return Plan(5, 6, 2) if batch * context > 16_384 else Plan(7, 8, 4)
 
 
 def measure_case(subjects: dict[str, Worker], batch: int, context: int, plan: Plan) -> dict[str, Any]:
-    """One row for each subject that got through: median and spread of the turns' medians, phases of the engine."""
+    """Returns a row for each subject: median and spread of the turns' medians, of a step and the engine's phases."""
     turns: dict[str, list[dict[str, list[float]]]] = {name: [] for name in subjects}
     failures: dict[str, str] = {}
 
@@ -88,7 +97,7 @@ def over_turns(turns: Sequence[Sequence[float]]) -> Spread:
 def start_subjects(
     stack: ExitStack, commands: Mapping[str, Sequence[str]], log: Path
 ) -> tuple[dict[str, Worker], dict[str, Any], dict[str, str]]:
-    """The subjects that could start, what each says of itself, and why the others could not.
+    """Start the subjects. Returns those that did, what each says of itself, and why the others did not.
 
     One loads after the other: two that warm up at once wait for each other's threads at every barrier.
     """
@@ -108,33 +117,42 @@ def start_subjects(
     return subjects, descriptions, failures
 
 
+def cases_of(arguments: argparse.Namespace) -> Sequence[tuple[int, int]]:
+    if arguments.ablations:
+        return QUICK_ABLATION_CASES if arguments.quick else ABLATION_CASES
+    return QUICK_CASES if arguments.quick else CASES
+
+
+def commands_of(arguments: argparse.Namespace, model: str) -> dict[str, list[str]]:
+    """The arguments of each subject's process, by the subject's name."""
+    device = ["--device", arguments.device]
+    batch, context = (str(max(sizes)) for sizes in zip(*cases_of(arguments), strict=True))
+    engine = ["engine", model, *device, "--batch", batch, "--context", context, "--precision"]
+    if not arguments.ablations:
+        precisions = arguments.precisions.split(",")
+        commands = {f"roseinfer {precision}": [*engine, precision] for precision in precisions}
+        return {**commands, "transformers float32": ["transformers", model, *device]}
+    commands = {
+        name: [*engine, "bfloat16", *(f"--option={path}={value}" for path, value in options.items())]
+        for name, options in ABLATIONS.items()
+    }
+    return {**commands, "transformers bfloat16": ["transformers", model, *device, "--precision", "bfloat16"]}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two short turns, of batch 1 and 64 at context 64")
+    parser = part_parser(__doc__, "bench/decode.json", quick="two short turns of two cases", device="cpu")
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), metavar="P,P", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/decode.json"), metavar="FILE")
+    parser.add_argument("--ablations", action="store_true", help="one option changed each, in place of each precision")
     arguments = parser.parse_args()
-    sitting = Sitting("decode", ["python", "-m", "benchmarks.decode_step", *sys.argv[1:]])
-    began = time.monotonic()
+    sitting = Sitting("decode")
     with protocol.own_session_raised() as is_raised, ExitStack() as stack:
-        log = arguments.out.with_suffix(".log")
-        model = str(make(arguments.model))
-        commands = {
-            f"roseinfer {name}": ["engine", model, "--precision", name] for name in arguments.precisions.split(",")
-        }
-        commands[REFERENCE] = ["transformers", model]
-        subjects, descriptions, failures = start_subjects(stack, commands, log)
-        cases = [
-            measure_case(subjects, batch, context, plan_of(batch, context, is_quick=arguments.quick))
-            for batch, context in CASES
-            if not arguments.quick or (batch != 8 and context == 64)
-        ]
-    print(f"  {time.monotonic() - began:.0f} s", flush=True)
-    sitting.write(
-        arguments.out, {"subjects": descriptions, "failures": failures, "is_raised": is_raised, "cases": cases}
-    )
-    return 0 if REFERENCE in descriptions else 1
+        commands = commands_of(arguments, str(make(arguments.model)))
+        subjects, descriptions, failures = start_subjects(stack, commands, arguments.out.with_suffix(".log"))
+        cases = [measure_case(subjects, *case, plan_of(*case, arguments)) for case in cases_of(arguments)]
+    results = {"subjects": descriptions, "failures": failures, "is_raised": is_raised, "cases": cases}
+    sitting.write(arguments.out, results)
+    return 0 if any(name.startswith("transformers") for name in descriptions) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Names of precisions and `path=value` pairs into the engine's configuration, for every benchmark that starts one."""
+"""Makes the configuration of an engine for a benchmark, from the name of a precision and `path=value` pairs."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,12 +19,12 @@ def precision_options(precision: str) -> dict[str, str]:
 
 
 def parse(pairs: Iterable[str]) -> dict[str, str]:
-    """`runner.staging=pageable` and its like, by path."""
+    """Values by path, of pairs such as `runner.staging=pageable`."""
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 def require_kernels() -> None:
-    """Nobody measures plain torch by mistake: raises ConfigError unless this processor's kernels have been built."""
+    """Raises ConfigError unless this processor's kernels are built: plain torch would be measured by mistake."""
     levels = levels_here()
     if levels and find_built(levels[-1], kernels_directory(None)) is None:
         raise ConfigError(f"The {levels[-1].name} kernels are not built: run `roseinfer kernels build` first.")

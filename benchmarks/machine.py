@@ -1,11 +1,13 @@
-"""What a result must say of where it comes from: processor, memory, versions, commit, load. Measures nothing."""
+"""The circumstances that every result records: processor, memory, versions, commit, load; and a part's command line."""
 
+import argparse
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +15,17 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # those that kernels choose by
+
+
+def part_parser(description: str | None, out: str, *, quick: str = "", device: str = "") -> argparse.ArgumentParser:
+    """The options that parts have in common; `quick` is the help of `--quick`, `device` the default of `--device`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    if device:
+        parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("build") / out, metavar="FILE", help="default: %(default)s")
+    return parser
 
 
 def describe() -> dict[str, Any]:
@@ -46,18 +59,18 @@ def commit() -> str:
 
 
 class Sitting:
-    """One part's run: when it began, by which command, and how much of the processors others took meanwhile."""
+    """One run of a part: when it began, its command, and the processor time that a hypervisor took meanwhile."""
 
-    def __init__(self, part: str, command: Sequence[str]) -> None:
+    def __init__(self, part: str) -> None:
         self._part = part
-        self._command = " ".join(command)
+        self._command = " ".join(["python", *sys.orig_argv[1:]])
         self._began = datetime.now(UTC)
         self._clock = time.monotonic()
         self._load = os.getloadavg()[0]
         self._stolen = _stolen_seconds()
 
     def write(self, file: Path, results: Mapping[str, Any]) -> None:
-        """`results` and the circumstances, as JSON."""
+        """Write `results` and the circumstances as JSON."""
         elapsed = time.monotonic() - self._clock
         stolen = _stolen_seconds() - self._stolen
         content = {
@@ -80,15 +93,12 @@ def _git(*arguments: str) -> str:
 
 
 def _cpuinfo(field: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field), "")
 
 
 def _cpu_model() -> str:
-    """Name, and family and model, which tell apart what a hypervisor calls by one name."""
+    """Name, family and model: hypervisors give different processors one name."""
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     return f"{name}, family {_cpuinfo('cpu family')} model {_cpuinfo('model')}"
 
@@ -102,8 +112,5 @@ def _l3() -> str:
 
 def _stolen_seconds() -> float:
     """Time that the hypervisor gave to others while this machine wanted to run, summed over processors."""
-    try:
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()
-    except OSError:
-        return 0.0
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()
     return int(fields[8]) / os.sysconf("SC_CLK_TCK")

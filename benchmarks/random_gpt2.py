@@ -1,6 +1,6 @@
-"""The standard library's sources into a GPT-2 small of random weights with a tokenizer of its own. Downloads nothing.
+"""Makes a GPT-2 small of random weights, and a tokenizer from the standard library's sources. Downloads nothing.
 
-    python -m benchmarks.random_gpt2 [--directory DIR]
+    python -m benchmarks.random_gpt2 [--directory DIR] [--layers 12] [--width 768] [--vocab-size 50257]
 
 Speed depends on shapes and not on what a model has learnt, so the shapes are those of GPT-2 small (Radford et al.
 2019: 12 layers, width 768, 12 heads, 50257 tokens, 1024 positions, 124,439,808 parameters) and the numbers are drawn.
@@ -44,13 +44,13 @@ def default_directory() -> Path:
     return Path.home() / ".cache" / "roseinfer" / "benchmarks" / f"gpt2-random-{RECIPE}-{version}"
 
 
-def make(directory: Path) -> Path:
-    """The model's directory, made when it is not there yet."""
+def make(directory: Path, shape: Gpt2Shape = GPT2_SMALL) -> Path:
+    """Make the model unless it is there. Returns its directory."""
     if not (directory / "config.json").is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(directory)
-        write_weights(directory, GPT2_SMALL)
-        write_config(directory, GPT2_SMALL)
+        write_tokenizer(directory, shape.vocab_size)
+        write_weights(directory, shape)
+        write_config(directory, shape)
     return directory
 
 
@@ -69,22 +69,22 @@ def corpus() -> Iterator[str]:
         yield text
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE of VOCAB_SIZE tokens."""
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write a byte-level BPE of `vocab_size` tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(), trainer)
     # A small standard library yields fewer tokens; every id that the model can sample must have a text.
-    missing = VOCAB_SIZE - tokenizer.get_vocab_size()
+    missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([AddedToken(f"<|unused{i}|>") for i in range(missing)])
     tokenizer.save(str(directory / "tokenizer.json"))
     described = {
@@ -98,7 +98,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def write_weights(directory: Path, shape: Gpt2Shape) -> None:
-    """`model.safetensors` under GPT-2's names; linears are [inputs, outputs], as that checkpoint format has them."""
+    """Write `model.safetensors` under GPT-2's names; linears are [inputs, outputs], as in GPT-2's checkpoints."""
     import torch
     from safetensors.torch import save_file
 
@@ -131,7 +131,7 @@ def write_weights(directory: Path, shape: Gpt2Shape) -> None:
 
 
 def write_config(directory: Path, shape: Gpt2Shape) -> None:
-    """`config.json` last: it says that the directory is whole."""
+    """Write `config.json` last: it says that the directory is complete."""
     ends = {"bos_token_id": 0, "eos_token_id": 0}  # END is the trainer's first token
     (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
     described = {
@@ -155,7 +155,14 @@ def write_config(directory: Path, shape: Gpt2Shape) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=default_directory(), help="default: %(default)s")
-    print(make(parser.parse_args().directory))
+    parser.add_argument("--layers", type=int, default=NUM_LAYERS, help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=WIDTH, help="default: %(default)s")
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="default: %(default)s")
+    arguments = parser.parse_args()
+    shape = Gpt2Shape(arguments.layers, arguments.width, arguments.vocab_size)
+    if shape != GPT2_SMALL and arguments.directory == default_directory():
+        parser.error("--directory: the default is of GPT-2 small")
+    print(make(arguments.directory, shape))
     return 0
 
 

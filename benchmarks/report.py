@@ -1,6 +1,6 @@
-"""The parts' JSON into `docs/benchmarks/cpu.md`. Knows every part's shape, starts nothing and measures nothing.
+"""Writes the pages in `docs/benchmarks/` from the JSON that the parts of a suite have left.
 
-python -m benchmarks.report [--parts build/bench] [--out docs/benchmarks/cpu.md]
+python -m benchmarks.report [cpu|gpu] [--dir build/bench] [--out FILE]
 """
 
 import argparse
@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import requirements, roofs
-from benchmarks.figures import Spread
-from benchmarks.requirements import REFERENCE, Requirement, Results
+from benchmarks.figures import Spread, medians
+from benchmarks.requirements import PRECISIONS, REFERENCE, Requirement, Results, stream_figure
 from benchmarks.workloads import WORKLOADS
 
-PARTS = ("roofs", "decode", "served", "peers")
-HEAD = """\
+PARTS = {"cpu": ("roofs", "decode", "served", "peers"), "gpu": ("roofs", "block_info", "streams", "decode", "bursts")}
+STREAM_FIGURES = (
+    *("tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "ITL p50", "ITL p95", "ITL p99", "Submit lag p99"),
+)
+CPU_HEAD = """\
 # CPU
 
 Written by `make bench`; a change by hand is lost. How each figure is measured is said at the top of each script in
@@ -24,32 +27,70 @@ Written by `make bench`; a change by hand is lost. How each figure is measured i
 end-of-sequence ignored. A figure is a median, and the range in brackets is over its repeats; a difference within the
 ranges is noise.
 """
-
-
+GPU_HEAD = """
+Written by `make bench-gpu`; a change by hand is lost. The model is a GPT-2 small of random weights in bfloat16, greedy,
+with end-of-sequence ignored. A figure is a median, and the range in brackets is over its repeats.
+"""
 SERVED_HEAD = """\
 `benchmarks/workloads.py` says what each consists of. Latencies are p50 / p99 in milliseconds, medians over the repeats.
 Libraries without a server (OpenVINO, CTranslate2, transformers) and `engine only` run without HTTP and text, which is a
 small advantage. Peak memory counts pages that processes share once for each of them.
 """
+STREAMS_HEAD = """
+Milliseconds. The first run of a process is the first traffic that the engine sees; lazily captured graphs are paid for
+there.
+"""
+DECODE_HEAD = """\
+Speed-ups are against the column of transformers; the roof is of the same run. A pipelined engine reads the step before
+while the next one runs, so its figure is the time from one result to the next.
+"""
+
+Parts = Mapping[str, Mapping[str, Any]]
+"""The JSON of each part that was run."""
 
 
-def load_parts(folder: Path) -> dict[str, dict[str, Any]]:
-    """The parts that have been run, whole."""
-    files = {part: folder / f"{part}.json" for part in PARTS}
+def load_parts(suite: str, directory: Path) -> Parts:
+    files = {part: directory / f"{part}.json" for part in PARTS[suite]}
     return {part: json.loads(file.read_text()) for part, file in files.items() if file.is_file()}
 
 
-def page(parts: Mapping[str, Mapping[str, Any]]) -> str:
+def cpu_page(parts: Parts) -> str:
     results = {part: content["results"] for part, content in parts.items()}
     sections = [
-        HEAD,
+        CPU_HEAD,
         *circumstances(parts),
-        *required_table(requirements.requirements(results)),
+        *required_table(requirements.of_cpu(results)),
         *roof_tables(results),
         *decode_tables(results),
         *served_tables(results),
     ]
     return "\n".join(sections)
+
+
+def gpu_page(parts: Parts) -> str:
+    results = {part: content["results"] for part, content in parts.items()}
+    sections = [
+        f"# {gpu_of(parts).get('name', 'unknown GPU')}",
+        GPU_HEAD,
+        *circumstances(parts),
+        *required_table(list(requirements.of_gpu(results))),
+        *stream_tables(results),
+        *decode_tables(results),
+        *burst_table(results),
+        *block_info_table(results),
+    ]
+    return "\n".join(sections)
+
+
+def gpu_of(parts: Parts) -> Mapping[str, Any]:
+    """What the roofs' part says of the GPU that it ran on."""
+    gpu: Mapping[str, Any] = parts.get("roofs", {}).get("results", {}).get("gpu", {})
+    return gpu
+
+
+def slug(gpu: str) -> str:
+    """`h200` for `NVIDIA H200`."""
+    return gpu.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -72,11 +113,11 @@ def ranged(spread: Spread | None) -> str:
 
 
 def without_folders(command: str) -> str:
-    """The command with only the last name of each absolute path: where a page was made is nobody's business."""
+    """The command with only the last name of each absolute path."""
     return re.sub(r"(?<=\s)/\S*/(?=[^\s/]+)", "…/", command)
 
 
-def circumstances(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def circumstances(parts: Parts) -> list[str]:
     """Date, machine, versions and commands."""
     if not parts:
         return ["Nothing has been run.", ""]
@@ -88,7 +129,9 @@ def circumstances(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for name, version in parts.get(part, {}).get("results", {}).get("versions", {}).items()
     }
     flags = ", ".join(machine["cpu_flags"])
+    gpu = gpu_of(parts)
     lines = [
+        *([f"- GPU: {', '.join(f'{name} {value}' for name, value in gpu.items())}"] if gpu else []),
         f"- Processor: {machine['cpu']}; {machine['num_cores']} cores, L3 {machine['l3']}, {flags}",
         f"- Memory: {machine['memory_gb']} GB; Linux {machine['kernel']}",
         f"- Versions: Python {machine['python']}, {packages}; commit {machine['commit']}",
@@ -123,8 +166,8 @@ def required_table(rows: Sequence[Requirement]) -> list[str]:
         for row in rows
     ]
     counts = {state: sum(row.is_reached is state for row in rows) for state in (True, False, None)}
-    told = f"{counts[True]} reached, {counts[False]} not, {counts[None]} not measured."
-    return ["## What must be reached", "", *table(("measure", "required", "measured", "reached"), body), told, ""]
+    summary = f"{counts[True]} reached, {counts[False]} not, {counts[None]} not measured."
+    return ["## What must be reached", "", *table(("measure", "required", "measured", "reached"), body), summary, ""]
 
 
 def roof_tables(results: Results) -> list[str]:
@@ -149,35 +192,40 @@ def decode_tables(results: Results) -> list[str]:
     if "decode" not in results:
         return []
     decode = results["decode"]
-    lines = [
-        "## Decode step, milliseconds",
-        "",
-        "Speed-ups are against the column of transformers; the roof is of the same run.",
-        "",
-    ]
-    names = [name for name in decode["subjects"] if name != REFERENCE]
+    rival = next((name for name in decode["subjects"] if name.startswith("transformers")), REFERENCE)
+    names = [name for name in decode["subjects"] if name != rival]
     rows = []
     for case in decode["cases"]:
-        reference = requirements.decode_ms(results, REFERENCE, case["batch"], case["context"])
+        reference = requirements.decode_ms(results, rival, case["batch"], case["context"])
         row = [str(case["batch"]), str(case["context"]), ranged(reference)]
         row += [decode_cell(results, name, case["batch"], case["context"], reference) for name in names]
         rows.append(row)
-    failures = [f"- {name}: {reason}" for name, reason in decode["failures"].items()]
-    lines += [*table(("batch", "context", REFERENCE, *names), rows), *failures, *([""] if failures else [])]
-    return [*lines, *phase_table(results, names)]
+    lines = ["## Decode step, milliseconds", "", DECODE_HEAD, *table(("batch", "context", rival, *names), rows)]
+    return [*lines, *failure_lines(decode), *phase_table(results, names)]
+
+
+def failure_lines(part: Mapping[str, Any]) -> list[str]:
+    lines = [f"- {name}: {reason}" for name, reason in part["failures"].items()]
+    return [*lines, ""] if lines else []
+
+
+def precision_of(name: str) -> str:
+    """Of a subject of the decode part; those of a GPU are named by an option and are all in bfloat16."""
+    last = name.rsplit(maxsplit=1)[-1]
+    return last if last in PRECISIONS else "bfloat16"
 
 
 def decode_cell(results: Results, name: str, batch: int, context: int, reference: Spread | None) -> str:
     own = requirements.decode_ms(results, name, batch, context)
     if own is None:
         return "failed"
-    told = [ranged(own)]
+    figures = [ranged(own)]
     if reference is not None:
-        told.append(f"{reference.median / own.median:.1f}×")
+        figures.append(f"{reference.median / own.median:.1f}×")
     if "roofs" in results:
-        roof = roofs.roof_of(results["roofs"], name.rsplit(maxsplit=1)[-1], batch, context)
-        told.append(f"{roof / own.median:.0%} of {number(roof)}")
-    return "; ".join(told)
+        roof = roofs.roof_of(results["roofs"], precision_of(name), batch, context)
+        figures.append(f"{roof / own.median:.0%} of {number(roof)}")
+    return "; ".join(figures)
 
 
 def phase_table(results: Results, names: Sequence[str]) -> list[str]:
@@ -189,10 +237,10 @@ def phase_table(results: Results, names: Sequence[str]) -> list[str]:
                 requirements.decode_ms(results, name, batch, 64, part)
                 for part in ("schedule", "launch", "wait", "commit")
             ]
-            gemms = results.get("roofs", {}).get("step_gemms_ms", {}).get(name.split()[-1], {}).get(str(batch))
+            gemms = results.get("roofs", {}).get("step_gemms_ms", {}).get(precision_of(name), {}).get(str(batch))
             if all(phases):
-                told = [f"{phase.median * 1e3:.0f}" for phase in phases if phase is not None]
-                rows.append((name, str(batch), *told, f"{gemms * 1e3:.0f}" if gemms else "–"))
+                cells = [f"{phase.median * 1e3:.0f}" for phase in phases if phase is not None]
+                rows.append((name, str(batch), *cells, f"{gemms * 1e3:.0f}" if gemms else "–"))
     head = ("engine, context 64", "batch", "schedule µs", "launch µs", "wait µs", "commit µs", "torch's GEMMs alone µs")
     return table(head, rows) if rows else []
 
@@ -213,29 +261,79 @@ def served_tables(results: Results) -> list[str]:
 def served_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     if not row["repeats"]:
         return (row["name"], row.get("error", "not measured"), "–", "–", "–", "–")
-    figures = row["median"]
-    latencies = [latency(figures, name) for name in ("ttft", "tpot", "itl")]
     rates = ", ".join(f"{repeat['tokens_per_s']:.0f}" for repeat in row["repeats"])
-    told = f"{figures['tokens_per_s']:.0f} ({rates})"
-    return (row["name"], told, *latencies, f"{row['peak_rss_mb']:.0f}")
+    rate = f"{row['median']['tokens_per_s']:.0f} ({rates})"
+    return (row["name"], rate, *latencies(row["median"]), f"{row['peak_rss_mb']:.0f}")
 
 
-def latency(figures: Mapping[str, float], name: str) -> str:
-    if f"{name}_p50_ms" not in figures:
-        return "–"
-    return " / ".join(number(figures[f"{name}_p{percent}_ms"]) for percent in (50, 99))
+def latencies(figures: Mapping[str, float]) -> list[str]:
+    """TTFT, TPOT and ITL, each p50 / p99."""
+    return [
+        " / ".join(number(figures[f"{name}_p{percent}_ms"]) for percent in (50, 99))
+        if f"{name}_p50_ms" in figures
+        else "–"
+        for name in ("ttft", "tpot", "itl")
+    ]
+
+
+def stream_tables(results: Results) -> list[str]:
+    if "streams" not in results:
+        return []
+    lines = ["## The posts' workloads, one option changed at a time", STREAMS_HEAD]
+    for workload, by_setting in results["streams"]["workloads"].items():
+        rows = []
+        for setting in by_setting:
+            for runs in ("first", "later"):
+                rate, *others = (
+                    stream_figure(results, workload, setting, figure, is_first=runs == "first")
+                    for figure in STREAM_FIGURES
+                )
+                cells = [number(spread.median) if spread else "–" for spread in others]
+                rows.append((setting, runs, ranged(rate), *cells))
+        lines += [f"### {workload}", "", *table(("setting", "runs", *STREAM_FIGURES), rows)]
+    return [*lines, *failure_lines(results["streams"])]
+
+
+def burst_table(results: Results) -> list[str]:
+    if "bursts" not in results:
+        return []
+    rows = [
+        (name, ranged(Spread.of([row["tokens_per_s"] for row in repeats])), *latencies(medians(repeats)))
+        for name, repeats in results["bursts"]["rows"].items()
+    ]
+    head = ("what", "tokens/s", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99")
+    intro = "`benchmarks/gpu/bursts.py` says what each is. Milliseconds; over HTTP as the clients saw it."
+    return ["## Bursts, and one stream", "", intro, "", *table(head, rows)]
+
+
+def block_info_table(results: Results) -> list[str]:
+    if "block_info" not in results:
+        return []
+    rows: Sequence[Sequence[str]] = [(name, ranged(Spread(**row))) for name, row in results["block_info"].items()]
+    intro = "64 sequences, 12 layers where each has records of its own (`benchmarks/costs/block_info.py`), no GPU."
+    return ["## Block metadata", "", intro, "", *table(("way", "µs a step"), rows)]
+
+
+def write(suite: str, directory: Path, out: Path | None) -> None:
+    """Write the page of the parts in `directory`, and print it; by default it goes to `docs/benchmarks`."""
+    parts = load_parts(suite, directory)
+    name = "cpu" if suite == "cpu" else slug(gpu_of(parts).get("name", "unknown"))
+    file = out or Path("docs/benchmarks") / f"{name}.md"
+    text = cpu_page(parts) if suite == "cpu" else gpu_page(parts)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    print(text)
+    print(f"written to {file}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=Path, default=Path("build/bench"), metavar="DIR")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/cpu.md"), metavar="FILE")
+    parser.add_argument("suite", nargs="?", choices=tuple(PARTS), default="cpu", help="default: %(default)s")
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="of the parts' results; default: build/bench[-gpu]")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: docs/benchmarks/cpu.md or <gpu>.md")
     arguments = parser.parse_args()
-    text = page(load_parts(arguments.parts))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text)
-    print(text)
-    print(f"written to {arguments.out}")
+    default = Path("build/bench" if arguments.suite == "cpu" else "build/bench-gpu")
+    write(arguments.suite, arguments.dir or default, arguments.out)
     return 0
 
 

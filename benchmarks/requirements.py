@@ -1,10 +1,10 @@
-"""The figures that must be reached on a CPU, each beside what was measured. Knows the parts' JSON; measures nothing.
+"""The figures that must be reached on a CPU and on a GPU, each beside what the parts have measured.
 
 A ratio is of two medians. Its range goes from the worst pair of their repeats to the best one, so it is wider than the
-spread of either. What was not measured is no zero: it has no figure, and says why.
+spread of either. What was not measured has no figure, and a note says why.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,17 @@ LOAD_WORKLOADS = ("W1x32", "W3", "W4", "W4b")
 SAME_PRECISION = {"q8": "int8"}  # how peers call a precision of ours
 HOST_BUDGET_US = 40.0
 MEMORY_BUDGET_GB = 2.2
+SEEDS_WORKLOAD, BASE_SETTING = "64 requests, 20 ms apart", "captured first, pinned"  # of benchmarks/gpu/streams.py
+SEEDS_FIGURES = {  # of the posts' report: what must be reached in the posts' workload
+    "tokens/s": (5900.0, True, "tokens/s"),
+    "TPOT p50": (0.8, False, "ms"),
+    "TPOT p99": (1.5, False, "ms"),
+    "ITL p99": (3.0, False, "ms"),
+    "TTFT p50": (3.0, False, "ms"),
+    "TTFT p99": (8.0, False, "ms"),
+    "Submit lag p99": (2.0, False, "ms"),
+}
+BURST_RATES = {"burst offline": 150_000.0, "burst over HTTP": 50_000.0, "one stream": 2_000.0}
 
 Results = Mapping[str, Mapping[str, Any]]
 """What each part that was run has measured: the `results` of its JSON, by the part's name."""
@@ -41,8 +52,8 @@ class Requirement:
         return self.measured.median >= self.bound if self.is_least else self.measured.median <= self.bound
 
 
-def requirements(results: Results) -> list[Requirement]:
-    """All of them, in the order of the table."""
+def of_cpu(results: Results) -> list[Requirement]:
+    """The table of the CPU's page, in its order."""
     return [
         *decode_speedups(results),
         *roof_shares(results),
@@ -55,18 +66,24 @@ def requirements(results: Results) -> list[Requirement]:
     ]
 
 
-def ratio(over: Spread, under: Spread) -> Spread:
-    """Of two figures with their spreads."""
+def ratio(over: Spread | None, under: Spread | None) -> Spread | None:
+    """Of two figures with their spreads; None when one was not measured or the divisor is zero."""
+    if over is None or under is None or not under.least:
+        return None
     repeats = min(over.num_repeats, under.num_repeats)
     return Spread(over.median / under.median, over.least / under.most, over.most / under.least, repeats)
 
 
-def added(one: Spread, other: Spread) -> Spread:
+def added(one: Spread | None, other: Spread | None) -> Spread | None:
+    if one is None or other is None:
+        return None
     repeats = min(one.num_repeats, other.num_repeats)
     return Spread(one.median + other.median, one.least + other.least, one.most + other.most, repeats)
 
 
-def scaled(spread: Spread, factor: float) -> Spread:
+def scaled(spread: Spread | None, factor: float) -> Spread | None:
+    if spread is None:
+        return None
     return Spread(spread.median * factor, spread.least * factor, spread.most * factor, spread.num_repeats)
 
 
@@ -87,9 +104,8 @@ def decode_speedups(results: Results) -> Iterator[Requirement]:
         for precision, bound in zip(PRECISIONS, bounds, strict=False):
             own = decode_ms(results, f"roseinfer {precision}", 64, context)
             reference = decode_ms(results, REFERENCE, 64, context)
-            measured = ratio(reference, own) if own and reference else None
             measure = f"decode step, batch 64, context {context}, {precision}, against transformers eager float32"
-            yield Requirement(measure, bound, True, "×", measured)
+            yield Requirement(measure, bound, True, "×", ratio(reference, own))
 
 
 def roof_shares(results: Results) -> Iterator[Requirement]:
@@ -98,7 +114,7 @@ def roof_shares(results: Results) -> Iterator[Requirement]:
         share = None
         if own and "roofs" in results:
             floor = roofs.roof_of(results["roofs"], "bfloat16", batch, 64)
-            share = Spread(floor / own.median * 100, floor / own.most * 100, floor / own.least * 100, own.num_repeats)
+            share = ratio(Spread(floor * 100, floor * 100, floor * 100, own.num_repeats), own)
         yield Requirement(
             f"decode step, batch {batch}, context 64, bfloat16: share of the {roof}", bound, True, "%", share
         )
@@ -109,7 +125,7 @@ def host_work(results: Results) -> Iterator[Requirement]:
     for precision in PRECISIONS[:2]:
         schedule = decode_ms(results, f"roseinfer {precision}", 64, 64, "schedule")
         commit = decode_ms(results, f"roseinfer {precision}", 64, 64, "commit")
-        total = scaled(added(schedule, commit), 1e3) if schedule and commit else None
+        total = scaled(added(schedule, commit), 1e3)
         yield Requirement(f"schedule and commit, 64 sequences, {precision}", HOST_BUDGET_US, False, "µs", total)
 
 
@@ -133,7 +149,7 @@ def served_shares(results: Results) -> Iterator[Requirement]:
     for precision in PRECISIONS:
         own = served(results, f"roseinfer {precision}", "W2", "tokens_per_s")
         engine = served(results, f"engine only {precision}", "W2", "tokens_per_s")
-        share = scaled(ratio(own, engine), 100) if own and engine else None
+        share = scaled(ratio(own, engine), 100)
         yield Requirement(f"W2 over HTTP, {precision}: share of the engine-only rate", 85.0, True, "%", share)
 
 
@@ -143,9 +159,9 @@ def against_vllm(results: Results) -> Iterator[Requirement]:
         for figure, name, bound, is_least in (*figures, ("itl_p99_ms", "ITL p99", 1.0, False)):
             own = served(results, f"roseinfer {precision}", "W2", figure)
             rival = served(results, f"vllm {precision}", "W2", figure)
-            measured = ratio(own, rival) if own and rival else None
             note = "" if rival else reason_of(results, f"vllm {precision}", "W2")
-            yield Requirement(f"W2 over HTTP, {precision}: {name} against vLLM", bound, is_least, "×", measured, note)
+            measure = f"W2 over HTTP, {precision}: {name} against vLLM"
+            yield Requirement(measure, bound, is_least, "×", ratio(own, rival), note)
 
 
 def against_all_peers(results: Results) -> Iterator[Requirement]:
@@ -161,7 +177,7 @@ def against_all_peers(results: Results) -> Iterator[Requirement]:
             measured, note = None, "no peer measured"
             if rivals:
                 best = max(rivals, key=lambda name: rivals[name].median)
-                measured = ratio(own, rivals[best]) if own else None
+                measured = ratio(own, rivals[best])
                 note = f"{best}, {rivals[best].median:.0f} tokens/s, is the fastest of {len(rivals)}"
             yield Requirement(
                 f"{workload}, {precision}: tokens/s against the fastest peer", 1.0, True, "×", measured, note
@@ -169,13 +185,13 @@ def against_all_peers(results: Results) -> Iterator[Requirement]:
 
 
 def is_rival(name: str, precision: str) -> bool:
-    """Somebody else's, at the same precision."""
+    """Whether a row is another project's at the same precision."""
     who, _, given = name.rpartition(" ")
     return who not in ("roseinfer", "engine only") and SAME_PRECISION.get(given, given) == precision
 
 
 def reason_of(results: Results, name: str, workload: str) -> str:
-    """Why there is no figure of it."""
+    """Why there is no figure of an entrant."""
     rows = [row for row in served_rows(results) if row["name"] == name and workload in row["workload"].split(", ")]
     return str(rows[0].get("error", "not measured")) if rows else "not measured"
 
@@ -184,17 +200,36 @@ def steady_streams(results: Results) -> Iterator[Requirement]:
     for precision in PRECISIONS:
         p99 = served(results, f"roseinfer {precision}", "W2", "steady_itl_p99_ms")
         p50 = served(results, f"roseinfer {precision}", "W2", "steady_itl_p50_ms")
-        measured = ratio(p99, p50) if p99 and p50 and p50.least > 0 else None
-        yield Requirement(f"W2 over HTTP, {precision}: ITL p99 / p50 at steady state", 1.6, False, "×", measured)
+        measure = f"W2 over HTTP, {precision}: ITL p99 / p50 at steady state"
+        yield Requirement(measure, 1.6, False, "×", ratio(p99, p50))
 
 
 def memory(results: Results) -> Iterator[Requirement]:
     """The server's peak after all its workloads, by which its whole KV pool has been written."""
-    peaks = [row["peak_rss_mb"] for row in _measured_rows(results, "roseinfer bfloat16")]
+    name = "roseinfer bfloat16"
+    peaks = [row["peak_rss_mb"] for row in served_rows(results) if row["name"] == name and row["repeats"]]
     measured = Spread.of([max(peaks) / 1e3]) if peaks else None
     measure = "peak memory of both processes, bfloat16, 1 GiB KV pool, after all workloads"
     yield Requirement(measure, MEMORY_BUDGET_GB, False, "GB", measured)
 
 
-def _measured_rows(results: Results, name: str) -> Sequence[Mapping[str, Any]]:
-    return [row for row in served_rows(results) if row["name"] == name and row["repeats"]]
+# --- GPU ------------------------------------------------------------------------------------------------------------
+
+
+def of_gpu(results: Results) -> Iterator[Requirement]:
+    """The table of a GPU's page; of the streams the runs after the first of each process count."""
+    for figure, (bound, is_least, unit) in SEEDS_FIGURES.items():
+        measured = stream_figure(results, SEEDS_WORKLOAD, BASE_SETTING, figure, is_first=False)
+        yield Requirement(f"the posts' workload: {figure}", bound, is_least, unit, measured)
+    for name, bound in BURST_RATES.items():
+        rows = results.get("bursts", {}).get("rows", {}).get(name, ())
+        measured = Spread.of([row["tokens_per_s"] for row in rows]) if rows else None
+        yield Requirement(name, bound, True, "tokens/s", measured)
+
+
+def stream_figure(results: Results, workload: str, setting: str, figure: str, *, is_first: bool) -> Spread | None:
+    """Of the first run of each process, or of all later ones."""
+    processes = results.get("streams", {}).get("workloads", {}).get(workload, {}).get(setting, ())
+    runs = [run for process in processes for run in (process[:1] if is_first else process[1:])]
+    values = [run[figure] for run in runs if figure in run]
+    return Spread.of(values) if values else None

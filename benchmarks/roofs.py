@@ -1,6 +1,6 @@
-"""What this machine's memory and matrix units allow: read bandwidth, GEMM peaks, and the roof of a decode step.
+"""Measures what a machine's memory and matrix units allow: read bandwidth, GEMM peaks, and a decode step's roof.
 
-    python -m benchmarks.roofs [--quick] [--out FILE]
+    python -m benchmarks.roofs [--device cpu] [--quick] [--out FILE]
 
 A decode step reads every weight once and the KV cache of every sequence once, and multiplies each weight by each row:
 
@@ -9,37 +9,36 @@ A decode step reads every weight once and the KV cache of every sequence once, a
 Reading weights and multiplying by them overlap, so the slower of the two counts; attention is another pass. The
 bandwidth is the best median over several ways to read an array, at a size near the bytes that the step reads: a large
 shared cache holds a part of a small model and nothing of a big one. The peak is the best median over several shapes and
-ways to multiply. Both are what plain torch reaches here, with as many threads as the engine uses.
+ways to multiply. Both are what plain torch reaches here, with as many threads as the engine uses. On a GPU the
+bandwidth is that of a copy, its bytes counted twice (read and written), and the peak that of large products in
+bfloat16.
 """
 
-import argparse
 import math
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import Sitting
+from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_gpt2 import NUM_LAYERS, VOCAB_SIZE, WIDTH
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of one weight; int8's scales and biases are a thousandth
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}  # of one number in the cache: int8 is of the linears only
-STEP_LINEARS = (  # (inputs, outputs, how many): what a decode step multiplies by
-    (WIDTH, 3 * WIDTH, NUM_LAYERS),
-    (WIDTH, WIDTH, NUM_LAYERS),
-    (WIDTH, 4 * WIDTH, NUM_LAYERS),
-    (4 * WIDTH, WIDTH, NUM_LAYERS),
-    (WIDTH, VOCAB_SIZE, 1),
-)
-STEP_WEIGHTS = sum(inputs * outputs * count for inputs, outputs, count in STEP_LINEARS)
+_LAYER = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+STEP_LINEARS = (
+    *_LAYER * NUM_LAYERS,
+    (WIDTH, VOCAB_SIZE),
+)  # (inputs, outputs) that a decode step multiplies by, in order
+STEP_WEIGHTS = sum(inputs * outputs for inputs, outputs in STEP_LINEARS)
 READ_MIB = (118, 236, 472, 1416)  # the weights in int8, bfloat16 and float32, and more than any cache holds
 GEMM_SHAPES = ((512, 768, 3072), (1024, 1024, 1024), (2048, 2048, 2048), (4096, 768, 3072))  # rows, inputs, outputs
 STEP_ROWS = (1, 8, 64)
+GPU_COPY_BYTES = (2**28, 2**32)  # more than any cache, and enough that a launch does not count
+GPU_GEMM_SIDES = (4096, 8192)
 
 
 def roof_ms(precision: str, batch: int, context: int, bandwidth: float, peak: float) -> float:
@@ -70,14 +69,19 @@ def roof_of(measured: Mapping[str, Any], precision: str, batch: int, context: in
     return roof_ms(precision, batch, context, bandwidth, measured["peak"][precision])
 
 
-def median_s(call: Callable[[], object], budget_s: float) -> float:
-    """Median duration, after one call that is not counted, of as many as the budget allows and at least three."""
+def median_s(call: Callable[[], object], budget_s: float, wait: Callable[[], None] = lambda: None) -> float:
+    """Median duration of calls, at least three, until the budget is spent; the first is not counted.
+
+    `wait` returns when the device has done what a call has launched.
+    """
     call()
     durations: list[float] = []
     end = time.perf_counter() + budget_s
     while len(durations) < 3 or time.perf_counter() < end:
+        wait()
         began = time.perf_counter()
         call()
+        wait()
         durations.append(time.perf_counter() - began)
     return statistics.median(durations)
 
@@ -154,9 +158,7 @@ def measure_peak(precision: str, budget_s: float) -> tuple[float, str]:
 
 def measure_step_gemms(precision: str, budget_s: float) -> dict[str, float]:
     """Milliseconds of all linears of a step, each layer with weights of its own, by rows: torch's own, nothing else."""
-    linears = [
-        (inputs, linear(precision, inputs, outputs)) for inputs, outputs, count in STEP_LINEARS for _ in range(count)
-    ]
+    linears = [(inputs, linear(precision, inputs, outputs)) for inputs, outputs in STEP_LINEARS]
     times = {}
     for num_rows in STEP_ROWS:
         rows = {width: rows_of(precision, num_rows, width) for width in (WIDTH, 4 * WIDTH)}
@@ -174,30 +176,54 @@ def tell(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def measure(budget_s: float, precisions: Sequence[str] = PRECISIONS) -> dict[str, Any]:
+def measure_cpu(budget_s: float) -> dict[str, Any]:
     """Everything; `budget_s` is for one single figure."""
     import torch
 
     torch.set_grad_enabled(False)
     bandwidths, patterns = measure_bandwidth(budget_s)
-    peaks = {precision: measure_peak(precision, budget_s) for precision in precisions}
+    peaks = {precision: measure_peak(precision, budget_s) for precision in PRECISIONS}
     return {
         "num_threads": torch.get_num_threads(),
         "bandwidth": bandwidths,
         "bandwidth_by": patterns,
         "peak": {precision: rate for precision, (rate, _) in peaks.items()},
         "peak_by": {precision: shape for precision, (_, shape) in peaks.items()},
-        "step_gemms_ms": {precision: measure_step_gemms(precision, budget_s) for precision in precisions},
+        "step_gemms_ms": {precision: measure_step_gemms(precision, budget_s) for precision in PRECISIONS},
     }
 
 
+def measure_gpu(budget_s: float) -> dict[str, Any]:
+    """Bandwidths, the peak in bfloat16, and what the GPU is."""
+    import torch
+
+    wait, bandwidth, peak = torch.cuda.synchronize, {}, 0.0
+    for num_bytes in GPU_COPY_BYTES:
+        source = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda").normal_()
+        target = torch.empty_like(source)
+        bandwidth[str(num_bytes // 2**20)] = 2 * num_bytes / median_s(partial(target.copy_, source), budget_s, wait)
+    for side in GPU_GEMM_SIDES:
+        one, other = (torch.randn(side, side, device="cuda").to(torch.bfloat16) for _ in range(2))
+        peak = max(peak, 2 * side**3 / median_s(partial(torch.mm, one, other), budget_s, wait))
+    properties = torch.cuda.get_device_properties(0)
+    gpu = {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30),
+        "num_multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    tell(f"{gpu['name']}: copy {', '.join(f'{rate / 1e9:.0f}' for rate in bandwidth.values())} GB/s")
+    tell(f"bfloat16 {peak / 1e12:.1f} TFLOP/s")
+    return {"bandwidth": bandwidth, "peak": {"bfloat16": peak}, "gpu": gpu}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time for each figure")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/roofs.json"), metavar="FILE")
+    parser = part_parser(__doc__, "bench/roofs.json", quick="a tenth of the time for each figure", device="cpu")
     arguments = parser.parse_args()
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # before torch is imported: its arrays on huge pages, as the engine's are
-    sitting = Sitting("roofs", ["python", "-m", "benchmarks.roofs", *sys.argv[1:]])
+    sitting = Sitting("roofs")
+    measure = measure_gpu if arguments.device == "cuda" else measure_cpu
     sitting.write(arguments.out, measure(0.05 if arguments.quick else 0.5))
     return 0
 

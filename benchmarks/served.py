@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--precisions", default=",".join(PRECISIONS), metavar="P,P", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("build/bench/served.json"), metavar="FILE")
     arguments = parser.parse_args()
-    sitting = Sitting("served", ["python", "-m", "benchmarks.served", *sys.argv[1:]])
+    sitting = Sitting("served")
     began = time.monotonic()
     model, log = make(arguments.model), arguments.out.with_suffix(".log")
     words = rotation.words_of(model)

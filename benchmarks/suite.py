@@ -1,10 +1,15 @@
-"""All benchmarks of the CPU in order, each in a process of its own, and their report. Measures nothing itself.
+"""Runs all benchmarks of the CPU, or of a GPU, each part in a process of its own, and writes their page.
 
-    python -m benchmarks.suite [--quick] [--resume] [--peers DIR] [--out FILE]     (`make bench` runs it)
+    python -m benchmarks.suite [cpu] [--quick] [--resume] [--peers DIR] [--out FILE]          (`make bench`)
+    python -m benchmarks.suite gpu [--quick] [--parts roofs,decode] [--device cuda]            (`make bench-gpu`)
 
 On two cores with all peers set up: model 15 s once, roofs 1 minute, decode 4, served 12, peers 7, so about 24 minutes;
-without peers about 12. `--quick` is a check of the benchmarks and not of the engine: 3 minutes. A part that is done
-leaves build/bench/PART.json; with `--resume` those are kept and only the others run.
+without peers about 12. `--quick` is a check of the benchmarks and not of the engine: 3 minutes. On an H200 with 16
+cores about 15 minutes, estimated and not yet run: roofs 1/2, block_info 1/10, streams 7, decode 4, bursts 3. There
+nothing is fetched and nothing installed: the Python that runs this has torch, Triton and the packages of
+`pyproject.toml`, or finds them by PYTHONPATH. `gpu --device cpu --quick` shows that its scripts work.
+
+A finished part leaves DIR/PART.json, and the page is made of those that are there; `--resume` runs only the others.
 """
 
 import argparse
@@ -13,37 +18,50 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks import protocol
+from benchmarks import protocol, report
 from benchmarks.random_gpt2 import default_directory, make
 from benchmarks.served import DEFAULT_PEERS
 
-PARTS = {  # module, and the seconds after which it is given up
-    "roofs": ("benchmarks.roofs", 180),
-    "decode": ("benchmarks.decode_step", 480),
-    "served": ("benchmarks.served", 1500),
-    "peers": ("benchmarks.api_peers", 900),
+
+class Part(NamedTuple):
+    """A script, the seconds after which it is ended, the options of the suite that it has too, and flags of its own."""
+
+    module: str
+    timeout_s: float
+    options: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+SUITES = {
+    "cpu": {
+        "roofs": Part("benchmarks.roofs", 180),
+        "decode": Part("benchmarks.decode_step", 480, ("model",)),
+        "served": Part("benchmarks.served", 1500, ("model", "peers")),
+        "peers": Part("benchmarks.api_peers", 900, ("model", "peers")),
+    },
+    "gpu": {
+        "roofs": Part("benchmarks.roofs", 120, ("device",)),
+        "block_info": Part("benchmarks.costs.block_info", 60),
+        "streams": Part("benchmarks.gpu.streams", 1200, ("model", "device")),
+        "decode": Part("benchmarks.decode_step", 600, ("model", "device"), ("--ablations",)),
+        "bursts": Part("benchmarks.gpu.bursts", 600, ("model", "device")),
+    },
 }
-TAKES_MODEL = ("decode", "served", "peers")
-TAKES_PEERS = ("served", "peers")
+DIRECTORIES = {"cpu": Path("build/bench"), "gpu": Path("build/bench-gpu")}
 
 
-def command_of(part: str, arguments: argparse.Namespace) -> list[str]:
-    module, _ = PARTS[part]
-    command = [sys.executable, "-m", module, "--out", str(file_of(part, arguments))]
+def command_of(part: Part, file: Path, arguments: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "-m", part.module, "--out", str(file), *part.flags]
     command += ["--quick"] if arguments.quick else []
-    command += ["--model", str(arguments.model)] if part in TAKES_MODEL else []
-    return command + (["--peers", str(arguments.peers)] if part in TAKES_PEERS else [])
+    return command + [word for name in part.options for word in (f"--{name}", str(getattr(arguments, name)))]
 
 
-def file_of(part: str, arguments: argparse.Namespace) -> Path:
-    return Path(arguments.parts) / f"{part}.json"
-
-
-def run_part(part: str, command: Sequence[str], timeout_s: float, log: Path) -> bool:
-    """Whether it is done. What it prints is printed; one that hangs is ended, and everything that it has started."""
+def run_part(name: str, command: Sequence[str], timeout_s: float, log: Path) -> bool:
+    """Run a part and print what it prints. Returns whether it succeeded; after its time it is ended."""
     began = time.monotonic()
-    print(f"=== {part} ===", flush=True)
+    print(f"=== {name} ===", flush=True)
     process = protocol.start(command, log, stdout=None)
     try:
         code = process.wait(timeout_s)
@@ -53,35 +71,43 @@ def run_part(part: str, command: Sequence[str], timeout_s: float, log: Path) -> 
         if process.poll() is None:
             protocol.stop(process)
     took = time.monotonic() - began
-    print(f"=== {part} {'is done' if code == 0 else f'FAILED, see {log},'} after {took:.0f} s ===", flush=True)
+    print(f"=== {name} {'is done' if code == 0 else f'FAILED, see {log},'} after {took:.0f} s ===", flush=True)
     return code == 0
 
 
-def main() -> int:
+def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", nargs="?", choices=tuple(SUITES), default="cpu", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and cases; nothing to publish")
     parser.add_argument("--resume", action="store_true", help="keep the parts that are done")
+    parser.add_argument("--parts", metavar="P,P", help="default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of gpu; cpu only checks the scripts")
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS, metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--parts", type=Path, default=Path("build/bench"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: docs/benchmarks/cpu.md; quick: the parts' DIR"
-    )
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="of the parts' results; default: build/bench[-gpu]")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: in docs/benchmarks; in DIR for a check")
+    return parser
+
+
+def main() -> int:
+    parser = parser_of()
     arguments = parser.parse_args()
-    out = arguments.out or (arguments.parts / "cpu.md" if arguments.quick else Path("docs/benchmarks/cpu.md"))
+    parts, directory = SUITES[arguments.suite], arguments.dir or DIRECTORIES[arguments.suite]
+    chosen = arguments.parts.split(",") if arguments.parts else list(parts)
+    if unknown := set(chosen) - set(parts):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(parts)}")
     print(f"model: {make(arguments.model)}", flush=True)
-    kept = [part for part in PARTS if arguments.resume and file_of(part, arguments).is_file()]
-    for part in PARTS:
-        if part not in kept:
-            file_of(part, arguments).unlink(missing_ok=True)
-    failed = []
-    for part, (_, timeout_s) in PARTS.items():
-        log = file_of(part, arguments).with_suffix(".log")
-        if part not in kept and not run_part(part, command_of(part, arguments), timeout_s, log):
-            failed.append(part)
-    report = [sys.executable, "-m", "benchmarks.report", "--parts", str(arguments.parts), "--out", str(out)]
-    subprocess.run(report, cwd=protocol.ROOT, check=True)  # noqa: S603
-    return 1 if failed else 0
+    files = {name: directory / f"{name}.json" for name in chosen}
+    to_run = [name for name, file in files.items() if not (arguments.resume and file.is_file())]
+    for name in to_run:
+        files[name].unlink(missing_ok=True)
+    are_done = []
+    for name in to_run:
+        command = command_of(parts[name], files[name], arguments)
+        are_done.append(run_part(name, command, parts[name].timeout_s, files[name].with_suffix(".log")))
+    is_check = arguments.quick or (arguments.suite == "gpu" and arguments.device == "cpu")
+    report.write(arguments.suite, directory, arguments.out or (directory / "report.md" if is_check else None))
+    return 0 if all(are_done) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Three ways to note one more token of each sequence in its KV block's metadata, into microseconds a step.
+"""Measures three ways to note one more token of each sequence in its KV block's metadata.
 
     python -m benchmarks.costs.block_info [--quick] [--out FILE]
 
@@ -7,17 +7,14 @@ layer has records: lengths and block ids are arrays, changed once a step for all
 The sequences have prompts of 1 and 4 tokens in turn, so they fill their blocks at different steps.
 """
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.figures import Spread
-from benchmarks.machine import Sitting
+from benchmarks.machine import Sitting, part_parser
 
 NUM_SEQUENCES, NUM_LAYERS, BLOCK_SIZE, NUM_TOKENS = 64, 12, 16, 128
 PROMPT_LENGTHS = (1, 4)
@@ -124,11 +121,8 @@ def measure(make: Callable[[], Step]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 repeats in place of 15")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/block_info.json"), metavar="FILE")
-    arguments = parser.parse_args()
-    sitting = Sitting("block_info", ["python", "-m", "benchmarks.costs.block_info", *sys.argv[1:]])
+    arguments = part_parser(__doc__, "bench/block_info.json", quick="3 repeats in place of 15").parse_args()
+    sitting = Sitting("block_info")
     repeats: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(3 if arguments.quick else 15):
         for name, make in WAYS.items():

@@ -1,4 +1,4 @@
-"""All linears of a GPT-2 small step, multiplied in every way that this processor has, in turn, into milliseconds.
+"""Measures all linears of a GPT-2 small step, multiplied in every way that this processor has, in turn.
 
     python -m benchmarks.costs.linear_kinds [--threads 1] [--rows 1,8,32,64,256] [--rounds 15] [--out FILE]
 
@@ -7,20 +7,18 @@ output before it, as far as their widths go. oneDNN is given two rows in place o
 would have other bits. Printed is the median of the rounds, and the least and the most.
 """
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmarks.engine_options import require_kernels
-from benchmarks.machine import Sitting
-from benchmarks.random_gpt2 import GPT2_SMALL
+from benchmarks.machine import Sitting, part_parser
+from benchmarks.random_gpt2 import WIDTH
+from benchmarks.roofs import STEP_LINEARS
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.layers.amx import TileLinear
@@ -35,51 +33,36 @@ Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to multiply rows of `dtype`."""
+    """A way to multiply rows of `at.dtype`."""
 
-    dtype: torch.dtype
-    make: Callable[[torch.Tensor], Multiply]  # of a weight
+    at: Placement
+    build: Callable[[Placement, torch.Tensor], Multiply]  # from a weight
     fewest_rows: int = 1
-
-
-def shapes() -> list[tuple[int, int]]:
-    """Inputs and outputs of each linear, in the model's order; the head is the last."""
-    width = GPT2_SMALL.width
-    layer = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    return layer * GPT2_SMALL.num_layers + [(width, GPT2_SMALL.vocab_size)]
 
 
 def kinds() -> dict[str, Kind]:
     """By name, those that this processor has."""
     kernels = load_kernels(RunnerConfig())
-    made: dict[str, Kind] = {}
-    of_float32, of_bfloat16 = (Placement(CPU, dtype, kernels=kernels) for dtype in (torch.float32, torch.bfloat16))
-    made["oneDNN float32"] = Kind(torch.float32, partial(one_dnn, of_float32), fewest_rows=2)
-    if kernels is not None:
-        made["registers float32"] = Kind(torch.float32, partial(register, of_float32))
-    made["oneDNN bfloat16"] = Kind(torch.bfloat16, partial(one_dnn, of_bfloat16), fewest_rows=2)
-    if of_bfloat16.has_pairs:
-        made["registers bfloat16"] = Kind(torch.bfloat16, partial(register, of_bfloat16))
-    if of_bfloat16.has_tiles:
-        made["tiles bfloat16"] = Kind(torch.bfloat16, partial(tile, of_bfloat16))
-    made["torch int8"] = Kind(torch.bfloat16, partial(integer, IntegerLinear, of_bfloat16))
-    if of_bfloat16.has_fours:
-        made["registers int8"] = Kind(torch.bfloat16, partial(integer, RegisterLinear, of_bfloat16))
-    if of_bfloat16.has_tiles:
-        made["tiles int8"] = Kind(torch.bfloat16, partial(integer, TileLinear, of_bfloat16))
-    return made
+    float32, bfloat16 = (Placement(CPU, dtype, kernels=kernels) for dtype in (torch.float32, torch.bfloat16))
+    known = {
+        "oneDNN float32": (True, Kind(float32, one_dnn, fewest_rows=2)),
+        "registers float32": (kernels is not None, Kind(float32, partial(own, RegisterLinear))),
+        "oneDNN bfloat16": (True, Kind(bfloat16, one_dnn, fewest_rows=2)),
+        "registers bfloat16": (bfloat16.has_pairs, Kind(bfloat16, partial(own, RegisterLinear))),
+        "tiles bfloat16": (bfloat16.has_tiles, Kind(bfloat16, partial(own, TileLinear))),
+        "torch int8": (True, Kind(bfloat16, partial(integer, IntegerLinear))),
+        "registers int8": (bfloat16.has_fours, Kind(bfloat16, partial(integer, RegisterLinear))),
+        "tiles int8": (bfloat16.has_tiles, Kind(bfloat16, partial(integer, TileLinear))),
+    }
+    return {name: kind for name, (is_here, kind) in known.items() if is_here}
 
 
 def one_dnn(at: Placement, weight: torch.Tensor) -> Multiply:
     return OneDnnLinear(weight, None, "none", at.dtype)
 
 
-def register(at: Placement, weight: torch.Tensor) -> Multiply:
-    return RegisterLinear(weight.to(at.dtype), None, None, "none", at.dtype, at)
-
-
-def tile(at: Placement, weight: torch.Tensor) -> Multiply:
-    return TileLinear(weight.to(at.dtype), None, None, "none", at.dtype, at)
+def own(kind: type[TileLinear] | type[RegisterLinear], at: Placement, weight: torch.Tensor) -> Multiply:
+    return kind(weight.to(at.dtype), None, None, "none", at.dtype, at)
 
 
 def integer(
@@ -89,38 +72,37 @@ def integer(
 
 
 def step(linears: list[Multiply], x: torch.Tensor) -> None:
-    for linear, (num_inputs, _) in zip(linears, shapes(), strict=True):
+    for linear, (num_inputs, _) in zip(linears, STEP_LINEARS, strict=True):
         x = linear(x[:, :num_inputs].contiguous())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = part_parser(__doc__, "bench/linear_kinds.json")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 256]
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("build/bench/linear_kinds.json"), metavar="FILE")
     arguments = parser.parse_args()
     require_kernels()
-    sitting = Sitting("linear_kinds", ["python", "-m", "benchmarks.costs.linear_kinds", *sys.argv[1:]])
+    sitting = Sitting("linear_kinds")
     torch.set_num_threads(arguments.threads)
     generator = torch.Generator().manual_seed(0)
     subjects = kinds()
     linears: dict[str, list[Multiply]] = {}
     for name, kind in subjects.items():
-        weights = (torch.randn(outputs, inputs, generator=generator) * 0.02 for inputs, outputs in shapes())
-        linears[name] = [kind.make(weight) for weight in weights]
+        weights = (torch.randn(outputs, inputs, generator=generator) * 0.02 for inputs, outputs in STEP_LINEARS)
+        linears[name] = [kind.build(kind.at, weight) for weight in weights]
     results = []
     print(f"| rows | {' | '.join(subjects)} |")
     print("|---" * (1 + len(subjects)) + "|")
     for num_rows in arguments.rows:
-        x = torch.randn(num_rows, GPT2_SMALL.width, generator=generator)
+        x = torch.randn(num_rows, WIDTH, generator=generator)
         took_ms: dict[str, list[float]] = {name: [] for name in subjects}
         for repeat in range(-1, arguments.rounds):  # the first is not counted: kernels are made
             for name, kind in subjects.items():
                 given = x if num_rows >= kind.fewest_rows else x.expand(kind.fewest_rows, -1)
-                given = given.to(kind.dtype)
+                given = given.to(kind.at.dtype)
                 began = time.perf_counter()
                 step(linears[name], given)
                 if repeat >= 0:

@@ -1,4 +1,4 @@
-"""A burst without and with HTTP, and one stream alone, on a GPU, into tokens/s and latencies.
+"""Measures a burst without and with HTTP, and one stream alone, on a GPU: tokens/s and latencies.
 
     python -m benchmarks.gpu.bursts [--device cuda] [--quick] [--model DIR] [--out FILE]
 
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import protocol
 from benchmarks.engine_options import precision_options
 from benchmarks.figures import Stream, streams_of, summarise
-from benchmarks.machine import Sitting
+from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import Worker
 from benchmarks.random_gpt2 import default_directory, make
 from benchmarks.servers import MODEL_NAME, Server, ServerPlan, free_port
@@ -110,13 +110,11 @@ def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="eight requests of four tokens, once")
+    quick = "eight requests of four tokens, once"
+    parser = part_parser(__doc__, "bench-gpu/bursts.json", quick=quick, device="cuda")
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("build/bench-gpu/bursts.json"), metavar="FILE")
     arguments = parser.parse_args()
-    sitting = Sitting("bursts", ["python", "-m", "benchmarks.gpu.bursts", *sys.argv[1:]])
+    sitting = Sitting("bursts")
     with protocol.own_session_raised():
         rows: dict[str, Any] = dict(measure(arguments, make(arguments.model), arguments.out.with_suffix(".log")))
     sitting.write(arguments.out, {"rows": rows})

@@ -1,4 +1,4 @@
-"""The posts' commands under one option changed at a time, into their own reports' figures. Knows no report's text.
+"""Runs the posts' commands on a GPU with one option changed at a time, and keeps the figures of their reports.
 
     python -m benchmarks.gpu.streams [--device cuda] [--quick] [--model DIR] [--out FILE]
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import protocol
-from benchmarks.machine import Sitting
+from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_gpt2 import default_directory, make
 
 NUM_TURNS = 2
@@ -81,13 +81,10 @@ def measure(workload: str, setting: str, arguments: argparse.Namespace) -> list[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="one turn of a few tokens")
+    parser = part_parser(__doc__, "bench-gpu/streams.json", quick="one turn of a few tokens", device="cuda")
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("build/bench-gpu/streams.json"), metavar="FILE")
     arguments = parser.parse_args()
-    sitting = Sitting("streams", ["python", "-m", "benchmarks.gpu.streams", *sys.argv[1:]])
+    sitting = Sitting("streams")
     make(arguments.model)
     rows: dict[str, dict[str, list[list[dict[str, float]]]]] = {name: {s: [] for s in SETTINGS} for name in WORKLOADS}
     failures: dict[str, str] = {}

@@ -1,10 +1,10 @@
-"""One subject of the decode benchmark in a process of its own: the engine at one precision, or transformers.
+"""Answers calls of `benchmarks/decode_step.py`: decode steps of the engine at one precision, or of transformers.
 
     python -m benchmarks.peers.decode_workers engine MODEL_DIR --precision bfloat16 [--batch 64] [--context 512]
     python -m benchmarks.peers.decode_workers transformers MODEL_DIR [--device cpu]
 
-Driven by `benchmarks/decode_step.py` through `benchmarks/protocol.py`. Both answer the same calls: `prepare` brings so
-many sequences to a context, `run` makes so many decode steps and returns the seconds of each, `release` lets them go.
+Both subjects answer the same calls: `prepare` brings so many sequences to a context, `run` makes so many decode steps
+and returns the seconds of each, `release` lets them go.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import gc
 import random
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.engine_options import PRECISIONS, config_of, parse, precision_options
 from benchmarks.protocol import answer
@@ -21,22 +21,6 @@ from benchmarks.random_gpt2 import NUM_POSITIONS
 PREFILL_TOKENS = 8192  # in one step, so that all sequences begin to decode within a few steps of each other
 NUM_SPARE_TOKENS = 32
 Measured = dict[str, list[float]]  # "step" and, where the subject knows them, its phases: seconds of each step
-
-
-class Subject(Protocol):
-    """Whatever decodes."""
-
-    def describe(self) -> dict[str, Any]:
-        """Versions and choices, for the report."""
-
-    def prepare(self, batch: int, context: int, num_steps: int) -> None:
-        """Start `batch` sequences that have `context` tokens each, and room for `num_steps` more."""
-
-    def run(self, num_steps: int) -> Measured:
-        """So many decode steps, one token for each sequence in each."""
-
-    def release(self) -> None:
-        """Forget the sequences."""
 
 
 class EngineSubject:
@@ -63,7 +47,7 @@ class EngineSubject:
         return dict(msgspec.to_builtins(self._engine.info))
 
     def prepare(self, batch: int, context: int, num_steps: int) -> None:
-        """See Subject."""
+        """Start `batch` sequences that have `context` tokens each, and room for `num_steps` more."""
         from roseinfer.messages import Request, SamplingParams
 
         # One token of the context is sampled by the prefill, and the first sequences decode while the last are read.
@@ -76,7 +60,7 @@ class EngineSubject:
             pass
 
     def run(self, num_steps: int) -> Measured:
-        """See Subject."""
+        """Make so many decode steps, one token for each sequence in each."""
         durations: Measured = {"step": [], "schedule": [], "launch": [], "wait": [], "commit": []}
         for _ in range(num_steps):
             began = time.perf_counter()
@@ -88,7 +72,7 @@ class EngineSubject:
         return durations
 
     def release(self) -> None:
-        """See Subject."""
+        """Let the sequences go."""
         for name in self._names:
             self._engine.abort(name)
         while self._engine.has_work:
@@ -96,7 +80,7 @@ class EngineSubject:
 
 
 class TransformersSubject:
-    """The model class of transformers in eager torch with its DynamicCache and default attention; greedy."""
+    """A model of transformers in eager torch with its DynamicCache and default attention; greedy."""
 
     def __init__(self, model: Path, device: str, dtype: str) -> None:
         import torch
@@ -121,7 +105,7 @@ class TransformersSubject:
         }
 
     def prepare(self, batch: int, context: int, num_steps: int) -> None:  # noqa: ARG002
-        """See Subject. The cache is filled with random numbers, which cost as much to read as true ones."""
+        """The cache is filled with random numbers, which cost as much to read as true ones."""
         import torch
         from transformers import DynamicCache
 
@@ -136,7 +120,6 @@ class TransformersSubject:
         self._tokens = torch.zeros((batch, 1), dtype=torch.int64, device=self._device)
 
     def run(self, num_steps: int) -> Measured:
-        """See Subject."""
         durations: list[float] = []
         for _ in range(num_steps):
             began = time.perf_counter()
@@ -147,7 +130,6 @@ class TransformersSubject:
         return {"step": durations}
 
     def release(self) -> None:
-        """See Subject."""
         self._cache = self._tokens = None
 
 
@@ -163,7 +145,7 @@ def main() -> int:
         "--option", action="append", default=[], metavar="PATH=VALUE", help="engine: of the config tree"
     )
     arguments = parser.parse_args()
-    subject: Subject
+    subject: EngineSubject | TransformersSubject
     if arguments.subject == "engine":
         options = {
             "runner.device": arguments.device,

@@ -1,4 +1,4 @@
-"""Planned requests into time stamps through `LLM`: engine, link and detokeniser, without HTTP. Driven by protocol.py.
+"""Runs planned requests through `LLM` (engine, link and detokeniser, without HTTP) for a benchmark that calls it.
 
     python -m benchmarks.peers.engine_only MODEL_DIR --precision bfloat16 [--option PATH=VALUE …]
 
@@ -30,7 +30,7 @@ class EngineOnly:
         return dict(msgspec.to_builtins(self._llm.info))
 
     def drive(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The requests of a workload on their schedule; one answer for each, in seconds."""
+        """Run the requests of a workload on their schedule. Returns one answer for each, in seconds."""
         start = time.monotonic()
         submitted = []
         for request in requests:
@@ -41,7 +41,7 @@ class EngineOnly:
         return [_answer(moment, self._llm.result(request_id).timeline.token_ns) for moment, request_id in submitted]
 
     def drive_offline(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All of them as one batch, due at once, with as many new tokens as the first one wants."""
+        """Run them as one batch, due at once, with as many new tokens as the first one wants."""
         start = time.monotonic()
         prompts = [request["token_ids"] for request in requests]
         completions = self._llm.generate(prompts, self._params(requests[0]["new_tokens"]))

@@ -1,10 +1,13 @@
-"""The page: every required figure has a row, and nobody who was not measured is left out."""
+"""The pages: every required figure has a row, and entrants that were not measured have one too."""
 
 from typing import Any
 
+import pytest
+
 from benchmarks import report
+from benchmarks.requirements import BASE_SETTING
 from benchmarks.rotation import absent
-from tests.benchmarks.test_requirements import decode, row, step
+from tests.benchmarks.test_requirements import decode, row, step, streams
 
 MACHINE = {
     "cpu": "A processor",
@@ -25,7 +28,7 @@ def part(name: str, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(**results: dict[str, Any]) -> str:
-    return report.page({name: part(name, content) for name, content in results.items()})
+    return report.cpu_page({name: part(name, content) for name, content in results.items()})
 
 
 def served(*rows: dict[str, Any]) -> dict[str, Any]:
@@ -89,3 +92,32 @@ def test_a_page_does_not_tell_where_it_was_made() -> None:
     assert report.without_folders(command) == (
         "python -m benchmarks.served --out build/bench/served.json --model …/gpt2 --quick"
     )
+
+
+@pytest.mark.parametrize(("name", "expected"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")])
+def test_the_page_is_called_as_the_gpu_is(name: str, expected: str) -> None:
+    assert report.slug(name) == expected
+
+
+def test_the_page_tells_settings_failures_and_roofs() -> None:
+    figures = {"tokens_per_s": 2100.0, "ttft_p50_ms": 2.0, "ttft_p99_ms": 3.0}
+    step = {"median": 0.5, "least": 0.4, "most": 0.6, "num_repeats": 7}
+    parts = {
+        "roofs": {"gpu": {"name": "NVIDIA H200"}, "bandwidth": {"256": 4e12}, "peak": {"bfloat16": 7e14}},
+        "streams": streams([{"tokens/s": 10.0}, {"tokens/s": 20.0}]),
+        "decode": {
+            "subjects": {"captured graphs": {}, "no graphs": {}, "transformers bfloat16": {}},
+            "failures": {},
+            "cases": [{"batch": 64, "context": 64, "subjects": {"captured graphs": {"step": step}}}],
+        },
+        "bursts": {"rows": {"one stream": [figures]}},
+        "block_info": {"arrays": step},
+    }
+    text = report.gpu_page({name: part(name, results) for name, results in parts.items()})
+    assert text.startswith("# NVIDIA H200\n")
+    assert f"| {BASE_SETTING} | first | 10.0 |" in text
+    assert f"| {BASE_SETTING} | later | 20.0 |" in text
+    assert "- lazy graphs: it fell over" in text
+    assert "| 64 | 64 | – | 0.50 (0.40 to 0.60); 20% of 0.10 | failed |" in text
+    assert "| one stream | 2100 | 2.00 / 3.00 | – | – |" in text
+    assert "| arrays | 0.50 (0.40 to 0.60) |" in text

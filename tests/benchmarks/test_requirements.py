@@ -30,6 +30,11 @@ def row(name: str, workload: str, *rates: float, **figures: float) -> dict[str, 
     return {"name": name, "workload": workload, "repeats": repeats, "peak_rss_mb": 1900.0}
 
 
+def streams(*processes: list[dict[str, float]]) -> dict[str, Any]:
+    by_setting = {r.BASE_SETTING: list(processes)}
+    return {"workloads": {r.SEEDS_WORKLOAD: by_setting}, "failures": {"lazy graphs": "it fell over"}}
+
+
 def only(rows: list[r.Requirement]) -> r.Requirement:
     [found] = rows
     return found
@@ -119,6 +124,28 @@ def test_steady_streams_and_memory() -> None:
 
 
 def test_nothing_measured_is_all_rows_without_a_figure() -> None:
-    rows = r.requirements({})
+    rows = r.of_cpu({})
     assert len(rows) >= 30
     assert {row.is_reached for row in rows} == {None}
+
+
+def test_the_first_run_of_each_process_is_told_apart() -> None:
+    results = {"streams": streams([{"tokens/s": 1.0}, {"tokens/s": 5.0}, {"tokens/s": 7.0}], [{"tokens/s": 3.0}])}
+    rate = (results, r.SEEDS_WORKLOAD, r.BASE_SETTING, "tokens/s")
+    first, later = (r.stream_figure(*rate, is_first=is_first) for is_first in (True, False))
+    assert first == Spread(2.0, 1.0, 3.0, 2)
+    assert later == Spread(6.0, 5.0, 7.0, 2)
+
+
+def test_required_figures_are_of_warm_runs() -> None:
+    run = {"tokens/s": 6000.0, "TPOT p50": 0.9}
+    results = {
+        "streams": streams([{"tokens/s": 1.0, "TPOT p50": 0.1}, run]),
+        "bursts": {"rows": {"burst offline": [{"tokens_per_s": 151_000.0}, {"tokens_per_s": 149_500.0}]}},
+    }
+    found = {row.measure: row.is_reached for row in r.of_gpu(results)}
+    assert found["the posts' workload: tokens/s"] is True
+    assert found["the posts' workload: TPOT p50"] is False
+    assert found["the posts' workload: ITL p99"] is None
+    assert found["burst offline"] is True
+    assert found["one stream"] is None
