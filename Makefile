@@ -57,8 +57,9 @@ lint: setup ## style, formatting, import contracts
 type: setup ## mypy --strict over src, tests and tools
 	$(BIN)/mypy
 
-test: lint type ## everything that must hold: lint, types, tests
-	$(BIN)/pytest $(ARGS)
+# Two tests at a time, a file's one after the other: what a file's tests share, such as an image, is made once.
+test: lint type ## everything that must hold: lint, types, tests; one at a time with ARGS="-n 0"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: ## the tests that need a GPU, offline, with the Python that is given: PYTHON=python3 make test-gpu
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir $(CURDIR) tests/gpu $(ARGS)

@@ -12,7 +12,7 @@ MAX_TEXT_BYTES = 200_000  # larger ones are data: a vocabulary, a trace
 
 
 def is_ours(path: Path) -> bool:
-    return path.is_file() and "__pycache__" not in path.parts
+    return path.is_file() and "__pycache__" not in path.parts and path.name != ".git"  # a file in a worktree
 
 
 @cache
