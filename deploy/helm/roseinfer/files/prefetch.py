@@ -6,8 +6,7 @@
 import sys
 from pathlib import Path
 
-from roseinfer.config_sources import load
-
+from roseinfer.config.sources import load
 from roseinfer.model.checkpoint import resolve_checkpoint
 
 
