@@ -35,8 +35,8 @@ from roseinfer.bench.load.observed import Objective, Observed, Verdict, lag_p99_
 from roseinfer.bench.load.plan import Tokens
 from roseinfer.bench.load.request_body import RequestForm, fresh_salt
 from roseinfer.bench.load.scenario import PARAM, load_scenario
+from roseinfer.config.api_keys import read_keys
 from roseinfer.errors import ConfigError
-from roseinfer.server.connection.api_keys import read_keys
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -90,7 +90,7 @@ class Load:
         self.scenario = load_scenario(scenario_file(options.scenario))
         self.seed, self.url = options.seed, (host or DEFAULT_URL).rstrip("/")
         self.seen: list[Observed] | None = [] if keeps_requests else None
-        key = read_keys(Path(options.api_key_file), "--api-key-file")[0] if options.api_key_file else ""
+        key = read_keys(Path(options.api_key_file), "--api-key-file")[0].key if options.api_key_file else ""
         self.pool = urllib3.connectionpool.connection_from_url(
             self.url, maxsize=1000, timeout=TIMEOUT, retries=False, headers=authorization(key)
         )

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from roseinfer import __version__
+from roseinfer.config.api_keys import KEYS_VARIABLE
 from roseinfer.config.flags import Parser, add_config_flags, parser_of, values_given
 from roseinfer.config.sources import Given, LoadedConfig, build, gather
 from roseinfer.errors import ConfigError, EngineError, RoseinferError
@@ -106,7 +107,7 @@ def _add_serve(parser: Parser) -> None:
 def _serve(_: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer import wiring
 
-    return wiring.serve(loaded.config, os.environ.get("ROSEINFER_API_KEYS", ""))
+    return wiring.serve(loaded.config, os.environ.get(KEYS_VARIABLE, ""))
 
 
 def _add_generate(parser: Parser) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
+from roseinfer.config.api_keys import KEYS_VARIABLE
 from roseinfer.config.tree import ENVIRONMENT_PREFIX, Config, options, shown
 from roseinfer.errors import ConfigError
 
@@ -19,7 +20,7 @@ _LIKE = 0.6  # of 1, two names are alike: difflib's own measure
 
 # Ours, but no part of the tree: what each of them is.
 FOREIGN_VARIABLES: Mapping[str, str] = {
-    "ROSEINFER_API_KEYS": "holds API keys beside those of `server.api_key_file`",
+    KEYS_VARIABLE: "holds API keys beside those of `server.api_key_file`",
     "ROSEINFER_REQUIRE_ALL": "belongs to the tests",
 }
 

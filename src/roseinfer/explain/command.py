@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from roseinfer.cli.output_files import check_outputs
+from roseinfer.config.api_keys import read_keys
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.config.tree import Config
 from roseinfer.explain import text
@@ -13,7 +14,6 @@ from roseinfer.explain.evidence import read_evidence
 from roseinfer.explain.explanation import Timing, explain
 from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.server.connection.api_keys import read_keys
 
 
 def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -55,4 +55,4 @@ def _clock_of(recording: Recording, wanted: Timing) -> Timing:
 def read_key(config: Config) -> str | None:
     """The first key of the key file, if one is configured. Raises ConfigError."""
     path = config.server.api_key_file
-    return None if path is None else read_keys(Path(path))[0]
+    return None if path is None else read_keys(Path(path))[0].key

@@ -17,6 +17,7 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from roseinfer.config.api_keys import parse_keys
 from roseinfer.config.tree import Config, ServerConfig
 from roseinfer.engine.link.heartbeat import Account, Activity
 from roseinfer.engine.queue_estimate import Backlog
@@ -25,7 +26,7 @@ from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgres
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
 from roseinfer.server.app import build_app, build_runner
-from roseinfer.server.connection.api_keys import ApiKeys, parse_keys
+from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.connection.listener import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel

@@ -29,10 +29,10 @@ from roseinfer.bench.load.request_body import RequestForm, fresh_salt
 from roseinfer.bench.seeds.session import say
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress
+from roseinfer.config.api_keys import read_keys
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.observe.recorder.recording import ClockPair, Recording
-from roseinfer.server.connection.api_keys import read_keys
 
 EXIT_INVALID = 1
 
@@ -75,7 +75,7 @@ def endpoint_of(arguments: argparse.Namespace) -> Endpoint:
 def key_of(arguments: argparse.Namespace) -> str:
     """The API key to send, empty without a file of them. Raises ConfigError."""
     key_file: Path | None = arguments.api_key_file
-    return "" if key_file is None else read_keys(key_file, "--api-key-file")[0]
+    return "" if key_file is None else read_keys(key_file, "--api-key-file")[0].key
 
 
 def send(

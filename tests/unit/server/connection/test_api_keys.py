@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from roseinfer.config.api_keys import parse_keys, read_keys
 from roseinfer.errors import ConfigError
-from roseinfer.server.connection.api_keys import ApiKeys, parse_keys, read_keys
+from roseinfer.server.connection.api_keys import ApiKeys
 
 
 def api_keys(*keys: str) -> ApiKeys:
@@ -34,7 +35,7 @@ def test_keys_have_names(tmp_path: Path) -> None:
     assert second.name.startswith("key-")
     assert "secret-2" not in second.name
     assert keys.caller("Bearer team-a") is None
-    assert read_keys(file) == ["secret-1", "secret-2"]
+    assert [key for _, key in read_keys(file)] == ["secret-1", "secret-2"]
 
 
 @pytest.mark.parametrize(
