@@ -7,8 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.explain.distribution import Mode, find_modes
-from roseinfer.explain.shares import CauseShare, Parts, Without
+from roseinfer.explain.distribution import CauseShare, Mode, Parts, Without, find_modes
 from roseinfer.explain.slow_gaps import SlowGaps, widest_gaps
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap

@@ -1,4 +1,4 @@
-"""What `roseinfer top` does: asks a server every second and shows the answers until somebody presses q."""
+"""`roseinfer top`: asks a server every second and shows a screen of what it is doing, until q is pressed."""
 
 import argparse
 import contextlib
@@ -7,18 +7,24 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.explain.command import read_key
-from roseinfer.explain.live import LiveServer, Sample
-from roseinfer.explain.screen import render
+from roseinfer.explain.durations import ms
+from roseinfer.explain.live import LiveRequest, LiveServer, Sample
+from roseinfer.observe.metrics import scrape
 
+NUM_HEAD_LINES = 10  # above the requests
+_BAR_WIDTH = 20
+_MOST_CAUSES = 3
+_ORDER = ("prefilling", "decoding", "waiting", "tokenizing", "receiving", "finishing")
 _PLAIN_SIZE = (80, 24)  # where there is no terminal
 
 
@@ -90,3 +96,126 @@ def _keys() -> Iterator[Callable[[float], str]]:
         yield pressed
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def render(samples: Sequence[Sample], where: Text, width: int, height: int) -> RenderableType:
+    """The samples of the last seconds, oldest first, at least one; `where` they come from ends the first line."""
+    newest, oldest = samples[-1], samples[0]
+    seconds = newest.at_s - oldest.at_s
+    head = [
+        _title(newest, where),
+        Text(),
+        _load(newest),
+        _rates(newest, oldest, seconds),
+        _latency("first token", "roseinfer_time_to_first_token_seconds", newest, oldest, streamed="true"),
+        _latency("token gap  ", "roseinfer_inter_token_latency_seconds", newest, oldest),
+        _slow_gaps(newest, oldest, seconds),
+        _last_step(newest),
+        _blocker(newest),
+        Text(),
+    ]
+    for line in head:
+        line.truncate(width, overflow="ellipsis")
+    return Group(*head, _requests(newest, width, height - NUM_HEAD_LINES))
+
+
+def _title(sample: Sample, where: Text) -> Text:
+    states = sample.page.by_label("roseinfer_lifecycle_state", "state")
+    state = next((name for name, value in states.items() if value == 1), "")
+    return Text.assemble(("roseinfer top", "bold"), f"  {sample.page.model_name}  {state}  ").append_text(where)
+
+
+def _load(sample: Sample) -> Text:
+    page = sample.page
+    usage = page.value("roseinfer_kv_cache_usage_ratio")
+    filled = round(usage * _BAR_WIDTH)
+    return Text.assemble(
+        ("running ", "dim"),
+        f"{page.value('roseinfer_num_requests_running'):.0f}",
+        ("   waiting ", "dim"),
+        f"{page.value('roseinfer_num_requests_waiting'):.0f}",
+        ("   KV cache ", "dim"),
+        "█" * filled + "░" * (_BAR_WIDTH - filled),
+        f" {usage:.0%}",
+    )
+
+
+def _rates(newest: Sample, oldest: Sample, seconds: float) -> Text:
+    def rate(name: str) -> str:
+        return f"{scrape.grown(newest.page, oldest.page, name) / seconds:.0f}" if seconds > 0 else "-"
+
+    return Text.assemble(
+        ("tokens/s  ", "dim"),
+        ("generated ", "dim"),
+        rate("roseinfer_generation_tokens_total"),
+        ("   prompt ", "dim"),
+        rate("roseinfer_prompt_tokens_total"),
+        (f"   over {seconds:.3g} s", "dim"),
+    )
+
+
+def _latency(heading: str, name: str, newest: Sample, oldest: Sample, **labels: str) -> Text:
+    histogram = scrape.between(newest.page, oldest.page, name, **labels)
+    values = [histogram.quantile(quantile) for quantile in (0.5, 0.99)]
+    median, tail = ("-" if value is None else ms(value) for value in values)
+    return Text.assemble((f"{heading}  p50 ", "dim"), f"{median:<9}", (" p99 ", "dim"), tail)
+
+
+def _slow_gaps(newest: Sample, oldest: Sample, seconds: float) -> Text:
+    counts = scrape.grown_by_label(newest.page, oldest.page, "roseinfer_slow_gaps_total", "cause")
+    most = sorted(counts.items(), key=lambda item: -item[1])[:_MOST_CAUSES]
+    told = ", ".join(f"{cause} {count:.0f}" for cause, count in most) or f"none in {seconds:.3g} s"
+    return Text.assemble(("slow gaps    ", "dim"), told)
+
+
+def _last_step(sample: Sample) -> Text:
+    if not sample.steps:
+        return Text("last step    none yet", "dim")
+    step = sample.steps[-1]
+    return Text.assemble(
+        ("last step    ", "dim"),
+        f"{step.step_id}, {step.kind}, {ms((step.end_ns - step.start_ns) / 1e9)}, "
+        f"{step.num_decode_seqs} decoding, {step.num_prefill_tokens} prompt tokens",
+    )
+
+
+def _blocker(sample: Sample) -> Text:
+    return Text.assemble(("waiting for  ", "dim"), sample.blocker or "nothing")
+
+
+def _requests(sample: Sample, width: int, height: int) -> RenderableType:
+    """A table of at most `height` lines: those that compute first, then those that wait, in their order."""
+    table = Table(box=None, width=width, pad_edge=False, header_style="dim")
+    table.add_column("request", ratio=1, min_width=4, no_wrap=True, overflow="ellipsis")
+    table.add_column("stage", no_wrap=True)
+    for name in ("age", "prompt", "generated"):
+        table.add_column(name, justify="right", no_wrap=True)
+    ordered = sorted(sample.requests, key=lambda request: (_rank(request.stage), request.place or 0, -request.age_ms))
+    room = max(1, height - 2)
+    shown = ordered if len(ordered) <= room + 1 else ordered[:room]
+    for request in shown:
+        table.add_row(
+            Text(request.id),  # a plain string would be read as markup
+            Text(request.stage + _place(request, is_exact=sample.is_place_exact)),
+            f"{request.age_ms / 1e3:.1f} s",
+            str(request.num_prompt_tokens),
+            f"{request.num_generated_tokens}/{request.max_tokens}",
+        )
+    if not ordered:
+        return Text("no requests in flight", "dim")
+    if len(shown) == len(ordered):
+        return table
+    return Group(table, Text(f"and {len(ordered) - len(shown)} more", "dim"))
+
+
+def _place(request: LiveRequest, *, is_exact: bool) -> str:
+    if request.place is None:
+        return ""
+    return f", {request.place} before it" if is_exact else f", about {request.place} before it"
+
+
+def _rank(stage: str) -> int:
+    return _ORDER.index(stage) if stage in _ORDER else len(_ORDER)

@@ -13,7 +13,7 @@ from rich.text import Text
 from roseinfer.cli.main import main
 from roseinfer.explain import live
 from roseinfer.explain.live import LiveRequest, LiveServer, Sample
-from roseinfer.explain.screen import render
+from roseinfer.explain.top import render
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics.metrics import Metrics
