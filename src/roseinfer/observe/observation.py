@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy.ma  # noqa: F401 - np.median imports it when first called: 20 ms, on the event loop
 from prometheus_client import CollectorRegistry
 
 from roseinfer.config.tree import Config

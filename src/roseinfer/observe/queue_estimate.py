@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from roseinfer.config.tree import Config
-from roseinfer.observe.metrics.quantiles import quantiles
 from roseinfer.records import Advanced, BlockedBy, StepRecord
 
 NUM_STARTS = 512
@@ -95,5 +94,7 @@ class QueueDrain:
         known = min(width, len(starts) // 2)
         spans = (starts[known:] - starts[:-known]) * (width / known)
         passed = now_ns - starts[-1]
-        low, middle, high = (max(0.0, (value - passed) / _NS_PER_S) for value in quantiles(spans, (0.1, 0.5, 0.9)))
+        low, middle, high = (
+            max(0.0, (value - passed) / _NS_PER_S) for value in np.quantile(spans, (0.1, 0.5, 0.9)).tolist()
+        )
         return StartEstimate(middle, low, high, len(starts))

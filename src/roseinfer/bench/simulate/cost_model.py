@@ -6,19 +6,16 @@ own. Steps that something else disturbed (a collection, a capture, a profiler) a
 """
 
 from collections.abc import Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from roseinfer.errors import ConfigError
+from roseinfer.observe.gaps.step_costs import FloatArray, fit_costs
 from roseinfer.observe.recorder.recording import Recording, RequestRecord, StructArray
 
 _MIN_STEPS = 16
 _OUTLIER = 5.0  # times the median residual: such a step was disturbed by something that no stamp names
-
-FloatArray = npt.NDArray[np.float64]
 
 
 class CostModel(NamedTuple):
@@ -83,10 +80,7 @@ def fit(recording: Recording) -> Fit:
             param="--cost-model",
         )
     features, times = _features(usable), _compute_ns(usable)
-    coefficients = _non_negative_least_squares(features, times)
-    residuals = np.abs(features @ coefficients - times)
-    is_usual = residuals <= _OUTLIER * max(float(np.median(residuals)), 1.0)
-    coefficients = _non_negative_least_squares(features[is_usual], times[is_usual])
+    coefficients, is_usual = fit_costs(features, times, _OUTLIER)
     errors = np.abs(features @ coefficients - times) / np.maximum(times, 1.0)
     step_ns, decode_row_ns, prefill_token_ns, context_token_ns = coefficients.tolist()
     host_ns, arrival_ns = _host_ns(steps), _arrival_ns(recording.requests)
@@ -123,21 +117,3 @@ def _arrival_ns(requests: Sequence[RequestRecord]) -> float:
     reading = [request.tokenized_ns - request.recv_ns for request in reached]
     crossing = [request.inbox_ns - request.tokenized_ns for request in reached]
     return max(0.0, float(np.median(reading)) + min(crossing))
-
-
-def _non_negative_least_squares(features: FloatArray, times: FloatArray) -> FloatArray:
-    """The best coefficients of which none is negative: by trying each subset of the columns, of which there are few.
-
-    The optimum has some set of columns at zero and is the plain least squares of the others (Lawson and Hanson, 1974).
-    """
-    num_columns = features.shape[1]
-    scales = np.maximum(np.abs(features).max(axis=0), 1.0)
-    best, best_error = np.zeros(num_columns), float("inf")
-    for size in range(1, num_columns + 1):
-        for columns in map(list, combinations(range(num_columns), size)):
-            solved, *_ = np.linalg.lstsq(features[:, columns] / scales[columns], times, rcond=None)
-            error = float(np.square(features[:, columns] / scales[columns] @ solved - times).sum())
-            if (solved >= 0).all() and error < best_error * (1 - 1e-9):
-                best, best_error = np.zeros(num_columns), error
-                best[columns] = solved / scales[columns]
-    return best

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.deliveries import RecordedInterruptions, delivery_segments
 from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGaps, parts_of
-from roseinfer.observe.metrics.quantiles import median
 from roseinfer.observe.recorder.recording import Recording, RequestRecord, step_of
 from roseinfer.records import Arrival, Delivery
 
@@ -90,7 +89,7 @@ class Usual:
         self._num_seen += num_gaps
         if self._num_seen >= self._median_at:
             self._median_at = self._num_seen + min(1 + self._num_seen // 16, _MEDIAN_EVERY)
-            self.threshold_ns = max(self._factor * median(self._gaps[: min(self._num_seen, _NUM_USUAL)]), self._min_ns)
+            self.threshold_ns = max(self._factor * float(np.median(self._gaps[: self._num_seen])), self._min_ns)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
         """Name a gap by what is unusual about it."""

@@ -1,20 +1,71 @@
-"""Steps in, what computing a decode step of some size usually takes; knows nothing of requests or causes.
+"""Learns from recent steps what computing a step of some size usually takes; the fit also serves the simulation.
 
-The model is `a + b * rows + c * context tokens`, fitted by least squares to recent steps that did nothing but decode.
+The model of a decode step is `a + b * rows + c * context tokens`, fitted to recent steps that did nothing but decode.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from roseinfer.observe.metrics.quantiles import median
 from roseinfer.records import StepRecord
+
+FloatArray = npt.NDArray[np.float64]
 
 _WINDOW = 256  # steps that are remembered
 _REFIT_EVERY = 64  # learned steps; a fit takes as long as half a millisecond
 _MIN_STEPS = 4
 _OUTLIER = 3.0  # times the median residual, beyond which a step has no part in the fit
 _CLOSE = 0.5  # of what is expected: a step as near as that always has its part
-_RIDGE = 1e-3  # on normalised features: rows and contexts that never change must not make the fit singular
+_RIDGE = 1e-7  # on normalised features: rows and contexts that never change must not make the fit singular
+
+
+class Fit(NamedTuple):
+    """Coefficients [columns] of the features, and which rows [rows] had a part in them."""
+
+    coefficients: FloatArray
+    is_used: npt.NDArray[np.bool_]
+
+
+def fit_costs(features: FloatArray, times_ns: FloatArray, outlier: float, close: float = 0.0) -> Fit:
+    """Fits non-negative coefficients to features [rows, columns] and times [rows], then again without the outliers.
+
+    A row is an outlier when it misses the first fit by more than `outlier` times the median residual, and by more than
+    `close` of what the fit expects.
+    """
+    coefficients = _non_negative_least_squares(features, times_ns)
+    expected = features @ coefficients
+    residuals = np.abs(expected - times_ns)
+    is_used = residuals <= np.maximum(outlier * max(float(np.median(residuals)), 1.0), close * expected)
+    if not is_used.all():
+        coefficients = _non_negative_least_squares(features[is_used], times_ns[is_used])
+    return Fit(coefficients, is_used)
+
+
+def _non_negative_least_squares(features: FloatArray, times_ns: FloatArray) -> FloatArray:
+    """Returns coefficients [columns] of which none is negative; the first column of the features must be all ones."""
+    columns, means, mean_ns = features[:, 1:], features[:, 1:].mean(axis=0), float(times_ns.mean())
+    slopes = _non_negative_slopes(columns - means, times_ns - mean_ns)
+    constant = mean_ns - float(slopes @ means)
+    if constant < 0:
+        constant, slopes = 0.0, _non_negative_slopes(columns, times_ns)
+    return np.concatenate(([constant], slopes))
+
+
+def _non_negative_slopes(columns: FloatArray, times_ns: FloatArray) -> FloatArray:
+    """Returns least-squares slopes [columns]; columns whose slopes come out negative are left out, and get 0."""
+    scales = np.sqrt(np.square(columns).mean(axis=0))
+    is_used = scales > 0
+    slopes = np.zeros(len(scales))
+    while is_used.any():
+        normalised = columns[:, is_used] / scales[is_used]
+        gram = normalised.T @ normalised + _RIDGE * len(times_ns) * np.eye(is_used.sum())
+        slopes[is_used] = np.linalg.solve(gram, normalised.T @ times_ns) / scales[is_used]
+        if (slopes >= 0).all():
+            break
+        is_used &= slopes > 0
+        slopes[~is_used] = 0.0
+    return slopes
 
 
 class StepCosts:
@@ -28,7 +79,7 @@ class StepCosts:
         self._max_rows = 0  # of the steps in the fit
 
     def learn(self, record: StepRecord, compute_ns: int) -> None:
-        """Take a step in that did nothing but decode."""
+        """Learns from a step that did nothing but decode."""
         at = self._num_learned % _WINDOW
         self._features[at, 1], self._features[at, 2] = rows_of(record), record.num_context_tokens
         self._compute_ns[at] = compute_ns
@@ -38,11 +89,11 @@ class StepCosts:
             self._fit()
 
     def knows(self, num_rows: int) -> bool:
-        """Steps of so many rows lie within experience."""
+        """Returns whether steps of so many rows were in the fit."""
         return num_rows <= self._max_rows
 
     def expected_ns(self, num_rows: int, num_context_tokens: int) -> int | None:
-        """Nanoseconds of a decode step of that size; None before there is experience."""
+        """Returns the nanoseconds of a decode step of that size; None before there is experience."""
         if self._coefficients is None:
             return None
         constant, per_row, per_token = self._coefficients
@@ -52,35 +103,12 @@ class StepCosts:
         count = min(self._num_learned, _WINDOW)
         if count < _MIN_STEPS:
             return
-        features, times = self._features[:count], self._compute_ns[:count]
-        coefficients = _least_squares(features, times)
-        expected = features @ coefficients
-        residuals = np.abs(expected - times)
-        is_usual = residuals <= np.maximum(_OUTLIER * median(residuals), _CLOSE * expected)
-        if not is_usual.all():
-            coefficients = _least_squares(features[is_usual], times[is_usual])
-        constant, per_row, per_token = coefficients.tolist()
+        features = self._features[:count]
+        constant, per_row, per_token = fit_costs(features, self._compute_ns[:count], _OUTLIER, _CLOSE)[0].tolist()
         self._max_rows = int(features[:, 1].max())
         self._coefficients = constant, per_row, per_token
 
 
-def _least_squares(features: npt.NDArray[np.float64], times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Coefficients of the features, none of them negative but the constant; a slope below 0 is set to 0."""
-    means, scales = features.mean(axis=0), features.std(axis=0)
-    is_used = scales > 0
-    while True:
-        coefficients = np.zeros(features.shape[1])
-        if is_used.any():
-            normalised = (features[:, is_used] - means[is_used]) / scales[is_used]
-            gram = normalised.T @ normalised + _RIDGE * len(times) * np.eye(is_used.sum())
-            slopes = np.linalg.solve(gram, normalised.T @ (times - times.mean())) / scales[is_used]
-            coefficients[is_used] = slopes
-        if (coefficients >= 0).all():
-            coefficients[0] = times.mean() - coefficients @ means
-            return coefficients
-        is_used &= coefficients > 0
-
-
 def rows_of(record: StepRecord) -> int:
-    """Decode rows that the device computes: those of the graph, padding included, when one ran."""
+    """Returns the decode rows that the device computes: those of the graph, padding included, when one ran."""
     return max(record.num_decode_seqs, record.graph_rows)
