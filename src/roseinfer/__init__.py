@@ -10,7 +10,7 @@ __all__ = ["LLM", "Completion", "Config", "RoseinferError", "SamplingParams", "_
 
 _HOMES = {
     "LLM": "roseinfer.llm.llm",
-    "Completion": "roseinfer.llm.completion",
+    "Completion": "roseinfer.llm.llm",
     "Config": "roseinfer.config.tree",
     "RoseinferError": "roseinfer.errors",
     "SamplingParams": "roseinfer.messages",

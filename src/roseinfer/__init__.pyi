@@ -1,7 +1,7 @@
 from roseinfer.config.tree import Config as Config
 from roseinfer.errors import RoseinferError as RoseinferError
-from roseinfer.llm.completion import Completion as Completion
 from roseinfer.llm.llm import LLM as LLM
+from roseinfer.llm.llm import Completion as Completion
 from roseinfer.messages import SamplingParams as SamplingParams
 
 __version__: str

@@ -218,7 +218,7 @@ async def test_more_scores_than_an_answer_holds_are_refused_before_the_engine_he
 
 
 async def test_what_an_answer_keeps_until_its_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roseinfer.server.openai.score_limits.MAX_KEPT_SCORES", 2 * 10 * 3)
+    monkeypatch.setattr("roseinfer.text.logprobs.MAX_KEPT_LOGPROBS", 2 * 10 * 3)
     engine = ScriptedEngine(answers("a"))
     async with serving(engine) as server:
         fits = await server.complete(n=2, max_tokens=10, logprobs=2)

@@ -18,6 +18,7 @@ from roseinfer.llm.streams import Stream
 from roseinfer.messages import Grammar, Request, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.text.choice import Choice
+from roseinfer.text.generation import Generation
 from roseinfer.text.tokenizer import LONG_CHARS
 from tests.integration.fake_llm import greedy, until, use_fake_engine, write_tokenizer
 
@@ -35,7 +36,7 @@ def llm(engines: list[AsyncEngine]) -> Iterator[LLM]:
 
 
 def num_driven(llm: LLM) -> int:
-    """Calls of `LLM._drive` that have not ended."""
+    """Calls of `LLM._drive` and `LLM._drive_text` that have not ended."""
     return sum("LLM._drive" in repr(task.get_coro()) for task in asyncio.all_tasks(llm._loop._loop))
 
 
@@ -138,14 +139,14 @@ def test_a_dead_engine_ends_every_stream_with_an_error(llm: LLM, engines: list[A
 def test_what_nobody_foresaw_is_told_to_whom_it_happened_alone(
     engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = Choice.take
+    add_output = Choice.add_output
 
-    def take_or_fail(choice: Choice, output: TokenOutput) -> None:
+    def add_or_fail(choice: Choice, output: TokenOutput) -> None:
         if choice.timeline.num_prompt_tokens == 7 and choice.num_tokens == 3:
             raise ZeroDivisionError("a mistake of ours")
-        take(choice, output)
+        add_output(choice, output)
 
-    monkeypatch.setattr(Choice, "take", take_or_fail)
+    monkeypatch.setattr(Choice, "add_output", add_or_fail)
     with LLM(max_inflight=3) as llm:
         hit, other, read = (llm.submit(prompt, greedy(20)) for prompt in ("seven..", "others", "seven.."))
         for wait in (lambda: llm.result(hit), lambda: list(llm.stream(read))):
@@ -170,8 +171,8 @@ def test_what_nobody_foresaw_is_logged_where_all_have_ended(
 ) -> None:
     route = LLM._route
 
-    def route_and_fail(llm: LLM, stream: Stream, output: TokenOutput) -> None:
-        route(llm, stream, output)
+    def route_and_fail(llm: LLM, stream: Stream, generation: Generation, output: TokenOutput) -> None:
+        route(llm, stream, generation, output)
         if stream.is_finished:
             raise ZeroDivisionError("a mistake of ours")
 

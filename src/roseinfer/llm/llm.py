@@ -1,63 +1,86 @@
-"""The engine for programs with threads: turns prompts into text without a server. Knows no HTTP and no torch.
+"""`LLM`: generates text in a Python program, without a server.
 
-An event loop in one background thread hosts the `AsyncEngine`; callers hand it requests and take pieces of text from
+An event loop in one background thread runs the engine's client; callers hand it requests and take pieces of text from
 a queue. With the default transport the engine has its own process, so a load generator does not disturb what it
 measures. Each request has a `RequestTimeline`; its `write_ns` are the moments when pieces became available here.
 """
 
 import asyncio
 import itertools
-import secrets
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, closing
-from dataclasses import replace
+from contextlib import ExitStack, aclosing, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
 import msgspec
 
 from roseinfer import wiring
-from roseinfer.config.tree import Config
+from roseinfer.config.tree import Config, shown
 from roseinfer.errors import EngineError, Overloaded, PromptName, RequestError, RoseinferError
 from roseinfer.llm.arguments import Prompt, as_prompt, as_prompts, as_stops, check_params, check_settings
-from roseinfer.llm.completion import Completion
-from roseinfer.llm.streams import Stream, Streams, as_told
+from roseinfer.llm.streams import Stream, Streams, as_error
 from roseinfer.messages import (
     EngineInfo,
     Grammar,
-    Request,
     SamplingParams,
     StartupProgress,
+    TokenLogprobs,
     TokenOutput,
-    check_request,
     check_text,
     check_value,
 )
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.runtime.loop_thread import LoopThread
-from roseinfer.text.choice import Choice, Delta, Telling
+from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
+from roseinfer.text.generation import Generation, GenerationRequest
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished request. `text` ends before the stop string that ended it, if one did.
+
+    `token_ids` include the token that ended the text. `logprobs` has an entry for each of them, natural logarithms,
+    where `SamplingParams.num_logprobs` asked for it, and is None elsewhere.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    timeline: RequestTimeline
+    logprobs: list[TokenLogprobs] | None = None
+
+    def __repr__(self) -> str:
+        """One line, however long the text is, without the timeline's stamps."""
+        facts = {
+            "request_id": self.timeline.request_id,
+            "text": self.text,
+            "finish_reason": self.finish_reason.value,
+            "num_prompt_tokens": self.timeline.num_prompt_tokens,
+            "num_completion_tokens": len(self.token_ids),
+        }
+        return f"Completion({', '.join(f'{name}={shown(fact)}' for name, fact in facts.items())})"
+
+
 class LLM:
     """One model, ready to generate. A context manager; `close` stops the engine and joins every thread.
 
-    `model` is a checkpoint directory or a Hugging Face id; without one the configuration's `model.path` holds, which
-    is the embedded model by default. `max_inflight` bounds what `submit` lets in: past it Overloaded is raised. With
+    `model` is a checkpoint directory or a Hugging Face id; without one `model.path` of the configuration holds, which
+    is the embedded model by default. `submit` raises Overloaded while `max_inflight` requests are unfinished. With
     `tokenize_workers` = 0 a text prompt is tokenised inside `submit`; otherwise `submit` returns at once and so many
     are tokenised at a time. A grammar is checked inside `submit`, as a server checks it. Every id that `submit` returns
     must be given to `stream`, `stream_tokens`, `result` or `abort`. An argument of the wrong type or out of its range
-    is an InvalidRequest that names it, and one of this constructor a ConfigError. What is begun after `close` raises
-    EngineDead.
+    raises InvalidRequest that names it, in this constructor ConfigError. A call after `close` raises EngineDead.
 
-    `config` is what it runs with, `info` what became of it, and `tokenizer` that of the checkpoint.
+    `config` is the configuration in use, `info` what the engine reported of itself, and `tokenizer` the checkpoint's.
     """
 
     def __init__(
@@ -81,7 +104,7 @@ class LLM:
         self._client = wiring.build_client(self.config, observers)
         with ExitStack() as undo:
             self._loop = undo.enter_context(closing(LoopThread("llm")))
-            used = undo.enter_context(ExitStack())  # by requests, so it is closed when those have ended
+            used = undo.enter_context(ExitStack())  # requests use it, so it is closed after their end
             undo.callback(self._loop.stop, self._stop_engine)
             self.info: EngineInfo = self._loop.call(self._client.start(on_progress))
             self.tokenizer = used.enter_context(closing(Tokenizer.load(Path(self.info.checkpoint_dir))))
@@ -95,7 +118,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End what is running with reason abort, stop the engine, join the thread.
+        """End running requests with reason abort, stop the engine, join the thread.
 
         Calls that wait for an answer raise EngineDead. Only the first call does anything; a later one returns at once.
         """
@@ -120,23 +143,27 @@ class LLM:
     ) -> str:
         """Start one request and return its id. Raises RequestError for one that cannot run, or Overloaded.
 
-        Without `params` the model's own are taken. Without a seed in them the request is given a new one.
+        Without `params` the model's own are taken. Without a seed in them the request gets a new one.
         """
-        stream = self._new_stream(prompt, params, stop, cache_salt, "prompt")
-        self._check_grammar(stream.params)
+        prompt = as_prompt(prompt, "prompt")
+        wanted = self._new_request(params, stop, cache_salt)
+        stream = self._new_stream(wanted.params)
+        self._check_grammar(wanted.params)
         if self._places is not None:
             if not self._places.acquire(blocking=False):
                 raise Overloaded("As many requests as allowed are unfinished.")
             stream.has_place = True
         try:
-            if not isinstance(stream.prompt, str):
-                self._give_tokens(stream, stream.prompt)
-            elif not self._tokenize_workers:
-                self._give_tokens(stream, self._encode([stream.prompt])[0])
-            self._start([stream])
+            if isinstance(prompt, str) and self._tokenize_workers:
+                self._loop.begin(self._drive_text(stream, wanted, prompt))
+            else:
+                token_ids = self._encode([prompt])[0] if isinstance(prompt, str) else prompt
+                encoded = EncodedPrompt(token_ids, PromptName("prompt"))
+                self._loop.begin(self._drive([stream], self._new_generation([stream], wanted, [encoded])))
         except BaseException:
             self._leave_place(stream)
             raise
+        self._streams.add_streams([stream])
         return stream.timeline.request_id
 
     def generate(
@@ -149,19 +176,20 @@ class LLM:
     ) -> list[Completion]:
         """Run all prompts, or a single one, as one batch and wait; nothing starts when one of them cannot run.
 
-        `params` are as for `submit`: without a seed each prompt is given its own; one that is given is for all of them.
+        `params` are as for `submit`: without a seed each prompt gets its own; a given one is for all of them.
         """
-        streams = [
-            self._new_stream(prompt, params, stop, cache_salt, f"prompts[{i}]")
-            for i, prompt in enumerate(as_prompts(prompts))
+        given = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_prompts(prompts))]
+        wanted = self._new_request(params, stop, cache_salt)
+        streams = [self._new_stream(wanted.params) for _ in given]
+        if given:
+            self._check_grammar(wanted.params)
+        texts = iter(self._encode([prompt for prompt in given if isinstance(prompt, str)]))
+        encoded = [
+            EncodedPrompt(next(texts) if isinstance(prompt, str) else prompt, PromptName(f"prompts[{i}]"))
+            for i, prompt in enumerate(given)
         ]
-        for stream in streams[:1]:  # they share it
-            self._check_grammar(stream.params)
-        encoded = iter(self._encode([stream.prompt for stream in streams if isinstance(stream.prompt, str)]))
-        for i, stream in enumerate(streams):
-            token_ids = next(encoded) if isinstance(stream.prompt, str) else stream.prompt
-            self._give_tokens(stream, token_ids, f"prompts[{i}]")
-        self._start(streams)
+        self._loop.begin(self._drive(streams, self._new_generation(streams, wanted, encoded)))
+        self._streams.add_streams(streams)
         try:
             return [self.result(stream.timeline.request_id) for stream in streams]
         finally:
@@ -169,27 +197,27 @@ class LLM:
                 self.abort(stream.timeline.request_id)
 
     def stream(self, request_id: str) -> Iterator[str]:
-        """Pieces of text as they come, which can be had once; leaving early aborts the request.
+        """Pieces of text as they come, which can be read once; leaving early aborts the request.
 
-        Raises UnknownRequest at once for an id that is none or whose pieces were taken, and, while it goes on,
-        EngineError when the engine could not finish it.
+        Raises UnknownRequest at once for an id without a request or whose pieces were read already, and while it is
+        read EngineError when the engine could not finish the request.
         """
         return self._pieces(self._streams.find(request_id), lambda delta: delta.text)
 
     def stream_tokens(self, request_id: str) -> Iterator[list[int]]:
-        """As `stream`, but the token ids of each piece, with the one that ended the text, which has no text."""
+        """As `stream`, but the token ids of each piece, with the token that ended the text, which adds none."""
         return self._pieces(self._streams.find(request_id), lambda delta: delta.token_ids)
 
     def result(self, request_id: str) -> Completion:
         """Wait for the end. Raises what `stream` does.
 
-        Where another thread ends it meanwhile, by `abort` or `close`, it holds what there was, and its reason is abort.
+        A request that another thread ends, by `abort` or `close`, gives what there was, with the reason abort.
         """
         stream = self._streams.find(request_id)
         deltas, timeline = list(self._pieces(stream, lambda delta: delta)), stream.timeline
         assert timeline.finish_reason is not None, "a finished request has a reason"
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
-        logprobs = None if stream.params.num_logprobs is None else stream.logprobs[: len(token_ids)]
+        logprobs = None if stream.logprobs is None else stream.logprobs[: len(token_ids)]
         return Completion(
             "".join(delta.text for delta in deltas), token_ids, timeline.finish_reason, timeline, logprobs
         )
@@ -201,33 +229,40 @@ class LLM:
             self._loop.post(self._abort, stream)
 
     def timeline(self, request_id: str) -> RequestTimeline:
-        """The stamps so far; when it has ended, until some thousands more have. Then raises UnknownRequest."""
+        """The request's stamps so far. Raises UnknownRequest when some thousands of others have ended after it."""
         return self._streams.timeline(request_id)
 
     def _pieces(self, stream: Stream, piece_of: Callable[[Delta], T]) -> Iterator[T]:
         try:
-            yield from filter(None, map(piece_of, stream.take()))
+            yield from filter(None, map(piece_of, stream.iter_deltas()))
         finally:
             self.abort(stream.timeline.request_id)
 
-    def _new_stream(
-        self, prompt: Prompt, params: SamplingParams | None, stop: str | Sequence[str], cache_salt: str, name: str
-    ) -> Stream:
-        """What can be said of it without its tokens and without waiting is checked; the prompt is called `name`."""
-        prompt, stops = as_prompt(prompt, name), as_stops(stop)
+    def _new_request(
+        self, params: SamplingParams | None, stop: str | Sequence[str], cache_salt: str
+    ) -> GenerationRequest:
+        """Without its prompts. Raises InvalidRequest for a value of the wrong type."""
+        stops = as_stops(stop)
         check_params(params)
         check_text(cache_salt, "cache_salt")
+        params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
+        has_logprobs = params.num_logprobs is not None
+        output = OutputOptions(stop=stops, keeps_logprobs=has_logprobs, spells_tags=params.grammar is not None)
+        return GenerationRequest(
+            prompts=(),
+            params=params,
+            output=output,
+            stream_interval=self.config.server.stream_interval,
+            cache_salt=cache_salt,
+        )
+
+    def _new_stream(self, params: SamplingParams) -> Stream:
         now_ns = time.monotonic_ns()
         timeline = RequestTimeline(request_id=next(self._ids), recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True)
-        params = params or SamplingParams(**msgspec.structs.asdict(self.info.sampling_defaults))
-        telling = Telling(stop=stops, spells_tags=params.grammar is not None)
-        choice = Choice(0, self.tokenizer, timeline, telling)
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        return Stream(prompt, params, cache_salt, choice)
+        return Stream(timeline, logprobs=None if params.num_logprobs is None else [])
 
     def _check_grammar(self, params: SamplingParams) -> None:
-        """Raises InvalidRequest for one that does not compile; for what is no Grammar `check_request` does."""
+        """Raises InvalidRequest for a grammar that does not compile; `check_request` refuses what is no Grammar."""
 
         async def check(grammar: Grammar) -> None:
             await asyncio.wrap_future(self._checker.check(grammar, "grammar"))
@@ -235,64 +270,71 @@ class LLM:
         if isinstance(params.grammar, Grammar):
             self._loop.call(check(params.grammar))
 
-    def _give_tokens(self, stream: Stream, token_ids: list[int], name: str = "prompt") -> None:
-        """Raises RequestError when it cannot run with these; then the prompt is called `name`."""
-        stream.prompt = token_ids
-        check_request(stream.params, token_ids, self.info, PromptName(name))
-        stream.timeline.tokenized_ns = time.monotonic_ns()
+    def _new_generation(
+        self, streams: Sequence[Stream], wanted: GenerationRequest, prompts: Sequence[EncodedPrompt]
+    ) -> Generation:
+        """One stream for each prompt. Raises RequestError when the engine cannot run one."""
+        wanted = replace(wanted, prompts=prompts)
+        timelines = [stream.timeline for stream in streams]
+        requests = wanted.build_requests(self.info, lambda index: timelines[index].request_id)
+        for timeline in timelines:
+            timeline.tokenized_ns = time.monotonic_ns()
+        generation = Generation(wanted, requests, timelines, self._client, self.tokenizer)
+        for stream, choice in zip(streams, generation.choices, strict=True):
+            if stream.logprobs is not None:
+                stream.logprobs = choice.logprobs
+        return generation
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return self._loop.call(self.tokenizer.encode(texts, add_special_tokens=add_special_tokens))
 
-    def _start(self, streams: Sequence[Stream]) -> None:
-        self._loop.begin(self._drive(streams))
-        self._streams.add(streams)
-
     # --- on the loop ------------------------------------------------------------------------------------------------
 
-    async def _drive(self, streams: Sequence[Stream]) -> None:
+    async def _drive(self, streams: Sequence[Stream], generation: Generation) -> None:
+        with self._running(streams):
+            await self._run(streams, generation)
+
+    async def _drive_text(self, stream: Stream, wanted: GenerationRequest, text: str) -> None:
+        with self._running([stream]):
+            async with self._encoding:
+                [token_ids] = await self.tokenizer.encode([text], add_special_tokens=True)
+                prompt = EncodedPrompt(token_ids, PromptName("prompt"))
+                generation = self._new_generation([stream], wanted, [prompt])
+            if not stream.is_aborted:
+                await self._run([stream], generation)
+
+    @contextmanager
+    def _running(self, streams: Sequence[Stream]) -> Iterator[None]:
+        """Open the timelines, and in the end finish every stream that has no end yet, so that no caller waits."""
         for stream in streams:
             self._client.open_timeline(stream.timeline)
-        by_id = {stream.timeline.request_id: stream for stream in streams}
         try:
-            pairs = [(await self._request(stream), stream) for stream in streams]
-            wanted = [(request, stream.timeline) for request, stream in pairs if not stream.is_aborted]
-            requests, timelines = [request for request, _ in wanted], [timeline for _, timeline in wanted]
-            async with aclosing(self._client.generate(requests, timelines)) as steps:
-                async for outputs in steps:
-                    for output in outputs:
-                        self._route(by_id[output.request_id], output)
-        finally:  # whatever happened, nobody waits for ever
-            error = as_told(sys.exception(), streams)
+            yield
+        finally:
+            error = as_error(sys.exception(), streams)
             failure = FinishReason.REJECTED if isinstance(error, RequestError) else FinishReason.ERROR
             for stream in streams:
                 self._finish(stream, FinishReason.ABORT if error is None else failure, error)
 
-    async def _request(self, stream: Stream) -> Request:
-        if isinstance(stream.prompt, str):
-            async with self._encoding:
-                [token_ids] = await self.tokenizer.encode([stream.prompt], add_special_tokens=True)
-                self._give_tokens(stream, token_ids)
-        return stream.request
+    async def _run(self, streams: Sequence[Stream], generation: Generation) -> None:
+        by_id = {stream.timeline.request_id: stream for stream in streams}
+        async with aclosing(generation.outputs) as batches:
+            async for batch in batches:
+                for output in batch:
+                    self._route(by_id[output.request_id], generation, output)
 
-    def _route(self, stream: Stream, output: TokenOutput) -> None:
-        if stream.is_finished:  # it ended at a stop string; the engine's last word on it comes later
-            return
-        choice = stream.choice
+    def _route(self, stream: Stream, generation: Generation, output: TokenOutput) -> None:
         try:
-            choice.take(output)
-        except EngineError as error:
+            choice = generation.add_output(output)
+        except EngineError as error:  # of this sequence alone: the others go on
             self._finish(stream, FinishReason.ERROR, None if stream.is_aborted else error)
             return
-        stream.logprobs += output.logprobs or ()
         if choice.is_due(self.config.server.stream_interval):
-            delta = choice.pop()
-            stream.put(delta)
+            delta = choice.pop_delta()
+            stream.put_delta(delta)
             if delta.token_ids:
                 stream.timeline.write_ns.append(time.monotonic_ns())
         if choice.finish_reason is not None:
-            if output.finish_reason is None:  # the stop is in the text, which the engine does not know
-                self._client.abort(output.request_id)
             self._finish(stream, choice.finish_reason)
 
     def _abort(self, stream: Stream) -> None:

@@ -1,7 +1,4 @@
-"""The requests of an `LLM`, between the loop that runs them and the threads that wait for them. Knows no engine.
-
-The loop's thread fills a stream; whoever submitted it empties it.
-"""
+"""The requests of an `LLM` and their queues: the loop's thread fills a stream, the caller's thread empties it."""
 
 import asyncio
 import logging
@@ -12,9 +9,9 @@ from queue import SimpleQueue
 
 from roseinfer.config.tree import shown
 from roseinfer.errors import EngineError, RoseinferError, UnknownRequest
-from roseinfer.messages import Request, SamplingParams, TokenLogprobs, check_value
+from roseinfer.messages import TokenLogprobs, check_value
 from roseinfer.records import RequestTimeline
-from roseinfer.text.choice import Choice, Delta
+from roseinfer.text.choice import Delta
 
 NUM_KEPT_TIMELINES = 4096
 
@@ -23,42 +20,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Stream:
-    """What was asked, what has come of it, and whether it is over."""
+    """One request: the queue of what it has generated, and how far it is."""
 
-    prompt: str | list[int]
-    params: SamplingParams
-    cache_salt: str
-    choice: Choice
-    has_place: bool = False  # one of `max_inflight`, to be given back at its end
+    timeline: RequestTimeline
+    logprobs: list[TokenLogprobs] | None = None  # of its tokens, and maybe of some behind its end
+    has_place: bool = False  # one of `max_inflight`, given back at its end
     is_aborted: bool = False
     is_finished: bool = False
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, and maybe of some behind its end
     _deltas: SimpleQueue[Delta | RoseinferError | None] = field(default_factory=SimpleQueue)
 
-    @property
-    def timeline(self) -> RequestTimeline:
-        return self.choice.timeline
-
-    @property
-    def request(self) -> Request:
-        """What the engine is asked, once the prompt is token ids."""
-        assert not isinstance(self.prompt, str)
-        return Request(
-            request_id=self.timeline.request_id,
-            prompt_token_ids=self.prompt,
-            params=self.params,
-            cache_salt=self.cache_salt,
-        )
-
-    def put(self, delta: Delta) -> None:
+    def put_delta(self, delta: Delta) -> None:
         self._deltas.put(delta)
 
     def end(self, error: RoseinferError | None = None) -> None:
-        """There is no more, because of `error` if there is one."""
+        """Put the end behind the last delta; readers raise `error` if there is one."""
         self._deltas.put(error)
 
-    def take(self) -> Generator[Delta, None, None]:
-        """Deltas as they come, each for one taker. At the end every taker hears of the error."""
+    def iter_deltas(self) -> Generator[Delta, None, None]:
+        """Deltas as they come, each to one reader. At the end every reader raises the error."""
         while isinstance(delta := self._deltas.get(), Delta):
             yield delta
         self._deltas.put(delta)
@@ -67,20 +46,20 @@ class Stream:
 
 
 class Streams:
-    """Streams by the id of their request, until somebody took the last piece; then their timelines, for a while.
+    """Streams by the id of their request, until the last piece is read; then their timelines, for a while.
 
-    Any thread but the loop's may ask; what it finds does not depend on what another one is removing.
+    Any thread may call any method; what it finds does not depend on what another thread is removing.
     """
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}
-        self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of those that were removed
+        self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of removed streams
 
-    def add(self, streams: Iterable[Stream]) -> None:
+    def add_streams(self, streams: Iterable[Stream]) -> None:
         self._streams.update((stream.timeline.request_id, stream) for stream in streams)
 
     def find(self, request_id: str) -> Stream:
-        """Raises UnknownRequest for an id of none, or InvalidRequest for what is no id."""
+        """Raises UnknownRequest for an id without a stream, or InvalidRequest for what is no id."""
         check_value(request_id, str, "request_id")
         stream = self._streams.get(request_id)
         if stream is None:
@@ -89,18 +68,18 @@ class Streams:
         return stream
 
     def remove(self, request_id: str) -> Stream | None:
-        """The stream, if it was there. Raises InvalidRequest for what is no id."""
+        """Remove the stream and return it, if there is one. Raises InvalidRequest for what is no id."""
         check_value(request_id, str, "request_id")
         stream = self._streams.get(request_id)
         if stream is not None:
-            self._timelines[request_id] = stream.timeline  # before it is gone there, so that it is always found
+            self._timelines[request_id] = stream.timeline  # first, so that the timeline is found at any moment
             while len(self._timelines) > NUM_KEPT_TIMELINES:
                 self._timelines.popitem(last=False)
             self._streams.pop(request_id, None)
         return stream
 
     def timeline(self, request_id: str) -> RequestTimeline:
-        """That of a stream, or of one that was removed and is not too long gone. Raises what `find` does."""
+        """The timeline of a stream, or of one removed not too long ago. Raises what `find` does."""
         try:
             return self.find(request_id).timeline
         except UnknownRequest:
@@ -109,11 +88,11 @@ class Streams:
             return timeline
 
 
-def as_told(raised: BaseException | None, streams: Iterable[Stream]) -> RoseinferError | None:
-    """What whoever waits is told: of a mistake of ours all that there is, as the cause of an EngineError.
+def as_error(raised: BaseException | None, streams: Iterable[Stream]) -> RoseinferError | None:
+    """The error for the callers of the streams: an unforeseen one becomes the cause of an EngineError.
 
-    None for what is no mistake: nothing was raised, or the requests were cancelled. Where all of them have ended nobody
-    waits, and it is logged instead.
+    None where nothing failed: nothing was raised, or the requests were cancelled. Where all streams have ended no
+    caller is left to raise it, so it is logged.
     """
     if raised is None or isinstance(raised, asyncio.CancelledError):
         return None

@@ -5,21 +5,17 @@ import pytest
 from roseinfer.errors import InvalidRequest, UnknownRequest
 from roseinfer.llm import streams as stream
 from roseinfer.llm.streams import Stream, Streams
-from roseinfer.messages import SamplingParams
 from roseinfer.records import RequestTimeline
-from roseinfer.text.choice import Choice
-from tests.unit.server.harness import text_model
 
 
 def make_stream(request_id: str) -> Stream:
-    timeline = RequestTimeline(request_id=request_id, recv_ns=1)
-    return Stream([1], SamplingParams(), "", Choice(0, text_model().tokenizer, timeline))
+    return Stream(RequestTimeline(request_id=request_id, recv_ns=1))
 
 
 def test_a_stream_is_found_until_it_is_removed_and_its_timeline_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "NUM_KEPT_TIMELINES", 2)
     all_of_them, streams = [make_stream(request_id) for request_id in "abc"], Streams()
-    streams.add(all_of_them)
+    streams.add_streams(all_of_them)
     assert [streams.find(request_id) for request_id in "abc"] == all_of_them
     assert [streams.timeline(request_id) for request_id in "abc"] == [each.timeline for each in all_of_them]
     assert [streams.remove(request_id) for request_id in "abca"] == [*all_of_them, None]

@@ -5,21 +5,21 @@ import pytest
 from roseinfer.errors import EngineFailed, RequestTimeout, SequenceFailed
 from roseinfer.messages import TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
-from roseinfer.text.choice import Choice, Telling
+from roseinfer.text.choice import Choice, OutputOptions
 from tests.unit.server.harness import EOS, ids, text_model, times
 
 
 def make_choice(*stop: str) -> Choice:
-    return Choice(0, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1), Telling(stop=stop))
+    return Choice(0, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1), OutputOptions(stop=stop))
 
 
 def told(choice: Choice, steps: list[TokenOutput], interval: int) -> list[tuple[str, list[int]]]:
     """The deltas that the steps make due, each as its text and its tokens."""
     deltas: list[tuple[str, list[int]]] = []
     for output in steps:
-        choice.take(output)
+        choice.add_output(output)
         if choice.is_due(interval):
-            delta = choice.pop()
+            delta = choice.pop_delta()
             assert delta.is_first == (not deltas)
             deltas.append((delta.text, delta.token_ids))
     return deltas
@@ -64,8 +64,8 @@ def test_a_stop_string_ends_the_text_before_it_whatever_the_engine_goes_on_to_do
     steps = steps_of(ids("abcdef"))
     assert told(choice, steps[:4], 9) == [("a", ids("a")), ("b", ids("bcd"))]
     assert choice.finish_reason is FinishReason.STOP
-    choice.take(TokenOutput("a", ids("e")))
-    choice.take(TokenOutput("a", [], None, FinishReason.ABORT, None, times()))
+    choice.add_output(TokenOutput("a", ids("e")))
+    choice.add_output(TokenOutput("a", [], None, FinishReason.ABORT, None, times()))
     assert (choice.num_tokens, choice.finish_reason) == (4, FinishReason.STOP)
     assert not choice.is_due(1)
 
@@ -80,13 +80,13 @@ def test_a_stop_string_ends_the_text_before_it_whatever_the_engine_goes_on_to_do
 )
 def test_what_the_engine_did_not_bring_to_its_end_is_an_error(reason: FinishReason, error: type[Exception]) -> None:
     choice = make_choice()
-    choice.take(TokenOutput("a", ids("ab")))
+    choice.add_output(TokenOutput("a", ids("ab")))
     with pytest.raises(error, match=r"\.$"):
-        choice.take(TokenOutput("a", [], None, reason, None, times()))
+        choice.add_output(TokenOutput("a", [], None, reason, None, times()))
 
 
 def test_a_grammar_that_failed_is_told_apart_from_the_model_and_its_words_are_for_the_log() -> None:
     choice = make_choice()
     with pytest.raises(SequenceFailed, match=r"^The grammar could not be followed any further\.$"):
-        choice.take(TokenOutput("a", [], None, FinishReason.ERROR, times=times(), grammar_error="2003 items"))
+        choice.add_output(TokenOutput("a", [], None, FinishReason.ERROR, times=times(), grammar_error="2003 items"))
     assert choice.timeline.grammar_error == "2003 items"

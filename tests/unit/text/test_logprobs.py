@@ -8,7 +8,7 @@ import pytest
 
 from roseinfer.server.openai.chat import ChatDialect
 from roseinfer.server.openai.completions import CompletionDialect
-from roseinfer.text.logprobs import PIECE, Columns, ScoredToken, Scores
+from roseinfer.text.logprobs import PIECE, Columns, EncodedLogprobs, ScoredToken
 
 LIKELY = [(b"a", -0.5), (b"\xff", -1.5)]
 
@@ -24,15 +24,15 @@ def with_prompt(num_prompt: int, num_generated: int) -> list[ScoredToken]:
 
 
 async def told(columns: Columns, prompt: Sequence[ScoredToken], generated: Sequence[ScoredToken]) -> object:
-    scores = Scores(columns)
+    scores = EncodedLogprobs(columns)
     scores.add_prompt(iter(prompt))
     for token in generated:
-        scores.add(token)
+        scores.add_token(token)
     assert scores.num_tokens == len(generated)
     return msgspec.json.decode(await scores.encode())
 
 
-@pytest.mark.parametrize("columns", [ChatDialect().scores, CompletionDialect().scores])
+@pytest.mark.parametrize("columns", [ChatDialect().columns, CompletionDialect().columns])
 @pytest.mark.parametrize("num_prompt", [0, 1, PIECE, PIECE + 1, 3 * PIECE])
 @pytest.mark.parametrize("num_generated", [0, 1, PIECE + 1])
 async def test_the_object_is_that_of_all_tokens_at_once(columns: Columns, num_prompt: int, num_generated: int) -> None:
@@ -43,8 +43,8 @@ async def test_the_object_is_that_of_all_tokens_at_once(columns: Columns, num_pr
 
 async def test_a_piece_without_anything_to_tell_leaves_no_comma() -> None:
     end = ScoredToken(b"", 9, -1.0, LIKELY, is_end=True)  # which the chat's form leaves out
-    assert await told(ChatDialect().scores, [], [end]) == {"content": [], "refusal": None}
-    object_ = await told(ChatDialect().scores, tokens(1), [end, *tokens(1)])
+    assert await told(ChatDialect().columns, [], [end]) == {"content": [], "refusal": None}
+    object_ = await told(ChatDialect().columns, tokens(1), [end, *tokens(1)])
     assert isinstance(object_, dict)
     assert len(object_["content"]) == 2
 
@@ -62,6 +62,6 @@ async def test_many_scores_let_others_have_their_turn(num_prompt: int, num_gener
     other = asyncio.create_task(take_turns())
     await asyncio.sleep(0)
     num_turns = 0
-    await told(CompletionDialect().scores, tokens(num_prompt), tokens(num_generated))
+    await told(CompletionDialect().columns, tokens(num_prompt), tokens(num_generated))
     other.cancel()
     assert num_turns >= least

@@ -163,6 +163,6 @@ def test_a_parser_is_made_for_each_choice_once(monkeypatch: pytest.MonkeyPatch) 
     for index in (0, 1):
         choice = Choice(index, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1))
         for token_id in ids("abc"):
-            choice.take(TokenOutput("a", [token_id]))
-            dialect.payload(choice.pop())
+            choice.add_output(TokenOutput("a", [token_id]))
+            dialect.payload(choice.pop_delta())
     assert len(made) == 2

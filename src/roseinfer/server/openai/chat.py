@@ -21,7 +21,7 @@ from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar
 from roseinfer.server.openai.tools import ToolUse, find_format
 from roseinfer.server.service import SERVICE, TextModel
-from roseinfer.text.choice import Delta
+from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.template_variables import FIELD
 from roseinfer.text.tokenizer import INLINE_CHARS
@@ -41,25 +41,24 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     wanted = requested_grammar(body) if tool_use is None else tool_use.grammar()
     await check_grammar(wanted, service.grammars)
     tools = None if tool_use is None else [tool.for_template() for tool in tool_use.tools]
-    name, prompt = await _encode_messages(body, tools, text_model, service.client.info.max_model_len)
+    prompt = await _encode_messages(body, tools, text_model, service.client.info.max_model_len)
     job = Job(
         body=body,
         prompts=[prompt],
-        prompt_names=[name],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        num_sequences=body.n,
+        best_of=body.n,
         grammar=wanted and wanted[0],
         reads_calls=tool_use is not None,
-        limit_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
     )
     return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
 
 
 async def _encode_messages(
     body: ChatBody, tools: Sequence[object] | None, text_model: TextModel, max_model_len: int
-) -> tuple[PromptName, list[int]]:
-    """What the prompt is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong.
+) -> EncodedPrompt:
+    """Raises InvalidRequest or PromptTooLong.
 
     The template writes the special tokens itself, so none are added.
     """
@@ -75,7 +74,7 @@ async def _encode_messages(
     written = {"tools": tools, FIELD: variables}
     name = PromptName("messages", tuple(field for field, value in written.items() if value))
     [token_ids] = await tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
-    return name, token_ids
+    return EncodedPrompt(token_ids, name)
 
 
 class ChatDialect:
@@ -91,7 +90,7 @@ class ChatDialect:
             return b'{"role":"assistant","content":' + msgspec.json.encode(delta.text) + b"}"
         return b'{"content":' + msgspec.json.encode(delta.text) + b"}" if delta.text else NOTHING
 
-    def scores(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any] | None]:
+    def columns(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any] | None]:
         content = [
             {
                 **_scored(token.token, token.logprob),

@@ -14,10 +14,9 @@ from roseinfer.server.connection.body import read_body
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.respond import Job, respond
 from roseinfer.server.openai.schema import CompletionBody
-from roseinfer.server.openai.score_limits import check_prompt_scores
 from roseinfer.server.openai.structured import check_grammar, requested_grammar
 from roseinfer.server.service import SERVICE
-from roseinfer.text.choice import Delta, Echo
+from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.tokenizer import Tokenizer
 
@@ -31,26 +30,23 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     wanted = requested_grammar(body)
     await check_grammar(wanted, service.grammars)
     names, prompts = await _encode_prompts(body, text_model.tokenizer, service.client.info.max_model_len)
-    if body.echo and body.logprobs is not None:
-        check_prompt_scores(sum(map(len, prompts)) * (body.best_of or body.n), body.logprobs)
+    echoes = _echoes(body, prompts, text_model.tokenizer) if body.echo else [None] * len(prompts)
     job = Job(
         body=body,
-        prompts=prompts,
-        prompt_names=names,
+        prompts=list(map(EncodedPrompt, prompts, names, echoes)),
         max_tokens=body.max_tokens,
         num_logprobs=body.logprobs,
-        num_sequences=body.best_of or body.n,
-        echoes=_echoes(body, prompts, text_model.tokenizer) if body.echo else None,
+        best_of=body.best_of or body.n,
         grammar=wanted and wanted[0],
     )
     return await respond(request, job, CompletionDialect())
 
 
-def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Echo]:
+def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> Sequence[str | None]:
     """The prompts as they were given; those given as token ids as their text."""
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     return [
-        Echo(prompt, text if isinstance(text, str) else tokenizer.text(prompt))
+        text if isinstance(text, str) else tokenizer.text(prompt)
         for prompt, text in zip(prompts, texts if len(texts) == len(prompts) else [None], strict=True)
     ]
 
@@ -87,7 +83,7 @@ class CompletionDialect:
     def payload(self, delta: Delta) -> bytes:
         return msgspec.json.encode(delta.text)
 
-    def scores(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any]]:
+    def columns(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any]]:
         return {
             "tokens": [_spell(token.token) for token in scored],
             "token_logprobs": [token.logprob for token in scored],

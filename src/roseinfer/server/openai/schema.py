@@ -37,13 +37,12 @@ from roseinfer.server.openai.schema_structured import (
     Tool,
     ToolChoice,
 )
+from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
 from roseinfer.text.template_variables import TemplateVariables, check_variables
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
-MAX_PROMPT_SCORES = 1 << 18  # in one answer: a fraction of a second of the front end, some tens of megabytes
-MAX_KEPT_SCORES = 1 << 20  # until the end of an answer that is not streamed: a hundred megabytes
-_KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences is at most {MAX_KEPT_SCORES}."
+_KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences is at most {MAX_KEPT_LOGPROBS}."
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
@@ -320,7 +319,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         Meta(
             description="The text begins with the prompt. With `logprobs` the tokens of the prompt are scored too, the "
             "first with `null`; such a prompt is not looked up in the cache. All their tokens times `logprobs` + 1 are "
-            f"at most {MAX_PROMPT_SCORES}."
+            f"at most {MAX_PROMPT_LOGPROBS}."
         ),
     ] = False
     best_of: Annotated[

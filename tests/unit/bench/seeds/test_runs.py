@@ -7,7 +7,7 @@ import pytest
 
 from roseinfer.bench.seeds.runs import Schedule, run_online
 from roseinfer.errors import Overloaded
-from roseinfer.llm.completion import Completion
+from roseinfer.llm.llm import Completion
 from roseinfer.messages import SamplingParams
 from roseinfer.records import FinishReason, RequestTimeline
 

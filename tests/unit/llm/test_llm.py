@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from roseinfer.llm.completion import Completion
+from roseinfer.llm.llm import Completion
 from roseinfer.records import FinishReason
 from tests.unit.observe.facts import make_timeline
 
