@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.http_streams import stream
 from roseinfer.config.tree import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from roseinfer.engine.core.batch import Watch
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport
 from roseinfer.observe import logs
@@ -38,7 +39,7 @@ from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import NO_TIMES, BlockedBy, Observer, StepRecord
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import be_nicer
-from roseinfer.runtime.stopwatch import UNWATCHED, Phases, Stopwatch, Watch
+from roseinfer.runtime.stopwatch import UNWATCHED, Phases, Stopwatch
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel

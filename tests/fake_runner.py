@@ -16,9 +16,9 @@ from collections import deque
 import numpy as np
 from msgspec.structs import replace
 
-from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, ScoredRow, Scores, SlotBinding
+from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, ScoredRow, Scores, SlotBinding, Watch
 from roseinfer.messages import TokenLogprobs
-from roseinfer.runtime.stopwatch import UNWATCHED, Watch
+from roseinfer.runtime.stopwatch import UNWATCHED
 
 
 class _FakeLaunched:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from roseinfer.config.tree import CacheConfig, SchedulerConfig
-from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch
+from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.link.frames import encode_frame
 from roseinfer.messages import EngineInfo, Request, SamplingParams
-from roseinfer.runtime.stopwatch import Phases, Watch
+from roseinfer.runtime.stopwatch import Phases
 
 VOCAB_SIZE = 50257
 MAX_MODEL_LEN = 1024
@@ -94,7 +94,7 @@ def measure(num_rows: int, num_steps: int, pipeline_depth: int, evicted_mib: int
     random = np.random.default_rng(0)
     for i in range(num_rows):
         length = int(random.integers(32, 97))
-        engine.add(
+        engine.add_request(
             Request(
                 request_id=f"cmpl-{i:024x}",
                 prompt_token_ids=random.integers(0, VOCAB_SIZE - 1, length).tolist(),

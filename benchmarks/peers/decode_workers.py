@@ -55,7 +55,7 @@ class EngineSubject:
         self._names = [f"{batch} {context} {i}" for i in range(batch)]
         for name in self._names:
             prompt = self._generator.choices(range(self._engine.info.vocab_size), k=context - 1)
-            self._engine.add(Request(request_id=name, prompt_token_ids=prompt, params=params))
+            self._engine.add_request(Request(request_id=name, prompt_token_ids=prompt, params=params))
         while self._engine.step().record.num_decode_seqs < batch:
             pass
 

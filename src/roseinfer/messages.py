@@ -269,14 +269,14 @@ class ProfileEnded(msgspec.Struct, frozen=True, tag=True, gc=False):
     error: str = ""
 
 
-class AtRest(msgspec.Struct, frozen=True, tag=True, gc=False):
+class IdleReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The engine has had nothing to do for a while, and has looked whether all is as it must be; once a rest."""
 
     num_added: int  # requests that it has been given since its start
     violations: list[Violation]
 
 
-Event = StartupProgress | EngineInfo | StepOutput | EngineFailure | ProfileEnded | AtRest
+Event = StartupProgress | EngineInfo | StepOutput | EngineFailure | ProfileEnded | IdleReport
 
 
 def check_request(

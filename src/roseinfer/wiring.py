@@ -28,7 +28,7 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.frames import EngineLink
-from roseinfer.engine.link.heartbeat import receive_pulse
+from roseinfer.engine.link.heartbeat import receive_heartbeat
 from roseinfer.engine.link.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
 from roseinfer.engine.queue_estimate import Backlog
 from roseinfer.messages import EngineInfo, StartupProgress
@@ -157,13 +157,13 @@ def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=fd) as connection:
         try:
-            pulse = receive_pulse(connection)
+            heartbeat = receive_heartbeat(connection)
             link = EngineLink(connection)
             config = msgspec.msgpack.decode(link.receive_bytes(), type=Config)
             with closing(logs.configure(config.observe, sys.stderr)):
                 build_engine_here = partial(build, config, link.send)
                 is_sound = engine_loop.run(
-                    build_engine_here, link, link, check_when_idle=_checks_when_idle(config), pulse=pulse
+                    build_engine_here, link, link, check_when_idle=_checks_when_idle(config), heartbeat=heartbeat
                 )
                 link.drain(_LAST_WORDS_TIMEOUT_S)
         except EOFError:

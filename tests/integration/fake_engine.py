@@ -6,7 +6,6 @@ from pathlib import Path
 
 from roseinfer.config.tree import Config
 from roseinfer.engine.core.engine import Engine
-from roseinfer.engine.profiling import StepProfile
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState
@@ -31,7 +30,7 @@ def build_fake_engine(config: Config, on_progress: Callable[[StartupProgress], N
     if config.model.path == "bad":
         raise ConfigError("there is no such model", param="model.path")
     engine = make_engine(num_blocks=512, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512)
-    engine.profile = StepProfile(TextProfiler())
+    engine.profiler = TextProfiler()
     engine.runner.latency_s = 0.002  # type: ignore[attr-defined]  # the fake's own knob
     if config.model.path == "fails":
         launch, num_launched = engine.runner.launch, 0

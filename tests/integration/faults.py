@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from roseinfer.config.tree import Config, ModelConfig
-from roseinfer.engine.core.batch import Launched, ScheduledBatch
+from roseinfer.engine.core.batch import Launched, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.transport import ProcessTransport
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap, gaps_of
-from roseinfer.runtime.stopwatch import Watch
 from tests.integration.faulty_engine import LATENCY_S
 from tests.integration.live_server import LiveServer
 from tests.unit.engine.harness import make_engine

@@ -11,6 +11,8 @@ import sys
 from roseinfer.config.tree import CacheConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.link.heartbeat import Heartbeat
+from roseinfer.engine.loop import note_pauses
 from roseinfer.messages import Request, SamplingParams
 from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.runtime.stopwatch import Phases
@@ -38,9 +40,9 @@ def main(pipeline_depth: int, *, is_marked: bool) -> None:
     engine = make_engine(pipeline_depth, is_marked=is_marked)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     for name in ("a", "b"):
-        engine.add(Request(request_id=name, prompt_token_ids=[1, 2, 3], params=params))
+        engine.add_request(Request(request_id=name, prompt_token_ids=[1, 2, 3], params=params))
     told = []
-    with engine.gc_pauses:
+    with note_pauses(engine, Heartbeat()):
         while engine.has_work:
             told.append(engine.step().record)
             if len(told) == 3:

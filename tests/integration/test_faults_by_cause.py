@@ -15,12 +15,11 @@ import msgspec
 import pytest
 from prometheus_client import Metric
 
-from roseinfer.engine.core.batch import Launched, ScheduledBatch
-from roseinfer.engine.core.engine import OutboxState
+from roseinfer.engine.core.batch import Launched, ScheduledBatch, Watch
+from roseinfer.engine.core.engine import LoopState
 from roseinfer.messages import StepOutput
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.records import RequestTimeline, StepRecord
-from roseinfer.runtime.stopwatch import Watch
 from tests.integration.faults import (
     DELAY_S,
     MIN_GAP_NS,
@@ -152,7 +151,7 @@ async def test_a_profiled_step() -> None:
     troubled = TroubledEngine(sleep_within("forward"))
     step = troubled.engine.step
 
-    def profiled(outbox: OutboxState) -> StepOutput:
+    def profiled(outbox: LoopState) -> StepOutput:
         is_profiled = troubled.is_armed
         output = step(outbox)
         record = msgspec.structs.replace(output.record, is_profiled=is_profiled)

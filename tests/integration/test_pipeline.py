@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import PromptLogprobs, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
@@ -94,7 +95,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
     scores: dict[str, PromptLogprobs] = {}
     for each in requests:
         engine = make_engine(runner)
-        engine.add(each)
+        engine.add_request(each)
         transcript = run_to_end(engine)
         alone[each.request_id] = transcript.tokens[each.request_id]
         scores |= transcript.scores
@@ -127,14 +128,14 @@ def test_the_same_seeds_give_the_same_tokens(
     engine = make_engine(loaded.runner, depth=depth, budget=budget, prefix_caching=prefix_caching, pool=pool)
     random = np.random.default_rng(3)
     transcript = Transcript()
-    engine.add(Request(request_id="gone", prompt_token_ids=[5] * 20, params=SamplingParams(max_tokens=60)))
+    engine.add_request(Request(request_id="gone", prompt_token_ids=[5] * 20, params=SamplingParams(max_tokens=60)))
     for number, request in enumerate(loaded.requests):
-        engine.add(request)
+        engine.add_request(request)
         if number == 6:
             engine.abort("gone")
         for _ in range(int(random.integers(0, 4))):
             transcript.take(engine.step())
-            engine.check_integrity()
+            assert_invariants(engine.scheduler)
     run_to_end(engine, transcript)
     assert transcript.reasons.pop("gone") is FinishReason.ABORT
     assert {name: tokens for name, tokens in transcript.tokens.items() if name != "gone"} == loaded.alone

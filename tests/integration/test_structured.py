@@ -137,7 +137,7 @@ def requests(loaded: Loaded) -> list[Request]:
 def run(engine: Engine, asked: list[Request], *, together: bool = False) -> Transcript:
     """`together`: all grammars are compiled before the first step, however busy the machine is."""
     for request in asked:
-        engine.add(request)
+        engine.add_request(request)
     for sequence in engine.scheduler.compiling if together else ():
         assert sequence.constraint is not None
         sequence.constraint.pending.result()

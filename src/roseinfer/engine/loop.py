@@ -1,20 +1,23 @@
-"""The engine's only owner: has it built, takes commands from an inbox, steps, and sends one message a step."""
+"""The engine's loop: builds the engine, takes commands from an inbox, steps, and sends one message a step."""
 
 import gc
 import traceback
 from collections.abc import Callable
 from typing import Protocol
 
-from roseinfer.engine.core.engine import IDLE_OUTBOX, Engine, OutboxState
-from roseinfer.engine.link.heartbeat import Pulse
+from roseinfer.engine.core.engine import QUIET, Engine, LoopState
+from roseinfer.engine.invariants import assert_invariants, find_violations
+from roseinfer.engine.link.heartbeat import Heartbeat
+from roseinfer.engine.profiling import StepProfile
 from roseinfer.errors import ConfigError
-from roseinfer.messages import Abort, Command, EngineFailure, Event, Profile, Request, Shutdown
+from roseinfer.messages import Abort, Command, EngineFailure, Event, IdleReport, Profile, Request, Shutdown
+from roseinfer.runtime.gc_pauses import GcPauses
 
-REST_S = 1.0  # without work, before the invariants are checked: a request that comes meanwhile waits for that
+REST_S = 1.0  # without work, before the invariants are checked; a request that comes meanwhile waits for the check
 
 
 class Inbox(Protocol):
-    """Where commands come from."""
+    """Commands from the front end."""
 
     def receive(self, *, wait: bool, timeout_s: float | None = None) -> list[Command]:
         """All commands that have arrived; with `wait`, sleep until there is one, the outbox has moved, or time is up.
@@ -24,7 +27,7 @@ class Inbox(Protocol):
 
 
 class Outbox(Protocol):
-    """Where events go. Sending never blocks."""
+    """Events to the front end. Sending never blocks."""
 
     @property
     def depth(self) -> int:
@@ -32,7 +35,7 @@ class Outbox(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """The other side has stopped reading: make no more until it goes on."""
+        """The other side has stopped reading: produce nothing until it reads again."""
 
     def send(self, event: Event) -> None: ...
 
@@ -43,23 +46,22 @@ def run(
     outbox: Outbox,
     *,
     check_when_idle: bool = False,
-    pulse: Pulse | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> bool:
-    """Build an engine, announce it, and serve until Shutdown or end-of-file; returns whether it came to no harm.
+    """Build an engine, announce it, and serve until Shutdown or end-of-file; returns False if it failed.
 
-    Whatever building or stepping raises is told once and ends the loop: after a failed step the state of the device is
+    An error while building or stepping is sent once and ends the loop: after a failed step the state of the device is
     unknown.
     """
     try:
-        engine = build_engine()
-        engine.pulse = pulse or engine.pulse
+        engine, heartbeat = build_engine(), heartbeat or Heartbeat()
         outbox.send(engine.info)
         gc.collect()
         # What start-up made lives for ever: later collections need not walk it. The collector itself stays on: steps
         # leave nothing behind that it tracks and make no cycles, so under load it has no reason to run.
         gc.freeze()
-        with engine.gc_pauses:
-            _serve(engine, inbox, outbox, check_when_idle=check_when_idle)
+        with note_pauses(engine, heartbeat):
+            _Loop(engine, inbox, outbox, heartbeat, check_when_idle=check_when_idle).serve()
     except EOFError:
         return True
     except ConfigError as error:
@@ -71,54 +73,89 @@ def run(
     return True
 
 
-def _serve(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool) -> None:
-    stalled_ns = 0  # since when the outbox has been full with work to do; 0 while it is not
-    while True:
-        if outbox.is_full and engine.has_work:  # asked here because taking commands sleeps while it is full
-            stalled_ns = stalled_ns or engine.phases.clock()
-        if not _take_commands(engine, inbox, outbox, check_when_idle=check_when_idle):
-            return
-        if outbox.is_full or not engine.has_work:
-            continue
-        wait_ns = engine.phases.clock() - stalled_ns if stalled_ns else 0
-        stalled_ns = 0
-        depth = outbox.depth
-        engine.pulse.begin_step()
-        output = engine.step(OutboxState(depth, wait_ns) if depth or wait_ns else IDLE_OUTBOX)
-        outbox.send(output)
-        if engine.profile.is_active:
-            engine.pulse.begin_profiling()  # this step may be the last: to write all takes longer than a step may
-            if (ended := engine.profile.count(output.record)) is not None:
-                outbox.send(ended)
+def note_pauses(engine: Engine, heartbeat: Heartbeat) -> GcPauses:
+    """Note garbage collections, while the result is open, and captures of CUDA graphs in the engine's heartbeat."""
+
+    def begin_collection() -> None:
+        engine.phases.begin_collection()
+        heartbeat.begin_collection()
+
+    def end_collection() -> None:
+        heartbeat.end_collection()
+        engine.phases.end_collection()
+
+    def note_capture(begins: bool) -> None:
+        heartbeat.begin_capture() if begins else heartbeat.begin_step()
+
+    engine.phases.on_capture = note_capture
+    engine.gc_time = pauses = GcPauses(on_start=begin_collection, on_end=end_collection)
+    return pauses
 
 
-def _take_commands(engine: Engine, inbox: Inbox, outbox: Outbox, *, check_when_idle: bool) -> bool:
-    """Drain the inbox, sleeping on it when there is nothing else to do. False when told to leave."""
-    if check_when_idle and not engine.has_work:
-        engine.check_integrity()
-    for command in _receive(engine, inbox, outbox):
-        match command:
-            case Request():
-                engine.add(command)
-            case Abort(request_id):
-                engine.abort(request_id)
-            case Profile():
-                engine.pulse.begin_profiling()
-                if (refusal := engine.profile.begin(command)) is not None:
-                    outbox.send(refusal)
-            case Shutdown():
-                return False
-    return True
+class _Loop:
+    """An engine between its inbox and its outbox."""
 
+    def __init__(
+        self, engine: Engine, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat, *, check_when_idle: bool
+    ) -> None:
+        self._engine, self._inbox, self._outbox, self._heartbeat = engine, inbox, outbox, heartbeat
+        self._check_when_idle = check_when_idle
+        self._profile = StepProfile(engine.profiler)
+        self._is_checked = True  # the invariants, since the last step
 
-def _receive(engine: Engine, inbox: Inbox, outbox: Outbox) -> list[Command]:
-    """The commands that are there; with nothing to do those that come next, and a look around in a longer rest."""
-    if engine.has_work and not outbox.is_full:
-        return inbox.receive(wait=False)
-    engine.pulse.rest()
-    if engine.has_work or not engine.has_worked:
-        return inbox.receive(wait=True)
-    commands = inbox.receive(wait=True, timeout_s=REST_S)
-    if not commands and not engine.has_work:
-        outbox.send(engine.look_around())
-    return commands
+    def serve(self) -> None:
+        engine, outbox = self._engine, self._outbox
+        stalled_ns = 0  # since when the outbox has been full with work to do; 0 while it is not
+        while True:
+            if outbox.is_full and engine.has_work:  # asked here because handling commands sleeps while it is full
+                stalled_ns = stalled_ns or engine.phases.clock()
+            if not self._handle_commands():
+                return
+            if outbox.is_full or not engine.has_work:
+                continue
+            self._step(engine.phases.clock() - stalled_ns if stalled_ns else 0)
+            stalled_ns = 0
+
+    def _step(self, wait_ns: int) -> None:
+        depth, is_profiled = self._outbox.depth, self._profile.marks_step()
+        self._heartbeat.begin_step()
+        self._is_checked = False
+        output = self._engine.step(LoopState(depth, wait_ns, is_profiled) if depth or wait_ns or is_profiled else QUIET)
+        self._outbox.send(output)
+        if self._profile.is_active:
+            self._heartbeat.begin_profiling()  # this step may be the last: writing the trace takes longer than a step
+            if (ended := self._profile.count_step(output.record)) is not None:
+                self._outbox.send(ended)
+
+    def _handle_commands(self) -> bool:
+        """Handle all commands that have arrived, sleeping when there is no work. Returns False after Shutdown."""
+        engine = self._engine
+        if self._check_when_idle and not engine.has_work:
+            assert_invariants(engine.scheduler)
+        for command in self._receive():
+            match command:
+                case Request():
+                    engine.add_request(command)
+                case Abort(request_id):
+                    engine.abort(request_id)
+                case Profile():
+                    self._heartbeat.begin_profiling()
+                    if (refusal := self._profile.begin(command)) is not None:
+                        self._outbox.send(refusal)
+                case Shutdown():
+                    return False
+        return True
+
+    def _receive(self) -> list[Command]:
+        """Drain the inbox; blocks when idle, and checks invariants after a second."""
+        engine = self._engine
+        if engine.has_work and not self._outbox.is_full:
+            return self._inbox.receive(wait=False)
+        self._heartbeat.begin_idle()
+        if engine.has_work or self._is_checked:
+            return self._inbox.receive(wait=True)
+        commands = self._inbox.receive(wait=True, timeout_s=REST_S)
+        if not commands:
+            self._is_checked = True
+            self._outbox.send(IdleReport(engine.scheduler.num_added, find_violations(engine.scheduler)))
+        return commands

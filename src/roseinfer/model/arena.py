@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from roseinfer.engine.core.batch import Watch
 from roseinfer.model.device_stream import Event, Stream
-from roseinfer.runtime.stopwatch import UNWATCHED, Watch
+from roseinfer.runtime.stopwatch import UNWATCHED
 
 IntArray = npt.NDArray[np.integer[Any]]
 

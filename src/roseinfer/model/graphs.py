@@ -7,8 +7,9 @@ is recorded, and replayed with one call; a step with fewer rows than its graph i
 from bisect import bisect_left
 from collections.abc import Callable
 
+from roseinfer.engine.core.batch import Watch
 from roseinfer.model.device_stream import Graph, Stream
-from roseinfer.runtime.stopwatch import UNWATCHED, Watch
+from roseinfer.runtime.stopwatch import UNWATCHED
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

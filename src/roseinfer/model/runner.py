@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from roseinfer.config.tree import Config, RunnerConfig
-from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, ScoredRow, SlotBinding
+from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, ScoredRow, SlotBinding, Watch
 from roseinfer.messages import SamplingParams
 from roseinfer.model import warm_batches
 from roseinfer.model.device_stream import Stream, open_stream, sent
@@ -26,7 +26,7 @@ from roseinfer.model.sampling.logprobs import PromptScores
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
 from roseinfer.records import LifecycleState
-from roseinfer.runtime.stopwatch import UNWATCHED, Watch
+from roseinfer.runtime.stopwatch import UNWATCHED
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
 _MAX_WARM_ROWS = 1024  # beyond, a step takes many times as long as the building of its kernels

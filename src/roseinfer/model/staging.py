@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roseinfer.engine.core.batch import Int32Array, ScheduledBatch
+from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, Watch
 from roseinfer.model.arena import Arena, Arenas, Field, IntArray
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
 from roseinfer.model.device_stream import Stream
-from roseinfer.runtime.stopwatch import UNWATCHED, Watch
+from roseinfer.runtime.stopwatch import UNWATCHED
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Marks around the parts of a step in, their nanoseconds out. Knows no engine and no model; both mark with it."""
+"""Stopwatches for the parts of an engine step, which also mark ranges for an attached profiler."""
 
 import time
 from collections.abc import Callable
@@ -14,13 +14,6 @@ class RangeMarker(Protocol):
     def push(self, name: str, payload: int) -> None: ...
 
     def pop(self) -> None: ...
-
-
-class Watch(Protocol):
-    """What measures the parts of a step: `with watch("forward"):`."""
-
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        """The part, a field of `PhaseTimes`, begins here; the `with` that follows ends it."""
 
 
 class Unwatched:
@@ -39,7 +32,7 @@ _CAPTURE = "capture"
 _ZEROS = dict.fromkeys(PhaseTimes.__struct_fields__, 0)
 
 
-def _nobody(_: bool) -> None: ...
+def _ignore(_: bool) -> None: ...
 
 
 class Phases:
@@ -48,7 +41,8 @@ class Phases:
     def __init__(self, marker: RangeMarker | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
         self.marker = marker
-        self.on_capture: Callable[[bool], None] = _nobody  # told when the recording of a CUDA graph begins, and ends
+        self.on_capture: Callable[[bool], None] = _ignore  # called when a CUDA graph's recording begins, and ends
+        self._step_id = 0  # of the range that `whole` opened last
 
     def begin(self, step_id: int) -> "Stopwatch":
         if self.marker is None:
@@ -56,8 +50,20 @@ class Phases:
         return _RangedStopwatch(step_id, self.clock, self.on_capture, self.marker)
 
     def whole(self, step_id: int) -> AbstractContextManager[None]:
-        """A range around all that the engine does until it tells of this step; it measures nothing."""
-        return UNWATCHED if self.marker is None else _Range(self.marker, "step", step_id)
+        """A range around all that the engine does until it outputs this step; it measures nothing."""
+        if self.marker is None:
+            return UNWATCHED
+        self._step_id = step_id
+        return _Range(self.marker, "step", step_id)
+
+    def begin_collection(self) -> None:
+        """Open a range for a garbage collection."""
+        if self.marker is not None:
+            self.marker.push("gc", self._step_id)
+
+    def end_collection(self) -> None:
+        if self.marker is not None:
+            self.marker.pop()
 
 
 class _Range:
@@ -84,7 +90,7 @@ class Stopwatch:
 
     __slots__ = ("_clock", "_elapsed", "_on_capture", "_open", "start_ns", "step_id")
 
-    def __init__(self, step_id: int, clock: Callable[[], int], on_capture: Callable[[bool], None] = _nobody) -> None:
+    def __init__(self, step_id: int, clock: Callable[[], int], on_capture: Callable[[bool], None] = _ignore) -> None:
         self.step_id = step_id
         self.start_ns = clock()
         self._clock = clock

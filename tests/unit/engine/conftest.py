@@ -2,9 +2,8 @@
 
 import pytest
 
-from roseinfer.engine.core.batch import Launched, ScheduledBatch
+from roseinfer.engine.core.batch import Launched, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
-from roseinfer.runtime.stopwatch import Watch
 from tests.unit.engine.harness import RecordBatches
 
 

@@ -9,6 +9,7 @@ from roseinfer.config.tree import CacheConfig, Config, SchedulerConfig
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput
 from roseinfer.records import FinishReason
 from roseinfer.runtime.stopwatch import Phases
@@ -105,7 +106,7 @@ def run_to_end(engine: Engine, transcript: Transcript | None = None, max_steps: 
         if not engine.has_work:
             return transcript
         transcript.take(engine.step())
-        engine.check_integrity()
+        assert_invariants(engine.scheduler)
     raise AssertionError(f"still busy after {max_steps} steps")
 
 
@@ -117,6 +118,6 @@ def run_alone(request: Request, **config: Any) -> list[int]:
 def tell_alone(request: Request, **config: Any) -> tuple[list[int], PromptLogprobs | None]:
     """The same, and what its prompt was scored if it was asked for."""
     engine = make_engine(prefix_caching=False, **config)
-    engine.add(request)
+    engine.add_request(request)
     transcript = run_to_end(engine)
     return transcript.tokens[request.request_id], transcript.scores.get(request.request_id)

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Launched, SampledTokens, ScheduledBatch
+from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Launched, SampledTokens, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
-from roseinfer.runtime.stopwatch import Watch
 
 IsPoisoned = Callable[[str, int], bool]
 """(request id, position of the token to be sampled) -> whether its logits hold a NaN."""
@@ -31,7 +30,7 @@ def poison(
     launch = engine.runner.launch
 
     def launch_poisoned(batch: ScheduledBatch, watch: Watch) -> Launched:
-        owners = engine.scheduler.residency.table.owners
+        owners = engine.scheduler.kv_cache.table.owners
         rows = [
             (owners[slot], position)
             for slot, position, samples in zip(

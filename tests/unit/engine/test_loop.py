@@ -7,7 +7,7 @@ import pytest
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.loop import run
 from roseinfer.errors import ConfigError
-from roseinfer.messages import Abort, AtRest, Command, EngineFailure, EngineInfo, Event, Shutdown, StepOutput
+from roseinfer.messages import Abort, Command, EngineFailure, EngineInfo, Event, IdleReport, Shutdown, StepOutput
 from tests.unit.engine.harness import make_engine, make_request
 
 
@@ -39,7 +39,7 @@ def test_one_message_a_step_and_it_sleeps_only_when_idle() -> None:
     inbox, outbox = ScriptedInbox([[], [make_request("a", max_tokens=2)], [], [], [Shutdown()]]), ListOutbox()
     assert run(make_engine, inbox, outbox, check_when_idle=True)
     assert inbox.waits == [True, True, False, True, True]
-    assert [type(event) for event in outbox.events] == [EngineInfo, StepOutput, StepOutput, AtRest]
+    assert [type(event) for event in outbox.events] == [EngineInfo, StepOutput, StepOutput, IdleReport]
     assert all(event.record.outbox_depth == 3 for event in outbox.events if isinstance(event, StepOutput))
 
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from roseinfer.engine.core.batch import Launched, ScheduledBatch
+from roseinfer.engine.core.batch import Launched, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
-from roseinfer.engine.link.heartbeat import Activity, Pulse
+from roseinfer.engine.link.heartbeat import Activity, Heartbeat
 from roseinfer.engine.loop import run
-from roseinfer.messages import AtRest, Command, Event, Profile, ProfileEnded, StepOutput
-from roseinfer.runtime.stopwatch import Watch
+from roseinfer.messages import Command, Event, IdleReport, Profile, ProfileEnded, StepOutput
 from tests.unit.engine.harness import make_engine, make_request
 from tests.unit.engine.test_loop import ListOutbox, ScriptedInbox
 
@@ -20,14 +19,14 @@ class FakeProfiler:
 
     def __init__(self, fails: str = "") -> None:
         self.calls: list[str] = []
-        self.pulse: Pulse | None = None  # of the engine, if what it says meanwhile is asked for
+        self.heartbeat: Heartbeat | None = None  # of the engine, if what it says meanwhile is asked for
         self.activities: list[Activity] = []
         self._fails = fails
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
-        if self.pulse is not None:
-            self.activities.append(self.pulse.read().activity)
+        if self.heartbeat is not None:
+            self.activities.append(self.heartbeat.read().activity)
         if name == self._fails:
             raise OSError(28, "No space left on device")
 
@@ -48,7 +47,7 @@ def serve(profiler: FakeProfiler | None, *script: list[Command], **engine: Any) 
 
 def _engine(profiler: FakeProfiler | None, **engine: Any) -> Engine:
     made = make_engine(**engine)
-    made.profile = type(made.profile)(profiler)
+    made.profiler = profiler
     return made
 
 
@@ -96,19 +95,20 @@ def test_an_engine_without_a_profiler_says_so() -> None:
 
 def test_the_engine_says_that_it_profiles_while_it_starts_and_writes() -> None:
     """The trace of many steps takes longer to write than a step may take."""
-    profiler, engine, outbox = FakeProfiler(), make_engine(), ListOutbox()
-    engine.profile, profiler.pulse = type(engine.profile)(profiler), engine.pulse
+    profiler, engine, heartbeat = FakeProfiler(), make_engine(), Heartbeat()
+    engine.profiler, profiler.heartbeat = profiler, heartbeat
     launch, launched_in = engine.runner.launch, []
 
     def launch_noting(batch: ScheduledBatch, watch: Watch) -> Launched:
-        launched_in.append(engine.pulse.read().activity)
+        launched_in.append(heartbeat.read().activity)
         return launch(batch, watch)
 
     engine.runner.launch = launch_noting  # type: ignore[method-assign]
-    run(lambda: engine, ScriptedInbox([[make_request("a", max_tokens=6)], [Profile(2, "traces")], *([[]] * 8)]), outbox)
+    inbox = ScriptedInbox([[make_request("a", max_tokens=6)], [Profile(2, "traces")], *([[]] * 8)])
+    run(lambda: engine, inbox, ListOutbox(), heartbeat=heartbeat)
     assert profiler.activities == [Activity.PROFILING] * 2
     assert launched_in == [Activity.STEPPING] * 6
-    assert engine.pulse.read().activity is Activity.IDLE
+    assert heartbeat.read().activity is Activity.IDLE
 
 
 @pytest.mark.parametrize(("fails", "num_marked"), [("start", 0), ("stop", 3)])
@@ -117,4 +117,4 @@ def test_a_profiler_that_fails_costs_the_profile_alone(fails: str, num_marked: i
     assert [end.error for end in ended(events)] == ["OSError: [Errno 28] No space left on device"]
     assert sum(profiled(events)) == num_marked
     assert len(profiled(events)) == 6
-    assert all(isinstance(event, StepOutput | ProfileEnded | AtRest) for event in events)
+    assert all(isinstance(event, StepOutput | ProfileEnded | IdleReport) for event in events)

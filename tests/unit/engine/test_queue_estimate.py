@@ -99,7 +99,7 @@ class World:
         requests[name], came[name] = request, at_s
         self.predicted_s.append(wait_s)
         backlog.add(request)
-        engine.add(request)
+        engine.add_request(request)
 
     @property
     def p99_s(self) -> float:

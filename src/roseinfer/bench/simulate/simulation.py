@@ -155,7 +155,7 @@ class Simulation:
 
     def _collect(self, duration_ns: int) -> None:
         """A collection of the engine's interpreter, injected."""
-        self.engine.gc_pauses.total_ns += duration_ns
+        self.engine.gc_time.total_ns += duration_ns
 
     def run(self, planned: Sequence[PlannedRequest]) -> Simulated:
         """From the first arrival until nothing is left to do. Requests are in the order in which they are due."""
@@ -214,7 +214,7 @@ class Simulation:
         # Greedy, so that nothing asks for random numbers; the seed is the runner's name for the sequence.
         seed = (self._setup.seed * 1_000_003 + index) % 2**63
         params = SamplingParams(temperature=0.0, max_tokens=planned.max_tokens, ignore_eos=True, seed=seed)
-        self.engine.add(Request(request_id=timeline.request_id, prompt_token_ids=token_ids, params=params))
+        self.engine.add_request(Request(request_id=timeline.request_id, prompt_token_ids=token_ids, params=params))
         if planned.abort_after_ns is not None:
             heapq.heappush(self._goodbyes, (arrival_ns + planned.abort_after_ns, index))
 
@@ -225,7 +225,7 @@ class Simulation:
         if self._on_decision is None:
             return
         scheduler = self.engine.scheduler
-        owner, now_ns = scheduler.residency.table.owner, self._clock.now_ns
+        owner, now_ns = scheduler.kv_cache.table.owner, self._clock.now_ns
         bound = [owner(binding.slot) for binding in batch.bindings]
         lost: list[str] = []
         if scheduler.counts.num_preemptions:

@@ -1,7 +1,7 @@
-"""Which waiting sequences may be tried first: an order over a window of the queue, and whether one may overtake.
+"""Admission policies: in which order waiting sequences are tried, and whether one may overtake another.
 
-A policy is a pure function of the window and of how often it has been asked. It knows nothing of blocks or budgets;
-the scheduler walks the order and admits what fits.
+A policy is a pure function of a window of the queue and of how often it has been asked; the scheduler walks the order
+and admits what fits.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from roseinfer.messages import Request
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOrder:
-    """The sequences to try, in order. With `may_overtake`, one that does not fit is passed over, not waited for."""
+    """The sequences to try, in order. With `may_overtake`, one that does not fit is skipped; else the others wait."""
 
     sequences: list[Sequence]
     may_overtake: bool
@@ -27,15 +27,15 @@ AdmissionPolicy = Callable[[Window[Sequence], int], AdmissionOrder]
 
 
 def fifo(window: Window[Sequence], turn: int) -> AdmissionOrder:  # noqa: ARG001
-    """In order of arrival; the first that does not fit holds up all behind it."""
+    """In the queue's order; the first that does not fit holds up all behind it."""
     return AdmissionOrder(list(window), may_overtake=False)
 
 
 def pack(fifo_every: int) -> AdmissionPolicy:
     """The shortest first, which fills a step with more prompts; every `fifo_every`-th turn is FIFO.
 
-    Sorting is stable, so prompts of one length keep their order of arrival. The FIFO turn bounds how long a long
-    prompt can be overtaken: it is at the head of the window in that turn, and nobody passes it.
+    Prompts of one length keep their order of arrival. In the FIFO turn a long prompt at the head of the window is not
+    overtaken, which bounds its wait.
     """
 
     def policy(window: Window[Sequence], turn: int) -> AdmissionOrder:
@@ -47,24 +47,19 @@ def pack(fifo_every: int) -> AdmissionPolicy:
 
 
 def make_policy(config: SchedulerConfig) -> AdmissionPolicy:
-    """Under `priority` the queue is in the right order already, and nobody in it is passed over."""
+    """The policy of `scheduler.admission`. Under `priority` the queue itself is in order, so its policy is FIFO."""
     return pack(config.fifo_every) if config.admission == "pack" else fifo
 
 
-def by_priority(wait_ns: int) -> Turn:
-    """Each level of priority counts as `wait_ns` of having come later.
+def make_turn(config: SchedulerConfig) -> Turn:
+    """Orders newcomers: each level of priority counts as having arrived `priority_wait_s` later.
 
-    So a request can be overtaken by those that arrive within `wait_ns` times the difference of their levels after it,
-    and by no other: the wait of every request is bounded, whatever comes. The order of two requests never changes.
+    So a request is overtaken only by those that arrive within `priority_wait_s` times the difference of their levels
+    after it, and its wait is bounded. The order of two requests never changes. Without priorities it is FIFO.
     """
+    wait_ns = int(config.priority_wait_s * 1e9) if config.admission == "priority" else 0
 
     def turn(request: Request, inbox_ns: int) -> int:
         return inbox_ns + request.priority * wait_ns
 
     return turn
-
-
-def make_turn(config: SchedulerConfig) -> Turn:
-    """Where a newcomer stands in the queue; without priorities, behind all who came before."""
-    wait_ns = int(config.priority_wait_s * 1e9) if config.admission == "priority" else 0
-    return by_priority(wait_ns)

@@ -1,10 +1,11 @@
-"""The seam between tokens and tensors: what the scheduler hands the runner, and what comes back.
+"""The interface between scheduler and runner: the batch that goes in, and the sampled tokens that come back.
 
-A batch is rows of (sequence, number of new tokens); there is no prefill mode and no decode mode. Rows whose single
-new token is the one sampled last come first: the runner reads it from its own memory, by slot, so a step can be
-launched before the host has seen the step before. All other rows bring their token ids along.
+A batch is rows of (sequence, number of new tokens); there is no prefill mode and no decode mode. Rows whose one new
+token is the one sampled last come first. The runner reads that token from its own memory, by slot, so a step can be
+launched before the host has read the step before it. All other rows bring their token ids with them.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,45 +15,51 @@ import numpy.typing as npt
 
 from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.messages import SamplingParams, TokenLogprobs
-from roseinfer.runtime.stopwatch import Watch
 
 Int32Array = npt.NDArray[np.int32]
-IndexArray = npt.NDArray[np.intp]  # what numpy indexes with at once; int32 it converts first, at four times the cost
+IndexArray = npt.NDArray[np.intp]  # numpy indexes with these directly; int32 it converts first, at four times the cost
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 
-NO_TOKEN = -1  # instead of a token id: the model's logits of the row were not finite
-OWN_FAULT = -2  # likewise: what its request asked for cannot be used, or made finite logits infinite or NaN
+NO_TOKEN = -1  # in place of a token id: the model's logits of the row were not finite
+OWN_FAULT = -2  # likewise: the request's parameters cannot be used, or made finite logits infinite or NaN
+
+
+class Watch(Protocol):
+    """Measures the parts of a step: `with watch("forward"):`."""
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """Begin the part `name`, a field of `PhaseTimes`; the `with` that follows ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotBinding:
-    """A slot got a new owner: what the runner must know of it before the owner's first row.
+    """The new owner of a slot, as the runner must know it before the owner's first row.
 
-    Random numbers depend only on (params.seed, position), so a sequence that comes back after preemption, in whatever
-    slot, goes on as if nothing had happened.
+    Random numbers depend only on (params.seed, position), so a sequence that is preempted and comes back in another
+    slot continues unchanged.
     """
 
     slot: int
     params: SamplingParams
     num_prompt_tokens: int
-    eos_token_ids: tuple[int, ...]  # empty when the request ignores them; barred while min_tokens is not reached
+    eos_token_ids: tuple[int, ...]  # empty when the request ignores them; barred until min_tokens is reached
     token_ids: Int32Array | None = None  # all known ones, prompt and generated, if `params.has_penalties`
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):
-    """A row of a prompt whose tokens are scored: each by its log-probability after the one before it."""
+    """A row whose prompt tokens are scored: each gets its log-probability given the tokens before it."""
 
-    row: int  # of the batch; it is no device row
+    row: int  # of the batch; never a device row
     next_token_ids: Int32Array  # what follows the row's first tokens: the prompt ends, or goes on in the next step
     num_likeliest: int
 
 
 class Scores(msgspec.Struct, frozen=True, gc=False):
-    """What came of a `ScoredRow`: an entry for each of its `next_token_ids`."""
+    """The result of a `ScoredRow`: an entry for each of its `next_token_ids`."""
 
     logprobs: Float64Array  # [tokens] of the model's own distribution
-    top_token_ids: Int32Array  # [tokens, num_likeliest] the likeliest in its place, likeliest first
+    top_token_ids: Int32Array  # [tokens, num_likeliest] the likeliest at that position, likeliest first
     top_logprobs: Float64Array  # [tokens, num_likeliest]
 
 
@@ -72,7 +79,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
     block_table: Int32Array  # [slots, max_blocks] block ids of every slot, valid up to the row's last new token
     bindings: tuple[SlotBinding, ...]  # to be applied, in order, before the rows
     scored: tuple[ScoredRow, ...] = ()
-    masks: TokenMasks | None = None  # of the rows that sample what a grammar allows: by `params.grammar` of their slots
+    masks: TokenMasks | None = None  # for the rows that sample under a grammar
 
     @property
     def num_rows(self) -> int:
@@ -84,7 +91,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class SampledTokens(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of one batch: one entry for each row with `samples`, in row order, and one for each `scored` row."""
+    """The result of a batch: one entry for each row with `samples`, in row order, and one for each `scored` row."""
 
     token_ids: Int32Array  # `NO_TOKEN` or `OWN_FAULT` where a row has none
     logprobs: list[TokenLogprobs | None] | None  # None when no row asked
@@ -92,7 +99,7 @@ class SampledTokens(msgspec.Struct, frozen=True, gc=False):
 
 
 class Launched(Protocol):
-    """A batch on its way through the device."""
+    """A batch that the device is computing."""
 
     @property
     def graph_rows(self) -> int:
@@ -100,14 +107,14 @@ class Launched(Protocol):
 
     @property
     def h2d_bytes(self) -> int:
-        """What was copied to a device with its own memory."""
+        """Bytes copied to a device with its own memory."""
 
     def wait(self) -> SampledTokens:
         """Block until the sampled tokens are on the host. Called once."""
 
 
 class Runner(Protocol):
-    """Whoever turns batches into tokens: `model/runner.py`, or `tests/fake_runner.py`.
+    """Computes batches: `model/runner.py`, or `tests/fake_runner.py`.
 
     The token at position p of a sequence is computed from the KV entries of positions 0..p, found through the block
     table; the KV entry of position p lies at offset p % block_size of the block `block_table[slot, p // block_size]`.
@@ -117,7 +124,7 @@ class Runner(Protocol):
     def vocab_size(self) -> int: ...
 
     def launch(self, batch: ScheduledBatch, watch: Watch) -> Launched:
-        """Start computing a batch of at least one row, and tell the watch of the launch's parts.
+        """Start computing a batch of at least one row; `watch` measures the launch's parts.
 
-        The batch before may not have been waited for. Batches are computed in the order of their launches.
+        The batch before it may still be unread. Batches are computed in the order of their launches.
         """

@@ -1,11 +1,11 @@
-"""Which KV blocks are used, which are kept for the prefix cache, and which are free. Knows ids and counts, no contents.
+"""Allocates, shares, frees and evicts KV blocks by their ids.
 
 A block is in exactly one of three states, so used + cached + free = total:
 
     used    some sequence holds it (reference count > 0)
-    cached  nobody holds it, but the prefix cache knows what it contains; it may be taken, least recently used first,
-            but first from the tenant who has more than its share of what is cached
-    free    nobody holds it and nobody knows it
+    cached  no sequence holds it, but the prefix cache can find its contents; it may be evicted, least recently used
+            first, and first from a tenant with more than its share of the cached blocks
+    free    no sequence holds it, and its contents are unknown
 """
 
 from collections import OrderedDict
@@ -17,10 +17,9 @@ import numpy as np
 class BlockPool:
     """Reference counts and eviction order of `num_blocks` blocks.
 
-    `on_evict(block_id)` is called when a cached block is taken for new contents. Asking for more than
-    `num_available` blocks is a mistake of the caller. A tenant is whoever publishes under one name; with several of
-    them, the largest loses its own oldest block while it holds more than `tenant_share` of those that are cached. So
-    whoever floods the cache evicts itself, and a tenant that is alone has it all.
+    `on_evict(block_id)` is called when a cached block is taken for new contents. A tenant is a name under which blocks
+    are published. With several tenants, the largest loses its own oldest block while it holds more than `tenant_share`
+    of the cached blocks: a tenant that floods the cache evicts itself, and a tenant that is alone may fill it.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None], tenant_share: float = 1.0) -> None:
@@ -28,7 +27,7 @@ class BlockPool:
         self._on_evict = on_evict
         self._tenant_share = tenant_share
         self._reference_counts = [0] * num_blocks  # lists: a step touches a few of them, one at a time
-        self._tenants: list[bytes | None] = [None] * num_blocks  # who published it; None: nobody knows its contents
+        self._tenants: list[bytes | None] = [None] * num_blocks  # that published it; None: its contents are unknown
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what was just used is warm
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the next to be evicted first
         self._evictable_of: dict[bytes, OrderedDict[int, None]] = {}  # the same by tenant, of those that have any
@@ -47,7 +46,7 @@ class BlockPool:
         return len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, free ones before cached ones, each with one reference."""
+        """Take `count` blocks, at most `num_available`: free ones before cached ones, each with one reference."""
         assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
         largest = self._find_largest() if count > len(self._free) else None
         block_ids = [self._free.pop() if self._free else self._evict(largest) for _ in range(count)]
@@ -56,18 +55,18 @@ class BlockPool:
         return block_ids
 
     def _find_largest(self) -> OrderedDict[int, None] | None:
-        """The cached blocks of the tenant who has most; None when there is one tenant."""
+        """The cached blocks of the tenant that has most; None when there is one tenant."""
         return max(self._evictable_of.values(), key=len) if len(self._evictable_of) > 1 else None
 
     def _evict(self, largest: OrderedDict[int, None] | None) -> int:
         is_flooded = largest is not None and len(largest) > self._tenant_share * len(self._evictable)
         block_id = next(iter(largest if largest is not None and is_flooded else self._evictable))
-        self._take_evictable(block_id)
+        self._remove_evictable(block_id)
         self._tenants[block_id] = None
         self._on_evict(block_id)
         return block_id
 
-    def _take_evictable(self, block_id: int) -> None:
+    def _remove_evictable(self, block_id: int) -> None:
         del self._evictable[block_id]
         tenant = self._tenants[block_id]
         assert tenant is not None, "an evictable block is cached"
@@ -80,14 +79,13 @@ class BlockPool:
         """Add a reference to each block; a cached one comes back into use."""
         for block_id in block_ids:
             if self._reference_counts[block_id] == 0:
-                self._take_evictable(block_id)
+                self._remove_evictable(block_id)
             self._reference_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop a reference to each block of one sequence, given first to last.
 
-        The last blocks become the first to be evicted: a prefix without its tail is of use, a tail without its prefix
-        is not.
+        The last blocks are evicted first: a prefix without its tail can be used, a tail without its prefix cannot.
         """
         for block_id in reversed(list(block_ids)):
             self._reference_counts[block_id] -= 1
@@ -101,14 +99,14 @@ class BlockPool:
                     self._evictable_of.setdefault(tenant, OrderedDict())[block_id] = None
 
     def mark_cached(self, block_id: int, tenant: bytes) -> None:
-        """The prefix cache knows this block's contents from now on, until it is evicted."""
+        """Record that the prefix cache can find this block's contents, until it is evicted."""
         assert self._reference_counts[block_id] > 0, "only a block in use can be published"
         self._tenants[block_id] = tenant
 
     def unmark_cached(self, block_id: int) -> None:
-        """The prefix cache has forgotten the block of its own accord."""
+        """Record that the prefix cache has dropped the block other than by eviction."""
         if self.is_evictable(block_id):
-            self._take_evictable(block_id)
+            self._remove_evictable(block_id)
             self._free.append(block_id)
         self._tenants[block_id] = None
 

@@ -1,10 +1,10 @@
-"""What a sequence may say next, as masks over the vocabulary. Knows tokens and bits; no grammar and no text.
+"""Masks over the vocabulary: which tokens a sequence's grammar allows next.
 
-A sequence with a grammar has a `Constraint` for as long as it lives: it keeps its state over a preemption, and goes
-with the sequence when that ends. A mask needs the token before it, so such a sequence is in one step at a time.
+A sequence with a grammar owns a `Constraint`, which keeps its state over a preemption. A mask depends on the token
+before it, so such a sequence is in at most one launched step at a time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -26,7 +26,7 @@ class Matcher(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """It met a limit, or a token that it does not allow, and knows nothing any more."""
+        """The matcher met a limit, or a token that it does not allow, and is of no further use."""
 
     @property
     def error(self) -> str:
@@ -36,38 +36,37 @@ class Matcher(Protocol):
         """Write which tokens may come next; end-of-sequence tokens where the text may end here."""
 
     def accept(self, token_id: int) -> None:
-        """The token came next."""
+        """Advance over the token that was sampled."""
 
 
 class Grammars(Protocol):
-    """Whoever compiles grammars, away from the engine's thread: `text/grammar/compiler.py`."""
+    """Compiles grammars outside the engine's thread: `text/grammar/compiler.py`."""
 
     @property
     def vocab_size(self) -> int:
         """Of the model."""
 
     def open(self, grammar: Grammar) -> "Future[Matcher]":
-        """A matcher at its beginning, some time later."""
+        """Begin to compile; the future's result is a matcher at the start of the text."""
 
 
 class Constraint:
-    """One sequence's matcher, once it is there, and what else bars its tokens."""
+    """One sequence's matcher, and the tokens that are barred for other reasons."""
 
     def __init__(
         self, pending: "Future[Matcher]", params: SamplingParams, eos_token_ids: Iterable[int], vocab_size: int
     ) -> None:
         self.pending = pending
         self.vocab_size = vocab_size
-        ignored = set(eos_token_ids) if params.ignore_eos else set()
-        self._barred = sorted(ignored)
+        self._barred = sorted(set(eos_token_ids)) if params.ignore_eos else []
         self._barred_at_first = sorted({*eos_token_ids, *params.stop_token_ids})
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._is_barred_off = False
+        self._allows_nothing = False
 
     @property
     def matcher(self) -> Matcher:
-        """Only when `pending` is done, and did not fail."""
+        """The matcher; only once `pending` is done and did not fail."""
         return self.pending.result(timeout=0)
 
     @property
@@ -76,32 +75,32 @@ class Constraint:
 
     @property
     def has_failed(self) -> bool:
-        """The sequence cannot go on: no token is allowed, or the matcher has given up."""
-        return self._is_barred_off or self.matcher.has_failed
+        """The sequence cannot go on: no token is allowed, or the matcher has failed."""
+        return self._allows_nothing or self.matcher.has_failed
 
     @property
     def error(self) -> str:
         """Why it has failed, in one line for the log; empty while it has not."""
-        return self.matcher.error or ("no token is allowed" if self._is_barred_off else "")
+        return self.matcher.error or ("no token is allowed" if self._allows_nothing else "")
 
     def fill(self, allowed: MaskArray) -> None:
         """Write the mask of the next token. Where there can be none, all are allowed and `has_failed` holds."""
         matcher = self.matcher
         matcher.fill(allowed)
-        self._is_barred_off = not allowed.any()
-        if matcher.has_failed or self._is_barred_off:
+        self._allows_nothing = not allowed.any()
+        if matcher.has_failed or self._allows_nothing:
             allowed[:] = 0xFFFFFFFF
         else:
             _bar(self._barred_at_first if self._num_tokens < self._min_tokens else self._barred, allowed)
 
     def accept(self, token_id: int) -> None:
-        """The token was sampled."""
+        """Advance over the token that was sampled."""
         self._num_tokens += 1
         self.matcher.accept(token_id)
 
 
-def _bar(token_ids: Sequence[int], allowed: MaskArray) -> None:
-    """The text goes on where it can; where the grammar lets it do nothing but end, it ends."""
+def _bar(token_ids: list[int], allowed: MaskArray) -> None:
+    """Take the tokens out of the mask, unless nothing would be left: where the grammar can only end, it ends."""
     rest = allowed.copy()
     for token_id in token_ids:
         if token_id // 32 < len(rest):
@@ -111,14 +110,14 @@ def _bar(token_ids: Sequence[int], allowed: MaskArray) -> None:
 
 
 class TokenMasks:
-    """The masks of some rows of a batch, made when they are first asked for: after the forward pass is on its way."""
+    """The masks of a batch's rows that have grammars, computed on first use, when the forward pass is under way."""
 
     def __init__(self, constraints: dict[int, Constraint]) -> None:
         self.constraints = constraints  # at least one, by the slot of its row
         self._bits: MaskArray | None = None
 
     def bits(self) -> MaskArray:
-        """[constraints, ceil(vocab_size / 32)], in their order; it stays the same."""
+        """[constraints, ceil(vocab_size / 32)], in their order; the same array on each call."""
         if self._bits is None:
             constraints = list(self.constraints.values())
             self._bits = np.zeros((len(constraints), -(-constraints[0].vocab_size // 32)), np.uint32)

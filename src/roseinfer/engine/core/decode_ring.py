@@ -1,4 +1,4 @@
-"""The slots of decoding sequences in, the rows of a step's decode part out. Knows whose turn it is and nothing else."""
+"""Selects which decoding sequences are in a step; when they are too many for one step, they take turns."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from roseinfer.engine.core.batch import IndexArray, Int32Array
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of one new token each. Never changed in place: a step on its way may still hold them."""
+    """Rows of one new token each. Never changed in place: a launched step may still hold them."""
 
     slots: Int32Array
     index: IndexArray  # the same, as numpy indexes with
@@ -28,12 +28,12 @@ def rows_of(slots: list[int]) -> DecodeRows:
 
 
 class DecodeRing:
-    """Slots that decode, in the order of their turns; at most `limit` of them in one step."""
+    """Decoding slots in the order of their turns; at most `limit` of them in one step."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._slots: deque[int] = deque()
-        self._rows: DecodeRows | None = None  # while nothing changes, as in most steps, the last answer stands
+        self._rows: DecodeRows | None = None  # the last selection, while nothing changes, as in most steps
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -50,13 +50,13 @@ class DecodeRing:
         self._rows = None
 
     def select(self) -> DecodeRows:
-        """Those whose turn it is. They keep it until `pass_turn`."""
+        """The slots whose turn it is, until `pass_turn`."""
         if self._rows is None:
             self._rows = rows_of(list(islice(self._slots, self._limit)))
         return self._rows
 
     def pass_turn(self, count: int) -> None:
-        """The first `count` had their turn: they go behind the others, if there are others."""
+        """Move the first `count` slots behind the others, if there are others."""
         if count < len(self._slots):
             self._slots.rotate(-count)
             self._rows = None

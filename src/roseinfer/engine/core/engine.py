@@ -1,44 +1,90 @@
-"""One step, three verbs: schedule, launch, commit. Turns requests into step outputs; never sees text or tensors."""
+"""The engine: one step schedules, launches and commits, and turns requests into step outputs."""
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch
-from roseinfer.engine.core.invariants import violations
+from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch, Watch
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.steps import NOTHING, Outcome
-from roseinfer.engine.link.heartbeat import Pulse
-from roseinfer.engine.profiling import Profiler, StepProfile
-from roseinfer.messages import AtRest, EngineInfo, Request, StepOutput
-from roseinfer.records import NO_TIMES, StepRecord
-from roseinfer.runtime.gc_pauses import GcPauses
-from roseinfer.runtime.stopwatch import Phases, Stopwatch
+from roseinfer.messages import EngineInfo, Request, StepOutput
+from roseinfer.records import NO_TIMES, PhaseTimes, StepRecord
 
-_COMPILING_WAIT_S = 0.005  # for a grammar, before commands are looked at again
+_COMPILING_WAIT_S = 0.005  # for a grammar, before the loop looks for commands again
 
 
-class OutboxState(msgspec.Struct, frozen=True, gc=False):
-    """How far the front end is behind with reading."""
+class StepWatch(Watch, Protocol):
+    """Measures one step."""
 
-    depth: int  # messages that it has not taken yet
-    wait_ns: int  # that the engine has just stood still for it
+    step_id: int
+    start_ns: int
+
+    def times(self) -> PhaseTimes: ...
 
 
-IDLE_OUTBOX = OutboxState(0, 0)
+class Phases(Protocol):
+    """Makes the watch of each step: `runtime/stopwatch.py`."""
+
+    on_capture: Callable[[bool], None]  # called when the recording of a CUDA graph begins, and when it ends
+
+    def clock(self) -> int: ...
+
+    def begin(self, step_id: int) -> StepWatch: ...
+
+    def whole(self, step_id: int) -> AbstractContextManager[None]:
+        """Mark all that the engine does until it outputs this step."""
+
+    def begin_collection(self) -> None:
+        """Mark a garbage collection until `end_collection`."""
+
+    def end_collection(self) -> None: ...
+
+
+class Profiler(Protocol):
+    """Records what host and device do: `model/profiling.py`. Methods raise OSError or RuntimeError."""
+
+    def start(self) -> None: ...
+
+    def stop(self, directory: Path) -> None:
+        """Stop recording, and write the trace into `directory`."""
+
+
+class GcTime(Protocol):
+    """The time that garbage collections took: `runtime/gc_pauses.py`."""
+
+    total_ns: int
+
+
+class _Unmeasured:
+    total_ns: int = 0
+
+
+class LoopState(msgspec.Struct, frozen=True, gc=False):
+    """What the loop around the engine adds to a step's record."""
+
+    outbox_depth: int = 0  # messages that the front end has not taken yet
+    outbox_wait_ns: int = 0  # that the engine has just stood still for it
+    is_profiled: bool = False
+
+
+QUIET = LoopState()
 
 
 class _LaunchedStep(msgspec.Struct, frozen=True, gc=False):
     batch: ScheduledBatch
     launched: Launched
-    watch: Stopwatch
+    watch: StepWatch
 
 
 class Engine:
-    """A scheduler, a runner and a stopwatch. Owned by one loop; nothing here has a lock.
+    """A scheduler and a runner. Owned by one loop; nothing here has a lock.
 
     With a `pipeline_depth` of 1 the next step is launched before the result of the one before is read, so the device
-    goes on while the host tells of the tokens and schedules.
+    computes while the host outputs tokens and schedules.
     """
 
     def __init__(
@@ -50,71 +96,50 @@ class Engine:
         pipeline_depth: int = 0,
         profiler: Profiler | None = None,
     ) -> None:
-        self.profile = StepProfile(profiler)
         self.scheduler = scheduler
         self.runner = runner
         self.phases = phases
         self.info = info
         self.pipeline_depth = pipeline_depth
+        self.profiler = profiler  # for the loop
+        self.gc_time: GcTime = _Unmeasured()  # replaced by the loop, which notes collections
+        self._gc_ns = 0  # of collections up to the tokens of the step read last
         self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first
         self._num_steps = 0
-        self._num_seen_steps = 0  # when somebody looked around last
-        self._told_id = 0  # of the step that is told next, or was told last
-        self.pulse = Pulse()
-        phases.on_capture = self._note_capture
-        self.gc_pauses = GcPauses(on_start=self._begin_collection, on_end=self._end_collection)
-        self._gc_ns = 0  # of collections up to the tokens of the step read last
-
-    def _begin_collection(self) -> None:
-        if self.phases.marker is not None:
-            self.phases.marker.push("gc", self._told_id)
-        self.pulse.begin_collection()
-
-    def _end_collection(self) -> None:
-        self.pulse.end_collection()
-        if self.phases.marker is not None:
-            self.phases.marker.pop()
-
-    def _note_capture(self, begins: bool) -> None:
-        self.pulse.begin_capture() if begins else self.pulse.begin_step()
 
     @property
     def has_work(self) -> bool:
-        """A step would do something: run a sequence, read a launched step, or tell of a request that was aborted."""
+        """A step would do something: run a sequence, read a launched step, or output the end of an aborted request."""
         return self.scheduler.has_work
 
-    def add(self, request: Request) -> None:
-        self.scheduler.add(request, self.phases.clock())
+    def add_request(self, request: Request) -> None:
+        self.scheduler.add_request(request, self.phases.clock())
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
 
-    def step(self, outbox: OutboxState = IDLE_OUTBOX) -> StepOutput:
-        """Launch as far as the pipeline goes, then read the oldest step: one output tells of one step.
+    def step(self, state: LoopState = QUIET) -> StepOutput:
+        """Launch as far as the pipeline goes, then read the oldest step and output it."""
+        with self.phases.whole(self._pipeline[0].watch.step_id if self._pipeline else self._num_steps + 1):
+            return self._step(state)
 
-        `outbox` is only written into the record.
-        """
-        self._told_id = self._pipeline[0].watch.step_id if self._pipeline else self._num_steps + 1
-        with self.phases.whole(self._told_id):
-            return self._step(outbox)
-
-    def _step(self, outbox: OutboxState) -> StepOutput:
+    def _step(self, state: LoopState) -> StepOutput:
         watch = self._fill_pipeline()  # at depth 0 that of the step itself
-        if not self._pipeline:  # nothing could run: a step all the same, which may tell of aborted requests
+        if not self._pipeline:  # nothing could run: a step all the same, which may output aborted requests
             self._num_steps += 1
             self.scheduler.compiling.wait(_COMPILING_WAIT_S)
-            return self._tell(NOTHING, watch, watch, watch.start_ns, None, outbox)
+            return self._build_output(NOTHING, watch, watch, watch.start_ns, None, state)
         step = self._pipeline.popleft()
         with step.watch("wait"):
             sampled = step.launched.wait()
         tokens_ns = self.phases.clock()
-        gc_ns, self._gc_ns = self.gc_pauses.total_ns - self._gc_ns, self.gc_pauses.total_ns
+        gc_ns, self._gc_ns = self.gc_time.total_ns - self._gc_ns, self.gc_time.total_ns
         with step.watch("commit"):
             outcome = self.scheduler.commit(step.batch, sampled)
-        return self._tell(outcome, step.watch, watch, tokens_ns, step.launched, outbox, gc_ns)
+        return self._build_output(outcome, step.watch, watch, tokens_ns, step.launched, state, gc_ns)
 
-    def _fill_pipeline(self) -> Stopwatch:
-        """Schedule and launch until the pipeline is full or nothing can run; the stopwatch of the last attempt."""
+    def _fill_pipeline(self) -> StepWatch:
+        """Schedule and launch until the pipeline is full or nothing can run; returns the watch of the last attempt."""
         while True:
             watch = self.phases.begin(self._num_steps + 1)
             with watch("schedule"):
@@ -128,20 +153,20 @@ class Engine:
             if len(self._pipeline) > self.pipeline_depth:
                 return watch
 
-    def _tell(
+    def _build_output(
         self,
         outcome: Outcome,
-        watch: Stopwatch,
-        ahead: Stopwatch,
+        watch: StepWatch,
+        ahead: StepWatch,
         tokens_ns: int,
         launched: Launched | None,
-        outbox: OutboxState,
+        state: LoopState,
         gc_ns: int = 0,
     ) -> StepOutput:
         scheduler = self.scheduler
-        outputs = outcome.outputs + scheduler.take_ended()
-        counts, pool = scheduler.counts, scheduler.residency.pool
-        # In the order of the fields: to find each of thirty by its name takes a microsecond, a fifth of the budget.
+        outputs = outcome.outputs + scheduler.pop_ended()
+        counts, pool = scheduler.counts, scheduler.kv_cache.pool
+        # In the order of the fields: finding each of thirty by name takes a microsecond, a fifth of the budget.
         record = StepRecord(
             watch.step_id,
             watch.start_ns,
@@ -163,30 +188,15 @@ class Engine:
             pool.num_blocks,  # num_total_blocks
             counts.num_context_tokens,
             counts.blocked_by,
-            outbox.depth,  # outbox_depth
-            outbox.wait_ns,  # outbox_wait_ns
+            state.outbox_depth,
+            state.outbox_wait_ns,
             gc_ns,
-            self.gc_pauses.total_ns - self._gc_ns if launched else 0,  # late_gc_ns
+            self.gc_time.total_ns - self._gc_ns if launched else 0,  # late_gc_ns
             0 if launched is None else launched.h2d_bytes,
-            self.profile.marks_step(),  # is_profiled
+            state.is_profiled,
             0 if launched is None else launched.graph_rows,
             self.pipeline_depth,
             watch.times(),  # phases
             NO_TIMES if ahead is watch else ahead.times(),  # ahead
         )
         return StepOutput(outcome.slots, outcome.token_ids, outputs, record)
-
-    @property
-    def has_worked(self) -> bool:
-        """There was a step since somebody looked around."""
-        return self._num_steps != self._num_seen_steps
-
-    def look_around(self) -> AtRest:
-        """Whether all is as it must be, now that nothing moves."""
-        self._num_seen_steps = self._num_steps
-        return AtRest(self.scheduler.num_added, violations(self.scheduler))
-
-    def check_integrity(self) -> None:
-        """Assert every invariant over sequences, slots and blocks. For tests, and for debugging when idle."""
-        found = violations(self.scheduler)
-        assert not found, "; ".join(f"{violation.invariant}: {violation.detail}" for violation in found)

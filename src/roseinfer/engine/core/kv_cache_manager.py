@@ -1,18 +1,15 @@
-"""Which sequences hold slots and blocks: entering, growing, publishing what was computed, and leaving.
-
-The memory side of the scheduler. Knows blocks, slots and prefixes; nothing of budgets, turns or steps.
-"""
+"""Gives slots and KV blocks to sequences and frees them; finds cached prefixes and publishes computed blocks."""
 
 from bisect import insort
 
 from roseinfer.config.tree import CacheConfig
 from roseinfer.engine.core.batch import IndexArray
-from roseinfer.engine.core.prefix_cache import BlockChain, PrefixCache
+from roseinfer.engine.core.prefix_cache import PrefixCache
 from roseinfer.engine.core.sequence import Sequence, SlotTable
 
 
-class Residency:
-    """Owner of the block pool, the prefix cache and the slot table."""
+class KVCacheManager:
+    """Owner of the block pool, the prefix cache and the slot table. A resident is a sequence that holds a slot."""
 
     def __init__(self, cache: CacheConfig, *, num_slots: int, num_blocks: int, max_model_len: int) -> None:
         self.block_size = cache.block_size
@@ -21,20 +18,17 @@ class Residency:
         )
         self.pool = self.prefix_cache.pool
         self.table = SlotTable(num_slots, max_model_len, cache.block_size)
-        self.sequences: list[Sequence] = []  # those with a slot, oldest first
+        self.residents: list[Sequence] = []  # oldest first
         self._num_entered = 0
-
-    def new_chain(self, cache_salt: str) -> BlockChain:
-        return self.prefix_cache.new_chain(cache_salt)
 
     def num_missing(self, sequence: Sequence) -> int:
         """Known tokens of a resident that are not in its KV cache yet."""
         return int(self.table.num_tokens[sequence.slot] - self.table.num_computed[sequence.slot])
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks to start from. The last known token is always computed, since its logits are needed.
+        """The cached blocks to start from.
 
-        So are all tokens of a prompt that is scored.
+        The last known token is always computed, since its logits are needed; so are all tokens of a scored prompt.
         """
         self.prefix_cache.extend(sequence.chain, sequence.token_ids)
         return self.prefix_cache.match(sequence.chain, self._max_matched(sequence))
@@ -43,44 +37,45 @@ class Residency:
         return 0 if sequence.scores is not None else (len(sequence.token_ids) - 1) // self.block_size
 
     def is_prefix_pending(self, sequence: Sequence, num_matched: int) -> bool:
-        """A resident is computing the very block that this sequence needs next."""
+        """Whether a resident is computing the very block that this sequence needs next."""
         return num_matched < self._max_matched(sequence) and self.prefix_cache.is_pending(sequence.chain, num_matched)
 
     def fits(self, sequence: Sequence, matched: list[int]) -> bool:
-        """All known tokens fit, and every resident could still take one more block.
+        """Whether all known tokens fit, and every resident could still get one more block.
 
-        The margin keeps a newcomer from being preempted in the step after its admission. Whether a slot is free is for
-        the caller to ask, of `table`.
+        The margin keeps a newcomer from being preempted in the step after its admission. That a slot is free is checked
+        by the caller.
         """
         num_revived = sum(self.pool.is_evictable(block_id) for block_id in matched)
-        return self._num_new_blocks(sequence, matched) + num_revived + len(self.sequences) <= self.pool.num_available
+        return self._num_new_blocks(sequence, matched) + num_revived + len(self.residents) <= self.pool.num_available
 
     def _num_new_blocks(self, sequence: Sequence, matched: list[int]) -> int:
         return -(-len(sequence.token_ids) // self.block_size) - len(matched)
 
-    def enter(self, sequence: Sequence, matched: list[int]) -> None:
-        """Give the sequence a slot and blocks for all known tokens, those of `matched` being filled already."""
+    def allocate(self, sequence: Sequence, matched: list[int]) -> None:
+        """Give the sequence a slot and blocks for all known tokens; those of `matched` are filled already."""
         self.pool.share(matched)
         block_ids = matched + self.pool.allocate(self._num_new_blocks(sequence, matched))
         self.table.bind(sequence, block_ids, len(matched) * self.block_size)
         if sequence.scores is not None:
-            sequence.scores = []  # what was read before a preemption is read again
+            sequence.scores = []  # what was scored before a preemption is scored again
         if sequence.age < 0:
             sequence.age = self._num_entered
             self._num_entered += 1
         sequence.num_published_blocks = len(matched)
         sequence.num_announced_blocks = len(sequence.chain.digests)
         self.prefix_cache.announce(sequence.chain, len(matched), len(sequence.chain.digests))
-        insort(self.sequences, sequence, key=lambda resident: resident.age)
+        insort(self.residents, sequence, key=lambda resident: resident.age)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Take slot and blocks back, and what was announced and will not be computed.
+    def free(self, sequence: Sequence) -> None:
+        """Free a resident's slot and blocks, and withdraw the announced blocks that it will not compute.
 
-        What it generated is published here, all at once: while it ran nobody could ask for it, short of a twin.
+        Its generated tokens are published here, all at once; while it ran, only an identical sequence could have used
+        them.
         """
         self.publish(sequence, int(self.table.num_computed[sequence.slot]))
         self.prefix_cache.withdraw(sequence.chain, sequence.num_published_blocks, sequence.num_announced_blocks)
-        self.sequences.remove(sequence)
+        self.residents.remove(sequence)
         self.pool.release(self.table.unbind(sequence))
 
     def find_full(self, slots: IndexArray) -> list[int]:
@@ -89,12 +84,12 @@ class Residency:
         return full
 
     def grow(self, slots: list[int]) -> None:
-        """Give each of the slots one more block. The pool must have as many."""
-        if len(slots):
+        """Give each of the slots one more block. The pool must have as many available."""
+        if slots:
             self.table.blocks.append(slots, self.pool.allocate(len(slots)))
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
-        """The first `num_computed` tokens of a resident are in its KV cache: let others find the blocks they fill."""
+        """Let others find the blocks that a resident's first `num_computed` tokens fill: they are in its KV cache."""
         num_full, start = num_computed // self.block_size, sequence.num_published_blocks
         if num_full <= start or not self.prefix_cache.is_enabled or sequence.has_failed:
             return
@@ -104,9 +99,10 @@ class Residency:
         sequence.num_published_blocks = num_full
         sequence.num_announced_blocks = max(num_full, sequence.num_announced_blocks)
 
-    def disown(self, sequence: Sequence) -> None:
-        """What the sequence computed, or started from, may be wrong: nobody finds it any more, nor what follows it.
+    def unpublish(self, sequence: Sequence) -> None:
+        """Hide what a failed sequence computed or started from, and what follows it, since it may be wrong.
 
-        Who shares the blocks already keeps them; if they are wrong, its own logits will say so.
+        Sequences that share these blocks keep them; if the blocks are wrong, their own logits will show it.
         """
+        sequence.has_failed = True
         self.prefix_cache.forget_chain(sequence.chain)

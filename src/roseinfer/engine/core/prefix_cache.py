@@ -1,8 +1,8 @@
-"""Finds KV blocks that were already computed for the same tokens. Knows block contents as digests and token ids.
+"""The prefix cache: finds KV blocks that were already computed for the same tokens.
 
 Each full block has a SHA-256 digest over its parent's digest and its own token ids; the chain starts from the cache
-salt, so prompts share blocks only with prompts of the same salt. Token ids are compared on a hit all the same: a
-collision can only miss. The scheme is the field's usual hash chain (vLLM calls it automatic prefix caching).
+salt, so prompts share blocks only with prompts of the same salt. Token ids are compared on a hit too, so a collision
+is a miss. The scheme is the usual hash chain (vLLM calls it automatic prefix caching).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from roseinfer.engine.core.block_pool import BlockPool
 
 @dataclass(slots=True, eq=False)
 class BlockChain:
-    """The digests and contents of one sequence's full blocks, first to last; it only ever grows."""
+    """The digests and contents of one sequence's full blocks, first to last; it only grows."""
 
     root: bytes
     digests: list[bytes] = field(default_factory=list)
@@ -32,9 +32,9 @@ class _CachedBlock(msgspec.Struct, frozen=True, gc=False):  # one a block: the c
 
 
 class PrefixCache:
-    """Maps digests of full blocks to the blocks that hold them, and knows which are being computed right now.
+    """Maps digests of full blocks to the blocks that hold them, and to those being computed now.
 
-    With `is_enabled` false, chains stay empty, so nothing is ever found, published or waited for.
+    With `is_enabled` false, chains stay empty, so nothing is found, published or waited for.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, is_enabled: bool = True, tenant_share: float = 1.0) -> None:
@@ -49,7 +49,7 @@ class PrefixCache:
         return BlockChain(hashlib.sha256(salt.encode()).digest())
 
     def extend(self, chain: BlockChain, token_ids: Int32Array) -> None:
-        """Bring the chain up to the full blocks of `token_ids`, of which it has seen a prefix before."""
+        """Extend the chain to all full blocks of `token_ids`, which begin with the tokens it already covers."""
         if not self.is_enabled:
             return
         digests, contents = chain.digests, chain.contents
@@ -75,7 +75,7 @@ class PrefixCache:
         return block_ids
 
     def publish(self, chain: BlockChain, start: int, block_ids: list[int]) -> None:
-        """Blocks `start`.. of the chain are now computed, in `block_ids`. An equal block published earlier stays."""
+        """Make blocks `start`.. of the chain findable in `block_ids`. An equal block published earlier stays."""
         digests = chain.digests
         for index, block_id in enumerate(block_ids, start):
             digest = digests[index]
@@ -90,7 +90,7 @@ class PrefixCache:
         del self._blocks[self._digest_of.pop(block_id)]
 
     def forget_chain(self, chain: BlockChain) -> None:
-        """Whatever the chain names cannot be found any more, nor what was computed after it, by whomsoever."""
+        """Drop all blocks of the chain and all blocks computed after them, by any sequence."""
         children: dict[bytes, list[bytes]] = {}
         for digest, cached in self._blocks.items():
             children.setdefault(cached.parent, []).append(digest)
@@ -104,11 +104,11 @@ class PrefixCache:
                 self.pool.unmark_cached(block_id)
 
     def announce(self, chain: BlockChain, start: int, end: int) -> None:
-        """Blocks start..end-1 of the chain are about to be computed: others with the same prefix may wait for them."""
+        """Mark blocks start..end-1 of the chain as being computed: others with the same prefix may wait for them."""
         self._pending.update(chain.digests[start:end])
 
     def withdraw(self, chain: BlockChain, start: int, end: int) -> None:
-        """Those blocks will not be computed after all (abort, preemption)."""
+        """Unmark blocks that will not be computed after all (abort, preemption)."""
         for digest in chain.digests[start:end]:
             if self._pending[digest] > 1:
                 self._pending[digest] -= 1
@@ -116,7 +116,7 @@ class PrefixCache:
                 del self._pending[digest]
 
     def is_pending(self, chain: BlockChain, index: int) -> bool:
-        """Somebody is computing block `index` of this chain."""
+        """Whether some sequence is computing block `index` of this chain."""
         return index < len(chain.digests) and chain.digests[index] in self._pending
 
     @property

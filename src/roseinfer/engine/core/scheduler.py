@@ -1,27 +1,25 @@
-"""Decides, step by step, which sequences get how many tokens, and takes the sampled tokens back.
+"""The scheduler: decides which sequences compute how many tokens in a step, and commits the sampled tokens.
 
-One token budget a step: first one token for each decoding sequence, then the next chunk of prompts being prefilled,
-then newcomers. Knows sequences and counts; never sees text, tensors or a clock of its own.
+Each step has one token budget: first one token for each decoding sequence, then the next chunk of prompts being
+prefilled, then newcomers.
 
-Counts grow when a step is scheduled, token ids are filled in when it is committed. So the next step can be scheduled
-between the two. What the host cannot know by then is that a token was an end-of-sequence or stop token: the row that
-such a sequence has in the next step is surplus, and its commit drops it.
+Counts grow when a step is scheduled; token ids are filled in when it is committed. The next step can be scheduled
+between the two. The host does not know by then whether a token was an end-of-sequence or stop token: if it was, the
+sequence's row in the next step is surplus, and the commit drops it.
 """
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
 
 import numpy as np
 
 from roseinfer.config.tree import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.admission import make_policy, make_turn
 from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, SlotBinding
-from roseinfer.engine.core.compiling import Compiling
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.deadlines import Deadlines
 from roseinfer.engine.core.decode_ring import DecodeRing, DecodeRows, rows_of
-from roseinfer.engine.core.kv_cache_manager import Residency
+from roseinfer.engine.core.kv_cache_manager import KVCacheManager
 from roseinfer.engine.core.sequence import Sequence, SequenceStatus
 from roseinfer.engine.core.steps import (
     Chunk,
@@ -29,12 +27,12 @@ from roseinfer.engine.core.steps import (
     RowFailures,
     ScheduledStep,
     StepCounts,
-    find_last,
-    follow,
+    advance_grammars,
+    build_outcome,
+    find_last_rows,
     make_batch,
-    tell,
 )
-from roseinfer.engine.core.waiting_queue import WaitingQueue
+from roseinfer.engine.core.waiting_queue import CompilingQueue, WaitingQueue
 from roseinfer.messages import Request, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
 
@@ -56,18 +54,18 @@ class Scheduler:
         self.limits = config.limits
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.residency = Residency(
+        self.kv_cache = KVCacheManager(
             cache, num_slots=self.limits.max_active_seqs, num_blocks=num_blocks, max_model_len=max_model_len
         )
         self.waiting = WaitingQueue(make_turn(config))
-        self.compiling = Compiling(grammars, eos_token_ids)
+        self.compiling = CompilingQueue(grammars, eos_token_ids)
         self.counts = StepCounts()  # of the step scheduled or committed last
-        self._table = self.residency.table
+        self._table = self.kv_cache.table
         self._policy = make_policy(config)
         self._window = max(config.lookahead, self.limits.max_prefill_seqs)
         self._max_prefix_wait_steps = config.max_prefix_wait_steps
         self._admission_turn = 0
-        self._now_ns = 0  # when the step was begun that was scheduled last
+        self._now_ns = 0  # when the last scheduled step began
         self.sequences: dict[str, Sequence] = {}  # every unfinished one by request id
         self.deadlines = Deadlines()
         self.num_added = 0
@@ -75,7 +73,7 @@ class Scheduler:
         self._failures = RowFailures()
         self.prefilling: list[Sequence] = []  # oldest first
         self.in_flight: deque[ScheduledStep] = deque()  # scheduled and not committed, oldest first
-        self.leaving: list[Sequence] = []  # ended, but in a step in flight: slot and blocks are still theirs
+        self.leaving: list[Sequence] = []  # ended, but in a step in flight: they still hold slot and blocks
         self._bindings: list[SlotBinding] = []
         self._ended: list[TokenOutput] = []  # last outputs of sequences that ended outside a step
 
@@ -93,7 +91,7 @@ class Scheduler:
 
     # --- requests in, requests out ----------------------------------------------------------------------------------
 
-    def add(self, request: Request, inbox_ns: int) -> None:
+    def add_request(self, request: Request, inbox_ns: int) -> None:
         """Queue a validated request: its prompt is not empty, and prompt and completion fit the context."""
         assert 0 < len(request.prompt_token_ids) <= self.max_model_len - request.params.max_tokens
         assert request.request_id not in self.sequences, f"request id {request.request_id} is in use"
@@ -101,80 +99,80 @@ class Scheduler:
             request=request,
             inbox_ns=inbox_ns,
             token_ids=np.asarray(request.prompt_token_ids, np.int32),
-            chain=self.residency.new_chain(request.cache_salt),
+            chain=self.kv_cache.prefix_cache.new_chain(request.cache_salt),
             scores=None if request.params.num_prompt_logprobs is None else [],
         )
         self.sequences[request.request_id] = sequence
         self.num_added += 1
-        self.deadlines.add(sequence, len(self.sequences))
-        if not self.compiling.add(sequence):
-            self.waiting.add(sequence)
+        self.deadlines.add_sequence(sequence, len(self.sequences))
+        if not self.compiling.add_sequence(sequence):
+            self.waiting.add_newcomer(sequence)
 
     def abort(self, request_id: str) -> None:
-        """End a sequence wherever it is. An unknown or finished id is no mistake."""
+        """End a sequence in whatever stage it is. Unknown and finished ids are ignored."""
         sequence = self.sequences.get(request_id)
         if sequence is not None:
             self._end_early(sequence, FinishReason.ABORT)
 
     def _end_early(self, sequence: Sequence, reason: FinishReason, grammar_error: str = "") -> None:
-        """End it outside a step, without a token."""
+        """End a sequence outside a step, without a token."""
         self._end(sequence)
         request_id, times = sequence.request.request_id, sequence.times
         self._ended.append(TokenOutput(request_id, [], None, reason, times=times, grammar_error=grammar_error))
 
-    def _take_compiled(self) -> None:
-        """Those whose grammars are compiled wait for their turn; those whose are not fit to be used have failed."""
-        for sequence, error in self.compiling.take():
-            self.waiting.add(sequence)
+    def _queue_compiled(self) -> None:
+        """Move sequences whose grammars are compiled to the waiting queue; end those whose grammar failed."""
+        for sequence, error in self.compiling.pop_compiled():
+            self.waiting.add_newcomer(sequence)
             if error is not None:
                 self._end_early(sequence, FinishReason.ERROR, f"{type(error).__name__}: {error}")
 
-    def take_ended(self) -> list[TokenOutput]:
-        """Last outputs of what ended outside a step since the last call. Each is handed out once."""
+    def pop_ended(self) -> list[TokenOutput]:
+        """Return the last outputs of sequences that ended outside a step since the last call."""
         ended, self._ended = self._ended, []
         self.counts.num_finished += len(ended)
         return ended
 
     def _end(self, sequence: Sequence) -> None:
-        """It is over. Slot and blocks are free again as soon as no step in flight writes there."""
+        """End a sequence. Its slot and blocks are freed once no step in flight writes there."""
         if sequence.status is SequenceStatus.WAITING:
-            if not self.compiling.remove(sequence):
-                self.waiting.remove(sequence)
+            if not self.compiling.remove_sequence(sequence):
+                self.waiting.remove_sequence(sequence)
         else:
             self._stop_running(sequence)
             self.leaving.append(sequence)
         sequence.status = SequenceStatus.FINISHED
         del self.sequences[sequence.request.request_id]
-        self._release()
+        self._free_ended()
 
     def _stop_running(self, sequence: Sequence) -> None:
-        """No further step contains it."""
+        """Keep the sequence out of further steps."""
         if sequence.status is SequenceStatus.DECODING:
             self.ring.remove(sequence.slot)
         elif sequence.status is SequenceStatus.PREFILLING:
             self.prefilling.remove(sequence)
 
-    def _release(self) -> None:
-        """Take slots and blocks back from those that are over and in no step any more."""
+    def _free_ended(self) -> None:
+        """Free slots and blocks of ended sequences that are in no step in flight."""
         for sequence in self.leaving.copy():
             if not any(step.holds(sequence.slot) for step in self.in_flight):
                 self.leaving.remove(sequence)
-                self.residency.leave(sequence)
+                self.kv_cache.free(sequence)
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 
     def schedule(self, step_id: int, now_ns: int) -> ScheduledBatch | None:
-        """The next step's batch, or None when nothing can run, or not before the steps in flight are committed.
+        """The next step's batch; None when nothing can run, or not before the steps in flight are committed.
 
-        `now_ns` becomes newcomers' first scheduling.
+        `now_ns` becomes the `scheduled_ns` of newcomers.
         """
         self.counts = StepCounts()
         self._now_ns = now_ns
         if now_ns >= self.deadlines.next_ns:
-            for sequence in self.deadlines.take_expired(now_ns):
+            for sequence in self.deadlines.pop_expired(now_ns):
                 self._end_early(sequence, FinishReason.TIMEOUT)
         if len(self.compiling):
-            self._take_compiled()
+            self._queue_compiled()
         decodes = self._select_decodes()
         if decodes is None:
             return None
@@ -187,7 +185,7 @@ class Scheduler:
         return self._advance(step_id, decodes, chunks)
 
     def _select_decodes(self) -> DecodeRows | None:
-        """Slots that decode in this step, each with room for its token; when more decode, they take turns."""
+        """The slots that decode in this step, each with a block for its token; None as of `_make_room`."""
         self.counts.num_not_selected = max(0, len(self.ring) - self.limits.max_num_seqs)
         selected = self.ring.select()
         ready = self._without_unread(selected)
@@ -197,56 +195,56 @@ class Scheduler:
         return rows
 
     def _without_unread(self, rows: DecodeRows) -> DecodeRows:
-        """Without those whose grammar must see a token first that a step in flight samples."""
+        """Leave out slots whose grammar needs a token that a step in flight samples."""
         if not self._table.constraints or not self.in_flight:
             return rows
         unread = {slot for slot in self._table.constraints if any(step.holds(slot) for step in self.in_flight)}
         return rows_of([slot for slot in rows.slots.tolist() if slot not in unread])
 
     def _make_room(self, rows: DecodeRows) -> DecodeRows | None:
-        """A new block for every slot whose last one is full; the youngest sequences are preempted when none is left.
+        """Give a block to each slot whose last one is full, preempting the youngest sequences when none is left.
 
-        Blocks go to the oldest first, and it is never preempted while others hold any, so it always progresses.
-        Returns the rows that still decode. None when somebody must be preempted while steps are in flight: what is
-        preempted comes back with its token ids, so all of them must be known.
+        Blocks go to the oldest first, which is never preempted while others hold any, so it always progresses.
+        Returns the rows that still decode; None when a sequence must be preempted while steps are in flight, since all
+        its token ids must be known for it to come back.
         """
-        residency, owners = self.residency, self._table.owners
-        full = residency.find_full(rows.index)
-        if len(full) <= residency.pool.num_available:
-            residency.grow(full)
+        kv_cache, owners = self.kv_cache, self._table.owners
+        full = kv_cache.find_full(rows.index)
+        if len(full) <= kv_cache.pool.num_available:
+            kv_cache.grow(full)
             return rows
         if self.in_flight:
             return None
         for sequence in sorted((self._table.owner(slot) for slot in full), key=lambda owner: owner.age):
-            while sequence.slot >= 0 and not residency.pool.num_available:
-                self._preempt(residency.sequences[-1])
+            while sequence.slot >= 0 and not kv_cache.pool.num_available:
+                self._preempt(kv_cache.residents[-1])
             if sequence.slot >= 0:
-                residency.grow([sequence.slot])
+                kv_cache.grow([sequence.slot])
         return rows_of([slot for slot in rows.slots.tolist() if owners[slot] is not None])
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks; it computes its tokens again later, the prefix cache permitting."""
+        """Free the sequence's blocks; it computes its tokens again later, except those in the prefix cache."""
         self._stop_running(sequence)
-        self.residency.leave(sequence)
+        self.kv_cache.free(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
         sequence.preempted_ns, sequence.resumed_ns = self._now_ns, 0
         self.counts.num_preemptions += 1
-        self.waiting.put_back(sequence)
+        self.waiting.add_preempted(sequence)
 
     def _continue_prefills(self, budget: int) -> list[Chunk]:
-        """Prompts begun in an earlier step, oldest first."""
+        """Schedule prompts begun in an earlier step, oldest first."""
         chunks: list[Chunk] = []
         for sequence in self.prefilling:
             if budget <= 0:
                 break
-            length = min(budget, self.residency.num_missing(sequence))
+            length = min(budget, self.kv_cache.num_missing(sequence))
             chunks.append((sequence, length))
             budget -= length
         return chunks
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Sequences from the waiting queue, in the policy's order, as long as there is room for them."""
+        """Admit waiting sequences, in the policy's order, while there is room for them."""
         if not self.waiting:
             return []
         if blocked_by := self._full_limit(budget, 0):
@@ -259,13 +257,13 @@ class Scheduler:
             if blocked_by := self._full_limit(budget, len(chunks)):
                 self._note_blocked(blocked_by)
                 break
-            matched = self.residency.match_prefix(sequence)
+            matched = self.kv_cache.match_prefix(sequence)
             if self._waits_for_prefix(sequence, len(matched)):
                 self._note_blocked(BlockedBy.PREFIX)
                 continue
-            if self.residency.fits(sequence, matched):
-                self._enter(sequence, matched)
-                length = min(budget, self.residency.num_missing(sequence))
+            if self.kv_cache.fits(sequence, matched):
+                self._begin_prefill(sequence, matched)
+                length = min(budget, self.kv_cache.num_missing(sequence))
                 chunks.append((sequence, length))
                 budget -= length
                 continue
@@ -278,7 +276,7 @@ class Scheduler:
         return chunks
 
     def _full_limit(self, budget: int, num_admitted: int) -> BlockedBy:
-        """The limit that lets no further sequence into this step, if there is one."""
+        """The limit that keeps any further sequence out of this step, if there is one."""
         if budget <= 0:
             return BlockedBy.TOKEN_BUDGET
         if num_admitted == self.limits.max_prefill_seqs:
@@ -286,35 +284,35 @@ class Scheduler:
         return BlockedBy.NOTHING if self._table.num_free else BlockedBy.SLOTS
 
     def _note_blocked(self, blocked_by: BlockedBy) -> None:
-        """The first that is left behind says what the others wait for."""
+        """Record the limit that kept the first sequence out; the others wait behind it."""
         self.counts.blocked_by = self.counts.blocked_by or blocked_by
 
     def _waits_for_prefix(self, sequence: Sequence, num_matched: int) -> bool:
-        """Another sequence is computing the very block this one needs next: wait for it, but not for ever."""
+        """Whether to wait for a block that another sequence is computing; at most `max_prefix_wait_steps` times."""
         if sequence.num_prefix_wait_steps >= self._max_prefix_wait_steps:
             return False
-        if not self.residency.is_prefix_pending(sequence, num_matched):
+        if not self.kv_cache.is_prefix_pending(sequence, num_matched):
             return False
         sequence.num_prefix_wait_steps += 1
         return True
 
-    def _enter(self, sequence: Sequence, matched: list[int]) -> None:
-        """Slot and blocks for the sequence, and the news for the runner."""
-        self.residency.enter(sequence, matched)
+    def _begin_prefill(self, sequence: Sequence, matched: list[int]) -> None:
+        """Give the sequence a slot and blocks, and bind the slot in the next batch."""
+        self.kv_cache.allocate(sequence, matched)
         sequence.status = SequenceStatus.PREFILLING
         insort(self.prefilling, sequence, key=lambda prefilling: prefilling.age)
         if sequence.num_preemptions:
             sequence.resumed_ns = self._now_ns
         if not sequence.scheduled_ns:
             sequence.scheduled_ns = self._now_ns
-            sequence.num_cached_tokens = len(matched) * self.residency.block_size
-            if self.residency.prefix_cache.is_enabled and sequence.scores is None:
+            sequence.num_cached_tokens = len(matched) * self.kv_cache.block_size
+            if self.kv_cache.prefix_cache.is_enabled and sequence.scores is None:
                 self.counts.num_prefix_queried_tokens += sequence.num_prompt_tokens
                 self.counts.num_prefix_hit_tokens += sequence.num_cached_tokens
         self._bindings.append(sequence.binding(self.eos_token_ids))
 
     def _advance(self, step_id: int, decodes: DecodeRows, chunks: list[Chunk]) -> ScheduledBatch:
-        """The batch. From here on its tokens count as computed, and those it samples as known."""
+        """Make the batch. From here on its tokens count as computed, and those it samples as known."""
         table, num_device_rows, counts = self._table, len(decodes), self.counts
         bindings, self._bindings = tuple(self._bindings), []
         batch, index, ends = make_batch(step_id, table, decodes, chunks, bindings)
@@ -335,7 +333,7 @@ class Scheduler:
         return batch
 
     def _begin_decoding(self, sequence: Sequence) -> None:
-        """The last chunk of its prompt is in a step: it decodes from the next one on."""
+        """Let a sequence decode from the next step on: the last chunk of its prompt is in this one."""
         self.prefilling.remove(sequence)
         sequence.status = SequenceStatus.DECODING
         self.ring.append(sequence.slot)
@@ -343,34 +341,29 @@ class Scheduler:
     # --- commit -----------------------------------------------------------------------------------------------------
 
     def commit(self, batch: ScheduledBatch, sampled: SampledTokens) -> Outcome:
-        """Take the tokens of the oldest step in flight in: ids are kept, full blocks published, sequences finished.
+        """Commit the tokens of the oldest step in flight: keep ids, publish full blocks, end sequences.
 
-        Raises UnattributableFailure when rows failed and it cannot be their own fault.
+        Raises UnattributableFailure when rows failed and their requests cannot be the cause.
         """
         step = self.in_flight.popleft()
         assert step.batch is batch, "steps are committed in the order of their launches"
         self.counts = step.counts
         rows = step.sampled_rows(sampled, {sequence.slot for sequence in self.leaving})
-        last = find_last(rows, self._table, self.eos_token_ids)
+        last = find_last_rows(rows, self._table, self.eos_token_ids)
         if failed := self._failures.judge(rows, self._table):
             last |= {row: FinishReason.ERROR for row in failed if row not in rows.surplus}
-            self._disown(self._table.owner(rows.index[row]) for row in failed)
+            for row in failed:
+                self.kv_cache.unpublish(self._table.owner(rows.index[row]))
         for row in range(batch.num_device_rows, batch.num_rows):
-            self.residency.publish(self._table.owner(step.index[row]), int(step.ends[row]))
+            self.kv_cache.publish(self._table.owner(step.index[row]), int(step.ends[row]))
         step.keep_scores(sampled, self._table)
         self._table.token_ids[rows.index, rows.ends] = sampled.token_ids
         if self._table.constraints:
-            follow(rows, self._table, last)
-        outcome = tell(rows, self._table, last)
+            advance_grammars(rows, self._table, last)
+        outcome = build_outcome(rows, self._table, last)
         for row in sorted(last):
             self._end(self._table.owner(rows.index[row]))
         self.counts.num_finished += len(last)
         if self.leaving:
-            self._release()
+            self._free_ended()
         return outcome
-
-    def _disown(self, failed: Iterable[Sequence]) -> None:
-        """What these have computed may be wrong: nobody else gets it."""
-        for sequence in failed:
-            sequence.has_failed = True
-            self.residency.disown(sequence)

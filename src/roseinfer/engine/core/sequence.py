@@ -1,7 +1,7 @@
-"""What has become of a request, and the arrays in which everything that changes each step is kept, one row a slot.
+"""The state of a sequence, and the arrays of everything that changes each step, one row a slot.
 
-A sequence that holds KV blocks owns a slot. Lengths, token ids and block ids live in `SlotTable`, are changed in place
-for the whole batch at once, and are read by the runner without a copy.
+A sequence that holds KV blocks owns a slot. Lengths, token ids and block ids are in `SlotTable`, where they are changed
+in place for the whole batch at once and read by the runner without a copy.
 """
 
 from collections.abc import Iterable
@@ -21,49 +21,49 @@ NO_SLOT = -1
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is. It holds a slot and blocks from `PREFILLING` on, until no launched step contains it."""
+    """The stages of a sequence. It holds a slot and blocks from `PREFILLING` on, until no launched step contains it."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"  # some of its known tokens are not in the KV cache yet
-    DECODING = "decoding"  # all but the last token are, and the runner remembers that one
-    ENDING = "ending"  # the step of its last token has been launched: no other will
-    FINISHED = "finished"  # its last output has been told
+    DECODING = "decoding"  # all but the last token are, and the runner holds that one
+    ENDING = "ending"  # the step of its last token has been launched
+    FINISHED = "finished"  # its last output has been built
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """One request's life in the engine."""
+    """One request in the engine."""
 
     request: Request
     inbox_ns: int
     token_ids: Int32Array  # all known tokens while it waits; while it holds a slot they are in the table
     chain: BlockChain
-    constraint: Constraint | None = None  # what its grammar allows, if it has one
+    constraint: Constraint | None = None  # if it has a grammar
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int = NO_SLOT
-    age: int = -1  # order of first admission, the oldest smallest: who is preempted last
+    age: int = -1  # order of first admission; the smallest is preempted last
     scheduled_ns: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     preempted_ns: int = 0
     resumed_ns: int = 0
-    turn_ns: int = 0  # when it is its turn to be admitted, among newcomers
-    has_failed: bool = False  # what it computed may be wrong, and is not for others
+    turn_ns: int = 0  # orders newcomers in the waiting queue
+    has_failed: bool = False  # what it computed may be wrong and is not published
     num_prefix_wait_steps: int = 0
-    num_published_blocks: int = 0  # blocks of the chain below this index are computed and known to the prefix cache
-    num_announced_blocks: int = 0  # and those from there up to this one are announced
-    scores: list[Scores] | None = None  # of the prompt's tokens as far as it was read; None: not asked for, or told
+    num_published_blocks: int = 0  # blocks of the chain below this index are in the prefix cache
+    num_announced_blocks: int = 0  # and those from there up to this index are announced
+    scores: list[Scores] | None = None  # of the prompt's tokens so far; None: not asked for, or output already
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
 
     def binding(self, eos_token_ids: tuple[int, ...]) -> SlotBinding:
-        """What the runner must know of the owner of its slot. All ids of its tokens are known."""
+        """What the runner must know of the new owner of its slot."""
         params = self.request.params
         return SlotBinding(
             slot=self.slot,
-            params=params if self.constraint is None else replace(params, min_tokens=0),  # its masks know of that
+            params=params if self.constraint is None else replace(params, min_tokens=0),  # its masks see to that
             num_prompt_tokens=self.num_prompt_tokens,
             eos_token_ids=() if params.ignore_eos else eos_token_ids,
             token_ids=self.token_ids if params.has_penalties else None,
@@ -90,7 +90,7 @@ class BlockTable:
         self.capacities: Int32Array = np.zeros(num_slots, np.int32)  # tokens that the slot's blocks hold
 
     def append(self, slots: list[int], block_ids: list[int]) -> None:
-        """Give each of the slots one more block; one by one, since in most steps they are few."""
+        """Give each of the slots one more block; a loop, since in most steps they are few."""
         for slot, block_id in zip(slots, block_ids, strict=True):
             capacity = self.capacities.item(slot)
             self.ids[slot, capacity // self.block_size] = block_id
@@ -104,8 +104,8 @@ class BlockTable:
         ids: list[int] = self.ids[slot, : self.capacities[slot] // self.block_size].tolist()
         return ids
 
-    def take(self, slot: int) -> list[int]:
-        """The slot's block ids; the row is empty afterwards."""
+    def pop_blocks(self, slot: int) -> list[int]:
+        """Empty the slot's row and return its block ids."""
         ids = self.of(slot)
         self.capacities[slot] = 0
         return ids
@@ -114,8 +114,8 @@ class BlockTable:
 class SlotTable:
     """The state of every sequence that holds a slot, as arrays of [slots] or [slots, max_model_len].
 
-    Counts are as of the step launched last; ids are filled in when a step's result has been read. So the last
-    tokens that `num_tokens` counts may still be without an id while a step that samples them is on its way.
+    Counts are as of the step launched last; token ids are filled in when a step's result is read. So the last tokens
+    that `num_tokens` counts may have no id yet, while the step that samples them is under way.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
@@ -154,7 +154,7 @@ class SlotTable:
         return slot
 
     def unbind(self, sequence: Sequence) -> list[int]:
-        """Take the slot back; the sequence keeps its token ids. Returns the block ids it held."""
+        """Free the slot; the sequence keeps its token ids. Returns the block ids it held."""
         slot = sequence.slot
         sequence.token_ids = self.known_tokens(slot).copy()
         sequence.slot = NO_SLOT
@@ -162,7 +162,7 @@ class SlotTable:
         self.stop_token_ids.pop(slot, None)
         self.constraints.pop(slot, None)
         self._free.append(slot)
-        return self.blocks.take(slot)
+        return self.blocks.pop_blocks(slot)
 
     def known_tokens(self, slot: int) -> Int32Array:
         """A view of the slot's token ids."""
@@ -170,7 +170,7 @@ class SlotTable:
         return tokens
 
     def scored_rows(self, chunks: Iterable[tuple[Sequence, int]], first_row: int) -> tuple[ScoredRow, ...]:
-        """Those of a step's chunks, which lie in rows from the first on, whose prompts are scored."""
+        """The chunks of a step whose prompts are scored; the chunks are in the rows from `first_row` on."""
         scored = []
         for row, (sequence, length) in enumerate(chunks, first_row):
             num_likeliest = sequence.request.params.num_prompt_logprobs

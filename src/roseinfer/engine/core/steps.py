@@ -1,8 +1,6 @@
-"""A step between its schedule and its commit: what is remembered of it, and what is told once its tokens are known.
+"""A step between its schedule and its commit: building its batch, judging failed rows, and building its outputs.
 
-Knows slots, counts and ids. Of a sequence it changes two things only: how its prompt's tokens were scored, and how far
-its grammar has been followed. These are msgspec structs because some are made in every step: a frozen dataclass takes
-several times as long to make.
+Structs of every step are msgspec's, since a frozen dataclass takes several times as long to make.
 """
 
 import msgspec
@@ -24,15 +22,15 @@ from roseinfer.messages import PromptLogprobs, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
 
 Chunk = tuple[Sequence, int]
-"""A sequence and how many of its known tokens a step computes."""
+"""A sequence, and how many of its known tokens a step computes."""
 
-MAX_FAILURES_IN_A_ROW = 4  # of one prompt each: a client that tries again, and again
+MAX_FAILURES_IN_A_ROW = 4  # of one prompt each: one client may send it again and again
 
 _NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 
 
 class StepCounts(msgspec.Struct, gc=False):
-    """What the scheduler counted in one step; part of its `StepRecord`."""
+    """The scheduler's counts of one step; part of its `StepRecord`."""
 
     num_decode_seqs: int = 0
     num_prefill_seqs: int = 0
@@ -54,20 +52,20 @@ class SampledRows(msgspec.Struct, frozen=True, gc=False):
     sampled: SampledTokens
     first: range  # rows whose token is the first one after a prefill
     has_last: bool  # some row sampled the last token that its request allows
-    surplus: set[int]  # rows of sequences that had ended before, which was not known when the step was scheduled
+    surplus: set[int]  # rows of sequences that ended after the step was scheduled
 
 
 class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
-    """A step that has been scheduled and not been committed. Arrays have one entry a row."""
+    """A step that is scheduled and not committed. Arrays have one entry a row."""
 
     batch: ScheduledBatch
     index: IndexArray  # `batch.slots`, as numpy indexes with
-    ends: Int32Array  # tokens in the row's KV cache after the step: where its sampled token goes
+    ends: Int32Array  # tokens in the row's KV cache after the step: the position of its sampled token
     has_last: bool  # some row samples the last token that its request allows
     counts: StepCounts
 
     def holds(self, slot: int) -> bool:
-        """A row of it is the slot's."""
+        """Whether one of its rows is the slot's."""
         return bool((self.index == slot).any())
 
     def sampled_rows(self, sampled: SampledTokens, ended: set[int]) -> SampledRows:
@@ -79,56 +77,52 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
         return SampledRows(index, ends, sampled, range(self.batch.num_device_rows, len(index)), self.has_last, surplus)
 
     def keep_scores(self, sampled: SampledTokens, table: SlotTable) -> None:
-        """What its prompts' tokens were scored goes to their sequences."""
+        """Keep the scores of prompt tokens with their sequences."""
         for row, scores in zip(self.batch.scored, sampled.scores, strict=True):
             sequence = table.owner(self.index[row.row])
-            assert sequence.scores is not None, "scores are told with the first token"
+            assert sequence.scores is not None, "scores are output with the first token"
             sequence.scores.append(scores)
 
 
 class UnattributableFailure(Exception):
-    """Rows failed together, or one after the other without end: the fault is not theirs."""
+    """Rows failed together, or one after the other without end, so the cause is not in their requests."""
 
 
 class RowFailures:
-    """Which rows of a step have no token, and whether that can be the fault of their requests.
+    """Decides whether rows without a token failed because of their own requests.
 
-    A row that fails beside one that does not fails alone. When all rows of a step fail, and they are of several
-    prompts, or when so many prompts fail in succession as no single client explains, it is the device, or the weights.
-    The choices of a prompt are one: they share its list, in whichever process, and fail together or one by one.
-    A row whose own request is the cause (`OWN_FAULT`) is evidence of nothing, however many there are.
+    A row that fails beside one that does not fails alone. When all rows of a step fail and they are of several
+    prompts, or more prompts fail in succession than one client explains, the device or the weights are at fault. The
+    choices of a prompt share its list and count once. A row that its own request spoiled (`OWN_FAULT`) is no evidence.
     """
 
     def __init__(self) -> None:
-        self._prompts: dict[int, list[int]] = {}  # that failed since a row had a token, by identity: see `judge`
+        self._prompts: dict[int, list[int]] = {}  # by identity: those that failed since a row had a token
 
     def judge(self, rows: SampledRows, table: SlotTable) -> list[int]:
-        """The rows that failed; those that are surplus or failed by their own fault are evidence of nothing.
-
-        Raises UnattributableFailure.
-        """
+        """Return the rows that failed, surplus ones included. Raises UnattributableFailure."""
         token_ids = rows.sampled.token_ids
-        if not len(token_ids):  # parts of prompts alone: nothing was seen, neither for nor against
+        if not len(token_ids):  # no row sampled: no evidence
             return []
         if np.minimum.reduce(token_ids) >= 0:
             self._prompts.clear()
             return []
         failed: list[int] = (token_ids < 0).nonzero()[0].tolist()
-        without_meaning = rows.surplus.union((token_ids == OWN_FAULT).nonzero()[0].tolist())
-        judged = [row for row in failed if row not in without_meaning]
-        if len(judged) < len(token_ids) - len(without_meaning):
+        no_evidence = rows.surplus.union((token_ids == OWN_FAULT).nonzero()[0].tolist())
+        judged = [row for row in failed if row not in no_evidence]
+        if len(judged) < len(token_ids) - len(no_evidence):
             self._prompts.clear()
             return failed
         prompts = [table.owner(rows.index[row]).request.prompt_token_ids for row in judged]
         of_step = {id(prompt): prompt for prompt in prompts}
-        self._prompts |= of_step  # kept, so that no other list gets the identity of one of them
+        self._prompts |= of_step  # kept alive, so that no other list gets the identity of one of them
         if len(of_step) > 1 or len(self._prompts) > MAX_FAILURES_IN_A_ROW:
             raise UnattributableFailure(f"no row of a step had a finite logit ({len(judged)} rows)")
         return failed
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What a step has to tell; the columns are those of `StepOutput`."""
+    """The outputs of a committed step; the columns are those of `StepOutput`."""
 
     slots: bytes
     token_ids: bytes
@@ -142,7 +136,7 @@ NOTHING = Outcome(b"", b"", [], 0)
 def make_batch(
     step_id: int, table: SlotTable, decodes: DecodeRows, chunks: list[Chunk], bindings: tuple[SlotBinding, ...]
 ) -> tuple[ScheduledBatch, IndexArray, Int32Array]:
-    """The batch of these rows, its slots as numpy indexes with, and the tokens in each row's KV cache after it."""
+    """Return the batch, its slots as numpy indexes with, and the tokens in each row's KV cache after it."""
     slots, index, num_new_tokens = decodes.slots, decodes.index, decodes.num_new_tokens
     if chunks:
         slots = np.concatenate([slots, np.array([sequence.slot for sequence, _ in chunks], np.int32)])
@@ -162,13 +156,13 @@ def make_batch(
         block_table=table.blocks.ids,
         bindings=bindings,
         scored=table.scored_rows(chunks, len(decodes)),
-        masks=masks_of(table, slots, samples),
+        masks=_masks(table, slots, samples),
     )
     return batch, index, ends
 
 
 def _prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
-    """The known tokens that the chunks compute, one after the other."""
+    """The known tokens that the chunks compute, chunk after chunk."""
     if not chunks:
         return _NO_TOKENS
     starts = [int(table.num_computed[sequence.slot]) for sequence, _ in chunks]
@@ -180,16 +174,16 @@ def _prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
     )
 
 
-def masks_of(table: SlotTable, slots: Int32Array, samples: BoolArray) -> TokenMasks | None:
-    """What the grammars of the rows that sample allow; None when none of them has one."""
+def _masks(table: SlotTable, slots: Int32Array, samples: BoolArray) -> TokenMasks | None:
+    """The masks of the rows that sample under a grammar; None when there are none."""
     if not table.constraints:
         return None
     found = {slot: table.constraints[slot] for slot in slots[samples].tolist() if slot in table.constraints}
     return TokenMasks(found) if found else None
 
 
-def find_last(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
-    """Rows whose token ends their sequence: the last one allowed, an eos id they heed, or one of their stop ids."""
+def find_last_rows(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
+    """Find rows whose token ends their sequence: the last one allowed, an eos id they heed, or a stop id."""
     index, token_ids, last = rows.index, rows.sampled.token_ids, dict[int, FinishReason]()
     if rows.has_last:
         at_limit = (rows.ends + 1 == table.max_tokens[index]).nonzero()[0].tolist()
@@ -207,8 +201,8 @@ def find_last(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...
     return last
 
 
-def follow(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> None:
-    """Take the rows' tokens to their grammars, and add the rows to `last` whose text is complete or cannot go on."""
+def advance_grammars(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> None:
+    """Advance the rows' grammars by their tokens; adds rows to `last` whose text is complete or cannot go on."""
     for row, slot in enumerate(rows.index.tolist()):
         constraint = table.constraints.get(slot)
         if constraint is None or row in rows.surplus or last.get(row) in {FinishReason.STOP, FinishReason.ERROR}:
@@ -220,17 +214,17 @@ def follow(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -
             last[row] = FinishReason.STOP
 
 
-def tell(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> Outcome:
-    """Columns for the rows that have a token to tell and nothing else, outputs for the others."""
+def build_outcome(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> Outcome:
+    """Build a step's outputs: columns for rows with a token and nothing else, `TokenOutput`s for the others."""
     logprobs = rows.sampled.logprobs
-    scored = () if logprobs is None else [row for row, told in enumerate(logprobs) if told is not None]
-    told_in_full = {*rows.first, *last, *scored} - rows.surplus
+    scored = () if logprobs is None else [row for row, entry in enumerate(logprobs) if entry is not None]
+    in_full = {*rows.first, *last, *scored} - rows.surplus
     slots, token_ids = rows.index.astype(np.int32), rows.sampled.token_ids
-    if told_in_full or rows.surplus:
+    if in_full or rows.surplus:
         is_plain = np.ones(len(slots), np.bool_)
-        is_plain[[*told_in_full, *rows.surplus]] = False
+        is_plain[[*in_full, *rows.surplus]] = False
         slots, token_ids = slots[is_plain], token_ids[is_plain]
-    outputs = [_output(rows, row, table, last.get(row)) for row in sorted(told_in_full)]
+    outputs = [_output(rows, row, table, last.get(row)) for row in sorted(in_full)]
     num_failed = sum(reason is FinishReason.ERROR for reason in last.values())
     return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, len(slots) + len(outputs) - num_failed)
 
@@ -249,14 +243,14 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
         stop_token_id=token_id if finish_reason is FinishReason.STOP and not ends_in_text else None,
         times=sequence.times if is_first or finish_reason is not None else None,
         slot=slot if is_first else None,
-        prompt_logprobs=None if sequence.scores is None else _take_scores(sequence),
+        prompt_logprobs=None if sequence.scores is None else _pop_scores(sequence),
         grammar_error=constraint.error if has_failed and constraint is not None else "",
         is_own_fault=token_id == OWN_FAULT,
     )
 
 
-def _take_scores(sequence: Sequence) -> PromptLogprobs:
-    """In one piece, all that was kept; it is told once."""
+def _pop_scores(sequence: Sequence) -> PromptLogprobs:
+    """All scores of the prompt, in one piece; they are output once."""
     assert sequence.scores is not None
     parts, sequence.scores = sequence.scores, None
     return PromptLogprobs(

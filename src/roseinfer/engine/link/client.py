@@ -25,10 +25,10 @@ from roseinfer.errors import (
 )
 from roseinfer.messages import (
     Abort,
-    AtRest,
     EngineFailure,
     EngineInfo,
     Event,
+    IdleReport,
     Profile,
     ProfileEnded,
     Request,
@@ -103,7 +103,7 @@ class AsyncEngine:
 
     @property
     def account(self) -> Account:
-        account = self._transport.pulse.read()
+        account = self._transport.heartbeat.read()
         if not self._num_in_engine:  # it may stand still wherever it is: nobody waits
             return account
         now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
@@ -237,12 +237,12 @@ class AsyncEngine:
                     self._started.set_result(event)
             case ProfileEnded():
                 self._end_profile(event)
-            case AtRest():
+            case IdleReport():
                 self.observer.on_rest([*event.violations, *self._disagreements(event)])
             case EngineFailure():
                 self._go_down(event.as_error())
 
-    def _disagreements(self, engine: AtRest) -> Iterator[Violation]:
+    def _disagreements(self, engine: IdleReport) -> Iterator[Violation]:
         """The engine has nothing to do: nor may anybody here wait for it, unless what it should do is on its way."""
         if engine.num_added != self._num_submitted:
             return

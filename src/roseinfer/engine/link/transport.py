@@ -20,7 +20,7 @@ from roseinfer.config.tree import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.frames import CommandEncoder, FrameBuffer, encode_frame
-from roseinfer.engine.link.heartbeat import Pulse, SharedPage
+from roseinfer.engine.link.heartbeat import Heartbeat, SharedHeartbeat
 from roseinfer.messages import Command, Event, Shutdown, StartupProgress
 from roseinfer.runtime.child_process import end_process, start_process
 
@@ -45,7 +45,7 @@ class Transport(Protocol):
         """
 
     @property
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """What the engine says that it is doing, from `start` on."""
 
     def send(self, command: Command) -> None:
@@ -98,7 +98,7 @@ class ThreadTransport:
         self._build_engine = build_engine
         self._check_when_idle = check_when_idle
         self._inbox = QueueInbox()
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
@@ -125,7 +125,7 @@ class ThreadTransport:
     def _run(self, deliver: Callable[[Event], None]) -> None:
         build = partial(self._build_engine, self._config, deliver)
         outbox = CallbackOutbox(deliver)
-        engine_loop.run(build, self._inbox, outbox, check_when_idle=self._check_when_idle, pulse=self.pulse)
+        engine_loop.run(build, self._inbox, outbox, check_when_idle=self._check_when_idle, heartbeat=self.heartbeat)
 
     def send(self, command: Command) -> None:
         self._inbox.put(command)
@@ -153,7 +153,7 @@ class ProcessTransport:
     def __init__(self, config: Config, command: tuple[str, ...] = _ENGINE_COMMAND) -> None:
         self._config = config
         self._command = command
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self._starter = ThreadPoolExecutor(1, "roseinfer-starter")  # a child dies with the thread that started it
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -168,8 +168,8 @@ class ProcessTransport:
 
     async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
         ours, theirs = socket.socketpair()
-        page = SharedPage()
-        self.pulse, self._is_closing = page.pulse, False
+        page = SharedHeartbeat()
+        self.heartbeat, self._is_closing = page.heartbeat, False
         with theirs:
             start = partial(self._start_child, theirs.fileno())
             self._process = await asyncio.get_running_loop().run_in_executor(self._starter, start)

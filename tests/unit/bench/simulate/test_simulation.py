@@ -14,6 +14,7 @@ from roseinfer.bench.simulate.cost_model import CostModel, fit
 from roseinfer.bench.simulate.simulate import without
 from roseinfer.bench.simulate.simulation import Decision, Setup, Simulated, Simulation
 from roseinfer.config.tree import CacheConfig, SchedulerConfig
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StepOutput
 from roseinfer.observe.gaps.attribution import Attribution
@@ -223,15 +224,15 @@ def test_in_every_history_all_end_once_blocks_are_kept_and_nobody_starves(
 
     def check(output: StepOutput) -> None:
         endings.extend(told.request_id for told in output.outputs if told.finish_reason is not None)
-        simulation.engine.check_integrity()
-        pool = simulation.engine.scheduler.residency.pool
+        assert_invariants(simulation.engine.scheduler)
+        pool = simulation.engine.scheduler.kv_cache.pool
         assert pool.num_used + pool.num_available == pool.num_blocks
 
     simulation = Simulation(setup, on_decision=decisions.append, after_step=check)
     simulated = simulation.run(planned)
     assert sorted(endings) == sorted(timeline.request_id for timeline in simulated.timelines)
     assert len(endings) == len(planned), "one terminal event each"
-    assert simulation.engine.scheduler.residency.pool.num_used == 0
+    assert simulation.engine.scheduler.kv_cache.pool.num_used == 0
     for request, timeline in zip(planned, simulated.timelines, strict=True):
         if timeline.finish_reason is FinishReason.LENGTH:
             assert len(timeline.token_ns) == request.max_tokens

@@ -12,6 +12,7 @@ import pytest
 
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.records import FinishReason
 from tests.unit.engine.harness import EOS, VOCAB_SIZE, Transcript, make_engine, make_request, run_to_end
@@ -96,7 +97,7 @@ def digits(count: int) -> list[int]:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_text_follows_the_grammar_and_ends_with_it(depth: int) -> None:
     engine = engine_with(pipeline_depth=depth)
-    engine.add(constrained("a", "7"))
+    engine.add_request(constrained("a", "7"))
     transcript = run_to_end(engine)
     assert transcript.tokens["a"] == digits(7)
     assert transcript.reasons["a"] is FinishReason.STOP
@@ -107,8 +108,8 @@ def test_the_text_follows_the_grammar_and_ends_with_it(depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_max_tokens_cuts_the_text_and_says_so(depth: int) -> None:
     engine = engine_with(pipeline_depth=depth)
-    engine.add(constrained("a", "7", max_tokens=4))
-    engine.add(constrained("whole", "7", max_tokens=7))
+    engine.add_request(constrained("a", "7", max_tokens=4))
+    engine.add_request(constrained("whole", "7", max_tokens=7))
     transcript = run_to_end(engine)
     assert (transcript.tokens["a"], transcript.reasons["a"]) == (digits(4), FinishReason.LENGTH)
     assert (transcript.tokens["whole"], transcript.reasons["whole"]) == (digits(7), FinishReason.STOP)
@@ -117,12 +118,12 @@ def test_max_tokens_cuts_the_text_and_says_so(depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_others_are_what_they_are_alone_and_are_in_every_step(depth: int) -> None:
     alone = make_engine(pipeline_depth=depth)
-    alone.add(make_request("plain", [5, 6], max_tokens=20))
+    alone.add_request(make_request("plain", [5, 6], max_tokens=20))
     expected = run_to_end(alone)
     engine = engine_with(pipeline_depth=depth)
-    engine.add(make_request("plain", [5, 6], max_tokens=20))
+    engine.add_request(make_request("plain", [5, 6], max_tokens=20))
     for i in range(3):
-        engine.add(constrained(f"c{i}", str(5 + i), [7, i]))
+        engine.add_request(constrained(f"c{i}", str(5 + i), [7, i]))
     transcript = run_to_end(engine)
     assert transcript.tokens["plain"] == expected.tokens["plain"]
     assert [transcript.tokens[f"c{i}"] for i in range(3)] == [digits(5 + i) for i in range(3)]
@@ -141,7 +142,7 @@ def test_chunked_prompts_prefix_hits_and_turns_change_nothing(depth: int) -> Non
     engine = engine_with(pipeline_depth=depth, max_num_seqs=2, max_active_seqs=6, max_num_batched_tokens=16)
     prompt = list(range(20, 60))
     for i in range(6):
-        engine.add(constrained(f"c{i}", str(9 + i), prompt))
+        engine.add_request(constrained(f"c{i}", str(9 + i), prompt))
     transcript = run_to_end(engine)
     assert [transcript.tokens[f"c{i}"] for i in range(6)] == [digits(9 + i) for i in range(6)]
     assert sum(step.record.num_prefix_hit_tokens for step in transcript.steps) > 0
@@ -151,7 +152,7 @@ def test_chunked_prompts_prefix_hits_and_turns_change_nothing(depth: int) -> Non
 def test_a_preempted_sequence_goes_on_where_it_was(depth: int) -> None:
     engine = engine_with(pipeline_depth=depth, num_blocks=17, max_model_len=128, prefix_caching=False)
     for i in range(4):
-        engine.add(constrained(f"c{i}", "35", [7, i]))
+        engine.add_request(constrained(f"c{i}", "35", [7, i]))
     transcript = run_to_end(engine)
     assert sum(step.record.num_preemptions for step in transcript.steps) > 0
     assert all(transcript.tokens[f"c{i}"] == digits(35) for i in range(4))
@@ -161,10 +162,10 @@ def test_a_preempted_sequence_goes_on_where_it_was(depth: int) -> None:
 def test_an_aborted_sequence_leaves_nothing(depth: int) -> None:
     grammars = CountingGrammars(is_slow=True)
     engine = engine_with(grammars, pipeline_depth=depth)
-    engine.add(constrained("waits", "7"))
+    engine.add_request(constrained("waits", "7"))
     engine.abort("waits")
     assert all(future.cancelled() for future, _ in grammars.pending), "nobody compiles for who has left"
-    engine.add(constrained("runs", "30"))
+    engine.add_request(constrained("runs", "30"))
     grammars.finish()
     transcript = Transcript()
     for _ in range(5):
@@ -172,19 +173,19 @@ def test_an_aborted_sequence_leaves_nothing(depth: int) -> None:
     engine.abort("runs")
     run_to_end(engine, transcript)
     assert transcript.reasons == {"waits": FinishReason.ABORT, "runs": FinishReason.ABORT}
-    assert not engine.scheduler.residency.table.constraints
+    assert not engine.scheduler.kv_cache.table.constraints
     assert not len(engine.scheduler.compiling)
 
 
 def test_nobody_waits_for_a_grammar_that_is_being_compiled() -> None:
     grammars = CountingGrammars(is_slow=True)
     engine = engine_with(grammars)
-    engine.add(constrained("slow", "3"))
-    engine.add(make_request("plain", [5, 6], max_tokens=6))
+    engine.add_request(constrained("slow", "3"))
+    engine.add_request(make_request("plain", [5, 6], max_tokens=6))
     transcript = Transcript()
     while "plain" not in transcript.reasons:
         assert transcript.take(engine.step()).record.num_waiting == 1
-        engine.check_integrity()
+        assert_invariants(engine.scheduler)
     grammars.finish()
     run_to_end(engine, transcript)
     assert transcript.tokens["slow"] == digits(3)
@@ -193,7 +194,7 @@ def test_nobody_waits_for_a_grammar_that_is_being_compiled() -> None:
 def test_an_engine_with_nothing_but_a_slow_grammar_steps_idly_until_it_is_there() -> None:
     grammars = CountingGrammars(is_slow=True)
     engine = engine_with(grammars)
-    engine.add(constrained("slow", "3"))
+    engine.add_request(constrained("slow", "3"))
     assert engine.has_work
     assert engine.step().record.kind == "idle"
     grammars.finish()
@@ -202,9 +203,9 @@ def test_an_engine_with_nothing_but_a_slow_grammar_steps_idly_until_it_is_there(
 
 def test_what_does_not_compile_or_breaks_fails_alone() -> None:
     engine = engine_with()
-    engine.add(constrained("bad", "bad"))
-    engine.add(constrained("breaks", "4!"))  # after four tokens nothing is allowed
-    engine.add(constrained("sound", "6"))
+    engine.add_request(constrained("bad", "bad"))
+    engine.add_request(constrained("breaks", "4!"))  # after four tokens nothing is allowed
+    engine.add_request(constrained("sound", "6"))
     transcript = run_to_end(engine)
     assert transcript.reasons == {
         "bad": FinishReason.ERROR,
@@ -220,8 +221,8 @@ def test_what_does_not_compile_or_breaks_fails_alone() -> None:
 
 def test_an_engine_without_grammars_refuses_one_and_lives() -> None:
     engine = make_engine()
-    engine.add(constrained("a", "3"))
-    engine.add(make_request("plain", max_tokens=2))
+    engine.add_request(constrained("a", "3"))
+    engine.add_request(make_request("plain", max_tokens=2))
     transcript = run_to_end(engine)
     assert transcript.reasons == {"a": FinishReason.ERROR, "plain": FinishReason.LENGTH}
 
@@ -256,8 +257,8 @@ def test_ends_are_barred_as_long_as_the_text_can_go_on() -> None:
 def test_the_end_token_ends_a_text_that_may_end(depth: int) -> None:
     engine = engine_with(pipeline_depth=depth)
     for i in range(8):
-        engine.add(constrained(f"e{i}", "30*", [i + 1], temperature=1.0, seed=i))
-        engine.add(constrained(f"m{i}", "30*", [i + 1], temperature=1.0, seed=i, min_tokens=12))
+        engine.add_request(constrained(f"e{i}", "30*", [i + 1], temperature=1.0, seed=i))
+        engine.add_request(constrained(f"m{i}", "30*", [i + 1], temperature=1.0, seed=i, min_tokens=12))
     transcript = run_to_end(engine)
     for name, tokens in transcript.tokens.items():
         text = tokens[:-1] if tokens[-1] == EOS else tokens

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from roseinfer.engine.core.deadlines import MIN_SWEPT
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import Request
 from roseinfer.records import FinishReason
 from roseinfer.runtime.stopwatch import Phases
@@ -50,7 +51,7 @@ def at_leisure(request: Request) -> list[int]:
 def test_a_deadline_in_decode_keeps_what_there_is_and_frees_the_blocks_at_that_step(pipeline_depth: int) -> None:
     engine = make_engine(pipeline_depth=pipeline_depth)
     clock, request = timed(engine), until("a", s=5.0, max_tokens=100)
-    engine.add(request)
+    engine.add_request(request)
     transcript = Transcript()
     for _ in range(6):
         transcript.take(engine.step())
@@ -60,7 +61,7 @@ def test_a_deadline_in_decode_keeps_what_there_is_and_frees_the_blocks_at_that_s
     if pipeline_depth == 0:
         assert last.record.num_used_blocks == 0
     run_to_end(engine, transcript)
-    assert engine.scheduler.residency.pool.num_used == 0
+    assert engine.scheduler.kv_cache.pool.num_used == 0
     tokens = transcript.tokens["a"]
     assert len(tokens) >= 5
     assert tokens == at_leisure(request)[: len(tokens)]
@@ -70,9 +71,9 @@ def test_a_deadline_in_decode_keeps_what_there_is_and_frees_the_blocks_at_that_s
 def test_what_expires_in_the_queue_never_reaches_the_model(record_batches: RecordBatches, limit: str) -> None:
     engine = make_engine(max_num_seqs=1)
     clock, batches = timed(engine), record_batches(engine)
-    engine.add(make_request("first", max_tokens=20))
-    engine.add(until("late", **{limit: 2.0}))
-    engine.add(make_request("next", [7], max_tokens=2))
+    engine.add_request(make_request("first", max_tokens=20))
+    engine.add_request(until("late", **{limit: 2.0}))
+    engine.add_request(make_request("next", [7], max_tokens=2))
     transcript = Transcript()
     transcript.take(engine.step())
     clock.now_s = 2.5
@@ -88,7 +89,7 @@ def test_what_expires_in_the_queue_never_reaches_the_model(record_batches: Recor
 def test_a_queue_limit_is_over_with_the_first_batch() -> None:
     engine = make_engine()
     clock = timed(engine)
-    engine.add(until("a", queue_s=2.0, max_tokens=5))
+    engine.add_request(until("a", queue_s=2.0, max_tokens=5))
     transcript = Transcript()
     transcript.take(engine.step())
     clock.now_s = 3.0
@@ -98,8 +99,8 @@ def test_a_queue_limit_is_over_with_the_first_batch() -> None:
 def test_a_preempted_request_may_expire_while_it_waits() -> None:
     engine = make_engine(num_blocks=17, max_model_len=128)
     clock = timed(engine)
-    engine.add(make_request("old", range(1, 60), max_tokens=60))
-    engine.add(until("young", s=9.0, prompt=range(1, 40), max_tokens=60))
+    engine.add_request(make_request("old", range(1, 60), max_tokens=60))
+    engine.add_request(until("young", s=9.0, prompt=range(1, 40), max_tokens=60))
     transcript = Transcript()
     while not any(step.record.num_preemptions for step in transcript.steps):
         transcript.take(engine.step())
@@ -111,9 +112,9 @@ def test_deadlines_of_the_dead_are_not_kept() -> None:
     engine = make_engine(num_blocks=512, max_num_seqs=8)
     timed(engine)
     for i in range(4 * MIN_SWEPT):
-        engine.add(until(f"r{i}", s=1e6, queue_s=1e6, max_tokens=1))
+        engine.add_request(until(f"r{i}", s=1e6, queue_s=1e6, max_tokens=1))
         run_to_end(engine)
-        engine.check_integrity()
+        assert_invariants(engine.scheduler)
     assert len(engine.scheduler.deadlines) <= MIN_SWEPT + 8
 
 
@@ -121,8 +122,8 @@ def test_a_sequence_that_has_ended_goes_long_before_its_deadline() -> None:
     """A client's limit may be a day, and its prompt and grammar may be large."""
     engine = make_engine(max_num_seqs=1)
     timed(engine)
-    engine.add(until("ends", s=1e6, queue_s=1e6, max_tokens=2))
-    engine.add(until("waits", s=1e6, queue_s=1e6, max_tokens=2))
+    engine.add_request(until("ends", s=1e6, queue_s=1e6, max_tokens=2))
+    engine.add_request(until("waits", s=1e6, queue_s=1e6, max_tokens=2))
     sequences = [weakref.ref(sequence) for sequence in engine.scheduler.sequences.values()]
     engine.abort("waits")
     run_to_end(engine)
@@ -145,11 +146,11 @@ def test_every_request_ends_once_and_tokens_are_a_beginning_of_its_own(
         for i, (at, of_queue, count) in enumerate(limits)
     ]
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     transcript = Transcript()
     while engine.has_work:
         transcript.take(engine.step())
-        engine.check_integrity()
+        assert_invariants(engine.scheduler)
         clock.now_s += 1.0
     assert transcript.reasons.keys() == {request.request_id for request in requests}
     for request in requests:
@@ -157,4 +158,4 @@ def test_every_request_ends_once_and_tokens_are_a_beginning_of_its_own(
         assert tokens == alone[: len(tokens)]
         is_whole = transcript.reasons[request.request_id] is FinishReason.LENGTH
         assert is_whole == (len(tokens) == len(alone))
-    assert engine.scheduler.residency.pool.num_used == 0
+    assert engine.scheduler.kv_cache.pool.num_used == 0

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import PromptLogprobs, Request
 from roseinfer.records import FinishReason
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_to_end, tell_alone
@@ -63,7 +64,7 @@ class EngineMachine(RuleBasedStateMachine):
                 **extra,
             )
             self.requests[request.request_id] = request
-            self.engine.add(request)
+            self.engine.add_request(request)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -78,11 +79,11 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             if self.engine.has_work:
                 self.transcript.take(self.engine.step())
-                self.engine.check_integrity()
+                assert_invariants(self.engine.scheduler)
 
     @invariant()
     def sound(self) -> None:
-        self.engine.check_integrity()
+        assert_invariants(self.engine.scheduler)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -97,9 +98,9 @@ class EngineMachine(RuleBasedStateMachine):
                 assert self.transcript.reasons[request_id] is FinishReason.ABORT
                 expected = expected[: len(self.transcript.tokens[request_id])]
             assert self.transcript.tokens[request_id] == expected
-        pool = self.engine.scheduler.residency.pool
+        pool = self.engine.scheduler.kv_cache.pool
         assert pool.num_used == 0
-        assert self.engine.scheduler.residency.prefix_cache.num_pending == 0
+        assert self.engine.scheduler.kv_cache.prefix_cache.num_pending == 0
         generated = sum(step.record.num_generated_tokens for step in self.transcript.steps)
         assert generated == sum(map(len, self.transcript.tokens.values()))
 

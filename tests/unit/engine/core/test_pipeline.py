@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roseinfer.engine.core.batch import Launched, SampledTokens, ScheduledBatch
+from roseinfer.engine.core.batch import Launched, SampledTokens, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import Request
 from roseinfer.records import FinishReason, StepRecord
-from roseinfer.runtime.stopwatch import Watch
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -53,11 +53,11 @@ def run_arrivals(engine: Engine, requests: list[Request], random: np.random.Gene
     """Each comes after a random number of steps."""
     transcript = Transcript()
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
         for _ in range(int(random.integers(0, 4))):
             if engine.has_work:
                 transcript.take(engine.step())
-                engine.check_integrity()
+                assert_invariants(engine.scheduler)
     return run_to_end(engine, transcript)
 
 
@@ -91,7 +91,7 @@ def test_tokens_and_ends_are_those_of_depth_0(name: str, seed: int) -> None:
 def test_the_next_step_is_launched_before_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(pipeline_depth=1)
     events = watch_runner(engine, monkeypatch)
-    engine.add(make_request("a", max_tokens=4))
+    engine.add_request(make_request("a", max_tokens=4))
     run_to_end(engine)
     assert events == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "launch 4", "wait 3", "wait 4"]
 
@@ -99,7 +99,7 @@ def test_the_next_step_is_launched_before_the_one_before_is_read(monkeypatch: py
 def test_depth_0_reads_each_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     events = watch_runner(engine, monkeypatch)
-    engine.add(make_request("a", max_tokens=2))
+    engine.add_request(make_request("a", max_tokens=2))
     run_to_end(engine)
     assert events == ["launch 1", "wait 1", "launch 2", "wait 2"]
 
@@ -110,7 +110,7 @@ def test_a_length_limit_is_seen_in_time_and_a_stop_token_one_step_late() -> None
     num_tokens = alone.index(stop) + 1
     for params, num_surplus in (({"max_tokens": num_tokens}, 0), ({"max_tokens": 30, "stop_token_ids": (stop,)}, 1)):
         engine = make_engine(pipeline_depth=1)
-        engine.add(make_request("a", **params))
+        engine.add_request(make_request("a", **params))
         transcript = run_to_end(engine)
         assert transcript.tokens["a"] == alone[:num_tokens]
         assert len(transcript.steps) == num_tokens + num_surplus
@@ -127,7 +127,7 @@ def test_what_ended_keeps_its_blocks_until_its_surplus_row_is_read() -> None:
 def test_the_slot_of_what_ended_is_not_given_away_before_that() -> None:
     engine, _ = stopped_engine(max_num_seqs=1, max_active_seqs=1)
     follower = make_request("next", [5, 6], max_tokens=3)
-    engine.add(follower)
+    engine.add_request(follower)
     transcript = Transcript()
     records = [transcript.take(engine.step()).record for _ in range(2)]
     assert [(record.num_decode_seqs, record.num_prefill_seqs) for record in records] == [(1, 0), (0, 1)]
@@ -137,13 +137,13 @@ def test_the_slot_of_what_ended_is_not_given_away_before_that() -> None:
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_an_abort_is_told_at_once_and_the_token_in_flight_never(num_steps: int) -> None:
     engine = make_engine(pipeline_depth=1, max_prefill_tokens=16, prefix_caching=False)
-    engine.add(make_request("a", range(1, 40), max_tokens=50))
+    engine.add_request(make_request("a", range(1, 40), max_tokens=50))
     transcript = Transcript()
     for _ in range(num_steps):
         transcript.take(engine.step())
     num_told = len(transcript.tokens["a"])
     engine.abort("a")
-    engine.check_integrity()
+    assert_invariants(engine.scheduler)
     last = transcript.take(engine.step())
     assert [output.finish_reason for output in last.outputs] == [FinishReason.ABORT]
     assert len(transcript.tokens["a"]) == num_told
@@ -155,7 +155,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight(monkeypatch: pytest.Monke
     engine = make_engine(pipeline_depth=1, num_blocks=16, prefix_caching=False)
     events = watch_runner(engine, monkeypatch)
     for i in range(4):
-        engine.add(make_request(f"r{i}", range(1 + i, 18 + i), max_tokens=60))
+        engine.add_request(make_request(f"r{i}", range(1 + i, 18 + i), max_tokens=60))
     preempting = [step.record.step_id for step in run_to_end(engine).steps if step.record.num_preemptions]
     assert len(preempting) > 1
     for step_id in preempting:
@@ -166,7 +166,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight(monkeypatch: pytest.Monke
 def test_a_launched_batch_is_not_changed_by_the_next_schedule() -> None:
     engine = make_engine(pipeline_depth=1, max_prefill_tokens=16)
     for i in range(6):
-        engine.add(make_request(f"r{i}", range(1 + i, 30), max_tokens=20 + i))
+        engine.add_request(make_request(f"r{i}", range(1 + i, 30), max_tokens=20 + i))
     launch, seen = engine.runner.launch, list[tuple[ScheduledBatch, dict[str, bytes]]]()
 
     def contents(batch: ScheduledBatch) -> dict[str, bytes]:
@@ -188,7 +188,7 @@ def stopped_engine(**config: Any) -> tuple[Engine, StepRecord]:
     alone = run_alone(make_request("a", max_tokens=6))
     stop = next(token for token in alone[1:] if token != alone[0])
     engine = make_engine(pipeline_depth=1, prefix_caching=False, **config)
-    engine.add(make_request("a", max_tokens=6, stop_token_ids=(stop,)))
+    engine.add_request(make_request("a", max_tokens=6, stop_token_ids=(stop,)))
     record = engine.step().record
     while not record.num_finished:
         record = engine.step().record

@@ -14,7 +14,7 @@ PREFIX = list(range(1, 41))  # five blocks of eight
 
 def run_one(engine: Engine, request_id: str, prompt: list[int], salt: str = "") -> int:
     """Tokens found in the cache for this prompt."""
-    engine.add(make_request(request_id, prompt, salt))
+    engine.add_request(make_request(request_id, prompt, salt))
     transcript = run_to_end(engine)
     assert transcript.tokens[request_id] == run_alone(make_request(request_id, prompt))
     times = transcript.steps[-1].outputs[0].times
@@ -42,7 +42,7 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation(
     max_tokens: int, num_cached: int, pipeline_depth: int
 ) -> None:
     engine = make_engine(pipeline_depth=pipeline_depth)
-    engine.add(make_request("a", PREFIX, max_tokens=max_tokens))
+    engine.add_request(make_request("a", PREFIX, max_tokens=max_tokens))
     answer = run_to_end(engine).tokens["a"]
     # The last token of an answer was never computed, so a block that it fills is not there.
     assert run_one(engine, "b", [*PREFIX, *answer, 3]) == num_cached
@@ -59,7 +59,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     engine = make_engine(prefix_caching=False)
     assert run_one(engine, "a", [*PREFIX, 50]) == 0
     assert run_one(engine, "b", [*PREFIX, 50]) == 0
-    assert engine.scheduler.residency.pool.num_cached == 0
+    assert engine.scheduler.kv_cache.pool.num_cached == 0
 
 
 def test_a_digest_collision_can_only_miss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_burst_with_a_new_shared_prefix_computes_it_once() -> None:
     engine = make_engine(max_num_batched_tokens=64)
     requests = [make_request(f"r{i}", [*PREFIX, 50 + i], max_tokens=3) for i in range(6)]
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     transcript = run_to_end(engine)
     assert sum(step.record.num_prefill_tokens for step in transcript.steps) == 41 + 5
     assert transcript.tokens == {r.request_id: run_alone(r) for r in requests}
@@ -118,7 +118,7 @@ def test_eight_long_prompts_at_once_compute_what_they_share_once(
     shared = [1 + i % 90 for i in range(448)]
     requests = [make_request(f"r{i}", [*shared, *([i + 1] * 64)], max_tokens=4) for i in range(8)]
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     transcript = run_to_end(engine)
     assert sum(step.record.num_prefill_tokens for step in transcript.steps) == 448 + 8 * 64
     assert sum(step.record.num_prefix_hit_tokens for step in transcript.steps) == 7 * 448
@@ -128,19 +128,19 @@ def test_eight_long_prompts_at_once_compute_what_they_share_once(
 
 def test_waiting_for_a_prefix_is_bounded() -> None:
     engine = make_engine(max_prefix_wait_steps=3)
-    cache = engine.scheduler.residency.prefix_cache
+    cache = engine.scheduler.kv_cache.prefix_cache
     chain = cache.new_chain("")
     cache.extend(chain, np.array(PREFIX, np.int32))
     cache.announce(chain, 0, 5)  # somebody says it is computing the prefix, and never does
-    engine.add(make_request("a", PREFIX, max_tokens=1))
+    engine.add_request(make_request("a", PREFIX, max_tokens=1))
     running = [engine.step().record.num_prefill_seqs for _ in range(4)]
     assert running == [0, 0, 0, 1]
 
 
 def test_an_aborted_leader_does_not_hold_up_its_followers() -> None:
     engine = make_engine(max_prefill_tokens=8)
-    engine.add(make_request("leader", [*PREFIX, 50]))
-    engine.add(make_request("follower", [*PREFIX, 51]))
+    engine.add_request(make_request("leader", [*PREFIX, 50]))
+    engine.add_request(make_request("follower", [*PREFIX, 51]))
     engine.step()
     engine.abort("leader")
     transcript = run_to_end(engine)

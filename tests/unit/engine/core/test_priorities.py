@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.records import FinishReason
 from tests.unit.engine.core.test_deadlines import timed
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_to_end
 
 
 def add(engine: Engine, request_id: str, priority: int) -> None:
-    engine.add(msgspec.structs.replace(make_request(request_id, max_tokens=2), priority=priority))
+    engine.add_request(msgspec.structs.replace(make_request(request_id, max_tokens=2), priority=priority))
 
 
 def order_of(engine: Engine) -> list[str]:
@@ -20,7 +21,7 @@ def order_of(engine: Engine) -> list[str]:
     order: list[str] = []
     while engine.has_work:
         engine.step()
-        order += [s.request.request_id for s in engine.scheduler.residency.sequences]
+        order += [s.request.request_id for s in engine.scheduler.kv_cache.residents]
     return list(dict.fromkeys(order))
 
 
@@ -42,8 +43,8 @@ def test_without_the_policy_nobody_is_moved() -> None:
 def test_whoever_was_preempted_is_not_overtaken() -> None:
     engine = make_engine(admission="priority", num_blocks=17, max_model_len=128)
     timed(engine)
-    engine.add(make_request("old", range(1, 60), max_tokens=60))
-    engine.add(msgspec.structs.replace(make_request("young", range(1, 40), max_tokens=60), priority=9))
+    engine.add_request(make_request("old", range(1, 60), max_tokens=60))
+    engine.add_request(msgspec.structs.replace(make_request("young", range(1, 40), max_tokens=60), priority=9))
     transcript = Transcript()
     while not any(step.record.num_preemptions for step in transcript.steps):
         transcript.take(engine.step())
@@ -70,7 +71,7 @@ def test_nobody_is_overtaken_by_what_comes_later_than_the_bound(arrivals: list[t
 
     def note(batch: ScheduledBatch, watch: object) -> object:
         for binding in batch.bindings:
-            owner = engine.scheduler.residency.table.owners[binding.slot]
+            owner = engine.scheduler.kv_cache.table.owners[binding.slot]
             assert owner is not None
             started.append(owner.request.request_id)
         return launch(batch, watch)  # type: ignore[arg-type]
@@ -85,7 +86,7 @@ def test_nobody_is_overtaken_by_what_comes_later_than_the_bound(arrivals: list[t
             clock.now_s += 1.0
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        assert_invariants(engine.scheduler)
         clock.now_s += 1.0
     assert sorted(started) == sorted(came)
     for place, first in enumerate(started):

@@ -27,7 +27,7 @@ def test_the_chunks_do_not_show(depth: int, chunk: int) -> None:
     request = make_request("a", PROMPT, num_prompt_logprobs=1)
     engine = make_engine(max_prefill_tokens=chunk, pipeline_depth=depth)
     for name in ("first", "a"):  # the second finds its blocks in the cache, and does not ask
-        engine.add(make_request(name, PROMPT, num_prompt_logprobs=1))
+        engine.add_request(make_request(name, PROMPT, num_prompt_logprobs=1))
         transcript = run_to_end(engine)
         assert (transcript.tokens[name], transcript.scores[name]) == tell_alone(request)
     assert sum(step.record.num_prefix_queried_tokens for step in transcript.steps) == 0
@@ -44,10 +44,10 @@ def test_a_prompt_that_is_preempted_is_scored_from_its_beginning_and_told_once(
     request = make_request("young", PROMPT, num_prompt_logprobs=2, max_tokens=30)
     engine = make_engine(prefix_caching=caching, pipeline_depth=depth, max_prefill_tokens=chunk, **pool)
     transcript = Transcript()
-    engine.add(make_request("old", range(1, 9), max_tokens=90))
+    engine.add_request(make_request("old", range(1, 9), max_tokens=90))
     while not transcript.tokens["old"]:
         transcript.take(engine.step())
-    engine.add(request)
+    engine.add_request(request)
     run_to_end(engine, transcript)
     preempted = [step.record.step_id for step in transcript.steps if step.record.num_preemptions]
     [first] = [step.record.step_id for step in transcript.steps for out in step.outputs if out.prompt_logprobs]
@@ -58,7 +58,7 @@ def test_a_prompt_that_is_preempted_is_scored_from_its_beginning_and_told_once(
 
 def test_one_that_is_aborted_takes_its_scores_along() -> None:
     engine = make_engine(max_prefill_tokens=8, pipeline_depth=1)
-    engine.add(make_request("gone", PROMPT, num_prompt_logprobs=0))
+    engine.add_request(make_request("gone", PROMPT, num_prompt_logprobs=0))
     transcript = Transcript()
     for _ in range(3):
         transcript.take(engine.step())
@@ -66,5 +66,5 @@ def test_one_that_is_aborted_takes_its_scores_along() -> None:
     run_to_end(engine, transcript)
     assert not transcript.scores
     request = make_request("next", PROMPT, num_prompt_logprobs=0)
-    engine.add(request)
+    engine.add_request(request)
     assert run_to_end(engine).scores["next"] == tell_alone(request)[1]

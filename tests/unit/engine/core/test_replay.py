@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from roseinfer.engine.core.batch import Launched, ScheduledBatch
-from roseinfer.runtime.stopwatch import Watch
+from roseinfer.engine.core.batch import Launched, ScheduledBatch, Watch
+from roseinfer.engine.invariants import assert_invariants
 from tests.unit.engine.harness import make_engine, make_request
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -47,9 +47,9 @@ def replay(trace: dict[str, Any]) -> str:
                 engine.abort(event["abort"])
             else:
                 prompt = [*range(1, 1 + event["shared"]), *([50 + event["own"] % 40] * event["own"])]
-                engine.add(make_request(event["id"], prompt, max_tokens=event["max_tokens"]))
+                engine.add_request(make_request(event["id"], prompt, max_tokens=event["max_tokens"]))
         record = engine.step().record
-        engine.check_integrity()
+        assert_invariants(engine.scheduler)
         lines.append(
             f"{step:3} {batches.pop() if batches else 'idle'} | run {record.num_running} wait {record.num_waiting} "
             f"used {record.num_used_blocks} cached {record.num_cached_blocks} preempted {record.num_preemptions}"

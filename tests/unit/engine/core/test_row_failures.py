@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.steps import MAX_FAILURES_IN_A_ROW, UnattributableFailure
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.records import FinishReason
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
 from tests.unit.engine.poison import poison
@@ -17,7 +18,7 @@ PREFIX = list(range(1, 41))  # five blocks of eight
 
 
 def num_cached(engine: Engine, request_id: str, prompt: list[int]) -> int:
-    engine.add(make_request(request_id, prompt))
+    engine.add_request(make_request(request_id, prompt))
     times = run_to_end(engine).steps[-1].outputs[0].times
     assert times is not None
     return times.num_cached_tokens
@@ -29,7 +30,7 @@ def test_a_row_fails_alone(at: int, pipeline_depth: int) -> None:
     engine = poison(make_engine(pipeline_depth=pipeline_depth), lambda name, p: name == "bad" and p == at)
     requests = [make_request(name, [*PREFIX, 50 + i], max_tokens=9) for i, name in enumerate(("a", "bad", "c"))]
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     transcript = run_to_end(engine)
     assert transcript.reasons == {"a": FinishReason.LENGTH, "bad": FinishReason.ERROR, "c": FinishReason.LENGTH}
     for request in requests:
@@ -46,7 +47,7 @@ def test_its_blocks_are_never_found_and_the_retry_computes_them_again() -> None:
     poisoned = {"bad"}
     engine = poison(make_engine(max_prefill_tokens=8), lambda name, _: name in poisoned)
     for request in (make_request("other", [9, 9, 9], max_tokens=30), make_request("bad", [*PREFIX, 50])):
-        engine.add(request)
+        engine.add_request(request)
     assert run_to_end(engine).reasons["bad"] is FinishReason.ERROR
     assert num_cached(engine, "retry", [*PREFIX, 50]) == 0
     assert num_cached(engine, "again", [*PREFIX, 50]) == 40
@@ -54,10 +55,10 @@ def test_its_blocks_are_never_found_and_the_retry_computes_them_again() -> None:
 
 def test_what_it_started_from_is_forgotten_and_what_others_computed_after_that() -> None:
     engine = poison(make_engine(), lambda name, _: name == "bad")
-    engine.add(make_request("other", [9, 9, 9], max_tokens=100))
+    engine.add_request(make_request("other", [9, 9, 9], max_tokens=100))
     engine.step()
     for name in ("a", "b"):  # a leaves blocks behind, and b two more after them
-        engine.add(make_request(name, [*PREFIX, *([60] * 16 if name == "b" else []), 50]))
+        engine.add_request(make_request(name, [*PREFIX, *([60] * 16 if name == "b" else []), 50]))
         for _ in range(6):
             engine.step()
     assert num_cached_beside(engine, "c", [*PREFIX, *[60] * 16, 50]) == 56
@@ -76,7 +77,7 @@ def test_a_surplus_row_that_failed_leaves_nothing_behind_either(ended_by: str) -
         make_request("other", [9, 9, 9], max_tokens=30),
         make_request("bad", prompt, max_tokens=9, stop_token_ids=stops),
     ):
-        engine.add(request)
+        engine.add_request(request)
     transcript = Transcript()
     transcript.take(engine.step())
     if ended_by == "an abort":
@@ -89,11 +90,11 @@ def test_a_surplus_row_that_failed_leaves_nothing_behind_either(ended_by: str) -
 
 def num_cached_beside(engine: Engine, request_id: str, prompt: list[int]) -> int:
     """The same beside another request, which goes on."""
-    engine.add(make_request(request_id, prompt))
+    engine.add_request(make_request(request_id, prompt))
     transcript = Transcript(slots={0: "other"})
     while request_id not in transcript.reasons:
         transcript.take(engine.step())
-        engine.check_integrity()
+        assert_invariants(engine.scheduler)
     [times] = [o.times for s in transcript.steps for o in s.outputs if o.request_id == request_id and o.finish_reason]
     assert times is not None
     return times.num_cached_tokens
@@ -102,7 +103,7 @@ def num_cached_beside(engine: Engine, request_id: str, prompt: list[int]) -> int
 def test_all_rows_of_a_step_are_nobodys_fault() -> None:
     engine = poison(make_engine(), lambda *_: True)
     for i in range(3):
-        engine.add(make_request(f"r{i}", [i + 1]))
+        engine.add_request(make_request(f"r{i}", [i + 1]))
     with pytest.raises(UnattributableFailure, match="3 rows"):
         engine.step()
 
@@ -113,14 +114,14 @@ def test_rows_that_failed_by_their_own_fault_are_no_evidence_however_many(pipeli
     engine = poison(make_engine(pipeline_depth=pipeline_depth), lambda *_: False, lambda name, _: name != "good")
     names = [f"r{i}" for i in range(3)]
     for i, name in enumerate(names):
-        engine.add(make_request(name, [i + 1]))
+        engine.add_request(make_request(name, [i + 1]))
     transcript = run_to_end(engine)
     assert transcript.reasons == dict.fromkeys(names, FinishReason.ERROR)
     assert all(o.is_own_fault for step in transcript.steps for o in step.outputs if o.finish_reason)
     for i in range(2 * MAX_FAILURES_IN_A_ROW):
-        engine.add(make_request(f"s{i}", [i + 1]))
+        engine.add_request(make_request(f"s{i}", [i + 1]))
         assert run_to_end(engine).reasons == {f"s{i}": FinishReason.ERROR}
-    engine.add(make_request("good", [9]))
+    engine.add_request(make_request("good", [9]))
     assert run_to_end(engine).reasons == {"good": FinishReason.LENGTH}
 
 
@@ -128,7 +129,7 @@ def test_rows_that_failed_by_their_own_fault_do_not_hide_a_device_that_fails() -
     """They are no sign of life either: the others of the step are judged as if they were alone."""
     engine = poison(make_engine(), lambda name, _: name.startswith("bad"), lambda name, _: name.startswith("own"))
     for i, name in enumerate(("own0", "bad0", "own1", "bad1")):
-        engine.add(make_request(name, [i + 1]))
+        engine.add_request(make_request(name, [i + 1]))
     with pytest.raises(UnattributableFailure, match="2 rows"):
         engine.step()
 
@@ -137,14 +138,14 @@ def test_a_request_that_is_alone_fails_alone_but_not_for_ever() -> None:
     """A client with a poisonous prompt cannot stop an idle server; a device that computes no number at all does."""
     engine = poison(make_engine(), lambda name, _: name != "good")
     for i in range(MAX_FAILURES_IN_A_ROW):
-        engine.add(make_request(f"r{i}", [i + 1]))
+        engine.add_request(make_request(f"r{i}", [i + 1]))
         assert run_to_end(engine).reasons == {f"r{i}": FinishReason.ERROR}
-    engine.add(make_request("good", [9]))
+    engine.add_request(make_request("good", [9]))
     run_to_end(engine)
     for i in range(MAX_FAILURES_IN_A_ROW):
-        engine.add(make_request(f"s{i}", [i + 1]))
+        engine.add_request(make_request(f"s{i}", [i + 1]))
         run_to_end(engine)
-    engine.add(make_request("last", [5]))
+    engine.add_request(make_request("last", [5]))
     with pytest.raises(UnattributableFailure):
         engine.step()
 
@@ -156,9 +157,9 @@ def test_the_choices_of_a_prompt_fail_as_one(num_choices: int, length: int) -> N
     engine = poison(make_engine(), lambda name, _: name.startswith("bad"))
     prompt = PREFIX[:length]
     for i in range(num_choices):
-        engine.add(replace(make_request(f"bad{i}"), prompt_token_ids=prompt))
+        engine.add_request(replace(make_request(f"bad{i}"), prompt_token_ids=prompt))
     assert run_to_end(engine).reasons == dict.fromkeys([f"bad{i}" for i in range(num_choices)], FinishReason.ERROR)
-    engine.add(make_request("good", prompt))
+    engine.add_request(make_request("good", prompt))
     assert run_to_end(engine).reasons == {"good": FinishReason.LENGTH}
 
 
@@ -166,9 +167,9 @@ def test_steps_that_read_a_part_of_a_prompt_are_no_sign_of_life() -> None:
     """They sample nothing: a device that computes no number at all is found out whatever the lengths of the prompts."""
     engine = poison(make_engine(max_prefill_tokens=8), lambda *_: True)
     for i in range(MAX_FAILURES_IN_A_ROW):
-        engine.add(make_request(f"r{i}", [i + 1] * 20))
+        engine.add_request(make_request(f"r{i}", [i + 1] * 20))
         assert run_to_end(engine).reasons == {f"r{i}": FinishReason.ERROR}
-    engine.add(make_request("last", [9] * 20))
+    engine.add_request(make_request("last", [9] * 20))
     with pytest.raises(UnattributableFailure):
         run_to_end(engine)
 
@@ -192,9 +193,9 @@ def test_neighbours_keep_their_tokens_whoever_fails(
     failing = {f"r{i}": len(requests[i].prompt_token_ids) + after for i, after in poisoned if i < len(requests)}
     failing.pop("r0", None)  # one is sound in every step, so that each failure is somebody's own
     engine = poison(make_engine(**config), lambda name, position: failing.get(name) == position)
-    engine.add(make_request("steady", [3], max_tokens=100))
+    engine.add_request(make_request("steady", [3], max_tokens=100))
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     transcript = run_to_end(engine)
     for request in requests:
         expected = run_alone(request)
@@ -202,14 +203,14 @@ def test_neighbours_keep_their_tokens_whoever_fails(
         assert transcript.tokens[request.request_id] == expected[:at]
         failed = at < len(expected)
         assert transcript.reasons[request.request_id] is (FinishReason.ERROR if failed else FinishReason.LENGTH)
-    assert engine.scheduler.residency.pool.num_used == 0
+    assert engine.scheduler.kv_cache.pool.num_used == 0
 
 
 def test_a_failure_beside_surplus_rows_is_its_own() -> None:
     """With a pipeline a row may be left over from a sequence that has ended: it speaks neither for nor against."""
     engine = poison(make_engine(pipeline_depth=1), lambda name, p: name == "bad" and p == 5)
-    engine.add(make_request("bad", [1, 2, 3], max_tokens=20))
-    engine.add(make_request("a", [1, 2, 4], max_tokens=20))
+    engine.add_request(make_request("bad", [1, 2, 3], max_tokens=20))
+    engine.add_request(make_request("a", [1, 2, 4], max_tokens=20))
     engine.step()
     engine.abort("a")
     assert run_to_end(engine, Transcript(slots={0: "bad", 1: "a"})).reasons["bad"] is FinishReason.ERROR

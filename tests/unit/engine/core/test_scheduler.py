@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 
+from roseinfer.engine.invariants import assert_invariants
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
 from tests.unit.engine.harness import EOS, RecordBatches, Transcript, make_engine, make_request, run_alone, run_to_end
@@ -12,7 +13,7 @@ from tests.unit.engine.harness import EOS, RecordBatches, Transcript, make_engin
 
 def test_one_request_gets_its_tokens_and_one_last_output() -> None:
     engine = make_engine()
-    engine.add(make_request("a", max_tokens=5))
+    engine.add_request(make_request("a", max_tokens=5))
     transcript = run_to_end(engine)
     assert len(transcript.tokens["a"]) == 5
     assert transcript.reasons == {"a": FinishReason.LENGTH}
@@ -23,7 +24,7 @@ def test_tokens_do_not_depend_on_company() -> None:
     requests = [make_request(f"r{i}", range(1, 4 + 7 * i), max_tokens=9) for i in range(6)]
     engine = make_engine()
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     transcript = run_to_end(engine)
     assert {r.request_id: run_alone(r) for r in requests} == transcript.tokens
 
@@ -32,7 +33,7 @@ def test_tokens_do_not_depend_on_company() -> None:
 def test_tokens_do_not_depend_on_chunk_size(chunk: int) -> None:
     request = make_request("a", range(1, 41), max_tokens=6)
     engine = make_engine(max_prefill_tokens=chunk)
-    engine.add(request)
+    engine.add_request(request)
     transcript = run_to_end(engine)
     assert transcript.tokens["a"] == run_alone(request)
     assert len(transcript.steps) == -(-40 // chunk) + 5
@@ -41,9 +42,9 @@ def test_tokens_do_not_depend_on_chunk_size(chunk: int) -> None:
 def test_running_sequences_come_first_and_prompts_share_the_rest_of_the_budget(record_batches: RecordBatches) -> None:
     engine = make_engine(max_num_batched_tokens=16)
     batches = record_batches(engine)
-    engine.add(make_request("a", max_tokens=20))
+    engine.add_request(make_request("a", max_tokens=20))
     engine.step()
-    engine.add(make_request("long", range(1, 60), max_tokens=2))
+    engine.add_request(make_request("long", range(1, 60), max_tokens=2))
     engine.step()
     mixed = batches[-1]
     assert mixed.num_device_rows == 1
@@ -53,10 +54,10 @@ def test_running_sequences_come_first_and_prompts_share_the_rest_of_the_budget(r
 
 def test_decode_is_not_starved_by_a_long_prompt() -> None:
     engine = make_engine(max_num_batched_tokens=16)
-    engine.add(make_request("a", max_tokens=30))
+    engine.add_request(make_request("a", max_tokens=30))
     transcript = Transcript()
     transcript.take(engine.step())
-    engine.add(make_request("long", range(1, 100), max_tokens=1))
+    engine.add_request(make_request("long", range(1, 100), max_tokens=1))
     for _ in range(8):
         transcript.take(engine.step())
     assert len(transcript.tokens["a"]) == 1 + 8  # one token in every step, whatever else the step carries
@@ -65,10 +66,10 @@ def test_decode_is_not_starved_by_a_long_prompt() -> None:
 def test_prefill_is_not_starved_by_full_decode() -> None:
     engine = make_engine(max_num_seqs=8, max_active_seqs=9, max_num_batched_tokens=16, num_blocks=128)
     for i in range(8):
-        engine.add(make_request(f"r{i}", [i + 1], max_tokens=100))
+        engine.add_request(make_request(f"r{i}", [i + 1], max_tokens=100))
     transcript = Transcript()
     transcript.take(engine.step())
-    engine.add(make_request("late", range(1, 65), max_tokens=1))
+    engine.add_request(make_request("late", range(1, 65), max_tokens=1))
     for _ in range(64 // 8):  # the budget leaves eight tokens beside eight decode rows
         transcript.take(engine.step())
     assert transcript.reasons.get("late") is FinishReason.LENGTH
@@ -77,7 +78,7 @@ def test_prefill_is_not_starved_by_full_decode() -> None:
 def test_more_active_than_decoded_take_turns() -> None:
     engine = make_engine(max_num_seqs=4, max_prefill_seqs=12)
     for i in range(12):
-        engine.add(make_request(f"r{i}", [i + 1], max_tokens=7))
+        engine.add_request(make_request(f"r{i}", [i + 1], max_tokens=7))
     transcript = Transcript()
     assert len(transcript.take(engine.step()).outputs) == 12  # E10: all are admitted at once
     for turn in range(1, 7):
@@ -91,7 +92,7 @@ def test_more_active_than_decoded_take_turns() -> None:
 def test_not_selected_is_counted() -> None:
     engine = make_engine(max_num_seqs=4, max_prefill_seqs=10)
     for i in range(10):
-        engine.add(make_request(f"r{i}", [i + 1], max_tokens=5))
+        engine.add_request(make_request(f"r{i}", [i + 1], max_tokens=5))
     engine.step()
     assert engine.step().record.num_not_selected == 6
 
@@ -99,7 +100,7 @@ def test_not_selected_is_counted() -> None:
 def test_admission_cap_is_per_step_and_independent_of_decode_width() -> None:
     engine = make_engine(max_num_seqs=8, max_prefill_seqs=2)
     for i in range(5):
-        engine.add(make_request(f"r{i}", [i + 1], max_tokens=9))
+        engine.add_request(make_request(f"r{i}", [i + 1], max_tokens=9))
     admitted = [engine.step().record.num_prefill_seqs for _ in range(3)]
     assert admitted == [2, 2, 1]
 
@@ -117,7 +118,7 @@ def test_a_pool_too_small_for_one_sequence_cannot_be_scheduled_over() -> None:
 
 def test_finished_blocks_are_free_in_the_finishing_step() -> None:
     engine = make_engine(prefix_caching=False)
-    engine.add(make_request("a", range(1, 30), max_tokens=3))
+    engine.add_request(make_request("a", range(1, 30), max_tokens=3))
     *_, last = run_to_end(engine).steps
     assert last.record.num_finished == 1
     assert last.record.num_used_blocks == 0
@@ -127,7 +128,7 @@ def test_finished_blocks_are_free_in_the_finishing_step() -> None:
 def test_eos_and_stop_tokens_end_a_request() -> None:
     free = run_alone(make_request("a", max_tokens=30))
     engine = make_engine()
-    engine.add(make_request("stop", max_tokens=30, stop_token_ids=(free[4],)))
+    engine.add_request(make_request("stop", max_tokens=30, stop_token_ids=(free[4],)))
     transcript = run_to_end(engine)
     assert transcript.tokens["stop"] == free[: free.index(free[4]) + 1]
     assert transcript.reasons["stop"] is FinishReason.STOP
@@ -140,7 +141,7 @@ def test_eos_is_heeded_unless_ignored() -> None:
         if EOS in run_alone(request)[:-1]:
             break
     engine = make_engine()
-    engine.add(make_request("b", temperature=1.0, seed=seed, max_tokens=60, ignore_eos=False))
+    engine.add_request(make_request("b", temperature=1.0, seed=seed, max_tokens=60, ignore_eos=False))
     transcript = run_to_end(engine)
     assert transcript.reasons["b"] is FinishReason.STOP
     assert transcript.tokens["b"][-1] == EOS
@@ -150,13 +151,13 @@ def test_eos_is_heeded_unless_ignored() -> None:
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 5])
 def test_abort_ends_a_request_within_one_step_wherever_it_is(steps_before: int) -> None:
     engine = make_engine(max_prefill_tokens=16)
-    engine.add(make_request("a", range(1, 40), max_tokens=50))  # queued, mid-prefill twice, decoding
+    engine.add_request(make_request("a", range(1, 40), max_tokens=50))  # queued, mid-prefill twice, decoding
     for _ in range(steps_before):
         engine.step()
     engine.abort("a")
     engine.abort("a")
     engine.abort("never seen")
-    engine.check_integrity()
+    assert_invariants(engine.scheduler)
     transcript = Transcript()
     record = transcript.take(engine.step()).record
     assert transcript.reasons == {"a": FinishReason.ABORT}
@@ -168,12 +169,12 @@ def test_preemption_recomputes_the_same_tokens_and_the_oldest_always_progresses(
     requests = [make_request(f"r{i}", range(1 + i, 18 + i), max_tokens=60) for i in range(6)]
     engine = make_engine(num_blocks=20, block_size=8, prefix_caching=False)
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     transcript = Transcript()
     oldest: list[int] = []
     while engine.has_work:
         transcript.take(engine.step())
-        engine.check_integrity()
+        assert_invariants(engine.scheduler)
         oldest.append(len(transcript.tokens["r0"]))
     preemptions = sum(step.record.num_preemptions for step in transcript.steps)
     assert preemptions > 3  # a preemption test that did not preempt proves nothing
@@ -185,8 +186,8 @@ def test_preemption_recomputes_the_same_tokens_and_the_oldest_always_progresses(
 def test_a_preempted_request_goes_to_the_head_of_the_queue() -> None:
     engine = make_engine(num_blocks=8, block_size=8, max_model_len=64, prefix_caching=False)
     for i in range(3):
-        engine.add(make_request(f"r{i}", range(1 + i, 16 + i), max_tokens=40))
-    engine.add(make_request("last", max_tokens=2))
+        engine.add_request(make_request(f"r{i}", range(1 + i, 16 + i), max_tokens=40))
+    engine.add_request(make_request("last", max_tokens=2))
     while not engine.step().record.num_preemptions:
         pass
     assert next(iter(engine.scheduler.waiting)).request.request_id == "r2"
@@ -196,7 +197,7 @@ def test_seeded_tokens_survive_preemption() -> None:
     requests = [make_request(f"r{i}", range(1, 12), max_tokens=40, temperature=1.0, seed=i) for i in range(5)]
     engine = make_engine(num_blocks=16, block_size=8, max_model_len=64)
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     transcript = run_to_end(engine)
     assert sum(step.record.num_preemptions for step in transcript.steps) > 0
     assert {r.request_id: run_alone(r) for r in requests} == transcript.tokens
@@ -204,9 +205,9 @@ def test_seeded_tokens_survive_preemption() -> None:
 
 def test_pack_takes_short_prompts_first_and_fifo_turns_keep_the_long_one_from_starving() -> None:
     engine = make_engine(admission="pack", fifo_every=4, max_prefill_seqs=1, max_num_seqs=4, max_active_seqs=4)
-    engine.add(make_request("long", range(1, 50), max_tokens=1))
+    engine.add_request(make_request("long", range(1, 50), max_tokens=1))
     for i in range(12):
-        engine.add(make_request(f"short{i}", [i + 1], max_tokens=1))
+        engine.add_request(make_request(f"short{i}", [i + 1], max_tokens=1))
     order = list(run_to_end(engine).reasons)
     assert order.index("long") == 3
     assert order[:3] == ["short0", "short1", "short2"]
@@ -214,16 +215,16 @@ def test_pack_takes_short_prompts_first_and_fifo_turns_keep_the_long_one_from_st
 
 def test_fifo_does_not_overtake_one_that_does_not_fit() -> None:
     engine = make_engine(num_blocks=16, block_size=8, max_model_len=128, prefix_caching=False)
-    engine.add(make_request("a", range(1, 80), max_tokens=20))
+    engine.add_request(make_request("a", range(1, 80), max_tokens=20))
     engine.step()
-    engine.add(make_request("big", range(1, 70), max_tokens=1))
-    engine.add(make_request("small", [5], max_tokens=1))
+    engine.add_request(make_request("big", range(1, 70), max_tokens=1))
+    engine.add_request(make_request("small", [5], max_tokens=1))
     assert list(run_to_end(engine).reasons) == ["a", "big", "small"]
 
 
 def test_times_are_stamped_in_order() -> None:
     engine = make_engine()
-    engine.add(make_request("a", max_tokens=2))
+    engine.add_request(make_request("a", max_tokens=2))
     steps = run_to_end(engine).steps
     times = steps[-1].outputs[0].times
     assert times is not None
@@ -235,9 +236,9 @@ def test_times_are_stamped_in_order() -> None:
 
 def test_arrays_are_mutated_in_place() -> None:
     engine = make_engine()
-    table = engine.scheduler.residency.table
+    table = engine.scheduler.kv_cache.table
     before = [table.num_computed, table.token_ids, table.blocks.ids, table.blocks.capacities]
-    engine.add(make_request("a", range(1, 20), max_tokens=30))
+    engine.add_request(make_request("a", range(1, 20), max_tokens=30))
     run_to_end(engine)
     after = [table.num_computed, table.token_ids, table.blocks.ids, table.blocks.capacities]
     assert all(np.shares_memory(one, other) and one is other for one, other in zip(before, after, strict=True))
@@ -246,7 +247,7 @@ def test_arrays_are_mutated_in_place() -> None:
 def test_decode_steps_leave_nothing_for_the_garbage_collector() -> None:
     engine = make_engine(num_blocks=128)
     for i in range(8):
-        engine.add(make_request(f"r{i}", range(1, 10 + i), max_tokens=100))
+        engine.add_request(make_request(f"r{i}", range(1, 10 + i), max_tokens=100))
     for _ in range(5):
         engine.step()
     gc.collect()
@@ -259,6 +260,6 @@ def test_decode_steps_leave_nothing_for_the_garbage_collector() -> None:
 
 def test_blocks_roll_over_exactly_when_full() -> None:
     engine = make_engine(block_size=8)
-    engine.add(make_request("a", range(1, 8), max_tokens=12))  # seven tokens: the first block has one place left
+    engine.add_request(make_request("a", range(1, 8), max_tokens=12))  # the first block has one place left
     used = [step.record.num_used_blocks for step in run_to_end(engine).steps[:-1]]
     assert used == [1, 1] + [2] * 8 + [3]

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import msgspec
 
-from roseinfer.engine.core.engine import OutboxState
+from roseinfer.engine.core.engine import LoopState
 from roseinfer.engine.core.steps import Outcome, StepCounts
 from roseinfer.records import BlockedBy, PhaseTimes
 from roseinfer.runtime.stopwatch import Stopwatch
@@ -21,21 +21,22 @@ def test_each_fact_is_in_its_field() -> None:
     engine: Any = make_engine(pipeline_depth=1)
     counts = StepCounts(**COUNTS, blocked_by=BlockedBy.SLOTS)
     engine.scheduler = SimpleNamespace(
-        take_ended=list,
+        pop_ended=list,
         counts=counts,
         num_running=1,
         num_waiting=2,
-        residency=SimpleNamespace(pool=SimpleNamespace(num_used=3, num_cached=4, num_blocks=5)),
+        kv_cache=SimpleNamespace(pool=SimpleNamespace(num_used=3, num_cached=4, num_blocks=5)),
     )
     engine.phases = SimpleNamespace(clock=lambda: 13)
-    engine.profile = SimpleNamespace(marks_step=lambda: True)
-    engine.gc_pauses, engine._gc_ns = SimpleNamespace(total_ns=20), 6
+    engine.gc_time, engine._gc_ns = SimpleNamespace(total_ns=20), 6
     watches = [
         cast("Stopwatch", SimpleNamespace(step_id=10 + number, start_ns=11, times=lambda times=times: times))
         for number, times in enumerate((PHASES, AHEAD))
     ]
     launched = SimpleNamespace(h2d_bytes=7, graph_rows=8)
-    output = engine._tell(Outcome(b"", b"", [], 9), *watches, 12, launched, OutboxState(15, 16), 17)
+    output = engine._build_output(
+        Outcome(b"", b"", [], 9), *watches, 12, launched, LoopState(15, 16, is_profiled=True), 17
+    )
     assert msgspec.structs.asdict(output.record) == {
         **COUNTS,
         "step_id": 10,

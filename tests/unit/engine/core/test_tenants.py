@@ -14,14 +14,14 @@ PREFIX = list(range(1, 41))  # five blocks of eight
 
 
 def cached(engine: Engine, request_id: str, prompt: list[int], salt: str) -> int:
-    engine.add(make_request(request_id, prompt, salt, max_tokens=1))
+    engine.add_request(make_request(request_id, prompt, salt, max_tokens=1))
     times = run_to_end(engine).steps[-1].outputs[0].times
     assert times is not None
     return times.num_cached_tokens
 
 
 def steps_of(engine: Engine, request: Request) -> list[int]:
-    engine.add(request)
+    engine.add_request(request)
     return [step.record.num_prefill_tokens for step in run_to_end(engine).steps]
 
 
@@ -38,8 +38,8 @@ def test_a_foreign_salt_finds_nothing_and_does_the_work_of_a_stranger() -> None:
 def test_a_foreign_salt_does_not_wait_for_anothers_prefix() -> None:
     """Nor may it be held up until somebody else has computed the same: that too could be timed."""
     engine = make_engine(max_prefill_tokens=16)
-    engine.add(make_request("a", [*PREFIX, 50], "alice"))
-    engine.add(make_request("b", [*PREFIX, 51], "bob"))
+    engine.add_request(make_request("a", [*PREFIX, 50], "alice"))
+    engine.add_request(make_request("b", [*PREFIX, 51], "bob"))
     records = [step.record for step in run_to_end(engine).steps]
     assert not any(record.blocked_by == "prefix" for record in records)
     assert sum(record.num_prefill_tokens for record in records) == 2 * 41
@@ -57,7 +57,7 @@ def test_a_tenant_that_is_alone_has_the_whole_cache() -> None:
     engine = make_engine(num_blocks=40)
     for i in range(5):
         cached(engine, f"r{i}", [i + 2] * 60, "alice")
-    pool = engine.scheduler.residency.pool
+    pool = engine.scheduler.kv_cache.pool
     assert pool.num_cached == 5 * 7
     assert [cached(engine, f"again{i}", [i + 2] * 60, "alice") for i in range(5)] == [56] * 5
 

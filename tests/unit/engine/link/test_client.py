@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 
 from roseinfer.engine.link.client import AsyncEngine
-from roseinfer.engine.link.heartbeat import Activity, Pulse
+from roseinfer.engine.link.heartbeat import Activity, Heartbeat
 from roseinfer.errors import EngineDead, NotReady
-from roseinfer.messages import Abort, AtRest, Command, Event, Request, StepOutput, TokenOutput
+from roseinfer.messages import Abort, Command, Event, IdleReport, Request, StepOutput, TokenOutput
 from roseinfer.records import (
     Advanced,
     EngineTimes,
@@ -30,7 +30,7 @@ class ManualTransport:
     def __init__(self) -> None:
         self.engine = make_engine()
         self.commands: list[Command] = []
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
 
     async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
         self.on_event, self.on_death = on_event, on_death
@@ -49,7 +49,7 @@ class ManualTransport:
         for command in self.commands:
             match command:
                 case Request():
-                    self.engine.add(command)
+                    self.engine.add_request(command)
                 case Abort(request_id):
                     self.engine.abort(request_id)
                 case _:
@@ -296,10 +296,10 @@ async def test_an_engine_at_rest_and_a_front_end_that_waits_for_it_disagree(
     stream = client.generate([make_request("a", max_tokens=2)], [timeline])
     waiting = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
-    transport.on_event(AtRest(0, []))
+    transport.on_event(IdleReport(0, []))
     assert not found, "the request is on its way"
     transport.commands.clear()  # and is lost
-    transport.on_event(AtRest(1, []))
+    transport.on_event(IdleReport(1, []))
     assert [violation.invariant for violation in found] == [Invariant.REQUESTS]
     transport.on_death("enough")
     with pytest.raises(EngineDead):
@@ -316,17 +316,17 @@ async def test_a_hung_engine_is_stuck_a_busy_collector_is_not_and_an_idle_one_ne
         monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns + int(seconds * 1e9))
         return client.account.activity
 
-    transport.pulse.begin_step()
+    transport.heartbeat.begin_step()
     assert after(1e6) is Activity.STEPPING, "nobody waits for it"
     after(0)
     stream = client.generate([make_request("a")], [open_timeline(client)])
     waiting = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
     for begin, activity, limit_s in (
-        (transport.pulse.begin_step, Activity.STEPPING, 30.0),
-        (transport.pulse.begin_collection, Activity.GC, 300.0),
-        (transport.pulse.begin_capture, Activity.CAPTURING, 300.0),
-        (transport.pulse.begin_profiling, Activity.PROFILING, 300.0),
+        (transport.heartbeat.begin_step, Activity.STEPPING, 30.0),
+        (transport.heartbeat.begin_collection, Activity.GC, 300.0),
+        (transport.heartbeat.begin_capture, Activity.CAPTURING, 300.0),
+        (transport.heartbeat.begin_profiling, Activity.PROFILING, 300.0),
     ):
         after(0)
         begin()

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from roseinfer.engine.link.heartbeat import Activity, Pulse
+from roseinfer.engine.link.heartbeat import Activity, Heartbeat
+from roseinfer.engine.loop import note_pauses
 from tests.unit.engine.harness import make_engine
 
-BEGINNINGS: list[tuple[Callable[[Pulse], None], Activity]] = [
-    (Pulse.rest, Activity.IDLE),
-    (Pulse.begin_step, Activity.STEPPING),
-    (Pulse.begin_capture, Activity.CAPTURING),
-    (Pulse.begin_profiling, Activity.PROFILING),
+BEGINNINGS: list[tuple[Callable[[Heartbeat], None], Activity]] = [
+    (Heartbeat.begin_idle, Activity.IDLE),
+    (Heartbeat.begin_step, Activity.STEPPING),
+    (Heartbeat.begin_capture, Activity.CAPTURING),
+    (Heartbeat.begin_profiling, Activity.PROFILING),
 ]
 
 
@@ -43,57 +44,57 @@ def _only_our_collections() -> Iterator[None]:
 
 @pytest.mark.parametrize(("begin", "activity"), BEGINNINGS, ids=[activity for _, activity in BEGINNINGS])
 def test_what_a_collection_interrupts_goes_on_with_the_time_it_had(
-    clock: Clock, begin: Callable[[Pulse], None], activity: Activity
+    clock: Clock, begin: Callable[[Heartbeat], None], activity: Activity
 ) -> None:
-    pulse = Pulse()
-    begin(pulse)
+    heartbeat = Heartbeat()
+    begin(heartbeat)
     for collections_ns in (0, 50):  # so many had been before
         clock.now_ns += 30
-        pulse.begin_collection()
-        assert pulse.read() == (Activity.GC, clock.now_ns)
+        heartbeat.begin_collection()
+        assert heartbeat.read() == (Activity.GC, clock.now_ns)
         clock.now_ns += 50
-        pulse.end_collection()
-        assert pulse.read() == (activity, 1_000 + collections_ns + 50)
+        heartbeat.end_collection()
+        assert heartbeat.read() == (activity, 1_000 + collections_ns + 50)
 
 
 def test_what_begins_after_a_collection_has_its_own_time(clock: Clock) -> None:
-    pulse = Pulse()
-    pulse.begin_step()
-    pulse.begin_collection()
+    heartbeat = Heartbeat()
+    heartbeat.begin_step()
+    heartbeat.begin_collection()
     clock.now_ns += 50
-    pulse.end_collection()
+    heartbeat.end_collection()
     clock.now_ns += 7
-    pulse.begin_step()
-    assert pulse.read() == (Activity.STEPPING, 1_057)
+    heartbeat.begin_step()
+    assert heartbeat.read() == (Activity.STEPPING, 1_057)
 
 
 def test_an_end_without_a_beginning_is_nothing(clock: Clock) -> None:
     """As of a collection during which the next step began: its callback may let the engine's thread go on."""
-    pulse = Pulse()
-    pulse.begin_collection()
+    heartbeat = Heartbeat()
+    heartbeat.begin_collection()
     clock.now_ns += 50
-    pulse.begin_step()
-    pulse.end_collection()
-    assert pulse.read() == (Activity.STEPPING, 1_050)
+    heartbeat.begin_step()
+    heartbeat.end_collection()
+    assert heartbeat.read() == (Activity.STEPPING, 1_050)
 
 
 def test_a_collection_in_a_capture_ends_no_allowance() -> None:
-    engine = make_engine()
-    with engine.gc_pauses, engine.phases.begin(1)("capture"):
+    engine, heartbeat = make_engine(), Heartbeat()
+    with note_pauses(engine, heartbeat), engine.phases.begin(1)("capture"):
         gc.collect()
-        assert engine.pulse.read().activity is Activity.CAPTURING
-    assert engine.pulse.read().activity is Activity.STEPPING
+        assert heartbeat.read().activity is Activity.CAPTURING
+    assert heartbeat.read().activity is Activity.STEPPING
 
 
 def test_collections_of_another_thread_keep_no_hung_step_alive(clock: Clock) -> None:
     """A thread beside the engine's compiles grammars, and may collect while the engine waits for a device for ever."""
-    engine = make_engine()
-    engine.pulse.begin_step()
-    began = engine.pulse.read()
-    with engine.gc_pauses:
+    engine, heartbeat = make_engine(), Heartbeat()
+    heartbeat.begin_step()
+    began = heartbeat.read()
+    with note_pauses(engine, heartbeat):
         for _ in range(3):
             clock.now_ns += 10**9
             other = threading.Thread(target=gc.collect)
             other.start()
             other.join()
-    assert engine.pulse.read() == began
+    assert heartbeat.read() == began

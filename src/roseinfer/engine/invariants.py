@@ -1,7 +1,7 @@
-"""A scheduler at rest between two steps into what is wrong with it. Changes nothing; knows no requests' contents.
+"""Checks the invariants of a scheduler between two steps.
 
-Tests ask after every step. Production asks when the engine is idle, counts what is found and goes on: to die of one
-lost block would turn a small fault into a large one.
+Tests check after every step. Production checks when the engine is idle, counts what it finds and continues: stopping
+over one lost block would turn a small fault into a large one.
 """
 
 from collections.abc import Iterator
@@ -10,54 +10,50 @@ from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.sequence import NO_SLOT, SequenceStatus
 from roseinfer.records import Invariant, Violation
 
-_WITHOUT_SLOT = {SequenceStatus.WAITING}
 _OVER = {SequenceStatus.ENDING, SequenceStatus.FINISHED}
 
 
-def violations(scheduler: Scheduler) -> list[Violation]:
-    """Each broken invariant, once for each way in which it is broken; empty when all is well."""
-    return [Violation(Invariant(name), detail) for name, detail in _faults(scheduler)]
+def find_violations(scheduler: Scheduler) -> list[Violation]:
+    """Each broken invariant, once for each way in which it is broken."""
+    checks = (_blocks, _slots, _states, _lists, _bounds)
+    return [Violation(Invariant(name), detail) for check in checks for name, detail in check(scheduler)]
 
 
-def _faults(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
-    yield from _blocks(scheduler)
-    yield from _slots(scheduler)
-    yield from _states(scheduler)
-    yield from _lists(scheduler)
-    yield from _bounds(scheduler)
+def assert_invariants(scheduler: Scheduler) -> None:
+    """The same as an assertion, for tests and for debugging."""
+    found = find_violations(scheduler)
+    assert not found, "; ".join(f"{violation.invariant}: {violation.detail}" for violation in found)
 
 
 def _blocks(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
-    residency = scheduler.residency
-    held = [block for sequence in residency.sequences for block in residency.table.blocks.of(sequence.slot)]
-    yield from residency.pool.find_faults(held)
-    yield from residency.prefix_cache.find_faults()
-    if not residency.sequences and residency.prefix_cache.num_pending:
-        yield Invariant.PENDING, f"{residency.prefix_cache.num_pending} blocks are announced that nobody computes"
+    kv_cache = scheduler.kv_cache
+    held = [block for sequence in kv_cache.residents for block in kv_cache.table.blocks.of(sequence.slot)]
+    yield from kv_cache.pool.find_faults(held)
+    yield from kv_cache.prefix_cache.find_faults()
+    if not kv_cache.residents and kv_cache.prefix_cache.num_pending:
+        yield Invariant.PENDING, f"{kv_cache.prefix_cache.num_pending} blocks are announced that no sequence computes"
 
 
 def _slots(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
-    residency, table = scheduler.residency, scheduler.residency.table
-    if len(residency.sequences) + table.num_free != len(table.owners):
+    residents, table = scheduler.kv_cache.residents, scheduler.kv_cache.table
+    if len(residents) + table.num_free != len(table.owners):
         yield Invariant.SLOTS, "slots held and slots free are not all slots"
-    for sequence in residency.sequences:
+    for sequence in residents:
         slot = sequence.slot
-        if sequence.status in _WITHOUT_SLOT or table.owners[slot] is not sequence:
+        if sequence.status is SequenceStatus.WAITING or table.owners[slot] is not sequence:
             yield Invariant.SLOTS, f"slot {slot} has another owner, or none"
             continue
         num_computed, num_tokens = int(table.num_computed[slot]), int(table.num_tokens[slot])
         if not num_computed < num_tokens <= table.max_tokens[slot] or num_computed > table.blocks.capacities[slot]:
             yield Invariant.SLOTS, f"slot {slot}: {num_computed} tokens of {num_tokens} do not fit what it holds"
-    num_foreign = len(
-        (table.stop_token_ids.keys() | table.constraints.keys()) - {sequence.slot for sequence in residency.sequences}
-    )
-    if num_foreign:
-        yield Invariant.BOUNDED, f"stop ids or grammars are kept for {num_foreign} slots that nobody holds"
+    held = {sequence.slot for sequence in residents}
+    if num_foreign := len((table.stop_token_ids.keys() | table.constraints.keys()) - held):
+        yield Invariant.BOUNDED, f"stop ids or grammars are kept for {num_foreign} slots that no sequence holds"
 
 
 def _states(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
-    """Each unfinished id is waiting or resident and never both; what has ended holds nothing but a launched step."""
-    residents = scheduler.residency.sequences
+    """An unfinished sequence is waiting or resident, never both; an ended one is resident for a launched step only."""
+    residents = scheduler.kv_cache.residents
     queued = [*scheduler.waiting, *scheduler.compiling]
     waiting, resident = set(map(id, queued)), set(map(id, residents))
     leaving = set(map(id, scheduler.leaving))
@@ -75,7 +71,7 @@ def _states(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
 
 
 def _lists(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
-    residents = scheduler.residency.sequences
+    residents = scheduler.kv_cache.residents
     decoding = [sequence.slot for sequence in residents if sequence.status is SequenceStatus.DECODING]
     if sorted(scheduler.ring) != sorted(decoding):
         yield Invariant.TURNS, "the decode ring differs from the decoding sequences"
@@ -84,9 +80,8 @@ def _lists(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
 
 
 def _bounds(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
-    """What grows with requests shrinks with them."""
     deadlines = scheduler.deadlines
     if len(deadlines) > deadlines.limit:
         yield Invariant.BOUNDED, f"{len(deadlines)} deadlines are watched, more than {deadlines.limit}"
-    if not scheduler.has_work and len(scheduler.leaving):
+    if not scheduler.has_work and scheduler.leaving:
         yield Invariant.ENDED, f"{len(scheduler.leaving)} sequences leave an engine without work"

@@ -9,11 +9,11 @@ from roseinfer.engine.core.block_pool import BlockPool
 from roseinfer.engine.core.deadlines import MIN_SWEPT
 from roseinfer.engine.core.decode_ring import DecodeRing
 from roseinfer.engine.core.engine import Engine
-from roseinfer.engine.core.invariants import violations
 from roseinfer.engine.core.prefix_cache import PrefixCache
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.sequence import SlotTable
 from roseinfer.engine.core.waiting_queue import WaitingQueue
+from roseinfer.engine.invariants import find_violations
 from roseinfer.records import Invariant
 from tests.unit.engine.core.test_deadlines import until
 from tests.unit.engine.harness import make_engine, make_request
@@ -22,13 +22,13 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def found(engine: Engine) -> set[Invariant]:
-    return {violation.invariant for violation in violations(engine.scheduler)}
+    return {violation.invariant for violation in find_violations(engine.scheduler)}
 
 
 def live(engine: Engine) -> set[Invariant]:
     """Three requests that share a prefix, one of them aborted, others preempted; what is found after each step."""
     for i in range(3):
-        engine.add(make_request(f"r{i}", [*range(1, 25), 30 + i], max_tokens=40, stop_token_ids=(95,)))
+        engine.add_request(make_request(f"r{i}", [*range(1, 25), 30 + i], max_tokens=40, stop_token_ids=(95,)))
     seen = set[Invariant]()
     for step in range(200):
         if not engine.has_work:
@@ -94,7 +94,7 @@ def keep_the_slot(patch: pytest.MonkeyPatch) -> None:
         sequence.slot = -1  # type: ignore[attr-defined]
         table.owners[slot] = None
         table.stop_token_ids.pop(slot, None)
-        return table.blocks.take(slot)  # and the slot is nobody's, and not free
+        return table.blocks.pop_blocks(slot)  # and the slot is nobody's, and not free
 
     patch.setattr(SlotTable, "unbind", unbind)
 
@@ -117,14 +117,14 @@ def stay_in_the_queue(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_who_is_unfinished(patch: pytest.MonkeyPatch) -> None:
-    add = Scheduler.add
+    add = Scheduler.add_request
 
     def forgetting(scheduler: Scheduler, request: object, inbox_ns: int) -> None:
         add(scheduler, request, inbox_ns)  # type: ignore[arg-type]
         if request.request_id == "r2":  # type: ignore[attr-defined]
             del scheduler.sequences["r2"]
 
-    patch.setattr(Scheduler, "add", forgetting)
+    patch.setattr(Scheduler, "add_request", forgetting)
 
 
 def stay_in_the_ring(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def stay_in_the_ring(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_leave(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_release", nothing)
+    patch.setattr(Scheduler, "_free_ended", nothing)
 
 
 MISTAKES: list[tuple[Break, Invariant]] = [
@@ -166,10 +166,10 @@ def test_each_mistake_is_caught(monkeypatch: pytest.MonkeyPatch, mistake: Break,
 
 
 def test_deadlines_that_are_never_swept_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roseinfer.engine.core.deadlines._waiting_for", lambda entry: entry)
+    monkeypatch.setattr("roseinfer.engine.core.deadlines._sequence_of", lambda entry: entry)
     engine = make_engine()
     for i in range(MIN_SWEPT + 8):
-        engine.add(until(f"r{i}", s=1e9, max_tokens=1))
+        engine.add_request(until(f"r{i}", s=1e9, max_tokens=1))
         engine.step()
     assert Invariant.BOUNDED in found(engine)
 
