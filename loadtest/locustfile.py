@@ -1,10 +1,11 @@
-"""Turns a scenario into Locust users that stream, and what they see into Locust's statistics. Knows no engine.
+"""Locust users that send a scenario's requests as streams, and what they see in Locust's statistics.
 
     locust -f loadtest/locustfile.py --headless --scenario steady --html report.html --json-file report.json
 
-A user is an open loop: it sends each request when it is due, answered or not the ones before. Besides the request, four
-latencies are told to the event hook `stream_latency` and get rows of their own, under the definitions of `roseinfer
-bench serve`: `TTFT`, `TPOT`, `ITL` and `submit lag`. They are kept out of the row `Aggregated`, which counts requests.
+A user is an open loop: it sends each request when it is due, whether or not earlier ones have been answered. Besides
+the request, four latencies are sent to the event hook `stream_latency` and get rows of their own, as `roseinfer bench
+serve` defines them: `TTFT`, `TPOT`, `ITL` and `submit lag`. The row `Aggregated` leaves them out and counts requests.
+Scenario, bodies, parsing and report are `roseinfer.bench.load`'s; only the sockets are Locust's, which runs on gevent.
 """
 
 import itertools
@@ -28,23 +29,21 @@ from locust.event import EventHook
 from locust.runners import LocalRunner, WorkerRunner
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
+from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load import report
-from roseinfer.bench.load.endpoint import Endpoint, authorization, read_models
+from roseinfer.bench.load.endpoint import Endpoint, RequestForm, authorization, key_in, read_models
 from roseinfer.bench.load.event_stream import read_events, read_refusal
-from roseinfer.bench.load.observed import Objective, Observed, Verdict, lag_p99_ns, mean_interval_ns
-from roseinfer.bench.load.plan import Tokens
-from roseinfer.bench.load.request_body import RequestForm, fresh_salt
+from roseinfer.bench.load.report import Verdict, lag_p99_ns, mean_interval_ns, objective_of
 from roseinfer.bench.load.scenario import PARAM, load_scenario
-from roseinfer.config.api_keys import read_keys
+from roseinfer.bench.report import NS_PER_MS
 from roseinfer.errors import ConfigError
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT = urllib3.Timeout(connect=10.0, read=600.0)
-JOIN_TOLERANCE_S = 0.5  # who joins so shortly before a burst belongs to it: a shape ticks once a second
+JOIN_TOLERANCE_S = 0.5  # a user who joins so shortly before a burst belongs to it: a shape ticks once a second
 FINISH_TIMEOUT_S = 120.0  # for answers that are under way when the test ends
 EXIT_UNUSABLE = 2
-NS_PER_MS = 1e6
 
 stream_latency = EventHook()
 """Fired with `name` (TTFT, TPOT, ITL or submit lag), `path` and `milliseconds`; for exporters too."""
@@ -62,24 +61,22 @@ def to_three_digits(milliseconds: float) -> float:
 locust.stats.bucket_response_time = to_three_digits  # type: ignore[assignment]
 
 
-class _TimedHTTP(HTTPConnection):
-    """A connection that knows when its last request had been written."""
+class _Timed:
+    """A connection that keeps when its last request had been written."""
 
     sent_ns = 0
 
     def request(self, *args: Any, **kwargs: Any) -> None:
-        super().request(*args, **kwargs)
+        super().request(*args, **kwargs)  # type: ignore[misc]
         self.sent_ns = time.monotonic_ns()
 
 
-class _TimedHTTPS(HTTPSConnection):
-    """The same with TLS."""
+class _TimedHTTP(_Timed, HTTPConnection):
+    pass
 
-    sent_ns = 0
 
-    def request(self, *args: Any, **kwargs: Any) -> None:
-        super().request(*args, **kwargs)
-        self.sent_ns = time.monotonic_ns()
+class _TimedHTTPS(_Timed, HTTPSConnection):
+    pass
 
 
 class Load:
@@ -90,15 +87,19 @@ class Load:
         self.scenario = load_scenario(scenario_file(options.scenario))
         self.seed, self.url = options.seed, (host or DEFAULT_URL).rstrip("/")
         self.seen: list[Observed] | None = [] if keeps_requests else None
-        key = read_keys(Path(options.api_key_file), "--api-key-file")[0].key if options.api_key_file else ""
+        key = key_in(Path(options.api_key_file) if options.api_key_file else None)
         self.pool = urllib3.connectionpool.connection_from_url(
             self.url, maxsize=1000, timeout=TIMEOUT, retries=False, headers=authorization(key)
         )
         self.pool.ConnectionCls = _TimedHTTPS if self.url.startswith("https:") else _TimedHTTP
         self.endpoint = self._find_endpoint(key)
-        asked, salt = self.scenario, fresh_salt(self.endpoint)
-        self.form = RequestForm(asked.endpoint == "chat", asked.ignore_eos, asked.stream_interval, salt)
-        self.tokens = Tokens(self.seed, self.endpoint.vocab_size)
+        self.form = RequestForm.of(
+            self.endpoint,
+            self.seed,
+            is_chat=self.scenario.endpoint == "chat",
+            ignore_eos=self.scenario.ignore_eos,
+            stream_interval=self.scenario.stream_interval,
+        )
         self.started_ns, self.unix_ns = time.monotonic_ns(), time.time_ns()
         self.cpu_s = time.process_time()
         self.ids = itertools.count()
@@ -111,30 +112,24 @@ class Load:
             why = f"{error.__cause__ or error}; `make serve` starts a server"
             raise ConfigError(f"nothing answers at {self.url}/v1/models: {why}", param="--host") from None
         if answer.status != 200:
-            told = answer.data.decode(errors="replace")[:200]
-            raise ConfigError(f"{self.url}/v1/models answers {answer.status}: {told}", param="--host")
+            problem = answer.data.decode(errors="replace")[:200]
+            raise ConfigError(f"{self.url}/v1/models answers {answer.status}: {problem}", param="--host")
         return read_models(self.url, key, answer.data)
 
     def burst_ns(self) -> int | None:
-        """When whoever joins now is due with the first request, if this is a burst: all of them together."""
+        """When the first request of a user who joins now is due, in a burst: all of them together. Else None."""
         now_ns = time.monotonic_ns()
         phase = self.scenario.phase_at((now_ns - self.started_ns) / 1e9 + JOIN_TOLERANCE_S)
         return None if phase is None or phase.kind != "burst" else self.bursts_ns.setdefault(id(phase), now_ns)
 
     def body(self, source: random.Random) -> bytes:
         """Another request, encoded."""
-        segments, max_tokens = self.scenario.draw(source, 1 + source.getrandbits(62))
-        return msgspec.json.encode(self.form.body(self.endpoint.model, self.tokens.of(segments), max_tokens))
+        return self.form.encode(*self.scenario.draw(source, 1 + source.getrandbits(62)))
 
     def ask(self, body: bytes, due_ns: int) -> Observed:
         """Send one request and read its answer, every piece with its stamp."""
         seen = Observed(request_id=f"locust-{self.unix_ns // 1_000_000:x}-{next(self.ids)}", intended_ns=due_ns)
-        intended_s = (self.unix_ns + due_ns - self.started_ns) / 1e9
-        headers = {
-            **self.endpoint.headers,
-            "x-request-id": seen.request_id,
-            "x-roseinfer-intended-time": f"{intended_s:.6f}",
-        }
+        headers = self.endpoint.headers(seen.request_id, (self.unix_ns + due_ns - self.started_ns) / 1e9)
         reads: list[tuple[int, bytes]] = []
         try:
             answer = self.pool.urlopen("POST", self.form.path, body, headers, preload_content=False)
@@ -157,7 +152,7 @@ class Load:
 
 
 class Running:
-    """The run that goes on, if there is one; Locust makes users and shapes without arguments."""
+    """The run under way, if there is one; Locust makes users and shapes without arguments."""
 
     load: Load | None = None
 
@@ -185,7 +180,7 @@ class StreamingUser(User):
         """Called when a request is due, and once before."""
         load = self._load
         if load is None:
-            gevent.sleep(1.0)  # the test did not start, which has been told
+            gevent.sleep(1.0)  # the test did not start, which has been logged
             return
         burst_ns = None if self._due_ns else load.burst_ns()
         if self._due_ns:
@@ -241,7 +236,7 @@ class ScenarioShape(LoadTestShape):
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    """All but the files can be changed on the page too."""
+    """All options but the files can be changed on the page too."""
     parser.add_argument("--scenario", default="steady", help="a file, or the name of one in loadtest/scenarios")
     parser.add_argument(
         "--free", action="store_true", help="not the scenario's phases, but --users and --spawn-rate, or the page's"
@@ -278,7 +273,7 @@ def prepare(environment: Environment, **_: object) -> None:
         try:
             _load_of(environment)
         except ConfigError as error:
-            sys.stderr.write(f"{told(error)}\n")
+            sys.stderr.write(f"{text_of(error)}\n")
             sys.exit(EXIT_UNUSABLE)
 
 
@@ -291,7 +286,7 @@ def begin(environment: Environment, **_: object) -> None:
         Running.load = _load_of(environment)
     except ConfigError as error:
         environment.process_exit_code = EXIT_UNUSABLE
-        _log.error(told(error))
+        _log.error(text_of(error))
 
 
 @events.test_stop.add_listener
@@ -307,8 +302,7 @@ def finish(environment: Environment, **_: object) -> None:
         lag_p99_ns(load.seen), mean_interval_ns([seen.intended_ns for seen in load.seen]), options.max_lag_share
     )
     limits = load.scenario.objective
-    objective = Objective(*(None if limit is None else limit * NS_PER_MS for limit in (limits.ttft_ms, limits.tpot_ms)))
-    run = report.ServeRun(load.seen, verdict, None if objective == Objective(None, None) else objective)
+    run = report.ServeRun(load.seen, verdict, objective_of(limits.ttft_ms, limits.tpot_ms))
     wall_s = (time.monotonic_ns() - load.started_ns) / 1e9
     header = {
         "URL": load.url,
@@ -317,7 +311,12 @@ def finish(environment: Environment, **_: object) -> None:
         "Processor time of the generator": f"{(time.process_time() - load.cpu_s) / wall_s:.1%} of a core",
     }
     print("\n".join(report.lines_of(run, header, "locust")), flush=True)
-    arguments = {"scenario": load.scenario.echo(), "seed": load.seed, "free": options.free, "tool": "locust"}
+    arguments = {
+        "scenario": msgspec.to_builtins(load.scenario),
+        "seed": load.seed,
+        "free": options.free,
+        "tool": "locust",
+    }
     settings = {"url": load.url, "model": load.endpoint.model, "arguments": arguments}
     Path(options.result).parent.mkdir(parents=True, exist_ok=True)
     report.write_result(Path(options.result), run, settings, recording=None)
@@ -334,7 +333,7 @@ def _load_of(environment: Environment) -> Load:
     return Load(options, environment.host, keeps_requests=bool(options.result))
 
 
-def told(error: ConfigError) -> str:
+def text_of(error: ConfigError) -> str:
     return f"loadtest: {error.param}: {error.message}"
 
 

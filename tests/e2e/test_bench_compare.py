@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from roseinfer.bench.compare.compare import started_server
 from roseinfer.bench.load.client import find_endpoint
-from roseinfer.bench.load.launcher import serving
 from roseinfer.cli import main as cli
 from roseinfer.errors import ConfigError
 from tests.e2e.server import Server
@@ -45,7 +45,7 @@ def test_runs_in_turn_and_the_same_again_from_what_was_kept(
 
 
 def test_a_server_that_is_started_serves_and_ends() -> None:
-    with serving("--runner.num-threads 1 --served-model-name ours", "--a", timeout_s=110) as url:
+    with started_server("--runner.num-threads 1 --served-model-name ours", "--a", timeout_s=110) as url:
         assert find_endpoint(url, "").model == "ours"
     with pytest.raises(ConfigError, match="nothing answers"):
         find_endpoint(url, "")
@@ -54,7 +54,7 @@ def test_a_server_that_is_started_serves_and_ends() -> None:
 def test_a_server_that_does_not_start_says_why() -> None:
     with (
         pytest.raises(ConfigError, match=r"(?s)the server ended with 2: .*--runner.num-threads") as caught,
-        serving("--runner.num-threads many", "--b", timeout_s=110),
+        started_server("--runner.num-threads many", "--b", timeout_s=110),
     ):
         pass
     assert caught.value.param == "--b"

@@ -1,27 +1,89 @@
-"""What each number of a report means: from the stamps of a request to lag, wait, TTFT, TPOT, ITL and throughput.
+"""Defines the figures of every report: lag, queue wait, TTFT, TPOT, ITL, latency, throughput and percentiles.
 
-Times are integers of nanoseconds on the host's monotonic clock, in the order
+`RequestTimes` has the engine's stamps of a request and `Observed` its client's, in nanoseconds of the host's monotonic
+clock. The order of the engine's stamps is
 
     target, submit_start, submit_end, tokenized, inbox, scheduled, token[0], ..., token[n-1], end
 
-except that `tokenized` lies before `submit_end` when the submission itself tokenises, and that a request may go out
-before its target. Those two differences are 0 when they would be negative; any other stamp before its predecessor is an
-error. What the server measures too is `observe/gaps/intervals.py`'s. Token stamps are the engine's, one for each step;
-the stamps of flushes are what a consumer sees, and are never used for ITL.
+except that `tokenized` comes before `submit_end` when the submission itself tokenises, and that a request may go out
+before its target. Those two differences count as 0 then; any other stamp before its predecessor is an error. Intervals
+that the server measures too come from `observe/gaps/intervals.py`. Token stamps are the engine's, one for each step;
+flushes, which are what a consumer sees, do not count for ITL.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from roseinfer.observe.gaps import intervals
 from roseinfer.records import RequestTimeline
 
 
+class Observed(msgspec.Struct, kw_only=True):
+    """One request as its client saw it. A stamp of 0 was not reached.
+
+    Latencies count tokens: a chunk of k tokens that comes a gap after the chunk before it is k inter-token latencies of
+    gap / k, so a stream that is sent in larger pieces is neither faster nor slower.
+    """
+
+    request_id: str
+    intended_ns: int
+    sent_ns: int = 0  # the head of the request was written
+    token_ns: list[int] = []  # of each chunk with tokens: when its last byte had been read
+    token_counts: list[int] = []  # tokens in each of these
+    end_ns: int = 0
+    num_prompt_tokens: int = 0  # by the server's usage
+    num_cached_tokens: int | None = None  # of these, likewise; None where the server does not report it
+    finish_reason: str = ""
+    status: int = 0  # of HTTP
+    retry_after_s: int | None = None
+    error: str = ""  # the request was refused, or its stream broke
+    was_aborted: bool = False  # by its client, as planned
+    ledger: dict[str, Any] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.error and not self.was_aborted and bool(self.token_ns)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.token_counts)
+
+    @property
+    def submit_lag_ns(self) -> int:
+        """How late the request was sent."""
+        return max(0, self.sent_ns - self.intended_ns)
+
+    @property
+    def ttft_ns(self) -> int:
+        return self.token_ns[0] - self.sent_ns
+
+    @property
+    def tpot_ns(self) -> float | None:
+        """Time per output token after the first chunk; None with one chunk."""
+        num_later = self.num_tokens - self.token_counts[0]
+        return (self.token_ns[-1] - self.token_ns[0]) / num_later if num_later else None
+
+    @property
+    def latency_ns(self) -> int:
+        return self.end_ns - self.sent_ns
+
+    def inter_token_latencies_ns(self) -> list[float]:
+        """One for each token after the first chunk."""
+        gaps = zip(self.chunk_gaps_ns(), self.token_counts[1:], strict=True)
+        return [gap / count for gap, count in gaps for _ in range(count)]
+
+    def chunk_gaps_ns(self) -> list[int]:
+        return gaps_of(self.token_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """The stamps of one finished request that generated at least one token: the engine's and the load generator's."""
+    """The engine's and the load generator's stamps of one finished request that generated at least one token."""
 
     timeline: RequestTimeline
     submit_start: int
@@ -29,7 +91,7 @@ class RequestTimes:
     target: int | None  # when it was due, under an absolute schedule with an interval
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a stamp that is missing or lies before its predecessor: it would spoil every figure."""
+        """Raises ValueError for a stamp that is missing or lies before its predecessor."""
         times = self.timeline
         ready = (times.tokenized_ns, times.inbox_ns, times.scheduled_ns)
         for stamps in (
@@ -43,7 +105,7 @@ class RequestTimes:
 
 
 def submit_lag(times: RequestTimes) -> int | None:
-    """M1: how late the load generator itself was; read queue wait and TTFT with it. None without a target."""
+    """M1: how late the load generator itself was. None without a target."""
     return None if times.target is None else max(0, times.submit_start - times.target)
 
 
@@ -53,12 +115,12 @@ def add_request_latency(times: RequestTimes) -> int:
 
 
 def tokenize(times: RequestTimes) -> int:
-    """M3: tokenising that went on after the submission returned; 0 when it was done before or inside."""
+    """M3: tokenising after the submission returned; 0 when it was done before or inside."""
     return max(0, times.timeline.tokenized_ns - times.submit_end)
 
 
 def queue_wait(times: RequestTimes) -> int:
-    """M4: a request that was ready, tokens and all, waited for its first batch."""
+    """M4: from the prompt's tokens being ready until the first batch."""
     return engine_submit_lag(times) + engine_queue_wait(times)
 
 
@@ -95,7 +157,7 @@ def tpot_to_end(times: RequestTimes) -> float:
 
 def inter_token_latencies(times: RequestTimes) -> list[int]:
     """M8: every gap between two neighbouring tokens, to be pooled over all requests."""
-    return [later - earlier for earlier, later in pairwise(times.timeline.token_ns)]
+    return gaps_of(times.timeline.token_ns)
 
 
 def latency(times: RequestTimes) -> int:
@@ -126,13 +188,14 @@ def num_decode_tokens(requests: Sequence[RequestTimes]) -> int:
     return sum(stamp > boundary for times in requests for stamp in times.timeline.token_ns)
 
 
-def percentile(values: Iterable[float], percent: float) -> float:
-    """M12: by linear interpolation between the two nearest ranks. There must be at least one value."""
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    below = math.floor(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
+def percentile(values: Sequence[float], percent: float) -> float:
+    """M12: interpolates linearly between the two nearest ranks. There must be at least one value."""
+    return float(np.percentile(values, percent))
+
+
+def gaps_of(stamps: Sequence[int]) -> list[int]:
+    """Between each stamp and the one before it."""
+    return [later - earlier for earlier, later in pairwise(stamps)]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from roseinfer.bench.load.observed import Observed
+from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load.report import RESULT_FORMAT, ServeRun, write_result
 from roseinfer.cli.main import main
 from roseinfer.observe.recorder.recording import Recording

@@ -1,13 +1,14 @@
-"""`roseinfer bench compare`: two servers, two sets of flags or two sets of results, into effects and a verdict.
+"""`roseinfer bench compare`: measures two servers, sets of flags or sets of results against each other.
 
 Runs are made in turn, A B B A A B ..., so that a machine that changes evenly hits both sides alike. Both runs of a
-round have the same prompts, and no two rounds do. Each run, repeated ones too, has a cache salt of its own, so its
-prompts are in no prefix cache, whoever has asked them before; servers that are not ours are sent none, so there no two
-comparisons have the same prompts. A server that is started here is a new process for each run, since processes of one
-program differ among themselves too.
+round have the same prompts, and no two rounds do. Each run, repeated ones too, has a cache salt of its own, so it finds
+its prompts in no prefix cache; another server than roseinfer is sent none, so there no two comparisons have the same
+prompts. A server that is started here is a new process for each run, since processes of one program differ too.
 """
 
 import argparse
+import shlex
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,27 +17,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from roseinfer.bench.compare import report as compare_report
 from roseinfer.bench.compare.comparison import MIN_RUNS, Thresholds, judge
-from roseinfer.bench.compare.report import Comparison
+from roseinfer.bench.compare.report import Comparison, lines_of, write_comparison
 from roseinfer.bench.compare.results import (
     Measured,
+    describe_differences,
     differences,
     figures_of,
     in_turn,
     read_results,
     rows_of,
-    told,
 )
-from roseinfer.bench.load import report
-from roseinfer.bench.load.client import find_endpoint
 from roseinfer.bench.load.endpoint import Endpoint, base_of
-from roseinfer.bench.load.launcher import serving
-from roseinfer.bench.load.plan import PlannedRequest
-from roseinfer.bench.load.plan_options import describe, echo_of, interval_ns_of, planner_of, settle_seed, take_scenario
-from roseinfer.bench.load.report import ServeRun
-from roseinfer.bench.load.serve import key_of, send
-from roseinfer.bench.seeds.session import say
+from roseinfer.bench.load.launcher import LaunchFailed, serving
+from roseinfer.bench.load.plan import PlannedRequest, describe, echo_of, interval_ns_of, planner_of
+from roseinfer.bench.load.report import ServeRun, write_result
+from roseinfer.bench.load.scenario import apply_scenario
+from roseinfer.bench.load.serve import endpoint_of, send, settings_of, settle_seed
+from roseinfer.bench.report import say
 from roseinfer.cli.output_files import check_folder, check_outputs
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError
@@ -48,12 +46,12 @@ _URL = ("http://", "https://")
 
 
 class Side(NamedTuple):
-    """One of the two, and how to have a server of it for a run."""
+    """One side of a comparison, and how to get a server of it for a run."""
 
     name: str
     what: str
     open: Callable[[], AbstractContextManager[Endpoint]]
-    running: Endpoint | None  # of what serves already, and is the same process in all runs
+    running: Endpoint | None  # of a server that runs already, and is the same process in all runs
 
 
 def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
@@ -67,20 +65,18 @@ def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
         comparison, header = _of_results(arguments, thresholds)
         settings: dict[str, Any] = {}
     else:
-        take_scenario(arguments)
+        apply_scenario(arguments)
         comparison, header = _of_servers(arguments, thresholds)
         settings = echo_of(arguments)
-    say(*compare_report.lines_of(comparison, header))
+    say(*lines_of(comparison, header))
     if arguments.json is not None:
-        compare_report.write_json(arguments.json, comparison, {**header, **settings})
+        write_comparison(arguments.json, comparison, {**header, **settings})
     found = {finding.outcome for finding in comparison.findings} | {comparison.outcome}
     return EXIT_FAILED if found & set(arguments.fail_on) else 0
 
 
 def _refuse_equal(arguments: argparse.Namespace) -> None:
-    """A side that is held against itself by mistake is noise, which would be read as an answer; nor is another one
-    noise where equals were asked for. Raises ConfigError.
-    """
+    """Raises ConfigError when the sides are equal without `--equal-sides`, or differ with it."""
     texts: list[str] = arguments.sides
     launched = [] if arguments.a is None or arguments.b is None else [arguments.a.split(), arguments.b.split()]
     sides = launched or [[_plain(text)] for text in texts]
@@ -91,8 +87,8 @@ def _refuse_equal(arguments: argparse.Namespace) -> None:
         if len(sides) == 2 and not is_equal:
             raise ConfigError("needs A and B to be the same, and they differ", param="--equal-sides")
     elif is_equal:
-        told = "are the same; --equal-sides compares servers with themselves, which shows what is noise here"
-        raise ConfigError(told, param="--a and --b" if launched else "A and B")
+        problem = "are the same; --equal-sides compares servers with themselves, which shows what is noise here"
+        raise ConfigError(problem, param="--a and --b" if launched else "A and B")
 
 
 def _plain(text: str) -> str:
@@ -106,7 +102,7 @@ def _of_results(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[
     texts: list[str] = arguments.sides
     a, b = (read_results([Path(text)], name) for text, name in zip(texts, "AB", strict=True))
     if differing := differences(a.settings, b.settings, arguments.varied):
-        raise ConfigError(f"{told(differing)}; name with --varied what was varied", param="A B")
+        raise ConfigError(f"{describe_differences(differing)}; name with --varied what was varied", param="A B")
     header = {"A": texts[0], "B": texts[1]}
     if varied := differences(a.settings, b.settings):
         header["Varied"] = ", ".join(f"{name}: {of_a!r} and {of_b!r}" for name, (of_a, of_b) in varied.items())
@@ -136,7 +132,7 @@ def _judged(a: Sequence[Measured], b: Sequence[Measured], thresholds: Thresholds
 
 
 def _sides_of(arguments: argparse.Namespace) -> tuple[Side, Side]:
-    """The two that runs are made of; those that are up have been asked what they serve. Raises ConfigError."""
+    """The two sides; those that run already have reported what they serve. Raises ConfigError."""
     texts: list[str] = arguments.sides
     if arguments.a is not None or arguments.b is not None:
         if texts or arguments.a is None or arguments.b is None:
@@ -150,7 +146,7 @@ def _sides_of(arguments: argparse.Namespace) -> tuple[Side, Side]:
 
 
 def _running(arguments: argparse.Namespace, name: str, url: str) -> Side:
-    endpoint = find_endpoint(url, key_of(arguments))
+    endpoint = endpoint_of(arguments, url)
     return Side(name, url, lambda: nullcontext(endpoint), endpoint)
 
 
@@ -161,12 +157,27 @@ def _launched(arguments: argparse.Namespace, name: str, flags: str) -> Side:
 
 @contextmanager
 def _started(arguments: argparse.Namespace, name: str, flags: str) -> Iterator[Endpoint]:
-    with serving(flags, f"--{name.lower()}", arguments.start_timeout) as url:
-        yield find_endpoint(url, key_of(arguments))
+    with started_server(flags, f"--{name.lower()}", arguments.start_timeout) as url:
+        yield endpoint_of(arguments, url)
+
+
+@contextmanager
+def started_server(flags: str, param: str, timeout_s: float) -> Iterator[str]:
+    """The URL of a new server with these flags. Raises ConfigError when it does not start."""
+    try:
+        words = shlex.split(flags)
+    except ValueError as error:
+        raise ConfigError(f"{error}, got {flags!r}", param=param) from None
+    with tempfile.TemporaryDirectory(prefix="roseinfer-compare-") as folder:
+        try:
+            with serving(*words, log=Path(folder) / "log", timeout_s=timeout_s) as server:
+                yield server.url
+        except LaunchFailed as error:
+            raise ConfigError(str(error), param=param) from None
 
 
 def _of_servers(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[Comparison, dict[str, Any]]:
-    """Make the runs, and tell of each."""
+    """Make the runs, with a line for each."""
     plan = planner_of(arguments)
     sides = _sides_of(arguments)
     settle_seed(arguments, *(side.running for side in sides))
@@ -189,11 +200,11 @@ def _of_servers(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[
 def _run_once(
     turn: argparse.Namespace, side: Side, planned: Sequence[PlannedRequest], index: int
 ) -> tuple[Measured, str]:
-    """A run of one side, and its model; again when the generator was late, since that says nothing of the server."""
+    """Make a run of one side, again when the generator was late, and return its figures and model."""
     interval_ns = interval_ns_of(turn, planned)
     with side.open() as endpoint:
         for _ in range(MAX_ATTEMPTS):
-            # A server that is up and has not served yet would become faster over the first rounds: that is a drift.
+            # A running server that has not served yet would become faster over the first rounds, which is a drift.
             _warm_up(turn, planned if side.running is not None and index == 0 else planned[:NUM_WARM_UP], endpoint)
             label = f"round {index + 1}, {side.name}"
             made = send(turn, planned, interval_ns, endpoint, label)
@@ -217,8 +228,7 @@ def _keep(turn: argparse.Namespace, side: Side, made: ServeRun, endpoint: Endpoi
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}", param="--keep") from None
-    settings = {"url": endpoint.url, "model": endpoint.model, "arguments": echo_of(turn)}
-    report.write_result(folder / f"{index + 1:03}.json", made, settings, recording=None)
+    write_result(folder / f"{index + 1:03}.json", made, settings_of(turn, endpoint), recording=None)
 
 
 def _brief(measured: Measured) -> str:

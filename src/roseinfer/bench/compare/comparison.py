@@ -1,4 +1,4 @@
-"""Turns the figures of repeated runs of two sides into effects, intervals and verdicts. Knows no server and no file.
+"""Judges repeated runs of two sides: effects, their intervals, and verdicts.
 
 The unit is the run: requests of one run share its process, its memory layout and its minute of the machine, so they are
 not independent, and only runs may be counted as repeats (Georges, Buytaert, Eeckhout, 2007; Kalibera, Jones, 2013). A

@@ -1,6 +1,5 @@
-"""Turns findings into the lines of a report and into JSON for a gate. Measures and judges nothing."""
+"""The report of a comparison, as lines of text and as JSON for a gate."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +8,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from roseinfer.bench.compare.comparison import Finding, Outcome, Thresholds, overall
-from roseinfer.bench.seeds.report import header_lines
-from roseinfer.errors import ConfigError
+from roseinfer.bench.report import header_lines, write_json
 
 COMPARISON_FORMAT = "roseinfer bench compare 1"
 
 
 class Comparison(NamedTuple):
-    """What came of it. Objections are why nothing is judged: then there is no finding."""
+    """The findings, or the objections for which nothing was judged."""
 
     findings: list[Finding]
     objections: list[str]
@@ -60,7 +58,7 @@ def _table(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def write_json(file: Path, comparison: Comparison, settings: Mapping[str, Any]) -> None:
+def write_comparison(file: Path, comparison: Comparison, settings: Mapping[str, Any]) -> None:
     """Effects, intervals and drift are shares: 0.05 is five percent. Raises ConfigError."""
     content = {
         "format": COMPARISON_FORMAT,
@@ -73,7 +71,4 @@ def write_json(file: Path, comparison: Comparison, settings: Mapping[str, Any]) 
         "left_out": comparison.left_out,
         "findings": msgspec.to_builtins(comparison.findings),
     }
-    try:
-        file.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--json") from None
+    write_json(file, content)

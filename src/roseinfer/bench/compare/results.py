@@ -1,4 +1,4 @@
-"""Turns measured runs and result files into rows of figures, and checks that they are of one load. Judges nothing."""
+"""Reads the figures of runs and result files, and checks that their settings agree."""
 
 import json
 import math
@@ -9,31 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from roseinfer.bench.compare.comparison import Metric, Runs
-from roseinfer.bench.load.observed import duration_s, latency_pools
-from roseinfer.bench.load.report import RESULT_FORMAT, ServeRun
-from roseinfer.bench.seeds.report import PERCENTS
+from roseinfer.bench.load.report import RESULT_FORMAT, ServeRun, duration_s, latency_pools
+from roseinfer.bench.report import PERCENTS
 from roseinfer.errors import ConfigError
 
 THROUGHPUT = Metric("Throughput", "tokens/s", is_higher_better=True)
 GOODPUT = Metric("Goodput", "requests/s", is_higher_better=True)
 
-# Of a setting's name, what says where and what became of it, and nothing of the load; prompts follow from the seed.
+# Settings that do not change the load: where it was sent, what was kept of it, and the seed, from which prompts follow.
 _NOT_OF_THE_LOAD = (
-    "url",
-    "ops_url",
-    "json",
-    "recording",
-    "api_key_file",
-    "seed",
-    "scenario_file",
-    "COMMAND",
-    "BENCHMARK",
+    *("url", "ops_url", "json", "recording", "api_key_file", "seed", "scenario_file", "COMMAND", "BENCHMARK"),
 )
 _SHOWN = 8
 
 
 class Measured(NamedTuple):
-    """One run: its figures by metric, and why they should not be believed, if that is so."""
+    """One run: its figures by metric, and why they are not to be believed, if that is so."""
 
     figures: dict[Metric, float]
     began_s: float  # on the clock of its host
@@ -91,7 +82,7 @@ def read_results(paths: Sequence[Path], name: str) -> ResultSet:
         read = _read(file, name)
         runs += read.runs
         if settings is not None and (differing := differences(settings, read.settings)):
-            raise ConfigError(f"{file} differs from {files[0]}: {told(differing)}", param=name)
+            raise ConfigError(f"{file} differs from {files[0]}: {describe_differences(differing)}", param=name)
         settings = read.settings
     assert settings is not None
     return ResultSet(runs, settings)
@@ -102,7 +93,7 @@ def _read(file: Path, name: str) -> ResultSet:
         content = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", param=name) from None
-    except ValueError:  # nor is what is no UTF-8
+    except ValueError:  # also of what is not UTF-8
         raise ConfigError(f"{file} is not JSON", param=name) from None
     try:
         settings = _flat(content["settings"])
@@ -152,7 +143,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], varied: Iterable[str
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
 
 
-def told(differing: Mapping[str, tuple[Any, Any]]) -> str:
+def describe_differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
     """The first few of these settings, with both values, in one line."""
     shown = [f"{name} is {a!r} and {b!r}" for name, (a, b) in list(differing.items())[:_SHOWN]]
     return "; ".join(shown + [f"and {len(differing) - _SHOWN} more"] * (len(differing) > _SHOWN))

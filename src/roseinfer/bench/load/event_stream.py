@@ -1,6 +1,6 @@
-"""Turns the bytes of an answer, each with its stamp, into what was seen of a request. Reads no socket, knows no client.
+"""Parses the event stream of an answer, with a stamp for each read, into an `Observed`.
 
-It is shared by the load generators, so that aiohttp's and Locust's say the same of the same bytes.
+`LoadClient` and Locust share it, so that both report the same for the same bytes.
 """
 
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.bench.load.observed import Observed
+from roseinfer.bench.definitions import Observed
 
 DATA = b"data: {"
 _DONE = b"data: [DONE]"
@@ -23,7 +23,7 @@ class _PromptTokensDetails(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
-    prompt_tokens_details: _PromptTokensDetails | None = None  # not every server tells
+    prompt_tokens_details: _PromptTokensDetails | None = None  # not every server reports them
 
 
 class _Choice(msgspec.Struct):
@@ -41,7 +41,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: int | None) -> None:
-    """Fill in what the bytes of an event stream say. An event's stamp is that of the read that completed it."""
+    """Fill in what an event stream says. An event's stamp is that of the read that completed it."""
     ends = list(accumulate(len(data) for _, data in reads))
     stream = b"".join(data for _, data in reads)
     stamps: list[int] = []
@@ -58,7 +58,7 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
             seen.error = f"an event is not as agreed: {error}"
             return
         if event.error is not None:
-            seen.error = str(event.error.get("message", event.error))[:300]
+            seen.error = _message(event.error)[:300]
         if event.choices:
             stamps.append(reads[bisect_left(ends, position)][0])
             seen.finish_reason = event.choices[0].finish_reason or seen.finish_reason
@@ -76,14 +76,18 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
         seen.error = "the stream broke off"
 
 
+def _message(error: dict[str, Any]) -> str:
+    return str(error.get("message", error))
+
+
 def read_refusal(seen: Observed, status: int, body: bytes) -> None:
     """Fill in what an answer with another status than 200 says."""
     try:
         event = _decode_event(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         event = _Event()
-    told = body.decode(errors="replace") if event.error is None else str(event.error.get("message", event.error))
-    seen.error = f"{status}: {told[:300]}"
+    message = body.decode(errors="replace") if event.error is None else _message(event.error)
+    seen.error = f"{status}: {message[:300]}"
     if event.roseinfer_ledger:
         seen.ledger = event.roseinfer_ledger[0]
 

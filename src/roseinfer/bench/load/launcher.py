@@ -1,69 +1,102 @@
-"""Turns the flags of `roseinfer serve` into a server that is ready, and ends it. Sends no load."""
+"""Starts a server as a process, waits until it is ready, and ends it."""
 
-import asyncio
-import shlex
+import http.client
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from roseinfer.bench.load.client import get
-from roseinfer.errors import ConfigError
-
+START_TIMEOUT_S = 110.0  # on a machine that does much else
 STOP_TIMEOUT_S = 60.0
-_LOG_TAIL = 600  # characters of what it said, for whoever wonders why it did not start
+_LOG_TAIL = 600  # characters of its log in an error
 
 
-@contextmanager
-def serving(flags: str, param: str, timeout_s: float) -> Iterator[str]:
-    """The URL of a server with these flags, which is stopped at the end. Raises ConfigError when it does not start."""
-    try:
-        words = shlex.split(flags)
-    except ValueError as error:
-        raise ConfigError(f"{error}, got {flags!r}", param=param) from None
-    port = _free_port()
-    command = [sys.executable, "-m", "roseinfer", "serve", "--port", str(port), "--ops-port", "0", *words]
-    with tempfile.TemporaryDirectory(prefix="roseinfer-compare-") as folder:
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)  # noqa: S603
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait(process, url, log, param, timeout_s)
-            yield url
-        finally:
-            _stop(process)
+class LaunchFailed(RuntimeError):
+    """The server did not become ready."""
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path, param: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            asyncio.run(get(f"{url}/readyz", "", param))
-        except ConfigError:
-            time.sleep(0.1)
-        else:
-            return
-    why = f"was not ready after {timeout_s:g} s" if process.poll() is None else f"ended with {process.returncode}"
-    raise ConfigError(f"the server {why}: {log.read_text(errors='replace')[-_LOG_TAIL:].strip()}", param=param)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+class Server:
+    """A server process that listens on a port of this host."""
+
+    def __init__(
+        self, command: Sequence[str], port: int, log: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Without a log and an environment the process has this one's. It has a session of its own, so that an
+        interrupt of this process does not reach it.
+        """
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.log_path = log
+        with nullcontext() if log is None else log.open("ab") as output:
+            self.process = subprocess.Popen(  # noqa: S603 - what the caller asked for
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+        self.pid = self.process.pid
+
+    def is_ready(self) -> bool:
+        return self.status("/readyz") == 200
+
+    def status(self, path: str) -> int:
+        """The HTTP status of a GET, 0 when nothing answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return 0
+        finally:
+            connection.close()
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Raises LaunchFailed with the end of the log."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready():
+            code = self.process.poll()
+            if code is not None or time.monotonic() > deadline:
+                why = f"was not ready after {timeout_s:g} s" if code is None else f"ended with {code}"
+                raise LaunchFailed(f"the server {why}: {self.log()[-_LOG_TAIL:].strip()}")
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        return "" if self.log_path is None else self.log_path.read_text(errors="replace")
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Signal the process, kill it when it does not end in time, and return its exit code."""
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def serve_command(port: int, ops_port: int, flags: Sequence[str]) -> list[str]:
+    """`roseinfer serve`; the flags come last, so they are stronger than the ports."""
+    ports = ["--port", str(port), "--ops-port", str(ops_port)]
+    return [sys.executable, "-m", "roseinfer", "serve", *ports, *flags]
+
+
+@contextmanager
+def serving(
+    *flags: str, ops_port: int = 0, log: Path | None = None, timeout_s: float = START_TIMEOUT_S
+) -> Iterator[Server]:
+    """A ready `roseinfer serve` on a free port, which is stopped at the end. Raises LaunchFailed."""
+    port = free_port()
+    server = Server(serve_command(port, ops_port, flags), port, log)
+    try:
+        server.wait_ready(timeout_s)
+        yield server
+    finally:
+        server.stop()

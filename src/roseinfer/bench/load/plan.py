@@ -1,20 +1,22 @@
-"""Turns the wish for a load into planned requests: when each is due, how long it is, what it shares. Sends nothing.
+"""Plans the requests of a load, of flags, a trace or a recording: when each is due, how long it is, what it shares.
 
-A plan holds no token ids. A prompt is segments, each a key and a length, and `Tokens` makes ids of a key: so prompts
+A plan holds no token ids. A prompt is segments, each a key and a length, and `Tokens` derives ids from a key: prompts
 share a prefix exactly where their segments agree, whatever the vocabulary is.
 """
 
+import argparse
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from roseinfer.bench.load.options import Lengths
+from roseinfer.bench.load.options import DEFAULT_NUM_REQUESTS, Lengths
+from roseinfer.bench.load.report import mean_interval_ns
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
@@ -23,6 +25,7 @@ from roseinfer.records import FinishReason
 from roseinfer.runtime.validation import Misfit, convert
 
 NS_PER_S = 1_000_000_000
+_LONG_AT = (1.0,)  # seconds
 FIRST_TOKEN_ID = 3  # below it, vocabularies keep padding and the ends of texts
 SHARED_KEY = 0
 
@@ -47,8 +50,8 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int  # due so long after the start
     segments: tuple[Segment, ...]
     max_tokens: int
-    abort_after_tokens: int | None = None  # its client goes away as soon as it has so many
-    abort_after_ns: int | None = None  # or so long after sending it, without a token
+    abort_after_tokens: int | None = None  # its client disconnects when it has so many tokens
+    abort_after_ns: int | None = None  # or so long after sending the request, without a token
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -104,7 +107,7 @@ class Tokens:
 
 
 def hash64(keys: UInt64Array, places: UInt64Array) -> UInt64Array:
-    """The number at each place of the endless sequence of a key; the two arrays are broadcast."""
+    """The number at each place of the endless sequence of a key; broadcasts the two arrays."""
     return mix64(keys + places * np.uint64(_GOLDEN))
 
 
@@ -134,7 +137,7 @@ class Workload(NamedTuple):
         for index, offset_ns in enumerate(self.arrivals.offsets_ns(self.seed)):
             if index == self.num_requests or (self.duration_ns is not None and offset_ns >= self.duration_ns):
                 break
-            segments = self._segments(index, lengths.randint(*self.prompt))
+            segments = prompt_segments(lengths.randint(*self.prompt), self.shared_prefix_share, 1 + index)
             max_tokens = lengths.randint(*self.output)
             planned.append(PlannedRequest(offset_ns=offset_ns, segments=segments, max_tokens=max_tokens))
         if self.long is not None:
@@ -143,10 +146,12 @@ class Workload(NamedTuple):
                 planned.append(PlannedRequest(offset_ns=offset_ns, segments=segments, max_tokens=self.long.max_tokens))
         return sorted(planned, key=lambda request: request.offset_ns)
 
-    def _segments(self, index: int, num_tokens: int) -> tuple[Segment, ...]:
-        num_shared = int(num_tokens * self.shared_prefix_share)
-        parts = (Segment(SHARED_KEY, num_shared), Segment(1 + index, num_tokens - num_shared))
-        return tuple(part for part in parts if part.num_tokens)
+
+def prompt_segments(num_tokens: int, shared_share: float, key: int) -> tuple[Segment, ...]:
+    """A prompt that begins with its share of what all prompts have in common."""
+    num_shared = int(num_tokens * shared_share)
+    parts = (Segment(SHARED_KEY, num_shared), Segment(key, num_tokens - num_shared))
+    return tuple(part for part in parts if part.num_tokens)
 
 
 def plan_of_trace(path: Path) -> list[PlannedRequest]:
@@ -180,7 +185,7 @@ def plan_of_trace(path: Path) -> list[PlannedRequest]:
 
 
 class RecordedPlan(NamedTuple):
-    """What can be asked again of a recording; `records[i]` is what `requests[i]` was."""
+    """What can be sent again of a recording; `records[i]` is the record of `requests[i]`."""
 
     requests: list[PlannedRequest]
     records: list[RequestRecord]
@@ -188,9 +193,9 @@ class RecordedPlan(NamedTuple):
 
 
 def plan_of_recording(recording: Recording) -> RecordedPlan:
-    """Arrivals, lengths, shared prefixes and clients that went away, as they were. Raises ConfigError for none."""
+    """Plans the same arrivals, lengths, prefixes and disconnects. Raises ConfigError when there is no request."""
     block_size = recording.meta.engine.block_size if recording.meta.engine is not None else 0
-    arrivals = sorted(recording.requests, key=lambda record: record.recv_ns)  # a serial is given after tokenising
+    arrivals = sorted(recording.requests, key=lambda record: record.recv_ns)  # serials follow tokenising
     planned, records = [], []
     for record in arrivals:
         outcome = _outcome(record)
@@ -213,7 +218,7 @@ def plan_of_recording(recording: Recording) -> RecordedPlan:
 
 
 def _outcome(record: RequestRecord) -> tuple[int, int | None, int | None] | None:
-    """Tokens to ask for, and after how many tokens or nanoseconds the client goes away; None to leave it out."""
+    """Tokens to ask for, and the tokens or nanoseconds after which the client disconnects; None to leave it out."""
     num_tokens = len(record.token_ns)
     if record.client_disconnected and record.finish_reason is FinishReason.ABORT:
         max_tokens = max(record.max_tokens, num_tokens)
@@ -224,9 +229,113 @@ def _outcome(record: RequestRecord) -> tuple[int, int | None, int | None] | None
 
 
 def _recorded_segments(record: RequestRecord, block_size: int) -> tuple[Segment, ...]:
-    """One for each full block, named by its digest, and the rest, which nobody shares."""
+    """One for each full block, named by its digest, and the rest, which no other prompt shares."""
     num_left = record.num_prompt_tokens - len(record.prefix_digests) * block_size
     if num_left < 0:
         raise ConfigError(f"is damaged: request {record.request_id} has more blocks than tokens", param="recording")
     blocks = [Segment(digest, block_size) for digest in record.prefix_digests]
     return (*blocks, Segment(1 + record.serial, num_left)) if num_left else tuple(blocks)
+
+
+Planner = Callable[[int], list[PlannedRequest]]
+"""Requests of a seed. Raises ConfigError where chance leaves no request."""
+
+
+def planner_of(arguments: argparse.Namespace) -> Planner:
+    """The requests that the flags ask for, as a function of the seed; the file of `--scenario` has been read.
+
+    Raises ConfigError for wrong flags, before a server is needed, and InvalidRequest for a trace that cannot be read.
+    """
+    if arguments.scenario is not None:
+        plan: Planner = arguments.scenario.plan
+        return plan
+    if arguments.trace is not None:
+        for name in ("num_requests", "duration", "long_prompt_tokens"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError("has no meaning beside --trace", param="--" + name.replace("_", "-"))
+        planned = plan_of_trace(arguments.trace)
+        return lambda _: planned
+    interval_ns = (arguments.interval_ms or 0.0) * 1e6
+    arrivals = Arrivals(interval_ns) if arguments.rate is None else Arrivals(NS_PER_S / arguments.rate, is_poisson=True)
+    num_requests = arguments.num_requests
+    if arguments.duration is None:
+        num_requests = num_requests or DEFAULT_NUM_REQUESTS
+    elif not arrivals.interval_ns:
+        raise ConfigError("needs --rate or --interval-ms: a burst has no duration", param="--duration")
+    workload = Workload(
+        arrivals=arrivals,
+        num_requests=num_requests,
+        duration_ns=None if arguments.duration is None else round(arguments.duration * NS_PER_S),
+        prompt=arguments.prompt_tokens,
+        output=arguments.max_tokens,
+        shared_prefix_share=arguments.shared_prefix_share,
+        long=_long_prompts(arguments),
+        seed=0,
+    )
+    return lambda seed: workload._replace(seed=seed).plan()
+
+
+def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> float:
+    """The mean interval of the schedule, with which the generator's lag is compared; 0 for a burst."""
+    if arguments.rate is not None:
+        return NS_PER_S / float(arguments.rate)
+    if arguments.trace is not None or arguments.scenario is not None:
+        return mean_interval_ns([request.offset_ns for request in planned])
+    return float(arguments.interval_ms or 0.0) * 1e6
+
+
+def _long_prompts(arguments: argparse.Namespace) -> LongPrompts | None:
+    if arguments.long_prompt_tokens is None:
+        for name in ("num_long", "long_at", "long_max_tokens"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError("needs --long-prompt-tokens", param="--" + name.replace("_", "-"))
+        return None
+    moments: Sequence[float] = arguments.long_at or _LONG_AT
+    offsets = tuple(round(moments[index % len(moments)] * NS_PER_S) for index in range(arguments.num_long or 1))
+    return LongPrompts(arguments.long_prompt_tokens, arguments.long_max_tokens or arguments.max_tokens.high, offsets)
+
+
+def describe(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> str:
+    """The load in words, so that two reports can be compared."""
+    if arguments.trace is not None:
+        return f"{len(planned)} requests of {arguments.trace}, seed {arguments.seed}"
+    if arguments.scenario is not None:
+        return f"{len(planned)} requests of {arguments.scenario_file}, seed {arguments.seed}"
+    num_long = 0 if arguments.long_prompt_tokens is None else arguments.num_long or 1
+    when = "at once"
+    if arguments.rate is not None:
+        when = f"at {arguments.rate:g} a second (Poisson)"
+    elif arguments.interval_ms:
+        when = f"every {arguments.interval_ms:g} ms"
+    words = [
+        f"{len(planned) - num_long} requests {when}",
+        f"{_range(arguments.prompt_tokens)} prompt and {_range(arguments.max_tokens)} output tokens each",
+    ]
+    if arguments.shared_prefix_share:
+        words.append(f"{arguments.shared_prefix_share:.0%} of each prompt shared")
+    if num_long:
+        moments = "/".join(f"{moment:g}" for moment in arguments.long_at or _LONG_AT)
+        words.append(f"{num_long} of {arguments.long_prompt_tokens} prompt tokens at {moments} s")
+    return ", ".join([*words, f"seed {arguments.seed}"])
+
+
+def _range(lengths: Lengths) -> str:
+    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low}-{lengths.high}"
+
+
+def echo_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags as plain data, the scenario with all that its file says."""
+    echoed: dict[str, Any] = {}
+    for name, value in vars(arguments).items():
+        match value:
+            case Lengths():
+                echoed[name] = _range(value)
+            case Path():
+                echoed[name] = str(value)
+            case msgspec.Struct():  # a scenario, as it will be read again
+                echoed[name] = msgspec.json.decode(msgspec.json.encode(value))
+            case bool() | str() | int() | float() | list():
+                echoed[name] = value
+            case _:  # not given, or no value of a flag
+                pass
+    return echoed

@@ -1,19 +1,97 @@
-"""Turns what a client saw, and the ledgers that the server returned, into a report and a result file. Sends nothing."""
+"""The report of a load and its result file: latencies, goodput, where time went, and whether the generator was late."""
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from roseinfer.bench import definitions as d
-from roseinfer.bench.load.observed import Objective, Observed, Verdict, duration_s, latency_pools
-from roseinfer.bench.seeds.report import NS_PER_MS, Pool, header_lines
-from roseinfer.errors import ConfigError
+from roseinfer.bench.definitions import Observed
+from roseinfer.bench.report import NS_PER_MS, Pool, header_lines, write_json
 
 RESULT_FORMAT = "roseinfer bench serve 1"
 RESIDUAL = "network and client"  # of a request's time at the client, what the server's ledger does not name
 _MAX_ERRORS_SHOWN = 5
+
+
+class Objective(NamedTuple):
+    """What a request must keep to count as good. None asks for nothing."""
+
+    ttft_ns: float | None
+    tpot_ns: float | None
+
+    def is_met(self, request: Observed) -> bool:
+        """A request of one token has no TPOT to miss."""
+        tpot_ns = request.tpot_ns
+        return (self.ttft_ns is None or request.ttft_ns <= self.ttft_ns) and (
+            self.tpot_ns is None or tpot_ns is None or tpot_ns <= self.tpot_ns
+        )
+
+
+def objective_of(ttft_ms: float | None, tpot_ms: float | None) -> Objective | None:
+    """Of two limits in milliseconds; None without any."""
+    if ttft_ms is None and tpot_ms is None:
+        return None
+    return Objective(*(None if limit is None else limit * NS_PER_MS for limit in (ttft_ms, tpot_ms)))
+
+
+class Verdict(NamedTuple):
+    """Whether the generator kept its own schedule well enough for its figures to be the server's."""
+
+    lag_p99_ns: float
+    interval_ns: float  # 0: a burst, in which nothing can be late against an interval
+    max_share: float
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.interval_ns or self.lag_p99_ns <= self.max_share * self.interval_ns
+
+    def line(self) -> str:
+        late = f"the first request of each moment was {self.lag_p99_ns / 1e6:.2f} ms late at p99"
+        if not self.interval_ns:
+            return f"Load generator: {late}; a burst has no interval to hold it against"
+        share = f"{self.lag_p99_ns / self.interval_ns:.1%} of the interval of {self.interval_ns / 1e6:.3f} ms"
+        valid = "valid" if self.is_valid else "INVALID"
+        return f"Load generator: {valid}, {late}, {share}; {self.max_share:.1%} is allowed"
+
+
+def mean_interval_ns(offsets_ns: Iterable[int]) -> float:
+    """Between neighbouring moments at which something is due; 0 for a burst, which is one moment."""
+    moments = set(offsets_ns)
+    return (max(moments) - min(moments)) / (len(moments) - 1) if len(moments) > 1 else 0.0
+
+
+def latency_pools(requests: Iterable[Observed]) -> list[Pool]:
+    """The distributions of those that completed; one without a value is left out."""
+    complete = [request for request in requests if request.is_complete]
+    tpots = [request.tpot_ns for request in complete]
+    pools = [
+        Pool("TTFT", [request.ttft_ns for request in complete]),
+        Pool("TPOT", [tpot for tpot in tpots if tpot is not None], "ms/token"),
+        Pool("ITL", [gap for request in complete for gap in request.inter_token_latencies_ns()]),
+        Pool("Latency", [request.latency_ns for request in complete]),
+    ]
+    return [pool for pool in pools if pool.values]
+
+
+def lag_p99_ns(requests: Iterable[Observed]) -> float:
+    """The 99th percentile of the submit lag over all moments at which something was due; 0 when nothing was sent.
+
+    A moment's lag is that of the first request that went out: of those that are due together, the others have to wait
+    for it, and how long that takes is the burst's size and not a generator that is late.
+    """
+    lags: dict[int, int] = {}
+    for request in requests:
+        if request.sent_ns:
+            lags[request.intended_ns] = min(request.submit_lag_ns, lags.get(request.intended_ns, request.submit_lag_ns))
+    return d.percentile(list(lags.values()), 99) if lags else 0.0
+
+
+def duration_s(requests: Sequence[Observed]) -> float:
+    """From the first request that was sent to the end of the last."""
+    return (
+        max(request.end_ns for request in requests) - min(request.sent_ns or request.end_ns for request in requests)
+    ) / 1e9
 
 
 class ServeRun(NamedTuple):
@@ -71,10 +149,11 @@ def lines_of(run: ServeRun, header: Mapping[str, Any], title: str = "serve") -> 
 
 
 def _cached_lines(complete: Sequence[Observed]) -> list[str]:
-    """What the server found in its prefix cache; no line where it does not tell."""
-    told = [(seen.num_cached_tokens, seen.num_prompt_tokens) for seen in complete if seen.num_cached_tokens is not None]
-    num_cached, num_prompt = sum(cached for cached, _ in told), sum(prompt for _, prompt in told)
-    return [f"Cached prompt tokens (total): {num_cached} ({num_cached / max(1, num_prompt):.1%})"] * bool(told)
+    """What the server found in its prefix cache; no line where it does not report that."""
+    counted = [seen for seen in complete if seen.num_cached_tokens is not None]
+    num_cached = sum(seen.num_cached_tokens or 0 for seen in counted)
+    num_prompt = sum(seen.num_prompt_tokens for seen in counted)
+    return [f"Cached prompt tokens (total): {num_cached} ({num_cached / max(1, num_prompt):.1%})"] * bool(counted)
 
 
 def _error_lines(requests: Sequence[Observed]) -> list[str]:
@@ -119,8 +198,7 @@ def _ledger_lines(complete: Sequence[Observed]) -> list[str]:
     ]
     for name in names:
         values = [parts.get(name, 0.0) for parts in ledgers]
-        shown = "/".join(f"{d.percentile(values, percent) / NS_PER_MS:.2f}" for percent in (50, 95, 99))
-        lines.append(f"{name} p50/p95/p99: {shown} ms, {sum(values) / total:.1%} of the time")
+        lines.append(f"{Pool(name, values).percentiles_line()}, {sum(values) / total:.1%} of the time")
     return lines
 
 
@@ -138,10 +216,7 @@ def write_result(file: Path, run: ServeRun, settings: Mapping[str, Any], recordi
         "recording": beside,
         "requests": [_result_row(request) for request in run.requests],
     }
-    try:
-        file.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--json") from None
+    write_json(file, content)
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

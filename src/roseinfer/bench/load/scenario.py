@@ -1,24 +1,24 @@
-"""Turns a scenario file into users, arrivals and requests; `bench serve` and Locust read the same. Sends nothing.
+"""Reads scenario files, which `bench serve` and Locust share: users, arrivals and requests.
 
-A user sends requests as a Poisson process of `rate_per_user` a second, answered or not the ones before. So the load of
-n users is a Poisson process of n times that rate whatever tool makes it. Those who join in a `burst` send their first
-request at once, together.
+A user sends requests as a Poisson process of `rate_per_user` a second, whether or not earlier ones have been answered,
+so n users are a Poisson process of n times that rate. Users who join in a `burst` send their first request together.
 """
 
+import argparse
 import random
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import yaml
 from msgspec import Meta
 
 from roseinfer.bench.load.options import Lengths
-from roseinfer.bench.load.plan import NS_PER_S, SHARED_KEY, PlannedRequest, Segment
+from roseinfer.bench.load.plan import NS_PER_S, PlannedRequest, Segment, prompt_segments
 from roseinfer.config.sources import yaml_problem
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
@@ -28,6 +28,10 @@ PARAM = "--scenario"
 MAX_REQUESTS = 1_000_000
 
 _TokenRange = TokenCount | str
+_SAID_BY_SCENARIO = (
+    *("num_requests", "duration", "prompt_tokens", "max_tokens", "shared_prefix_share", "long_prompt_tokens"),
+    *("num_long", "long_at", "long_max_tokens", "chat", "ignore_eos", "stream_interval"),
+)
 _RANGE = re.compile(r"[1-9]\d{0,9}(-[1-9]\d{0,9})?")
 _Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
 
@@ -90,9 +94,8 @@ class Scenario(_Strict, frozen=True):
         _check_ranges(self)
         if not any(phase.users for phase in self.phases):
             raise Misfit("none of them has a user", ("phases",))
-        if (
-            most := sum(self._rate(index) * phase.duration_s for index, phase in enumerate(self.phases))
-        ) > MAX_REQUESTS:
+        most = sum(self._rate(index) * phase.duration_s for index, phase in enumerate(self.phases))
+        if most > MAX_REQUESTS:
             raise Misfit(f"about {most:.0f} requests, and at most {MAX_REQUESTS} are allowed", ("phases",))
 
     @property
@@ -118,19 +121,15 @@ class Scenario(_Strict, frozen=True):
 
     def draw(self, source: random.Random, key: int) -> Drawn:
         """One request; its prompt beyond the shared beginning is the sequence named `key`."""
+        asked: Scenario | LongShare
         long = self.long_prompts
         if long is not None and source.random() < long.share:
-            prompt, output, shared_share = lengths(long.prompt_tokens), lengths(long.max_tokens), 0.0
+            asked, shared_share = long, 0.0
         else:
-            prompt, output, shared_share = (
-                lengths(self.prompt_tokens),
-                lengths(self.max_tokens),
-                self.shared_prefix_share,
-            )
-        num_tokens = source.randint(*prompt)
-        num_shared = int(num_tokens * shared_share)
-        parts = (Segment(SHARED_KEY, num_shared), Segment(key, num_tokens - num_shared))
-        return Drawn(tuple(part for part in parts if part.num_tokens), source.randint(*output))
+            asked, shared_share = self, self.shared_prefix_share
+        prompt, output = lengths(asked.prompt_tokens), lengths(asked.max_tokens)
+        segments = prompt_segments(source.randint(*prompt), shared_share, key)
+        return Drawn(segments, source.randint(*output))
 
     def plan(self, seed: int) -> list[PlannedRequest]:
         """The requests in the order in which they are due; raises ConfigError when chance has left none.
@@ -156,11 +155,6 @@ class Scenario(_Strict, frozen=True):
             offset_ns = round(offset_s * NS_PER_S)
             planned.append(PlannedRequest(offset_ns=offset_ns, segments=segments, max_tokens=max_tokens))
         return planned
-
-    def echo(self) -> dict[str, Any]:
-        """All of it as plain data: two results can be compared when theirs are equal."""
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))  # as it will be read again
-        return plain
 
     def _ends_s(self) -> list[float]:
         return list(accumulate(phase.duration_s for phase in self.phases))
@@ -205,3 +199,25 @@ def load_scenario(file: Path) -> Scenario:
         return convert(tree, Scenario)
     except Misfit as misfit:
         raise ConfigError(f"{file}: {misfit}", param=PARAM) from None
+
+
+def apply_scenario(arguments: argparse.Namespace) -> None:
+    """Read the file of `--scenario`, if there is one, into the arguments, and set what it says of requests.
+
+    Limits of the objective are the file's where no flag gives them. Raises ConfigError for a flag that the file sets.
+    """
+    if arguments.scenario is None:
+        return
+    for name in _SAID_BY_SCENARIO:
+        if name in arguments and getattr(arguments, name) != arguments.parser.get_default(name):
+            raise ConfigError("has no meaning beside --scenario: the file says it", param="--" + name.replace("_", "-"))
+    scenario = load_scenario(arguments.scenario)
+    arguments.scenario_file, arguments.scenario = arguments.scenario, scenario
+    arguments.prompt_tokens, arguments.max_tokens = scenario.prompt_tokens, scenario.max_tokens
+    arguments.shared_prefix_share = scenario.shared_prefix_share
+    arguments.chat, arguments.ignore_eos = scenario.endpoint == "chat", scenario.ignore_eos
+    arguments.stream_interval = scenario.stream_interval
+    if arguments.slo_ttft_ms is None:
+        arguments.slo_ttft_ms = scenario.objective.ttft_ms
+    if arguments.slo_tpot_ms is None:
+        arguments.slo_tpot_ms = scenario.objective.tpot_ms

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import io
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,34 +13,24 @@ import msgspec
 
 from roseinfer.bench.load import report
 from roseinfer.bench.load.client import LoadClient, Pacer, PreparedRequest, find_endpoint, get
-from roseinfer.bench.load.endpoint import Endpoint
-from roseinfer.bench.load.observed import Verdict, lag_p99_ns
-from roseinfer.bench.load.plan import PlannedRequest, Tokens
-from roseinfer.bench.load.plan_options import (
-    describe,
-    echo_of,
-    interval_ns_of,
-    objective_of,
-    planner_of,
-    settle_seed,
-    take_scenario,
-)
-from roseinfer.bench.load.report import ServeRun
-from roseinfer.bench.load.request_body import RequestForm, fresh_salt
-from roseinfer.bench.seeds.session import say
+from roseinfer.bench.load.endpoint import Endpoint, RequestForm, key_in
+from roseinfer.bench.load.plan import PlannedRequest, describe, echo_of, interval_ns_of, planner_of
+from roseinfer.bench.load.report import ServeRun, Verdict, lag_p99_ns, objective_of
+from roseinfer.bench.load.scenario import apply_scenario
+from roseinfer.bench.report import say, writing
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress
-from roseinfer.config.api_keys import read_keys
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.observe.recorder.recording import ClockPair, Recording
 
+_NUM_DRAWN_SEEDS = 1_000_000_000
 EXIT_INVALID = 1
 
 
 def run(arguments: argparse.Namespace, _: LoadedConfig, pacer: Pacer | None = None) -> int:
     """Print the report. Returns the exit code: 1 when the generator did not keep its schedule, or nothing completed."""
-    take_scenario(arguments)
+    apply_scenario(arguments)
     plan = planner_of(arguments)
     check_outputs(json=arguments.json, recording=arguments.recording)
     endpoint = endpoint_of(arguments)
@@ -67,15 +58,20 @@ def measure(
     return measured
 
 
-def endpoint_of(arguments: argparse.Namespace) -> Endpoint:
-    """Of the server that the flags name. Raises ConfigError."""
-    return find_endpoint(arguments.url, key_of(arguments))
+def endpoint_of(arguments: argparse.Namespace, url: str | None = None) -> Endpoint:
+    """The server that the flags or `url` name. Raises ConfigError."""
+    return find_endpoint(url or arguments.url, key_in(arguments.api_key_file))
 
 
-def key_of(arguments: argparse.Namespace) -> str:
-    """The API key to send, empty without a file of them. Raises ConfigError."""
-    key_file: Path | None = arguments.api_key_file
-    return "" if key_file is None else read_keys(key_file, "--api-key-file")[0].key
+def settle_seed(arguments: argparse.Namespace, *endpoints: Endpoint | None) -> None:
+    """Without `--seed`, set it to 0, or to a random one when some endpoint takes no cache salt.
+
+    With a salt a server that has answered these prompts before does not find them in its prefix cache, so every run can
+    have the same load. None is an endpoint that has answered nothing yet: the simulator, or a server that a run starts.
+    """
+    if arguments.seed is None:
+        are_salted = all(endpoint is None or endpoint.takes_salt for endpoint in endpoints)
+        arguments.seed = 0 if are_salted else secrets.randbelow(_NUM_DRAWN_SEEDS)
 
 
 def send(
@@ -86,15 +82,16 @@ def send(
     label: str,
     pacer: Pacer | None = None,
 ) -> ServeRun:
-    """Send the plan and wait for the last answer; `label` is what a person who waits reads."""
+    """Send the plan and wait for the last answer, under a progress display with that label."""
     prepared = prepare(planned, endpoint, arguments)
     with Progress(label, total=len(prepared)) as progress:
-        seen = LoadClient(endpoint, pacer or Pacer(), progress.count).run(prepared)
-    return ServeRun(seen, Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share), objective_of(arguments))
+        seen = LoadClient(endpoint, pacer, progress.count).run(prepared)
+    verdict = Verdict(lag_p99_ns(seen), interval_ns, arguments.max_lag_share)
+    return ServeRun(seen, verdict, objective_of(arguments.slo_ttft_ms, arguments.slo_tpot_ms))
 
 
 def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint, since_ns: int | None) -> None:
-    """Write the files that were asked for; the result also when the recording cannot be had."""
+    """Write the files that the flags name; the result also when the recording cannot be fetched."""
     recording: Path | None = arguments.recording
     try:
         if recording is not None and since_ns is not None:
@@ -104,8 +101,12 @@ def _keep(arguments: argparse.Namespace, measured: ServeRun, endpoint: Endpoint,
         raise
     finally:
         if arguments.json is not None:
-            settings = {"url": endpoint.url, "model": endpoint.model, "arguments": echo_of(arguments)}
-            report.write_result(arguments.json, measured, settings, recording)
+            report.write_result(arguments.json, measured, settings_of(arguments, endpoint), recording)
+
+
+def settings_of(arguments: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
+    """What a result file names of its run."""
+    return {"url": endpoint.url, "model": endpoint.model, "arguments": echo_of(arguments)}
 
 
 class _Steps(msgspec.Struct):
@@ -113,7 +114,7 @@ class _Steps(msgspec.Struct):
 
 
 def clock_ns(ops_url: str, api_key: str) -> int:
-    """Where the monotonic clock of the server's host stands. Raises ConfigError."""
+    """The monotonic clock of the server's host, now. Raises ConfigError."""
     url = f"{ops_url.rstrip('/')}/debug/steps?limit=1"
     body = asyncio.run(get(url, api_key, "--ops-url"))
     try:
@@ -123,22 +124,26 @@ def clock_ns(ops_url: str, api_key: str) -> int:
 
 
 def fetch_recording(ops_url: str, api_key: str, file: Path, since_ns: int = 0) -> None:
-    """Keep what the server remembers since a moment of its clock. Raises ConfigError or InvalidRequest."""
+    """Write the server's recording since a moment of its clock to a file. Raises ConfigError or InvalidRequest."""
     url = f"{ops_url.rstrip('/')}/debug/recording?since_ns={since_ns}"
     body = asyncio.run(get(url, api_key, "--ops-url"))
-    Recording.read(io.BytesIO(body), f"What {ops_url} sent")  # or an older file would be lost for nothing
-    try:
+    Recording.read(io.BytesIO(body), f"What {ops_url} sent")  # checked before an older file is overwritten
+    with writing(file, "--recording"):
         file.write_bytes(body)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--recording") from None
     say(f"Recording: {file}")
 
 
 def prepare(
     planned: Sequence[PlannedRequest], endpoint: Endpoint, arguments: argparse.Namespace
 ) -> list[PreparedRequest]:
-    """The bodies, encoded before the clock starts. Raises ConfigError for a request that the server would refuse."""
-    tokens, cache_salt = Tokens(arguments.seed, endpoint.vocab_size), fresh_salt(endpoint)
+    """Encode the bodies, before the clock starts. Raises ConfigError for a request that the server would refuse."""
+    form = RequestForm.of(
+        endpoint,
+        arguments.seed,
+        is_chat=arguments.chat,
+        ignore_eos=arguments.ignore_eos,
+        stream_interval=arguments.stream_interval,
+    )
     run_id = f"bench-{time.time_ns() // 1_000_000:x}"
     prepared = []
     for index, request in enumerate(planned):
@@ -149,17 +154,15 @@ def prepare(
                 f"{endpoint.max_model_len} tokens of {endpoint.model}",
                 param="prompt",
             )
-        # Whoever goes away after a token has to see each one.
-        interval = arguments.stream_interval if request.abort_after_tokens is None else 1
-        form = RequestForm(arguments.chat, arguments.ignore_eos, interval, cache_salt)
-        body = form.body(endpoint.model, tokens.of(request.segments), request.max_tokens)
+        # A client that disconnects after a token must see each one.
+        asked = form if request.abort_after_tokens is None else form._replace(stream_interval=1)
         prepared.append(
             PreparedRequest(
                 request_id=f"{run_id}-{index}",
                 offset_ns=request.offset_ns,
-                path=form.path,
-                body=msgspec.json.encode(body),
-                stream_interval=interval,
+                path=asked.path,
+                body=asked.encode(request.segments, request.max_tokens),
+                stream_interval=asked.stream_interval,
                 abort_after_tokens=request.abort_after_tokens,
                 abort_after_ns=request.abort_after_ns,
             )

@@ -1,4 +1,4 @@
-"""`roseinfer bench serve --sweep`: a load at rising rates, into the rate at which a server is as busy as it should be.
+"""`roseinfer bench serve --sweep`: finds the rate at which a server is as busy as it should be, from rising rates.
 
 The knee is the highest rate at which at least KNEE_SHARE of the requests kept the objective, at it and at every lower
 rate of the sweep. The requests in flight there are the sum of all latencies over the duration, which by Little's law is
@@ -6,17 +6,14 @@ their mean number; a fleet is sized by them, since they do not depend on how rat
 """
 
 import argparse
-import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from roseinfer.bench import definitions as d
-from roseinfer.bench.load.observed import Objective, duration_s
-from roseinfer.bench.load.plan_options import describe, echo_of, interval_ns_of, objective_of, planner_of, settle_seed
-from roseinfer.bench.load.report import ServeRun
-from roseinfer.bench.load.serve import EXIT_INVALID, endpoint_of, send
-from roseinfer.bench.seeds.report import NS_PER_MS
-from roseinfer.bench.seeds.session import say
+from roseinfer.bench.load.plan import describe, echo_of, interval_ns_of, planner_of
+from roseinfer.bench.load.report import Objective, ServeRun, duration_s
+from roseinfer.bench.load.serve import EXIT_INVALID, endpoint_of, send, settle_seed
+from roseinfer.bench.report import NS_PER_MS, say, write_json
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.errors import ConfigError
 
@@ -26,7 +23,7 @@ DEFAULT_DURATION_S = 10.0
 
 
 class Point(NamedTuple):
-    """What was seen at one rate. Latencies are None when nothing completed, TPOT when all answers were one piece."""
+    """The figures of one rate. Latencies are None when nothing completed, TPOT when all answers were one piece."""
 
     rate: float  # asked for, in requests a second
     num_requests: int
@@ -44,7 +41,7 @@ class Point(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line for each rate, and the knee. Returns the exit code: 1 when the generator was late at the first."""
-    if objective_of(arguments) is None:
+    if arguments.slo_ttft_ms is None and arguments.slo_tpot_ms is None:
         raise ConfigError("needs --slo-ttft-ms or --slo-tpot-ms: the knee is where they break", param="--sweep")
     if arguments.recording is not None:
         raise ConfigError("has no meaning beside --sweep", param="--recording")
@@ -58,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     say("=== rate sweep ===", f"URL: {endpoint.url}", f"Model: {endpoint.model}")
     points: list[Point] = []
     for index, (turn, plan) in enumerate(zip(turns, plans, strict=True)):
-        # Prompts of its own, so that no rate finds those of another in a cache, also where no salt is taken.
+        # Each rate has prompts of its own: without a salt it would find those of another rate in the cache.
         turn.seed = arguments.seed + index
         planned = plan(turn.seed)
         if not points:
@@ -70,7 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
         if not points[-1].is_valid:
             break
     say(*knee_lines(points))
-    _write_json(arguments, points)
+    if arguments.json is not None:
+        knee = knee_of(points)
+        content = {
+            "format": SWEEP_FORMAT,
+            "settings": echo_of(arguments),
+            "points": [point._asdict() for point in points],
+            "knee": None if knee is None else knee._asdict(),
+        }
+        write_json(arguments.json, content)
     return 0 if points[0].is_valid else EXIT_INVALID
 
 
@@ -106,8 +111,8 @@ def knee_lines(points: Sequence[Point]) -> list[str]:
     """The knee in words; points are in the order of their rates."""
     knee, last = knee_of(points), points[-1]
     if not last.is_valid and (knee is None or knee is points[-2]):
-        told = "the load generator was late, so nothing is said of the server there"
-        return [f"Knee: not below {last.rate:g} requests/s; {told}"]
+        why = "the load generator was late, so nothing is said of the server there"
+        return [f"Knee: not below {last.rate:g} requests/s; {why}"]
     if knee is None:
         return [f"Knee: below {points[0].rate:g} requests/s, the lowest rate of the sweep"]
     reached = "" if knee is not last else ", or more: the sweep did not reach it"
@@ -128,19 +133,3 @@ def line_of(point: Point) -> str:
     cells += [f"{point.in_flight:.1f}", *latencies]
     shown = "  ".join(cell.rjust(max(9, len(name))) for cell, name in zip(cells, _COLUMNS, strict=True))
     return shown if point.is_valid else f"{shown}  INVALID: the load generator was late"
-
-
-def _write_json(arguments: argparse.Namespace, points: Sequence[Point]) -> None:
-    if arguments.json is None:
-        return
-    knee = knee_of(points)
-    content: dict[str, Any] = {
-        "format": SWEEP_FORMAT,
-        "settings": echo_of(arguments),
-        "points": [point._asdict() for point in points],
-        "knee": None if knee is None else knee._asdict(),
-    }
-    try:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{arguments.json} cannot be written: {error.strerror}", param="--json") from None

@@ -1,82 +1,58 @@
-"""Turns measured runs into the lines of a report, and into the same as JSON. Knows no engine and measures nothing.
+"""The reports of `bench streaming` and `bench scheduler`, as lines of text and as JSON.
 
 A line is the seeds' own, letter for letter, so that their reports and ours can be laid side by side. What a mode does
-not measure has no line: there is no zero that stands for "unknown".
+not measure has no line, and no zero stands for "unknown".
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roseinfer.bench import definitions as d
 from roseinfer.bench.definitions import RequestTimes
+from roseinfer.bench.report import NS_PER_MS, Pool, header_lines, step_kinds
+from roseinfer.bench.report import write_json as write
 from roseinfer.bench.seeds.runs import Run
 
-PERCENTS = (50, 95, 99)
-NS_PER_MS = 1e6
 SPREAD_NAMES = ("TTFT", "TPOT", "ITL", "Latency")
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """One distribution: its name on the line, its unit, and nanoseconds that are pooled over requests."""
-
-    name: str
-    values: Sequence[float]
-    unit: str = "ms"
-
-    def percentiles_line(self) -> str:
-        shown = "/".join(f"{d.percentile(self.values, percent) / NS_PER_MS:.2f}" for percent in PERCENTS)
-        return f"{self.name} p50/p95/p99: {shown} {self.unit}"
-
-    def mean_line(self) -> str:
-        shown = f"{d.percentile(self.values, 50) / NS_PER_MS:.2f}/{d.mean(self.values) / NS_PER_MS:.2f}"
-        return f"{self.name} p50/mean: {shown} {self.unit}"
-
-    def summary(self) -> dict[str, float | str]:
-        """For JSON."""
-        figures = {f"p{percent}": d.percentile(self.values, percent) / NS_PER_MS for percent in PERCENTS}
-        return {"unit": self.unit, "count": len(self.values), "mean": d.mean(self.values) / NS_PER_MS, **figures}
 
 
 def _pool(name: str, values: Iterable[float | None], unit: str = "ms") -> Pool:
     return Pool(name, [value for value in values if value is not None], unit)
 
 
-def _each(requests: Sequence[RequestTimes], metric: Callable[[RequestTimes], float | None]) -> list[float | None]:
-    return [metric(times) for times in requests]
+def _each(run: Run, name: str, metric: Callable[[RequestTimes], float | None], unit: str = "ms") -> Pool:
+    """The pool of a figure of each request."""
+    return _pool(name, map(metric, run.requests), unit)
 
 
-def _all(requests: Sequence[RequestTimes], metric: Callable[[RequestTimes], Sequence[float]]) -> list[float]:
-    return [value for times in requests for value in metric(times)]
+def _all(run: Run, name: str, metric: Callable[[RequestTimes], Sequence[float]]) -> Pool:
+    """The pool of all figures of all requests."""
+    return _pool(name, [value for times in run.requests for value in metric(times)])
 
 
 def streaming_pools(run: Run) -> list[Pool]:
     """The seeds' distributions, in their order; those without a value are left out."""
-    requests = run.requests
     pools = [
-        _pool("Submit lag", _each(requests, d.submit_lag)),
-        _pool("add_request latency", _each(requests, d.add_request_latency)),
-        _pool("Tokenize", _each(requests, d.tokenize)),
-        _pool("Queue wait (post-tok)", _each(requests, d.queue_wait)),
-        _pool("Prefill->first token", _each(requests, d.prefill_to_first_token)),
-        _pool("TTFT", _each(requests, d.ttft)),
-        _pool("TPOT", _each(requests, d.tpot), "ms/token"),
-        _pool("ITL", _all(requests, d.inter_token_latencies)),
-        _pool("Latency", _each(requests, d.latency)),
+        _each(run, "Submit lag", d.submit_lag),
+        _each(run, "add_request latency", d.add_request_latency),
+        _each(run, "Tokenize", d.tokenize),
+        _each(run, "Queue wait (post-tok)", d.queue_wait),
+        _each(run, "Prefill->first token", d.prefill_to_first_token),
+        _each(run, "TTFT", d.ttft),
+        _each(run, "TPOT", d.tpot, "ms/token"),
+        _all(run, "ITL", d.inter_token_latencies),
+        _each(run, "Latency", d.latency),
     ]
     return [pool for pool in pools if pool.values]
 
 
 def own_pools(run: Run) -> list[Pool]:
     """What the seeds do not have: the parts of queue wait, what a consumer sees, the engine's steps, refusals."""
-    requests = run.requests
     pools = [
-        _pool("Engine submit lag (tokenized->inbox)", _each(requests, d.engine_submit_lag)),
-        _pool("Engine queue wait (inbox->batch)", _each(requests, d.engine_queue_wait)),
-        _pool("Flush gap (piece to piece)", _all(requests, d.flush_gaps)),
+        _each(run, "Engine submit lag (tokenized->inbox)", d.engine_submit_lag),
+        _each(run, "Engine queue wait (inbox->batch)", d.engine_queue_wait),
+        _all(run, "Flush gap (piece to piece)", d.flush_gaps),
         _pool("Engine step", [record.end_ns - record.start_ns for record in run.steps]),
         _pool("Reject latency", run.rejected),
     ]
@@ -85,25 +61,26 @@ def own_pools(run: Run) -> list[Pool]:
 
 def scheduler_pools(run: Run) -> list[Pool]:
     """The online mode's distributions, as the scheduler benchmark of the seeds defines them."""
-    requests = run.requests
     return [
-        _pool("TTFT", _each(requests, d.ttft)),
-        _pool("TPOT", _each(requests, d.tpot_to_end), "ms/token"),
-        _pool("Latency", _each(requests, d.latency)),
+        _each(run, "TTFT", d.ttft),
+        _each(run, "TPOT", d.tpot_to_end, "ms/token"),
+        _each(run, "Latency", d.latency),
     ]
 
 
-def header_lines(header: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {value}" for name, value in header.items()]
+def _token_lines(run: Run) -> list[str]:
+    return [
+        f"Prompt tokens (total): {run.num_prompt_tokens}",
+        f"Completion tokens (total): {run.num_completion_tokens}",
+    ]
 
 
 def streaming_lines(run: Run, header: Mapping[str, Any], submission: str) -> list[str]:
-    """One run of `bench streaming`. `submission` says interval and schedule."""
+    """One run of `bench streaming`. `submission` names interval and schedule."""
     lines = [
         "=== streaming benchmark ===",
         *header_lines(header),
-        f"Prompt tokens (total): {run.num_prompt_tokens}",
-        f"Completion tokens (total): {run.num_completion_tokens}",
+        *_token_lines(run),
         f"Submit wall: {run.submit_wall / 1e9:.6f} s",
         f"Submit interval/schedule: {submission}",
         *(pool.percentiles_line() for pool in streaming_pools(run)),
@@ -115,14 +92,13 @@ def streaming_lines(run: Run, header: Mapping[str, Any], submission: str) -> lis
 
 def own_lines(run: Run, setting: Mapping[str, Any]) -> list[str]:
     """What follows the seeds' lines, under its own heading."""
-    kinds = [record.kind for record in run.steps]
     timelines = [times.timeline for times in run.requests]
     queried = sum(record.num_prefix_queried_tokens for record in run.steps)
     return [
         "--- beyond the seeds' report ---",
         *header_lines(setting),
         *(pool.percentiles_line() for pool in own_pools(run)),
-        f"Engine steps: {len(kinds)} ({', '.join(f'{kinds.count(k)} {k}' for k in ('prefill', 'mixed', 'decode'))})",
+        f"Engine steps: {step_kinds([record.kind for record in run.steps])}",
         f"Prefix cache: {sum(timeline.num_cached_tokens for timeline in timelines)} of {queried} prompt tokens hit",
         f"Preemptions: {sum(timeline.num_preemptions for timeline in timelines)}",
         f"Rejected requests: {len(run.rejected)}",
@@ -136,8 +112,7 @@ def scheduler_lines(run: Run, header: Mapping[str, Any], *, is_online: bool) -> 
     lines = [
         "=== scheduler benchmark ===",
         *header_lines(header),
-        f"Prompt tokens (total): {run.num_prompt_tokens}",
-        f"Completion tokens (total): {run.num_completion_tokens}",
+        *_token_lines(run),
         f"Prefill elapsed: {prefill / 1e9:.6f} s",
         f"Decode elapsed: {decode / 1e9:.6f} s",
     ]
@@ -172,20 +147,17 @@ def _spread_line(name: str, values: Sequence[float], unit: str) -> str:
 def write_json(
     file: Path, settings: Mapping[str, Any], runs: Sequence[Run], pools_of: Callable[[Run], Sequence[Pool]]
 ) -> None:
-    """All settings are there, so two files can be compared."""
-    content = {
-        "settings": settings,
-        "runs": [
-            {
-                "num_requests": len(run.requests),
-                "num_prompt_tokens": run.num_prompt_tokens,
-                "num_completion_tokens": run.num_completion_tokens,
-                "num_rejected": len(run.rejected),
-                "throughput_tokens_per_s": d.throughput(run.requests) if run.requests else None,
-                "submit_wall_s": run.submit_wall / 1e9,
-                "distributions": {pool.name: pool.summary() for pool in pools_of(run)},
-            }
-            for run in runs
-        ],
-    }
-    file.write_text(json.dumps(content, indent=2) + "\n")
+    """Write all runs with all settings, so that two files can be compared. Raises ConfigError."""
+    results = [
+        {
+            "num_requests": len(run.requests),
+            "num_prompt_tokens": run.num_prompt_tokens,
+            "num_completion_tokens": run.num_completion_tokens,
+            "num_rejected": len(run.rejected),
+            "throughput_tokens_per_s": d.throughput(run.requests) if run.requests else None,
+            "submit_wall_s": run.submit_wall / 1e9,
+            "distributions": {pool.name: pool.summary() for pool in pools_of(run)},
+        }
+        for run in runs
+    ]
+    write(file, {"settings": settings, "runs": results})

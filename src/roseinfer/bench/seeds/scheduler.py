@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from roseinfer.bench.report import Pool, say
 from roseinfer.bench.seeds import report, session, workload
-from roseinfer.bench.seeds.report import Pool
 from roseinfer.bench.seeds.runs import Run, Schedule, run_offline, run_online
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.llm.arguments import Prompt
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
         bench.measure(
             bench.prompts,
             measure,
-            lambda run: session.say(*report.scheduler_lines(run, header, is_online=is_online)),
+            lambda run: say(*report.scheduler_lines(run, header, is_online=is_online)),
             pools_of,
         )
     return 0

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from roseinfer import __version__
+from roseinfer.bench.report import Pool, say
 from roseinfer.bench.seeds import report, workload
 from roseinfer.bench.seeds.runs import Run, StepLog
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress, show_loading
 from roseinfer.config.sources import LoadedConfig
-from roseinfer.errors import ConfigError
 from roseinfer.llm.arguments import Prompt
 from roseinfer.llm.llm import LLM
 
 Measure = Callable[[Sequence[Prompt], str], Run]  # of prompts and a cache salt
-Pools = Callable[[Run], Sequence[report.Pool]]
+Pools = Callable[[Run], Sequence[Pool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,7 @@ class Session:
         arguments = vars(self.arguments)
         options = {key: value for key, value in arguments.items() if isinstance(value, str | int | float | list)}
         settings = {**self.header(), **self.setting(), "arguments": options, "config": asdict(self.llm.config)}
-        try:
-            report.write_json(file, settings, runs, pools_of)
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--json") from None
+        report.write_json(file, settings, runs, pools_of)
 
 
 @contextmanager
@@ -123,8 +120,3 @@ def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -
             sys.stderr.write(f"warning: --cuda-graph has no effect on the device {llm.info.device}\n")
         session.check_capacity()
         yield session
-
-
-def say(*lines: str) -> None:
-    """To standard output, at once: a benchmark may be read while it runs."""
-    print("\n".join(lines), flush=True)

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from roseinfer.bench.report import say
 from roseinfer.bench.seeds import report, session, workload
 from roseinfer.bench.seeds.runs import Run, Schedule, run_online
 from roseinfer.config.sources import LoadedConfig
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
 
         def tell(run: Run) -> None:
             lines = report.streaming_lines(run, header, submission) + report.own_lines(run, bench.setting())
-            session.say(*lines)
+            say(*lines)
 
         bench.measure(prompts, measure, tell, lambda run: report.streaming_pools(run) + report.own_pools(run))
     return 0

@@ -1,7 +1,7 @@
-"""`roseinfer bench replay`: a recording is asked again, of a server or of the simulator, and the two are compared.
+"""`roseinfer bench replay`: sends a recording again, to a server or to the simulator, and compares the two.
 
 A recording has no text. Prompts are made so that they share prefixes exactly where the recorded digests agree, answers
-are forced to the recorded lengths, and clients go away after the token after which they went away.
+are forced to the recorded lengths, and clients disconnect after the token after which they disconnected.
 """
 
 import argparse
@@ -10,13 +10,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from roseinfer.bench import definitions as d
+from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load import serve
-from roseinfer.bench.load.observed import Observed, latency_pools, mean_interval_ns
 from roseinfer.bench.load.plan import RecordedPlan, plan_of_recording
-from roseinfer.bench.load.plan_options import settle_seed
-from roseinfer.bench.seeds.report import NS_PER_MS, PERCENTS, Pool
-from roseinfer.bench.seeds.session import say
+from roseinfer.bench.load.report import latency_pools, mean_interval_ns
+from roseinfer.bench.report import Pool, say
 from roseinfer.bench.simulate import simulate
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.config.sources import LoadedConfig
@@ -30,14 +28,14 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     decision_log = arguments.decision_log if arguments.simulate else None
     check_outputs(json=arguments.json, recording=arguments.recording, decision_log=decision_log)
     endpoint = None if arguments.simulate else serve.endpoint_of(arguments)
-    settle_seed(arguments, endpoint)
+    serve.settle_seed(arguments, endpoint)
     header = {"Recording": arguments.file, "Load": f"{describe(plan)}; seed {arguments.seed}"}
     if endpoint is None:
         source = simulate.recording_of(arguments.cost_model) or recording
-        costs, told = simulate.costs_of(arguments.cost_model, source)
+        costs, costs_line = simulate.costs_of(arguments.cost_model, source)
         setup = simulate.setup_of(arguments, loaded, recording, plan.requests, costs)
         outcome = simulate.simulate(arguments, setup, plan.requests)
-        replayed = simulate.report(arguments, setup, outcome, header | {"Cost model": told}, "replay")
+        replayed = simulate.report(arguments, setup, outcome, header | {"Cost model": costs_line}, "replay")
     else:
         interval_ns = mean_interval_ns([request.offset_ns for request in plan.requests])
         replayed = serve.measure(arguments, plan.requests, interval_ns, endpoint, header, "replay")
@@ -117,12 +115,8 @@ def comparison_lines(recorded: Sequence[Pool], replayed: Sequence[Pool]) -> list
     return [
         "--- recorded -> replayed ---",
         *(
-            f"{pool.name} p50/p95/p99: {_percentiles(pool)} -> {_percentiles(by_name[pool.name])} {pool.unit}"
+            f"{pool.name} p50/p95/p99: {pool.percentiles()} -> {by_name[pool.name].percentiles()} {pool.unit}"
             for pool in recorded
             if pool.name in by_name
         ),
     ]
-
-
-def _percentiles(pool: Pool) -> str:
-    return "/".join(f"{d.percentile(pool.values, percent) / NS_PER_MS:.2f}" for percent in PERCENTS)

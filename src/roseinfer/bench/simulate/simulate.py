@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from roseinfer.bench.load import report as load_report
 from roseinfer.bench.load.options import DEFAULT_COSTS
-from roseinfer.bench.load.plan import PlannedRequest
-from roseinfer.bench.load.plan_options import describe, objective_of, plan_of, take_scenario
-from roseinfer.bench.load.report import ServeRun
-from roseinfer.bench.seeds.session import say
+from roseinfer.bench.load.plan import PlannedRequest, describe, planner_of
+from roseinfer.bench.load.report import ServeRun, lines_of, objective_of, write_result
+from roseinfer.bench.load.scenario import apply_scenario
+from roseinfer.bench.report import say, step_kinds, writing
 from roseinfer.bench.simulate import cost_model
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.bench.simulate.simulation import Decision, Setup, Simulated, Simulation
@@ -23,7 +22,6 @@ from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress
 from roseinfer.config.sources import Given, LoadedConfig, build
 from roseinfer.config.tree import Config, options
-from roseinfer.errors import ConfigError
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.recording import Recording
 
@@ -32,15 +30,15 @@ _RECORDED_SECTIONS = ("scheduler", "cache", "runner")  # what a recording says o
 
 def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report. Returns the exit code."""
-    take_scenario(arguments)
-    planned = plan_of(arguments)
+    apply_scenario(arguments)
+    planned = planner_of(arguments)(arguments.seed)
     check_outputs(json=arguments.json, recording=arguments.recording, decision_log=arguments.decision_log)
     recording = recording_of(arguments.cost_model)
     if recording is None and arguments.cost_model is None and arguments.trace is not None:
         recording = _recording_at(arguments.trace)
-    costs, told = costs_of(arguments.cost_model, recording)
+    costs, costs_line = costs_of(arguments.cost_model, recording)
     setup = setup_of(arguments, loaded, recording, planned, costs)
-    header = {"Load": describe(arguments, planned), "Cost model": told}
+    header = {"Load": describe(arguments, planned), "Cost model": costs_line}
     report(arguments, setup, simulate(arguments, setup, planned), header)
     return 0
 
@@ -72,7 +70,7 @@ def setup_of(
     planned: Sequence[PlannedRequest],
     costs: CostModel,
 ) -> Setup:
-    """Flags, then what the recording says, then defaults. The pool holds every active sequence if nobody says less."""
+    """Of flags, then what the recording says, then defaults. By default the pool holds every active sequence."""
     config = config_of(loaded, recording)
     engine = None if recording is None else recording.meta.engine
     longest = max(request.num_prompt_tokens + request.max_tokens for request in planned)
@@ -98,7 +96,7 @@ def setup_of(
 
 
 def config_of(loaded: LoadedConfig, recording: Recording | None) -> Config:
-    """The tree, with what a recording says for whatever nobody gave. Raises ConfigError."""
+    """The tree, with what a recording says where no flag was given. Raises ConfigError."""
     if recording is None:
         return loaded.config
     given = {}
@@ -156,20 +154,17 @@ def simulate(arguments: argparse.Namespace, setup: Setup, planned: Sequence[Plan
 
 @contextmanager
 def _decision_log(file: Path | None) -> Iterator[Any]:
-    """What takes decisions and writes them, a line of JSON each; None without a file. Raises ConfigError."""
+    """A function that writes a decision as a line of JSON; None without a file. Raises ConfigError."""
     if file is None:
         yield None
         return
     encode = msgspec.json.Encoder().encode
-    try:
-        with file.open("wb") as log:
+    with writing(file, "--decision-log"), file.open("wb") as log:
 
-            def write(decision: Decision) -> None:
-                log.write(encode(decision) + b"\n")
+        def write(decision: Decision) -> None:
+            log.write(encode(decision) + b"\n")
 
-            yield write
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}", param="--decision-log") from None
+        yield write
 
 
 def report(
@@ -182,9 +177,8 @@ def report(
     """Print what happened and keep what was asked for."""
     simulated, wall_s = outcome
     seen = simulated.observed()
-    measured = ServeRun(seen, None, objective_of(arguments))
+    measured = ServeRun(seen, None, objective_of(arguments.slo_ttft_ms, arguments.slo_tpot_ms))
     steps, limits = simulated.steps, setup.scheduler.limits
-    kinds = [step.kind for step in steps]
     hit, queried = (sum(getattr(step, f"num_prefix_{word}_tokens") for step in steps) for word in ("hit", "queried"))
     virtual_s = (steps[-1].end_ns - simulated.timelines[0].recv_ns) / 1e9
     facts = {
@@ -192,18 +186,14 @@ def report(
         f"tokens of {limits.max_num_batched_tokens} a step, {setup.num_blocks} blocks of {setup.cache.block_size}",
         "Without": ", ".join(arguments.without) or "nothing",
         "Simulated": f"{virtual_s:.3f} s in {wall_s:.3f} s",
-        "Engine steps": f"{len(kinds)} ({', '.join(f'{kinds.count(k)} {k}' for k in ('prefill', 'mixed', 'decode'))})",
+        "Engine steps": step_kinds([step.kind for step in steps]),
         "Prefix cache": f"{hit} of {queried} prompt tokens hit",
         "Preemptions": sum(step.num_preemptions for step in steps),
     }
-    say(*load_report.lines_of(measured, {**header, **facts}, title))
+    say(*lines_of(measured, {**header, **facts}, title))
     if arguments.recording is not None:
-        try:
+        with writing(arguments.recording, "--recording"):
             simulated.recording().save(arguments.recording)
-        except OSError as error:
-            raise ConfigError(
-                f"{arguments.recording} cannot be written: {error.strerror}", param="--recording"
-            ) from None
     if arguments.json is not None:
-        load_report.write_result(arguments.json, measured, {**header, **facts}, arguments.recording)
+        write_result(arguments.json, measured, {**header, **facts}, arguments.recording)
     return measured

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from roseinfer import __version__
-from roseinfer.bench.load.observed import Observed
+from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load.options import Delay
 from roseinfer.bench.load.plan import PlannedRequest, Tokens
 from roseinfer.bench.simulate.cost_model import CostModel

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from roseinfer.bench.compare import compare as compare_runs
-from roseinfer.bench.compare.results import Measured, differences, in_turn, told
+from roseinfer.bench.compare.results import Measured, describe_differences, differences, in_turn
+from roseinfer.bench.definitions import Observed
+from roseinfer.bench.load import serve
 from roseinfer.bench.load.endpoint import Endpoint
-from roseinfer.bench.load.observed import Observed, Verdict
 from roseinfer.bench.load.plan import PlannedRequest
-from roseinfer.bench.load.report import ServeRun
+from roseinfer.bench.load.report import ServeRun, Verdict
 from roseinfer.cli import main as cli
 
 NUM_RUNS = 8
@@ -247,7 +248,7 @@ def test_a_run_that_is_made_again_has_the_prompts_of_its_round(
         asked.append(url)
         return Endpoint(url, "", "tiny", 64, 100, takes_salt)
 
-    monkeypatch.setattr(compare_runs, "find_endpoint", find_endpoint)
+    monkeypatch.setattr(serve, "find_endpoint", find_endpoint)
     assert compare("http://one:9", "http://one:9", "--equal-sides", "--rounds", "6", "--num-requests", "3") == 0
     assert asked == ["http://one:9"] * 2, "each side once, whatever the number of rounds"
     lines = capsys.readouterr().out.splitlines()
@@ -266,7 +267,7 @@ def test_differences_are_named_and_a_long_list_is_cut() -> None:
     a, b = {f"n{index}": index for index in range(10)}, {"n0": 0}
     assert differences(a, a) == {}
     assert list(differences(a, b, varied=["n1"])) == [f"n{index}" for index in range(2, 10)]
-    assert told(differences(a, b)).endswith("n8 is 8 and None; and 1 more")
+    assert describe_differences(differences(a, b)).endswith("n8 is 8 and None; and 1 more")
 
 
 def test_pairs_are_neighbours_in_time() -> None:

@@ -1,4 +1,4 @@
-"""What clients saw, as latencies counted by tokens, and the verdict on the generator itself."""
+"""What clients saw, as a report and a result file, and the verdict on the generator itself."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.load.observed import Objective, Observed, Verdict, lag_p99_ns, latency_pools, mean_interval_ns
-from roseinfer.bench.load.report import RESIDUAL, ServeRun, ledger_parts_ns, lines_of, write_result
+from roseinfer.bench.definitions import Observed
+from roseinfer.bench.load.report import (
+    RESIDUAL,
+    Objective,
+    ServeRun,
+    Verdict,
+    lag_p99_ns,
+    latency_pools,
+    ledger_parts_ns,
+    lines_of,
+    mean_interval_ns,
+    write_result,
+)
 from roseinfer.errors import ConfigError
 
 MS = 1_000_000

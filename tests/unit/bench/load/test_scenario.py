@@ -8,9 +8,9 @@ import pytest
 
 from roseinfer.bench.load import options as load_options
 from roseinfer.bench.load.options import Lengths
-from roseinfer.bench.load.plan import SHARED_KEY, Segment
-from roseinfer.bench.load.plan_options import describe, echo_of, interval_ns_of, objective_of, plan_of, take_scenario
-from roseinfer.bench.load.scenario import Limits, LongShare, Phase, Scenario, lengths, load_scenario
+from roseinfer.bench.load.plan import SHARED_KEY, Segment, describe, echo_of, interval_ns_of, planner_of
+from roseinfer.bench.load.report import objective_of
+from roseinfer.bench.load.scenario import Limits, LongShare, Phase, Scenario, apply_scenario, lengths, load_scenario
 from roseinfer.config.flags import Parser
 from roseinfer.errors import ConfigError
 
@@ -154,10 +154,10 @@ def test_bench_serve_takes_all_that_the_file_says(tmp_path: Path) -> None:
         HEAD + "endpoint: chat\nstream_interval: 4\nrate_per_user: 20\nobjective: {ttft_ms: 5, tpot_ms: 6}\n"
     )
     arguments = parsed("--scenario", str(file), "--slo-ttft-ms", "9", "--seed", "0")
-    take_scenario(arguments)
-    planned = plan_of(arguments)
+    apply_scenario(arguments)
+    planned = planner_of(arguments)(arguments.seed)
     assert (arguments.chat, arguments.stream_interval) == (True, 4)
-    assert objective_of(arguments) == (9e6, 6e6), "a flag is stronger than the file"
+    assert objective_of(arguments.slo_ttft_ms, arguments.slo_tpot_ms) == (9e6, 6e6), "a flag is stronger than the file"
     assert describe(arguments, planned) == f"{len(planned)} requests of {file}, seed 0"
     assert interval_ns_of(arguments, planned) == pytest.approx(50e6, rel=0.5)
     assert echo_of(arguments)["scenario"]["phases"] == [{"kind": "steady", "users": 1, "duration_s": 3.0}]
@@ -174,5 +174,5 @@ def test_a_flag_that_says_the_same_is_refused(tmp_path: Path, flag: str) -> None
     file.write_text(HEAD)
     arguments = parsed("--scenario", str(file), *flag.split())
     with pytest.raises(ConfigError, match="has no meaning beside --scenario") as caught:
-        take_scenario(arguments)
+        apply_scenario(arguments)
     assert caught.value.param == flag.split(maxsplit=1)[0].replace("--no-", "--")

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load import serve
 from roseinfer.bench.load.client import PreparedRequest
 from roseinfer.bench.load.endpoint import Endpoint, read_models
-from roseinfer.bench.load.observed import Observed
 from roseinfer.bench.load.plan import PlannedRequest, Segment
 from roseinfer.bench.load.serve import fetch_recording, prepare
 from roseinfer.cli import main as cli

@@ -2,8 +2,8 @@
 
 import pytest
 
-from roseinfer.bench.load.observed import Objective, Observed, Verdict
-from roseinfer.bench.load.report import ServeRun
+from roseinfer.bench.definitions import Observed
+from roseinfer.bench.load.report import Objective, ServeRun, Verdict
 from roseinfer.bench.load.sweep import Point, header_line, knee_lines, knee_of, line_of, point_of
 from roseinfer.cli import main as cli
 

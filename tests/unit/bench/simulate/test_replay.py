@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from roseinfer.bench.load.observed import Observed
+from roseinfer.bench.definitions import Observed
 from roseinfer.bench.simulate.replay import recorded_requests
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.recorder.recording import WRITE_DTYPE, RequestRecord
