@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from roseinfer.config import docs as config_docs
-from roseinfer.observe.metrics.buckets import TOKEN_S, WAIT_S
+from roseinfer.observe.metrics.histogram import TOKEN_S, WAIT_S
 
 CHART = Path(__file__).resolve().parents[1] / "deploy" / "helm" / "roseinfer"
 SCHEMA = CHART / "values.schema.json"

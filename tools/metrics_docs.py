@@ -1,8 +1,7 @@
 """Turns the catalogue of metrics into docs/metrics.md. Knows no metric by name but those its prose explains."""
 
-from roseinfer.observe.metrics.catalogue import CATALOGUE, GROUPS
+from roseinfer.observe.metrics.catalogue import CATALOGUE, GROUPS, InfoAtScrape, Row
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS
-from roseinfer.observe.metrics.series import InfoAtScrape, Row
 
 HEAD = """\
 # Metrics

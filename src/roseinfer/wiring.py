@@ -186,7 +186,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     from aiohttp import web
 
     from roseinfer.observe.observation import Observation
-    from roseinfer.observe.recorder import capture_files
+    from roseinfer.observe.recorder import capture
     from roseinfer.observe.recorder.rendering import RenderProcess
     from roseinfer.runtime import memory as front_end_memory
     from roseinfer.server import lifecycle
@@ -209,8 +209,8 @@ def serve(config: Config, more_keys: str = "") -> int:
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     observe = config.observe
-    new_directory = partial(capture_files.profile_directory, observe.capture_dir, observe.capture_max_mib)
-    write_manifest = partial(capture_files.write_profile_manifest, observation.capture.facts)
+    new_directory = partial(capture.profile_directory, observe.capture_dir, observe.capture_max_mib)
+    write_manifest = partial(capture.write_profile_manifest, observation.capture.facts)
     debug_routes = [*debug.routes(observation.flight), profile.route(new_directory, write_manifest)]
     debug_routes.append(invariants.route(observation.integrity.report))
     checker = GrammarChecker(config.structured, lambda: client.info)

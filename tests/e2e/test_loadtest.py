@@ -26,7 +26,7 @@ import pytest
 from roseinfer.bench.load import serve
 from roseinfer.bench.load.serve import fetch_recording
 from roseinfer.cli import main as cli
-from roseinfer.observe.metrics.buckets import TOKEN_S, WAIT_S
+from roseinfer.observe.metrics.histogram import TOKEN_S, WAIT_S
 from roseinfer.observe.recorder.recording import Recording
 from tests.e2e.conftest import StartServer
 from tests.e2e.server import PATIENCE_S, Server, free_port

@@ -7,9 +7,8 @@ A name is written without its prefix, `step_seconds_bucket` for `roseinfer_step_
 from dataclasses import dataclass
 
 from monitoring.foreign import FOREIGN
-from roseinfer.observe.metrics.buckets import TOKEN_S, WAIT_S
-from roseinfer.observe.metrics.catalogue import CATALOGUE
-from roseinfer.observe.metrics.series import InfoAtScrape, Row
+from roseinfer.observe.metrics.catalogue import CATALOGUE, InfoAtScrape, Row
+from roseinfer.observe.metrics.histogram import TOKEN_S, WAIT_S
 
 ROWS = {row.name: row for row in CATALOGUE}
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")

@@ -1,11 +1,10 @@
-"""One fact in, the same fact to every observer that hears it; knows nothing of what they make of it.
+"""Gives each fact to every observer that hears it.
 
-Steps, writes and ends of requests may wait a little and are then told together, several of each: an engine on the same
-processor leaves nothing in its caches, so that each telling pays for fetching all the code and the data that observers
-touch. Whoever asks what the observers know, a change of the server's state and the end of a request that failed have
-what waits told first.
+Steps, writes and ends of requests wait a little, and observers then get several of each: an engine on the same
+processor leaves nothing in its caches, so each delivery pays for fetching all the code and data that observers touch.
+Facts that wait are delivered before an observer is asked, before the server's state changes, and when a request fails.
 
-An observer, or a listener, that raises is logged once, with its traceback, and hears nothing more: a fault in telemetry
+An observer or a listener that raises is logged once, with its traceback, and hears nothing more: a fault in telemetry
 may cost telemetry, never a request. This is the one place in `observe/` that catches everything.
 """
 
@@ -15,9 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec
 
-from roseinfer.observe.gaps.writes import WriteObserver, Writes
+import numpy as np
+import numpy.typing as npt
+
 from roseinfer.records import (
     Advanced,
+    Arrival,
     Delivery,
     FinishReason,
     LifecycleState,
@@ -26,6 +28,80 @@ from roseinfer.records import (
     StepRecord,
     Violation,
 )
+
+_OWN = ("serial", "start_ns", "resumed_ns", "encoded_ns", "written_ns", "was_paused")
+_OF_ARRIVALS = ("tokens_ns", "sent_ns", "read_ns", "was_delayed")
+COLUMNS = (*_OWN, *_OF_ARRIVALS)
+"""`serial` is the request's, `start_ns` when its write before this one returned, 0 for the first. `was_delayed` is
+1 if a collection or a full outbox delayed the tokens on their way to the front end."""
+
+Column = npt.NDArray[np.int64]
+
+
+class Writes:
+    """Some writes, in the order in which they returned."""
+
+    def __init__(self) -> None:
+        self.timelines: list[RequestTimeline] = []
+        self.deliveries: list[Delivery] = []
+        self._columns: dict[str, Column] = {}
+
+    def __len__(self) -> int:
+        return len(self.timelines)
+
+    def add(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        """One more. The timeline holds its stamp already, and nobody has asked for columns."""
+        self.timelines.append(timeline)
+        self.deliveries.append(delivery)
+
+    def columns(self) -> dict[str, Column]:
+        """Each of COLUMNS, `(num_writes,)`; made once, for all who ask, and not while a write waits to return."""
+        if not self._columns:
+            self._columns = self._own() | self._of_arrivals()
+        return self._columns
+
+    def _own(self) -> dict[str, Column]:
+        """What each write has for itself. By way of a list: an `array` takes its values three times as slowly."""
+        values: list[int] = []
+        for timeline, delivery in zip(self.timelines, self.deliveries, strict=True):
+            index = delivery.index
+            values.extend(
+                (
+                    timeline.serial,
+                    timeline.write_ns[index - 1] if index else 0,
+                    delivery.resumed_ns,
+                    delivery.encoded_ns,
+                    delivery.written_ns,
+                    delivery.was_paused,
+                )
+            )
+        return _columns(_OWN, values)
+
+    def _of_arrivals(self) -> dict[str, Column]:
+        """What all writes with the tokens of one step share; they mostly come one after the other."""
+        values, counts = list[int](), list[int]()
+        last: Arrival | None = None
+        for delivery in self.deliveries:
+            if delivery.arrival is last:
+                counts[-1] += 1
+                continue
+            last = delivery.arrival
+            counts.append(1)
+            values.extend((last.tokens_ns, last.sent_ns, last.read_ns, bool(last.gc_ns or last.was_held)))
+        return {name: column.repeat(counts) for name, column in _columns(_OF_ARRIVALS, values).items()}
+
+
+def _columns(names: tuple[str, ...], values: list[int]) -> dict[str, Column]:
+    table = np.fromiter(values, np.int64, len(values)).reshape(-1, len(names))
+    return dict(zip(names, np.ascontiguousarray(table.T), strict=True))
+
+
+class WriteObserver(Observer):
+    """An observer that is told writes, together: after the steps that made their tokens, before ends of requests."""
+
+    def on_writes(self, writes: Writes) -> None:
+        """These writes have returned since it was told last."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,10 @@
-"""A server's configuration in, its observers out, put together: who tells whom. Knows no HTTP."""
+"""Builds a server's observers from its configuration and connects them."""
 
-from collections.abc import Callable
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy.ma  # noqa: F401 - np.median imports it when first called: 20 ms, on the event loop
 from prometheus_client import CollectorRegistry
@@ -9,15 +13,52 @@ from roseinfer.config.tree import Config
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
-from roseinfer.observe.integrity import Integrity
 from roseinfer.observe.logs import Logs
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.capture import BreachCapture
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.recorder.rendering import Render
 from roseinfer.observe.tracing.tracing import make_tracing
-from roseinfer.records import RequestTimeline
+from roseinfer.records import Invariant, Observer, RequestTimeline, Violation
 from roseinfer.runtime.gc_pauses import GcPauses
+
+_log = logging.getLogger(__name__)
+
+
+class Integrity(Observer):
+    """How often the invariants were checked, how often each did not hold, and what was said of it last."""
+
+    def __init__(self) -> None:
+        self.num_checks = 0
+        self.last_check_unix_s: float | None = None
+        self._num_found = Counter[Invariant]()
+        self._last: dict[Invariant, tuple[float, str]] = {}  # when, and the detail
+
+    def on_rest(self, violations: Sequence[Violation]) -> None:
+        self.num_checks += 1
+        self.last_check_unix_s = time.time()
+        for violation in violations:
+            self._num_found[violation.invariant] += 1
+            self._last[violation.invariant] = self.last_check_unix_s, violation.detail
+            _log.error(
+                "an invariant does not hold", extra={"invariant": violation.invariant, "detail": violation.detail}
+            )
+
+    def report(self) -> dict[str, Any]:
+        """As JSON can say it: every invariant, broken or not."""
+        return {
+            "num_checks": self.num_checks,
+            "last_check_unix_s": self.last_check_unix_s,
+            "is_sound": not self._num_found,
+            "invariants": {
+                invariant: {
+                    "num_violations": self._num_found[invariant],
+                    "last_violation_unix_s": self._last[invariant][0] if invariant in self._last else None,
+                    "last_detail": self._last[invariant][1] if invariant in self._last else None,
+                }
+                for invariant in Invariant
+            },
+        }
 
 
 class Observation:

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.messages import EngineInfo
-from roseinfer.observe.gaps.writes import Writes
+from roseinfer.observe.hub import Writes
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import (
     Advanced,

@@ -1,26 +1,25 @@
-"""Facts as they happen in, the cause of every gap between tokens out: totals, slow gaps, and each request's ledger.
+"""Attributes the gaps between tokens to causes as facts happen: totals, slow gaps, and each request's ledger.
 
-An engine gap is counted when its step is told, split once for all requests that share it. What a token's way to the
-socket added to a wire gap is counted when the write returns. So the totals of the engine's causes add up to the sum of
-inter-token latencies, and the others to the time in which a known token was on its way and none before it was. Slow
-gaps are those of the wire for streams, and those of the engine for requests that are not streamed.
+An engine gap is counted when its step ends, split once for all requests that share it. What a token's way to the socket
+added to a wire gap is counted when the write returns. So the totals of the engine's causes add up to the sum of
+inter-token latencies, and the others to the time in which a token was in delivery with no earlier token still pending.
+Slow gaps are those of the wire for streams, and those of the engine for requests that are not streamed.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from roseinfer.observe.gaps import ledger
 from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions, delivery_segments
 from roseinfer.observe.gaps.request_gaps import SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
 from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGap, StepGaps, segments_since
-from roseinfer.observe.gaps.writes import Column, WriteObserver, Writes
-from roseinfer.observe.hub import Listeners
-from roseinfer.records import Advanced, Delivery, RequestTimeline, StepRecord
+from roseinfer.observe.hub import Column, Listeners, WriteObserver, Writes
+from roseinfer.records import Advanced, Delivery, FinishReason, RequestTimeline, StepRecord
 
 Mask = npt.NDArray[np.bool_]
 Totals = tuple[int, ...]
@@ -143,7 +142,7 @@ class Attribution(WriteObserver):
 
     def ledger(self, timeline: RequestTimeline, until_ns: int) -> dict[str, object]:
         """The request's time up to a moment, in parts that add up to it. Only until its end has been told."""
-        return ledger.as_json(timeline, self.decode_ns(timeline), until_ns)
+        return ledger_json(timeline, self.decode_ns(timeline), until_ns)
 
     def decode_ns(self, timeline: RequestTimeline) -> dict[Cause, int]:
         """What the time between its first and its newest token went to; adds up to that time."""
@@ -232,3 +231,55 @@ class Attribution(WriteObserver):
     def _tell(self, gap: Gap, timeline: RequestTimeline) -> None:
         self.num_slow_gaps[gap.cause] += 1
         self.on_slow_gap(gap, timeline)
+
+
+# --- the parts of a ledger --------------------------------------------------------------------------------------------
+
+
+_COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+
+
+def ledger_parts_ns(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], until_ns: int) -> dict[str, int]:
+    """Parts of the time from the request's first byte to `until_ns`, in their order; together they are all of it.
+
+    `decode_ns` says what the time from its first token to its newest went to, and adds up to it. A request that was
+    cut short has the parts it lived through, the last of them up to the end.
+    """
+    parts: dict[str, int] = {}
+    at_ns = timeline.recv_ns
+    tokens = timeline.token_ns
+    for name, reached_ns in (
+        ("receive", timeline.parsed_ns),
+        ("tokenize", timeline.tokenized_ns),
+        ("submit_lag", timeline.inbox_ns),
+        ("queue_wait", timeline.scheduled_ns),
+        ("prefill", tokens[0] if tokens else 0),
+    ):
+        if not reached_ns:
+            return parts | {name: until_ns - at_ns}
+        parts[name] = reached_ns - at_ns
+        at_ns = reached_ns
+    parts |= {f"decode.{cause}": duration for cause, duration in decode_ns.items() if duration}
+    at_ns = tokens[-1]
+    arrival = timeline.arrival
+    if timeline.finish_reason is not None and timeline.finish_reason not in _COMPLETE:
+        return parts | {"cut_short": until_ns - at_ns}  # waiting for a token that never came, or was not told
+    if arrival is not None and arrival.tokens_ns == at_ns:
+        parts["engine_outbox"] = arrival.sent_ns - at_ns
+        at_ns = arrival.sent_ns
+    return parts | {"delivery": until_ns - at_ns}
+
+
+def ledger_json(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], until_ns: int) -> dict[str, object]:
+    """The ledger as a client gets it: docs/http-api.md says what each part is."""
+    tokens = timeline.token_ns
+    return {
+        "total_ns": until_ns - timeline.recv_ns,
+        "parts_ns": ledger_parts_ns(timeline, decode_ns, until_ns),
+        "engine_time_to_first_token_ns": tokens[0] - timeline.tokenized_ns if tokens else None,
+        "time_per_output_token_ns": (tokens[-1] - tokens[0]) / (len(tokens) - 1) if len(tokens) > 1 else None,
+        "num_output_tokens": len(tokens),
+        "num_cached_tokens": timeline.num_cached_tokens,
+        "num_preemptions": timeline.num_preemptions,
+        "finish_reason": timeline.finish_reason,
+    }

@@ -1,32 +1,124 @@
-"""Every metric that roseinfer exposes, as one table; knows nothing of registries, formats or threads.
+"""The table of all metrics that roseinfer exposes.
 
 A row says what a series means and which function of a fact gives its values. The collector, docs/metrics.md and the
 dashboards are made from these rows, so a new metric is a new row and nothing else. Names are those of the field, in
 base units; each HELP text states the two events of an interval and what is counted once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.hub import Writes
 from roseinfer.observe.metrics import measures
-from roseinfer.observe.metrics.buckets import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
-from roseinfer.observe.metrics.series import (
-    AtFinish,
-    AtScrape,
-    AtStep,
-    AtWrites,
-    InfoAtScrape,
-    Label,
-    OfCollections,
-    OfScrapes,
-    Row,
-    counter,
-    gauge,
-    histogram,
-    info,
-)
-from roseinfer.records import FinishReason, Invariant, LifecycleState, RequestTimeline
+from roseinfer.observe.metrics.histogram import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
+from roseinfer.observe.metrics.measures import ServerState
+from roseinfer.records import Advanced, FinishReason, Invariant, LifecycleState, RequestTimeline, StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class AtStep:
+    """Values taken from each step and the timelines it advanced; `label` is asked only when there are values."""
+
+    values: Callable[[StepRecord, Advanced], Sequence[float]]
+    label: Callable[[StepRecord], str] = lambda _: ""
+
+
+@dataclass(frozen=True, slots=True)
+class AtWrites:
+    """Values taken from socket writes, some dozens of them at a time."""
+
+    values: Callable[[Writes], npt.NDArray[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class AtFinish:
+    """Values taken from each request when it has ended; `label` is asked only when there are values."""
+
+    values: Callable[[RequestTimeline], Sequence[float]]
+    label: Callable[[RequestTimeline], str] = lambda _: ""
+
+
+@dataclass(frozen=True, slots=True)
+class AtScrape:
+    """Value by label value, computed when somebody asks."""
+
+    values: Callable[[ServerState], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class InfoAtScrape:
+    """The labels of a series that is always 1: their names, and their values in this order or, not known yet, none."""
+
+    names: tuple[str, ...]
+    values: Callable[[ServerState], Sequence[str | int]]
+
+
+@dataclass(frozen=True, slots=True)
+class OfScrapes:
+    """Seconds that each scrape took; the exporter itself knows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfCollections:
+    """Seconds that each garbage collection of the front end took."""
+
+
+Source = AtStep | AtWrites | AtFinish | AtScrape | InfoAtScrape | OfScrapes | OfCollections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A label and the closed set of its values, each of which exists at 0 from the start."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One metric. `buckets` are the upper bounds of a histogram, the unbounded one left out."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram", "info"]
+    help: str
+    source: Source
+    unit: str = ""
+    label: Label | None = None
+    buckets: tuple[float, ...] = ()
+    is_per_model: bool = True
+
+
+def histogram(
+    name: str, unit: str, buckets: tuple[float, ...], source: Source, meaning: str, label: Label | None = None
+) -> Row:
+    return Row(name=name, kind="histogram", unit=unit, buckets=buckets, source=source, help=meaning, label=label)
+
+
+def counter(name: str, unit: str, source: Source, meaning: str, label: Label | None = None) -> Row:
+    return Row(name=name, kind="counter", unit=unit, source=source, help=meaning, label=label)
+
+
+def gauge(
+    name: str,
+    unit: str,
+    values: Callable[[ServerState], Mapping[str, float]],
+    meaning: str,
+    label: Label | None = None,
+) -> Row:
+    return Row(name=name, kind="gauge", unit=unit, source=AtScrape(values), help=meaning, label=label)
+
+
+def info(name: str, source: InfoAtScrape, meaning: str) -> Row:
+    return Row(name=name, kind="info", source=source, help=meaning)
+
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
 
 _Interval = Callable[[RequestTimeline], float | None]
 _STREAMED = Label(name="streamed", values=("true", "false"))

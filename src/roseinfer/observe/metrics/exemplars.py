@@ -12,7 +12,7 @@ import numpy as np
 
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.metrics import measures
-from roseinfer.observe.metrics.buckets import TOKEN_S
+from roseinfer.observe.metrics.histogram import TOKEN_S
 from roseinfer.observe.metrics.measures import NS_PER_S
 from roseinfer.records import RequestTimeline
 

@@ -1,10 +1,12 @@
-"""Facts in, numbers out: the functions from a step, writes, a request or the server's state that the catalogue uses.
+"""The functions from a step, writes, a request or the server's state to the values of a metric.
 
 Interval functions give nothing where a stamp is missing; nothing here is clamped, rounded or remembered.
 """
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +20,10 @@ from roseinfer.errors import (
     RoseinferError,
     SlowReader,
 )
-from roseinfer.observe.gaps.writes import Writes
-from roseinfer.observe.metrics.series import ServerState
-from roseinfer.records import Advanced, FinishReason, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.messages import EngineInfo
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.hub import Writes
+from roseinfer.records import Advanced, FinishReason, Invariant, LifecycleState, RequestTimeline, StepRecord
 
 # A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
 NS_PER_S = 1e9
@@ -44,6 +47,30 @@ MODEL_FIELDS = (
     *("model_type", "num_parameters", "vocab_size", "max_model_len"),
     *("device", "dtype", "attention", "linear", "num_threads"),
 )
+
+
+@dataclass(slots=True)
+class ServerState:
+    """The last of each fact: what gauges are read from when somebody scrapes."""
+
+    version: str
+    lifecycle: LifecycleState = LifecycleState.STARTING
+    engine: EngineInfo | None = None
+    last_step: StepRecord | None = None
+    last_step_end_ns: int = 0
+    last_step_unix_s: float = 0.0
+    num_received: int = 0
+    num_finished: int = 0
+    num_refusals: Counter[str] = field(default_factory=Counter)  # by code
+    num_refused_intervals: int = 0
+    num_dropped_log_lines: int = 0
+    gap_ns: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
+    num_slow_gaps: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
+    observability_ns: int = 0
+    num_dropped_spans: int = 0
+    num_restarts: int = 0
+    num_violations: dict[Invariant, int] = field(default_factory=lambda: dict.fromkeys(Invariant, 0))
+
 
 # --- of a step ------------------------------------------------------------------------------------------------------
 

@@ -20,12 +20,9 @@ from prometheus_client.samples import Exemplar as MetricExemplar
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.gaps.writes import WriteObserver, Writes
-from roseinfer.observe.metrics.catalogue import CATALOGUE
-from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
-from roseinfer.observe.metrics.histogram import Histogram
-from roseinfer.observe.metrics.measures import NS_PER_S, OTHER, REJECTION_CODES
-from roseinfer.observe.metrics.series import (
+from roseinfer.observe.hub import WriteObserver, Writes
+from roseinfer.observe.metrics.catalogue import (
+    CATALOGUE,
     AtFinish,
     AtScrape,
     AtStep,
@@ -34,8 +31,10 @@ from roseinfer.observe.metrics.series import (
     OfCollections,
     OfScrapes,
     Row,
-    ServerState,
 )
+from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
+from roseinfer.observe.metrics.histogram import Histogram
+from roseinfer.observe.metrics.measures import NS_PER_S, OTHER, REJECTION_CODES, ServerState
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 
 Values = Mapping[str, float | str | int | Histogram]

@@ -1,28 +1,293 @@
-"""Facts into breaches of rules, and a breach into a directory that says what happened before and after it.
+"""Watches the rules of `observe.capture_rules`, and saves what happened around a breach in a directory.
 
-A breach takes a copy of what the flight recorder remembers, waits, takes another, and has both written by a thread,
-with a manifest. There is one capture at a time and a rest after each: what happens meanwhile is not counted.
+A breach takes a copy of what the flight recorder remembers, waits, takes another, and a thread writes both, with a
+manifest. There is one capture at a time and a pause after each: what breaks a rule meanwhile is not counted.
+
+A rule is a sentence such as `3 gaps over 60 ms in 10 s`:
+
+    rule     = count what "in" duration
+    what     = "gap" ["s"] "over" duration
+             | "ttft" "over" duration
+             | "slow" "gap" ["s"] ["of" cause]
+    duration = number ("ms" | "s")
+
+Words are separated by blanks; a number and its unit may be. A gap is one between two writes of a stream, or between two
+tokens of a request that is not streamed; `ttft` is the time to the first token of such an answer. A slow gap is one by
+`observe.slow_gap_factor` and `observe.slow_gap_min_ms`.
 """
 
 import asyncio
+import contextlib
+import importlib.metadata
 import logging
+import platform
+import re
+import secrets
+import shutil
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
+import numpy as np
 
 from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.messages import ProfileEnded
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
-from roseinfer.observe.gaps.writes import WriteObserver, Writes
-from roseinfer.observe.recorder import capture_files
-from roseinfer.observe.recorder.capture_rules import Rule, Window, parse_rules
-from roseinfer.observe.recorder.recording import Recording
+from roseinfer.observe.hub import WriteObserver, Writes
+from roseinfer.observe.recorder.recording import Recording, StructArray
 from roseinfer.records import Advanced, Observer, RequestTimeline, StepRecord
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+OPTION = "observe.capture_rules"
+MAX_COUNT = 100_000
+
+_TOKEN = re.compile(r"\d+(?:\.\d+)?|[A-Za-z_0-9]+|\S")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_LONGEST = 1e6  # of either unit
+_UNITS_NS = {"ms": 1e6, "s": 1e9}
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """So many events of one kind within a window."""
+
+    text: str
+    count: int
+    subject: str  # `gap`, `ttft` or `slow gap`
+    over_ns: int = 0  # longer than that; for slow gaps 0
+    cause: Cause | None = None  # of slow gaps; None: any
+    window_ns: int
+
+
+class Window:
+    """The events of one rule within its window, newest last."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self._events: deque[tuple[int, str, str]] = deque(maxlen=rule.count)
+
+    def add(self, now_ns: int, request_id: str, trace_id: str) -> dict[str, str] | None:
+        """One more event: id and trace id of all requests that break the rule together; None if it is not broken."""
+        self._events.append((now_ns, request_id, trace_id))
+        while self._events[0][0] < now_ns - self.rule.window_ns:
+            self._events.popleft()
+        if len(self._events) < self.rule.count:
+            return None
+        return {name: trace for _, name, trace in self._events}
+
+    def clear(self) -> None:
+        self._events.clear()
+
+
+def parse_rules(texts: Sequence[str]) -> list[Rule]:
+    """Raises ConfigError with the option, the rule's number and the place in it."""
+    return [_Sentence(number, text).rule() for number, text in enumerate(texts, 1)]
+
+
+class _Sentence:
+    """One rule while it is read, word by word."""
+
+    def __init__(self, number: int, text: str) -> None:
+        self._number = number
+        self._text = text
+        self._words = [(found.start(), found[0]) for found in _TOKEN.finditer(text)]
+        self._next = 0
+
+    def rule(self) -> Rule:
+        count = self._count()
+        subject, over_ns, cause = self._word("gap", "gaps", "ttft", "slow"), 0, None
+        if subject == "slow":
+            self._word("gap", "gaps")
+            subject = "slow gap"
+            if self._word("of", "in") == "of":
+                cause = Cause(self._word(*Cause))
+                self._word("in")
+        else:
+            self._word("over")
+            over_ns = self._duration()
+            self._word("in")
+        window_ns = self._duration()
+        if self._next < len(self._words):
+            self._refuse("the end of the rule")
+        return Rule(
+            text=self._text.strip(),
+            count=count,
+            subject=subject.removesuffix("s"),
+            over_ns=over_ns,
+            cause=cause,
+            window_ns=window_ns,
+        )
+
+    def _count(self) -> int:
+        word = self._peek()
+        if not word.isdecimal() or not 1 <= int(word) <= MAX_COUNT:
+            self._refuse(f"a count from 1 to {MAX_COUNT}")
+        self._next += 1
+        return int(word)
+
+    def _duration(self) -> int:
+        word = self._peek()
+        if not _NUMBER.fullmatch(word) or not 0 < float(word) <= _LONGEST:
+            self._refuse("a duration such as 60 ms, above 0")
+        self._next += 1
+        return int(float(word) * _UNITS_NS[self._word(*_UNITS_NS)])
+
+    def _word(self, *expected: str) -> str:
+        word = self._peek()
+        if word not in expected:
+            self._refuse(" or ".join(f"`{choice}`" for choice in expected))
+        self._next += 1
+        return word
+
+    def _peek(self) -> str:
+        return self._words[self._next][1] if self._next < len(self._words) else ""
+
+    def _refuse(self, expected: str) -> NoReturn:
+        is_over = self._next >= len(self._words)
+        place = len(self._text) if is_over else self._words[self._next][0]
+        got = "nothing" if is_over else f"{self._words[self._next][1]!r}"
+        raise ConfigError(
+            f"rule {self._number} ({self._text!r}), character {place + 1}: expected {expected}, got {got}", param=OPTION
+        )
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+MANIFEST_NAME = "manifest.json"
+RECORDING_NAME = "recording.npz"
+TRACE_NAME = "trace.json"
+MIB = 1 << 20
+
+_SECTIONS = ("model", "cache", "scheduler", "runner", "engine")  # nothing in them is a secret or leads to one
+_PACKAGES = ("torch", "numpy", "transformers", "triton")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_NAME = re.compile(r"\d{8}T\d{6}\.\d{6}Z-(breach|profile)-[0-9a-f]{6}")  # so the order of names is that of time
+
+
+def new_directory(parent: Path, kind: str) -> Path:
+    """A path that does not exist yet; `kind` is `breach` or `profile`."""
+    moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    return parent.absolute() / f"{moment}-{kind}-{secrets.token_hex(3)}"
+
+
+def profile_directory(capture_dir: str, max_mib: float) -> Path:
+    """Where a profile that somebody asked for goes: beside the captures or, without a place for them, in /tmp.
+
+    Beside the captures it counts as one of them, so there is made room for it first.
+    """
+    if capture_dir:
+        with contextlib.suppress(OSError):  # no directory yet, or one that a breach is just deleting from
+            make_room(Path(capture_dir), max_mib * MIB)
+    return new_directory(Path(capture_dir or tempfile.gettempdir()), "profile")
+
+
+def manifest_facts(config: Config, version: str) -> dict[str, Any]:
+    """What a manifest says of the server itself: model, configuration without secrets, versions."""
+    installed = {distribution.name for distribution in map(_find, _PACKAGES) if distribution is not None}
+    driver = _DRIVER.read_text(encoding="ascii", errors="replace").partition("\n")[0] if _DRIVER.is_file() else None
+    return {
+        "model_name": config.served_model_name,
+        "config": {name: msgspec.to_builtins(getattr(config, name)) for name in _SECTIONS},
+        "versions": {
+            "roseinfer": version,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            **{name: importlib.metadata.version(name) for name in sorted(installed)},
+            "nvidia_driver": driver,
+        },
+    }
+
+
+def _find(package: str) -> importlib.metadata.Distribution | None:
+    try:
+        return importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def write_capture(directory: Path, recording: Recording, manifest: Mapping[str, Any]) -> None:
+    """The manifest comes last, and whole: a directory that has one is complete. Raises OSError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    recording.save(directory / RECORDING_NAME)
+    _write_manifest(directory, manifest)
+
+
+def write_profile_manifest(server: Mapping[str, Any], directory: Path, num_steps: int) -> None:
+    """That of a profile that somebody asked for, whose trace has been written: `server` is what `manifest_facts` says.
+
+    It has the keys of a breach's, so that whoever reads one reads the other. Raises OSError.
+    """
+    manifest = {
+        "rule": None,
+        "breached_at": None,
+        "breached_monotonic_ns": None,
+        "requests": [],
+        **server,
+        "recording": None,
+        "profile": profile_of(num_steps),
+    }
+    _write_manifest(directory, manifest)
+
+
+def profile_of(num_steps: int) -> dict[str, Any]:
+    """What a manifest says of a profile that was written."""
+    return {"num_steps": num_steps, "trace": TRACE_NAME}
+
+
+def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    scratch = directory / f".{MANIFEST_NAME}.part"
+    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+    scratch.replace(directory / MANIFEST_NAME)
+
+
+def make_room(parent: Path, max_bytes: float) -> list[Path]:
+    """Delete the oldest captures until the rest fits, but never the newest; returns what went. Raises OSError."""
+    captures = sorted(path for path in parent.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+    sizes = {path: _size(path) for path in captures}
+    total, gone = sum(sizes.values()), []
+    for path in captures[:-1]:
+        if total <= max_bytes:
+            break
+        shutil.rmtree(path)
+        total -= sizes[path]
+        gone.append(path)
+    return gone
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+def join_recordings(before: Recording, after: Recording) -> Recording:
+    """Everything that either of two recordings of one server knows, the later one's word counting."""
+    requests = {request.serial: request for request in (*before.requests, *after.requests)}
+    return Recording(
+        meta=after.meta,
+        requests=[requests[serial] for serial in sorted(requests)],
+        steps=_join_rows(before.steps, after.steps, "step_id"),
+        writes=_join_rows(before.writes, after.writes, "written_ns"),
+        interruptions=_join_rows(before.interruptions, after.interruptions, "start_ns"),
+    )
+
+
+def _join_rows(before: StructArray, after: StructArray, field: str) -> StructArray:
+    """Rows in the order of a field that grows with them."""
+    if not len(after):
+        return before
+    return np.concatenate((before[before[field] < after[field][0]], after))
+
+
+# --- captures ---------------------------------------------------------------------------------------------------------
+
 
 PROFILE_TIMEOUT_S = 30.0  # for the steps that are to be profiled to come, and for their trace to be written
 
@@ -80,7 +345,7 @@ class BreachCapture(WriteObserver):
             for subject in ("gap", "ttft")
         }
         self._recorder = recorder
-        self.facts = capture_files.facts(config, version)  # of the server, as manifests have them
+        self.facts = manifest_facts(config, version)  # of the server, as manifests have them
         self._clock = clock
         self._sleep = sleep
         self._rests_until_ns = 0
@@ -141,7 +406,7 @@ class BreachCapture(WriteObserver):
         self._task = asyncio.get_running_loop().create_task(work, name="capture")
 
     async def _capture(self, breach: Breach, moment: datetime, before: Snapshot) -> None:
-        directory = capture_files.new_directory(self._parent, "breach")
+        directory = new_directory(self._parent, "breach")
         try:
             traced = asyncio.ensure_future(self._trace(directory))
             await self._sleep(self._settings.capture_after_s)
@@ -152,7 +417,7 @@ class BreachCapture(WriteObserver):
                 "breached_monotonic_ns": breach.now_ns,
                 "requests": [{"request_id": name, "trace_id": trace} for name, trace in breach.requests.items()],
                 **self.facts,
-                "recording": capture_files.RECORDING_NAME,
+                "recording": RECORDING_NAME,
                 "profile": await traced,
             }
             await asyncio.to_thread(self._write, directory, before, after, manifest)
@@ -176,11 +441,11 @@ class BreachCapture(WriteObserver):
             return {"error": f"not so many steps came within {PROFILE_TIMEOUT_S:g} s; the trace may come later"}
         if ended.error:
             return {"error": ended.error}
-        return capture_files.profile_of(ended.num_steps)
+        return profile_of(ended.num_steps)
 
     def _write(self, directory: Path, before: Snapshot, after: Snapshot, manifest: dict[str, Any]) -> None:
         """In a thread."""
-        recording = capture_files.joined(before.recording(), after.recording())
-        capture_files.write(directory, recording, manifest)
-        for gone in capture_files.make_room(self._parent, self._settings.capture_max_mib * capture_files.MIB):
+        recording = join_recordings(before.recording(), after.recording())
+        write_capture(directory, recording, manifest)
+        for gone in make_room(self._parent, self._settings.capture_max_mib * MIB):
             _log.info("an old capture was deleted to stay below observe.capture_max_mib: %s", gone.name)

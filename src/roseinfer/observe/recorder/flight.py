@@ -12,7 +12,7 @@ from roseinfer.config.tree import Config
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
-from roseinfer.observe.gaps.writes import WriteObserver, Writes
+from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.queue_estimate import QueueDrain
 from roseinfer.observe.recorder.inspection import Inspection

@@ -16,7 +16,7 @@ import numpy as np
 from roseinfer.config.tree import Config
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import CAUSES, Cause
-from roseinfer.observe.gaps.writes import WriteObserver, Writes
+from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.recorder.recording import (
     INTERRUPTION_DTYPE,
     STEP_DTYPE,

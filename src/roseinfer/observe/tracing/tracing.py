@@ -1,12 +1,13 @@
-"""Facts in, traces out: which requests and steps become spans, and which exemplars lead to them.
+"""Decides which requests and steps become spans, and which exemplars lead to them.
 
 Nothing is measured here. A trace id is given when a request arrives, so that logs can name it; whether the trace is
-kept is decided when a gap is slow or the request has ended, and the spans are made of its timeline then. Knows neither
-HTTP nor the form in which spans travel.
+kept is decided when a gap is slow or the request has ended, and its spans are then made from its timeline. The header
+`traceparent` is that of W3C Trace Context, https://www.w3.org/TR/trace-context/.
 """
 
 import os
 import random
+import re
 import socket
 import time
 from array import array
@@ -14,6 +15,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from roseinfer.config.tree import Config, TracingConfig
 from roseinfer.errors import ConfigError, QueueTimeout
@@ -26,8 +29,68 @@ from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.recording import ClockPair
 from roseinfer.observe.tracing import semconv, spans
 from roseinfer.observe.tracing.spans import SlowGap, Span, TraceContext, Value
-from roseinfer.observe.tracing.trace_sampling import Sampler, hex_of
 from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
+
+_TRACEPARENT = re.compile(
+    r"(?P<version>[0-9a-f]{2})-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
+)
+_SAMPLED = 0x01
+_LOW_64_BITS = 2**64 - 1
+
+
+class Parent(msgspec.Struct, frozen=True, gc=False):
+    """The caller's span, which is in another process."""
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+
+def parse_traceparent(header: str) -> Parent | None:
+    """The parent that the header names; None for a header that is empty or not in the form of the standard."""
+    found = _TRACEPARENT.fullmatch(header)
+    if found is None or found["version"] == "ff" or (found["version"] == "00" and found["rest"]):
+        return None
+    trace_id, span_id = int(found["trace_id"], 16), int(found["span_id"], 16)
+    if not trace_id or not span_id:
+        return None
+    return Parent(trace_id, span_id, bool(int(found["flags"], 16) & _SAMPLED))
+
+
+def hex_of(trace_id: int) -> str:
+    """As headers, logs and exemplars write it."""
+    return f"{trace_id:032x}"
+
+
+class Sampler:
+    """Gives ids, and decides by chance."""
+
+    def __init__(self, ratio: float, numbers: random.Random) -> None:
+        self._bound = round(ratio * 2**64)
+        self._numbers = numbers
+
+    def new_trace_id(self) -> int:
+        """128 random bits, not all of them 0."""
+        return self._numbers.getrandbits(128) or 1
+
+    def new_span_id(self) -> int:
+        """64 random bits, not all of them 0."""
+        return self._numbers.getrandbits(64) or 1
+
+    def begin(self, timeline: RequestTimeline) -> TraceContext:
+        """The context of a request that has just begun, whose timeline learns its trace id.
+
+        The caller's decision holds, else the low 64 bits of the trace id decide: so all of a trace is decided alike.
+        """
+        parent = parse_traceparent(timeline.traceparent)
+        if parent is not None:
+            trace_id, parent_span_id, is_kept = parent.trace_id, parent.span_id, parent.is_sampled
+        else:
+            trace_id = int(timeline.trace_id, 16) if timeline.trace_id else self.new_trace_id()
+            parent_span_id, is_kept = 0, trace_id & _LOW_64_BITS < self._bound
+        timeline.trace_id = hex_of(trace_id)
+        return TraceContext(trace_id, self.new_span_id(), parent_span_id, is_kept)
+
 
 _MAX_RECENT_STEPS = 256  # in which a slow gap is looked up that has just been found
 _NUM_STEP_STAMPS = 1 << 16  # steps back to which a token finds the id of its step

@@ -6,8 +6,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.samples import Sample
 
 from roseinfer.observe.metrics import exemplars
-from roseinfer.observe.metrics.buckets import TOKEN_S
 from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, REQUEST_DURATION, TIME_TO_FIRST_TOKEN, Exemplar
+from roseinfer.observe.metrics.histogram import TOKEN_S
 from roseinfer.observe.metrics.metrics import Metrics
 from tests.unit.observe.facts import MS, make_metrics, make_timeline
 
