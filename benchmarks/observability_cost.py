@@ -1,11 +1,15 @@
-"""What observing costs: everything on against everything off in turn, the engine's share of a step, and a scrape.
+"""Measures what observing costs: in a served load on against off, and alone the engine's records, ranges and traces.
 
-    python -m benchmarks.observability_cost [--model DIRECTORY] [--streams 64] [--max-tokens 96]
+    python -m benchmarks.observability_cost [--model DIRECTORY] [--streams 64] [--max-tokens 96] [--only-parts]
 
-One server, its engine in a process of its own. Rounds alternate between all observers (metrics,
-causes, flight recorder, logs) and none, so both meet the same machine; the load is a third process. What the engine
-does for its records is on in both, since it has no switch: it is measured by itself, against the same lines with
-nothing behind them. The scrape is measured by an event loop that does nothing but look at the clock.
+The parts come first: both sides of a comparison take turns in this process, and the figures are medians. What the
+engine does for its records has no switch, so it is measured against the same lines with nothing behind them. Ranges are
+measured when a tool is attached, for instance with `NVTX_INJECTION64_PATH`. How late a thread that sleeps for half a
+millisecond wakes up while another one encodes spans is what an event loop would feel.
+
+Then one server, its engine in a process of its own, is observed by everything (metrics, causes, flight recorder, logs)
+and by nothing, in rounds that alternate, so both meet the same machine; the load is a third process. A scrape is
+measured by an event loop that does nothing but look at the clock.
 """
 
 import argparse
@@ -13,21 +17,25 @@ import asyncio
 import gc
 import json
 import os
+import random
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+import numpy as np
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from benchmarks.http_streams import stream
-from roseinfer.config.tree import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from roseinfer.config.tree import Config, ModelConfig, SchedulerConfig, ServerConfig, TracingConfig
 from roseinfer.engine.core.batch import Watch
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport
@@ -36,7 +44,13 @@ from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.flight import Flight
-from roseinfer.records import NO_TIMES, BlockedBy, Observer, StepRecord
+from roseinfer.observe.recorder.recording import ClockPair
+from roseinfer.observe.tracing import semconv
+from roseinfer.observe.tracing.nvtx import make_marker
+from roseinfer.observe.tracing.otlp import Encoder
+from roseinfer.observe.tracing.spans import Span
+from roseinfer.observe.tracing.tracing import Tracing
+from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, Observer, RequestTimeline, StepRecord
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import be_nicer
 from roseinfer.runtime.stopwatch import UNWATCHED, Phases, Stopwatch
@@ -45,10 +59,189 @@ from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
 
 PARTS = ("schedule", "launch", "stage", "forward", "sample", "wait", "commit")  # of a step on a CPU
+MS = 1_000_000
+
+
+# --- the parts, each alone ------------------------------------------------------------------------------------------
+
+
+def measure_parts(num_rows: int, num_tokens: int, repeat: int) -> None:
+    """Print what records, ranges and traces cost in microseconds."""
+    counts, phases, encode = counts_of_step(1_000_000), Phases(), msgspec.msgpack.Encoder().encode
+
+    def record() -> None:
+        encode(step_record(run_parts(phases.begin(7)), counts))
+
+    unwatched, watched, off, recorded = medians_us(
+        repeat, lambda: run_parts(UNWATCHED), lambda: run_parts(phases.begin(7)), ranged(phases), record
+    )
+    print(f"engine: {recorded - unwatched:.2f} µs a step for {len(PARTS)} stamped parts, the record and its encoding")
+    print(f"ranges: {watched:.2f} µs a step with a stopwatch alone, {off:.2f} with ranges off", end="")
+    marker = make_marker(enabled=True)
+    if marker is not None:
+        off, on = medians_us(repeat, ranged(phases), ranged(Phases(marker)))
+        print(f"; {off:.2f} off and {on:.2f} on, with the tool", end="")
+    quiet, as_span = step_costs(repeat, num_rows, step_record(run_parts(phases.begin(7)), counts))
+    print(f"\ntracing, a step of {num_rows} rows: {quiet:.2f} µs; as a span with its parts and links: {as_span:.1f}")
+    none, dropped, kept = request_costs(repeat, num_tokens)
+    print(f"tracing, a request of {num_tokens} tokens: {dropped - none:.1f} µs not kept, {kept - none:.1f} kept")
+    tracing, sink = make_tracing(ratio=1.0)
+    tracing.on_start(timeline := make_timeline(1, num_tokens))
+    tracing.on_finish(timeline)
+    encoder = Encoder({}, "0", ClockPair(0, 0))
+    (encoded,) = medians_us(repeat, lambda: encoder.encode(sink.last))
+    print(f"export, {len(sink.last)} spans of a request into bytes: {encoded:.0f} µs")
+    print("late by, µs, median and p99: nothing else runs {:.0f} {:.0f}".format(*lateness_us(2)), end="")
+    for at_once in (16, 256):
+        with encoding(sink.last, at_once):
+            print("; {} spans at once {:.0f} {:.0f}".format(at_once, *lateness_us(2)), end="")
+    print()
+
+
+def medians_us(repeat: int, *sides: Callable[[], object]) -> list[float]:
+    """Each side's median, all measured in turn."""
+    times: list[list[int]] = [[] for _ in sides]
+    for _ in range(repeat):
+        for side, taken in zip(sides, times, strict=True):
+            begin_ns = time.perf_counter_ns()
+            side()
+            taken.append(time.perf_counter_ns() - begin_ns)
+    return [statistics.median(taken) / 1e3 for taken in times]
+
+
+WatchT = TypeVar("WatchT", bound=Watch)
+
+
+def run_parts(watch: WatchT) -> WatchT:
+    """The stamps of one step."""
+    for part in PARTS:
+        with watch(part):
+            pass
+    return watch
+
+
+def ranged(phases: Phases) -> Callable[[], None]:
+    """The stamps of one step inside its range."""
+
+    def step() -> None:
+        with phases.whole(7):
+            run_parts(phases.begin(7))
+
+    return step
+
+
+def counts_of_step(count: int) -> tuple[Any, ...]:
+    """What a record has between its stamps and its times, in the order of the fields: each is `count`, but for two."""
+    names = StepRecord.__struct_fields__
+    assert (names[:4], names[-2:]) == (("step_id", "start_ns", "tokens_ns", "end_ns"), ("phases", "ahead"))
+    others = {"blocked_by": BlockedBy.NOTHING, "is_profiled": False}
+    return tuple(others.get(name, count) for name in names[4:-2])
+
+
+def step_record(watch: Stopwatch, counts: tuple[Any, ...]) -> StepRecord:
+    """Made as the engine makes it, in the order of the fields."""
+    end_ns = time.monotonic_ns()
+    stamps = watch.step_id, watch.start_ns, watch.start_ns, end_ns
+    values: tuple[Any, ...] = (*stamps, *counts, watch.times(), NO_TIMES)
+    return StepRecord(*values)
+
+
+class Sink:
+    """Takes spans and keeps the last."""
+
+    def __init__(self) -> None:
+        self.last: Sequence[Span] = ()
+
+    def put(self, spans: Sequence[Span]) -> bool:
+        self.last = spans
+        return True
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+def make_tracing(**options: float) -> tuple[Tracing, Sink]:
+    sink, metrics = Sink(), Metrics("m", "0", CollectorRegistry())
+    shared = {semconv.GEN_AI_REQUEST_MODEL: "m"}
+    return Tracing(TracingConfig(**options), shared, sink, metrics, random.Random(1)), sink  # type: ignore[arg-type]
+
+
+def make_timeline(index: int, num_tokens: int) -> RequestTimeline:
+    stamps = [(5 + i) * MS + i % 7 * 1000 for i in range(num_tokens)]
+    return RequestTimeline(
+        request_id=f"r-{index}",
+        recv_ns=MS,
+        parsed_ns=MS + 1,
+        tokenized_ns=MS + 2,
+        inbox_ns=MS + 3,
+        scheduled_ns=MS + 4,
+        token_ns=stamps,
+        write_ns=[stamps[0] + 1, stamps[-1] + 1],
+        end_ns=stamps[-1] + 2,
+        finish_reason=FinishReason.LENGTH,
+    )
+
+
+def request_costs(repeat: int, num_tokens: int) -> list[float]:
+    """Of a request from begin to end: no tracing, not kept, kept."""
+    numbers = count()
+
+    def whole(tracing: Tracing) -> Callable[[], None]:
+        def run() -> None:
+            timeline = make_timeline(0, 2)
+            timeline.request_id, timeline.token_ns = f"r-{next(numbers)}", stamps
+            tracing.on_start(timeline)
+            tracing.on_finish(timeline)
+
+        return run
+
+    stamps = make_timeline(0, num_tokens).token_ns
+    sides = [make_tracing(ratio=ratio)[0] for ratio in (0.0, 1.0)]
+    return medians_us(repeat, lambda: make_timeline(0, 2), *map(whole, sides))
+
+
+def step_costs(repeat: int, num_rows: int, record: StepRecord) -> list[float]:
+    """Of one step: not kept, and kept as a span."""
+    quiet, kept = (make_tracing(step_interval=interval)[0] for interval in (0, 1))
+    advanced = Advanced.newest(make_timeline(index, 2) for index in range(num_rows))
+    for tracing in (quiet, kept):
+        for timeline in advanced:
+            tracing.on_start(timeline)
+    return medians_us(repeat, lambda: quiet.on_step(record, advanced), lambda: kept.on_step(record, advanced))
+
+
+def lateness_us(duration_s: float) -> tuple[float, float]:
+    """Median and 99th percentile of how late a short sleep ends."""
+    late, end = [], time.monotonic() + duration_s
+    while time.monotonic() < end:
+        begin_ns = time.perf_counter_ns()
+        time.sleep(0.0005)
+        late.append((time.perf_counter_ns() - begin_ns) / 1e3 - 500)
+    return statistics.median(late), float(np.percentile(late, 99))
+
+
+@contextmanager
+def encoding(trace: Sequence[Span], at_once: int) -> Iterator[None]:
+    """A thread encodes all the time, so many spans before it offers the interpreter."""
+    spans = [trace[i % len(trace)] for i in range(at_once)]
+    encoder, stop = Encoder({}, "0", ClockPair(0, 0)), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            encoder.encode(spans)
+            time.sleep(0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+# --- a served load --------------------------------------------------------------------------------------------------
 
 
 async def load(url: str, num_streams: int, max_tokens: int) -> None:
-    """The load's process: print what its clients saw."""
+    """Send the load and print what its clients saw; in a process of its own."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         bodies: list[dict[str, object]] = [
             {"prompt": f"{i} is", "max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True}
@@ -80,7 +273,6 @@ class Observed:
             model=ModelConfig(path=model),
             server=ServerConfig(stream_interval=1),
             scheduler=SchedulerConfig(max_num_seqs=num_streams),
-            engine=EngineConfig(),
         )
         self.registry = CollectorRegistry()
         self.attribution = Attribution()
@@ -157,7 +349,7 @@ def report(figures: dict[str, list[dict[str, float]]]) -> None:
 
 
 async def measure_scrapes(metrics: Metrics, num_scrapes: int = 40) -> None:
-    """The longest time between two turns of an event loop, in each scrape and in as long a time without one."""
+    """Print the longest time between two turns of an event loop, during scrapes and in as long a time without one."""
     page, _ = metrics.render("")
     num_samples = sum(not line.startswith(b"#") for line in page.splitlines())
     quiet, busy, durations = [], [], []
@@ -181,65 +373,24 @@ async def longest_turn(task: "asyncio.Task[Any]") -> float:
     return longest
 
 
-def counts_of_step(count: int) -> tuple[Any, ...]:
-    """What a record has between its stamps and its times, in the order of the fields: each is `count`, but for two."""
-    names = StepRecord.__struct_fields__
-    assert (names[:4], names[-2:]) == (("step_id", "start_ns", "tokens_ns", "end_ns"), ("phases", "ahead"))
-    others = {"blocked_by": BlockedBy.NOTHING, "is_profiled": False}
-    return tuple(others.get(name, count) for name in names[4:-2])
-
-
-def step_record(watch: Stopwatch, counts: tuple[Any, ...]) -> StepRecord:
-    """Made as the engine makes it, in the order of the fields."""
-    end_ns = time.monotonic_ns()
-    stamps = watch.step_id, watch.start_ns, watch.start_ns, end_ns
-    values: tuple[Any, ...] = (*stamps, *counts, watch.times(), NO_TIMES)
-    return StepRecord(*values)
-
-
-def engine_share(num_steps: int = 20_000) -> None:
-    """Microseconds that a step's stamps and record take in the engine, encoding included."""
-
-    def step(watch: Watch) -> None:
-        for part in PARTS:
-            with watch(part):
-                pass
-
-    counts = counts_of_step(1_000_000)
-    phases, encode = Phases(), msgspec.msgpack.Encoder().encode
-    samples: dict[str, list[float]] = {"with": [], "without": []}
-    for _ in range(9):
-        with timed(samples["without"], num_steps):
-            for _ in range(num_steps):
-                step(UNWATCHED)
-        with timed(samples["with"], num_steps):
-            for step_id in range(num_steps):
-                watch = phases.begin(step_id)
-                step(watch)
-                encode(step_record(watch, counts))
-    cost = statistics.median(a - b for a, b in zip(samples["with"], samples["without"], strict=True))
-    print(f"engine: {cost:.2f} µs a step for {len(PARTS)} stamped parts, the record and its encoding")
-
-
-@contextmanager
-def timed(samples: list[float], num_steps: int) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    samples.append((time.perf_counter() - began) / num_steps * 1e6)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--model", default="roseinfer/demo", help="a checkpoint with a tokenizer")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=64, help="of a step that is traced")
+    parser.add_argument("--tokens", type=int, default=128, help="of a request that is traced")
+    parser.add_argument("--repeat", type=int, default=2000, help="of each part")
+    parser.add_argument("--only-parts", action="store_true", help="without a served load")
     parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
         asyncio.run(load(arguments.load, arguments.streams, arguments.max_tokens))
         return
-    engine_share()
+    measure_parts(arguments.rows, arguments.tokens, arguments.repeat)
+    if arguments.only_parts:
+        return
     with Path(os.devnull).open("w") as nowhere, closing(logs.configure(Config().observe, nowhere)):
         asyncio.run(compare(arguments))
 

@@ -1,4 +1,4 @@
-"""Lines of JSON between a benchmark and the process that it measures. Needs the standard library only, on both ends.
+"""Starts, calls, pauses and ends the processes that benchmarks measure. Needs the standard library only, on both ends.
 
 The measured process answers calls: `{"call": name, …arguments}` a line on its standard input, `{"result": …}` or
 `{"error": text}` a marked line on its standard output, where libraries print as well. It works only while it has a call
@@ -27,14 +27,14 @@ class PeerFailed(RuntimeError):
 
 
 def answer(handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer calls until standard input ends. The measured side."""
+    """Answer calls until standard input ends; the measured process calls this."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         arguments = json.loads(line)
         try:
             reply = json.dumps({"result": handlers[arguments.pop("call")](**arguments)})
-        except Exception as error:  # noqa: BLE001 - whatever it is, the one who asked must hear of it
+        except Exception as error:  # noqa: BLE001 - the caller gets every error
             traceback.print_exc()
             reply = json.dumps({"error": f"{type(error).__name__}: {error}"})
         replies.write(f"\n{MARK}{reply}\n")  # on a line of its own, whatever was printed before
@@ -55,7 +55,7 @@ def family_of(pid: int) -> list[int]:
 
 
 def raise_groups(pid: int) -> bool:
-    """Give the sessions of a process and its descendants more weight than all others; whether that was permitted.
+    """Give the sessions of a process and its descendants more weight than others. Returns whether that was permitted.
 
     Where the kernel groups tasks by session (autogroup), a threaded product whose partner lost its core to another
     session waits a whole slice of the scheduler, and 0.3 ms read as 8 ms. `nice` does not help: it counts only inside
@@ -71,7 +71,7 @@ def raise_groups(pid: int) -> bool:
 
 
 def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[str]:
-    """A process in a session of its own that runs in the repository's root and writes to the log."""
+    """Start a process in a session of its own, in the repository's root; its output goes to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
         output.write(f"\n$ {' '.join(command)}\n")
@@ -84,7 +84,7 @@ def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen
 
 
 def stop(process: subprocess.Popen[str], timeout_s: float = 30.0) -> None:
-    """End the process and its descendants: first asked, then made."""
+    """End the process and its descendants: by SIGTERM, and after `timeout_s` by SIGKILL."""
     family = family_of(process.pid)
     _signal(family, signal.SIGCONT)
     _signal([process.pid], signal.SIGTERM)
@@ -116,7 +116,7 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
 
 @contextmanager
 def own_session_raised() -> Iterator[bool]:
-    """The weight that the measured ones have, for this process too: a late client would be measured as a late server.
+    """Give this process the weight of the measured ones: a late client would be measured as a late server.
 
     Yields whether it was permitted. Inside, SIGTERM ends this process as an error does, so that what it has started is
     stopped on the way out.
@@ -133,7 +133,7 @@ def own_session_raised() -> Iterator[bool]:
 
 
 class Worker:
-    """The benchmark's end: a process that answers calls."""
+    """A process that answers calls, at the benchmark's end."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
@@ -149,22 +149,22 @@ class Worker:
         )
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """What the process answers. Raises PeerFailed."""
+        """Return what the process answers. Raises PeerFailed."""
         self.send(name, **arguments)
         return self.receive(name)
 
     def send(self, name: str, **arguments: Any) -> None:
-        """Only ask, so that several processes work at once; `receive` must follow."""
+        """Send a call without waiting, so that several processes work at once; `receive` must follow."""
         raise_groups(self.process.pid)  # again, since an engine that it has started has a session of its own
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:  # it has ended, which `receive` tells
+        except BrokenPipeError:  # it has ended, and `receive` says so
             pass
 
     def receive(self, name: str) -> Any:
-        """The answer to what was sent. Raises PeerFailed."""
+        """Return the answer to what was sent. Raises PeerFailed."""
         assert self.process.stdout is not None
         line = next((line for line in self.process.stdout if line.startswith(MARK)), "")
         if not line:

@@ -1,4 +1,4 @@
-"""Entrants that take turns at workloads, into rows of a table. Knows neither HTTP nor any engine.
+"""Runs workloads through entrants in turn, and makes a row of figures for each.
 
     A B C A B C …: each repeat of a workload is run by every entrant before the next repeat begins.
 
@@ -18,10 +18,10 @@ WARM_UP = "W1x32"  # run once by each entrant and not counted: what comes first 
 
 
 class Entrant(Protocol):
-    """Something ready that can be given requests, and stopped in its tracks between them."""
+    """Something that answers requests, and is paused while others do."""
 
     name: str
-    workloads: Sequence[str]  # those that it enters for
+    workloads: Sequence[str]  # those that it runs
 
     def drive(self, requests: Sequence[PlannedRequest]) -> list[Stream]:
         """Raises EntrantFailed when it could not answer them all."""
@@ -38,7 +38,7 @@ class EntrantFailed(RuntimeError):
 
 
 class Driver:
-    """An entrant that is a program of ours answering `drive`: an engine or a library without a server."""
+    """An engine or a library without a server: a program of ours that answers `drive`."""
 
     def __init__(self, worker: protocol.Worker, workloads: Sequence[str]) -> None:
         self.name = worker.name
@@ -83,7 +83,7 @@ def run(
     limits: Limits,
     shapes: Mapping[str, Shape] = WORKLOADS,
 ) -> list[dict[str, Any]]:
-    """All workloads in order; a row for each of an entrant's, with an `error` where it failed."""
+    """Run all workloads in order. Returns a row for each entrant and workload, with an `error` where it failed."""
     rows = []
     failures: dict[str, str] = {}
     for entrant in entrants:
@@ -104,7 +104,7 @@ def run(
         for entrant in takers:
             row = _row(entrant, workload, repeats[entrant.name], failures.pop(entrant.name, None))
             rows.append(row)
-            print(f"  {told(row)}", flush=True)
+            print(f"  {line_of(row)}", flush=True)
     return rows
 
 
@@ -125,8 +125,8 @@ def _row(entrant: Entrant, workload: str, repeats: list[dict[str, float]], failu
     return row if failure is None else {**row, "error": failure}
 
 
-def told(row: dict[str, Any]) -> str:
-    """The row in one line for a person who waits."""
+def line_of(row: dict[str, Any]) -> str:
+    """The row in one line."""
     if not row["repeats"]:
         return f"{row['name']:24} {row['workload']:6} failed: {row['error']}"
     figures = row["median"]
@@ -140,7 +140,7 @@ def told(row: dict[str, Any]) -> str:
 
 
 def absent(name: str, reason: str) -> dict[str, Any]:
-    """What stands in the table for a rival that is not there: it is never left out in silence."""
+    """The row of a rival that could not be measured."""
     return {"name": name, "workload": ", ".join(WORKLOADS), "repeats": [], "error": reason}
 
 

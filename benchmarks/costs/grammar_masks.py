@@ -1,8 +1,8 @@
-"""Times of the library of grammars: compiling a schema, a mask, a token; for the vocabularies of two checkpoints.
+"""Measures the library of grammars: compiling a schema, a mask, a token; for the vocabulary of a checkpoint.
+
+    python -m benchmarks.costs.grammar_masks CHECKPOINT VOCAB_SIZE
 
 And the first masks of sequences whose schema has many optional properties, if the library's limit were higher.
-
-python benchmarks/costs/grammar_masks.py CHECKPOINT VOCAB_SIZE
 """
 
 import json
@@ -82,7 +82,7 @@ def main() -> None:
     vocabulary = Vocabulary.load(Path(sys.argv[1]), int(sys.argv[2]), [0])
     for name, schema in SCHEMAS.items():
         print(f"{name}: {measure(vocabulary, Grammar('json_schema', json.dumps(schema)))}")
-    library._LIMITS = llguidance.LLParserLimits(max_items_in_row=50_000, verbose_errors=False)  # noqa: SLF001 - of no use elsewhere
+    library._LIMITS = llguidance.LLParserLimits(max_items_in_row=50_000, verbose_errors=False)  # noqa: SLF001 - only here
     for num_properties in (100, 490, 1000, 2000, 3000):
         print(f"{num_properties} optional properties: {measure_optional(vocabulary, num_properties)}")
 

@@ -1,6 +1,6 @@
-"""Microseconds that the engine's own Python takes in a decode step, by part and by number of sequences, as a table.
+"""Measures the engine's own Python in a decode step, by part and by number of sequences, in microseconds.
 
-    python benchmarks/costs/host_path.py [--rows 1 8 64 256] [--steps 400] [--pipeline-depth 0] [--evict-mib 0]
+    python -m benchmarks.costs.host_path [--rows 1 8 64 256] [--steps 400] [--pipeline-depth 0] [--evict-mib 0]
 
 The runner answers at once with tokens made beforehand, so what is left is the host's part of a step: schedule, commit,
 record (the rest of `Engine.step`: stamps, counts, the step's record) and encode (the message as it goes to the front

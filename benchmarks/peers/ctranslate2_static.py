@@ -1,9 +1,9 @@
-"""CTranslate2 on a CPU as a driver: static batches, its step callback taking the stamps. Needs the peers' environment.
+"""Runs planned requests through CTranslate2 on a CPU: static batches, stamps taken in its step callback.
 
     python -m benchmarks.peers.ctranslate2_static MODEL_DIR CONVERTED_DIR --precision float32
 
-The model is converted once, into CONVERTED_DIR. A precision that the processor has no kernels for is refused: the
-library would silently take another one.
+Needs the environment of peers. The model is converted once, into CONVERTED_DIR. A precision that the processor has no
+kernels for is refused: the library would silently take another one.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""OpenVINO GenAI's continuous batching on a CPU as a driver, stepped by hand. Needs the peers' environment.
+"""Runs planned requests through OpenVINO GenAI's continuous batching on a CPU, step by step.
 
     python -m benchmarks.peers.openvino_batching MODEL_DIR EXPORTED_DIR --precision float32
 
-The model is exported once by optimum-intel into EXPORTED_DIR. float32 computes and caches in float32, bfloat16 in
-bfloat16; int8 has int8 weights (nncf, with float32 activations). Token ids in, stamps out: no HTTP and no text.
+Needs the environment of peers. The model is exported once by optimum-intel into EXPORTED_DIR. float32 computes and
+caches in float32, bfloat16 in bfloat16; int8 has int8 weights (nncf, with float32 activations). Token ids in, stamps
+out: no HTTP and no text.
 """
 
 import argparse

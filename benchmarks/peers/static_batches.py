@@ -1,4 +1,4 @@
-"""Planned requests into static batches for a library that cannot admit one while a batch runs. Knows no library.
+"""Runs planned requests as static batches, for a library that cannot admit one while a batch runs.
 
 All requests that are due form a batch, which runs to its end; meanwhile the others wait. Token ids in, stamps out: no
 HTTP and no text, which flatters such a peer a little. Needs the standard library only.

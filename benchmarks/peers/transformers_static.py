@@ -1,4 +1,4 @@
-"""transformers as a driver: `generate` over left-padded static batches, a streamer taking the stamps.
+"""Runs planned requests through transformers: `generate` over left-padded static batches, stamps from a streamer.
 
 python -m benchmarks.peers.transformers_static MODEL_DIR --precision float32
 """
