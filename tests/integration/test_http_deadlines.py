@@ -8,6 +8,7 @@ import pytest
 
 from roseinfer.messages import Grammar
 from roseinfer.records import FinishReason
+from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, says, serving
 
@@ -20,13 +21,13 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-class NeverChecked:
+class NeverChecked(GrammarChecker):
     """Grammars whose check does not end, and is not yet under way."""
 
     def __init__(self) -> None:
         self.futures: list[Future[None]] = []
 
-    def check(self, _grammar: Grammar, _param: str) -> "Future[None]":
+    def check(self, grammar: Grammar, param: str) -> "Future[None]":
         self.futures.append(Future())
         return self.futures[-1]
 

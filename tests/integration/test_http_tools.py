@@ -11,6 +11,7 @@ import pytest
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, Request, TokenOutput
 from roseinfer.records import FinishReason
+from roseinfer.text.grammar.checker import GrammarChecker
 from tests.unit.server import harness
 from tests.unit.server.harness import Answer, ScriptedEngine, ids, logprobs_of, says, serving, text_model
 
@@ -30,7 +31,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-class Checks:
+class Checks(GrammarChecker):
     """Remembers what it was asked about, and refuses one word."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.records import RequestTimeline
-from roseinfer.server.openai.structured import GrammarCheck
+from roseinfer.text.grammar.checker import GrammarChecker
 
 Ledger = Callable[[RequestTimeline, int], dict[str, object]]
 """A request's time up to a moment, in nanoseconds of the monotonic clock, as JSON can say it."""
@@ -20,4 +20,4 @@ class Instruments:
     metrics: Handler
     ledger: Ledger
     debug_routes: Sequence[web.RouteDef] = ()
-    grammars: GrammarCheck | None = None
+    grammars: GrammarChecker | None = None

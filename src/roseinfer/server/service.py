@@ -19,7 +19,7 @@ from roseinfer.server.connection.body_budget import Room
 from roseinfer.server.connection.long_work import LongWork
 from roseinfer.server.exchange import Exchange
 from roseinfer.server.instruments import Ledger
-from roseinfer.server.openai.structured import GrammarCheck
+from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ class Service:
         observer: Observer,
         api_keys: ApiKeys | None,
         ledger: Ledger,
-        grammars: GrammarCheck | None = None,
+        grammars: GrammarChecker | None = None,
     ) -> None:
         self.config = config.server
         self.tool_format = config.structured.tool_format

@@ -1,31 +1,89 @@
-"""Turns the text of an answer into what is said and which functions are called with what, while it comes in.
+"""Tool calls: which functions a model may call, the grammar that forces a call, and the calls in an answer's text.
 
-Two formats are recognised (docs/structured-output.md). Nothing is evaluated, and no expression backtracks: the text is
-searched for one tag, and what stands inside is scanned once (CVE-2025-9141, CVE-2025-48887). Texts that grow are lists
-of pieces, joined when they are told: adding to a text copies it. Knows no wire format.
+Models write calls in one of two formats (docs/structured-output.md). Nothing is evaluated and no expression
+backtracks: the text is searched for one tag, and the JSON behind it is scanned once (CVE-2025-9141, CVE-2025-48887).
+Texts that grow are lists of pieces, joined once: adding to a string copies it.
 """
 
+import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import Enum, auto
+from typing import Any, Literal
 
 import msgspec
 
-from roseinfer.messages import CALL_TAGS
-from roseinfer.text.tool_scanner import ObjectScanner, Piece
+from roseinfer.messages import CALL_TAGS, CallGrammar, CallShape, Grammar
+from roseinfer.text.grammar.source import encode_source
 
 ToolFormat = Literal["hermes", "llama3_json"]
 
 OPENING, CLOSING = CALL_TAGS
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ARGUMENT_KEYS = ("arguments", "parameters")
-PIECE = 4096  # characters that are read at once: what is left of them is copied at each tag in them
-MAX_RESCANNED_CHARS = 512  # of a call that turns out to be none: in more than that no other is looked for
+PIECE = 4096  # characters read at once: what is left of them is copied at each tag in them
+MAX_RESCANNED_CHARS = 512  # of text that turns out to be no call: in more than that no other is looked for
+MAX_FORCED_CALLS = 16  # in one answer; a small model would go on until its tokens are used up
+
+
+def find_format(wanted: Literal["auto"] | ToolFormat, template: str | None) -> ToolFormat:
+    """How the model writes calls. Its chat template shows it, since it writes the calls of earlier turns."""
+    if wanted != "auto":
+        return wanted
+    is_llama = template is not None and OPENING not in template and '"parameters"' in template
+    return "llama3_json" if is_llama else "hermes"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, object]:
+        """The function in the form that chat templates read."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The functions that one request allows the model to call, and whether it must."""
+
+    functions: Sequence[Function]  # at least one
+    is_forced: bool
+    is_parallel: bool
+    tool_format: ToolFormat
+
+    def grammar(self) -> Grammar | None:
+        """Allows calls that follow their schemas and nothing else; None unless calls are forced."""
+        if not self.is_forced:
+            return None
+        is_hermes = self.tool_format == "hermes"
+        before, key, after = (f"{OPENING}\n", "arguments", f"\n{CLOSING}") if is_hermes else ("", "parameters", "")
+        shapes = [
+            CallShape(
+                before=f'{before}{{"name": "{function.name}", "{key}": ',
+                # A call's arguments are an object, whatever else is left open.
+                schema={"type": "object"} | (function.parameters or NO_PARAMETERS),
+                after="}" + after,
+            )
+            for function in self.functions
+        ]
+        most = MAX_FORCED_CALLS if self.is_parallel and is_hermes else 1
+        return Grammar("calls", encode_source(CallGrammar(shapes, "\n", most), "tools"))
+
+    def parser(self) -> "ToolCallParser":
+        names = {function.name for function in self.functions}
+        return ToolCallParser(self.tool_format, names, is_parallel=self.is_parallel, is_forced=self.is_forced)
 
 
 @dataclass(slots=True)
 class CallPart:
-    """What has become known of one call: its id and name at first, pieces of its arguments then."""
+    """What a piece of text adds to one call: its id and name at first, then pieces of its arguments."""
 
     index: int
     pieces: list[str] = field(default_factory=list)
@@ -39,7 +97,7 @@ class CallPart:
 
 @dataclass(slots=True)
 class Parts:
-    """What a piece of text amounts to. Text between two calls is told before both, which nothing but order loses."""
+    """What a piece of text adds to the answer. Text between two calls comes before both: only the order is lost."""
 
     texts: list[str] = field(default_factory=list)
     calls: list[CallPart] = field(default_factory=list)
@@ -51,10 +109,10 @@ class Parts:
     def extend(self, later: "Parts") -> None:
         self.texts += later.texts
         for part in later.calls:
-            self.add(part)
+            self.add_part(part)
 
-    def add(self, part: CallPart) -> None:
-        """A call that is here already grows."""
+    def add_part(self, part: CallPart) -> None:
+        """Add a call, or arguments to the last one."""
         if self.calls and self.calls[-1].index == part.index:
             self.calls[-1].pieces += part.pieces
         else:
@@ -62,42 +120,42 @@ class Parts:
 
 
 class _Call:
-    """One call, from its brace on."""
+    """One call in the text, from its brace on."""
 
     def __init__(self, index: int, names: Collection[str]) -> None:
-        self.is_told = False  # its id and name are out
-        self.is_refused = False  # it is no call of a function that is there
+        self.is_begun = False  # its id and name are in the parts
+        self.is_refused = False  # it calls no function that may be called
         self.has_arguments = False  # from their first brace to their last
-        self.raw: list[str] = []  # until it is told
+        self.raw: list[str] = []  # until it is begun
         self.scanner = ObjectScanner()
         self._index = index
         self._names = names
         self._name: str | None = None
         self._name_raw: list[str] = []
-        self._arguments: list[str] = []  # not told yet
+        self._arguments: list[str] = []  # not in the parts yet
         self._key: str | None = None  # that the arguments stand under
 
     @property
     def is_named(self) -> bool:
-        """It has the name of a function that is there."""
+        """It has the name of a function that may be called."""
         return self._name is not None and not self.is_refused
 
     def feed(self, text: str, parts: Parts) -> str:
-        """Take text, up to where the call ends or is known to be none. Returns what lies behind."""
+        """Read text up to where the call ends or is refused. Returns what is left."""
         scanner, position = self.scanner, 0
         while position < len(text) and not (self.is_refused or scanner.is_done or scanner.is_malformed):
             piece, position = scanner.feed(text, position)
             if piece is not None:
-                self._take(piece)
-        if not self.is_told:
+                self._add_piece(piece)
+        if not self.is_begun:
             self.raw.append(text[:position])
         if self.is_named and (self._key is not None or scanner.is_done):
-            self._tell(parts)
+            self._move_arguments(parts)
         elif scanner.is_done or scanner.is_malformed:
             self.is_refused = True
         return text[position:]
 
-    def _take(self, piece: Piece) -> None:
+    def _add_piece(self, piece: "Piece") -> None:
         if piece.key == "name" and self._name is None:
             self._name_raw.append(piece.text)
             if piece.is_last:
@@ -110,15 +168,15 @@ class _Call:
             self._arguments.append(piece.text)
             self.has_arguments = piece.is_last
 
-    def _tell(self, parts: Parts) -> None:
-        told, self._arguments = self._arguments, []
-        if self.is_told:
-            if told:  # not what stands around the arguments
-                parts.add(CallPart(self._index, told))
+    def _move_arguments(self, parts: Parts) -> None:
+        arguments, self._arguments = self._arguments, []
+        if self.is_begun:
+            if arguments:  # not what stands around them
+                parts.add_part(CallPart(self._index, arguments))
             return
         call_id = f"call_{secrets.token_hex(12)}"
-        parts.add(CallPart(self._index, told if self._key is not None else ["{}"], call_id, self._name))
-        self.is_told, self.raw = True, []
+        parts.add_part(CallPart(self._index, arguments if self._key is not None else ["{}"], call_id, self._name))
+        self.is_begun, self.raw = True, []
 
 
 def _text_of(raw: str) -> str | None:
@@ -129,24 +187,24 @@ def _text_of(raw: str) -> str | None:
 
 
 class ToolCallParser:
-    """One answer. Its parts, joined, do not depend on how the text was cut."""
+    """Separates the text of one answer from its calls. The parts, joined, do not depend on how the text was cut."""
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str], *, is_parallel: bool, is_forced: bool) -> None:
         self.num_calls = 0
-        self.is_cut = False  # the text ended amid the arguments of a call that was told
+        self.is_cut = False  # the text ended amid the arguments of a call
         self._opening = OPENING if tool_format == "hermes" else ""
         self._names = names
         self._is_single = not is_parallel or tool_format != "hermes"
-        self._is_forced = is_forced  # the text is calls, as far as it goes
-        self._held: list[str] = []  # blanks that a call may follow, and what may be the beginning of a tag
+        self._is_forced = is_forced  # the text is nothing but calls
+        self._held: list[str] = []  # blanks that a call may follow, and what may begin a tag
         self._blanks = ""  # before the tag of the call
         self._call: _Call | None = None
         self._is_after_call = False  # nothing but blanks and a closing tag has come since
         self._expects_closing = False
-        self._has_said = False
+        self._has_text = False
 
     def push(self, text: str) -> Parts:
-        """Take some of the answer's text."""
+        """Read the next text of the answer."""
         parts = Parts()
         for piece in in_pieces(text):
             rest = piece
@@ -155,13 +213,13 @@ class ToolCallParser:
         return parts
 
     def finish(self) -> Parts:
-        """The text has ended: what was held back, where it is text. Where calls are forced nothing is."""
+        """The text has ended: add what was held back, unless calls are forced and it is no text."""
         parts = Parts()
         call = self._call
-        if call is not None and call.is_told:
+        if call is not None and call.is_begun:
             self.is_cut = not call.has_arguments
         elif not self._is_forced:
-            self._say(self._rest(), parts)
+            self._add_text(self._rest(), parts)
         self._call, self._held = None, []
         return parts
 
@@ -174,34 +232,34 @@ class ToolCallParser:
         return "" if self._opening or self._call.is_named else self._blanks + "".join(self._call.raw)
 
     def _push_call(self, text: str, parts: Parts) -> str:
-        """Take text inside a call. Returns what is to be taken as text."""
+        """Read text inside a call. Returns what is to be read as text."""
         call = self._call
         assert call is not None
-        was_told = call.is_told
+        was_begun = call.is_begun
         rest = call.feed(text, parts)
-        self.num_calls += call.is_told and not was_told
+        self.num_calls += call.is_begun and not was_begun
         if call.is_refused:
             self._call = None
-            self._has_said = True
-            self._say(self._blanks + self._opening, parts)
+            self._has_text = True
+            self._add_text(self._blanks + self._opening, parts)
             raw = "".join(call.raw)
             if len(raw) <= MAX_RESCANNED_CHARS:
                 return raw + rest  # which may hold the next tag
-            self._say(raw, parts)
+            self._add_text(raw, parts)
             return rest
         if call.scanner.is_done or call.scanner.is_malformed:
             self._call, self._is_after_call, self._expects_closing = None, True, bool(self._opening)
         return rest
 
     def _push_text(self, text: str, parts: Parts) -> str:
-        """Take text outside of calls. Returns what stands behind the opening of one."""
+        """Read text outside of calls. Returns what stands behind the opening of one."""
         if text.isspace() and self._held and not self._held[-1].strip():
-            self._held.append(text)  # of blanks there may be many
+            self._held.append(text)  # there may be many blanks
             return ""
         if self._held:
             text, self._held = "".join([*self._held, text]), []
         if self._is_single and self.num_calls:
-            return ""  # what comes behind the one call is not told
+            return ""  # text behind the one call is dropped
         if self._is_after_call:
             text = self._drop_closing(text.lstrip())
         if not text:
@@ -211,21 +269,21 @@ class ToolCallParser:
             return self._push_untagged(text, parts)
         start = text.find(self._opening)
         if start >= 0:
-            said = text[:start].rstrip()
-            self._say(said, parts)
-            self._blanks = text[len(said) : start]
+            before = text[:start].rstrip()
+            self._add_text(before, parts)
+            self._blanks = text[len(before) : start]
             self._call = _Call(self.num_calls, self._names)
             return text[start + len(self._opening) :]
         certain = len(text[: _first_candidate(text, self._opening)].rstrip())
         self._hold(text[certain:])
-        self._say(text[:certain], parts)
+        self._add_text(text[:certain], parts)
         return ""
 
     def _push_untagged(self, text: str, parts: Parts) -> str:
-        """An answer that begins with a brace is a call, as far as it goes."""
+        """An answer that begins with a brace may be a call."""
         begin = text.lstrip()
-        if self._has_said or (begin and not begin.startswith("{")):
-            self._say(text, parts)
+        if self._has_text or (begin and not begin.startswith("{")):
+            self._add_text(text, parts)
         elif begin:
             self._call = _Call(self.num_calls, self._names)
             self._blanks = text[: len(text) - len(begin)]
@@ -235,7 +293,7 @@ class ToolCallParser:
         return ""
 
     def _drop_closing(self, text: str) -> str:
-        """Take a closing tag away, and the blanks behind it, or wait for the rest of it."""
+        """Drop a closing tag and the blanks behind it, or hold the beginning of one."""
         if not self._expects_closing:
             return text
         if text != CLOSING and CLOSING.startswith(text):
@@ -247,13 +305,13 @@ class ToolCallParser:
     def _hold(self, text: str) -> None:
         self._held = [text] if text else []
 
-    def _say(self, text: str, parts: Parts) -> None:
+    def _add_text(self, text: str, parts: Parts) -> None:
         parts.texts.append(text)
-        self._has_said = self._has_said or bool(text)
+        self._has_text = self._has_text or bool(text)
 
 
 def in_pieces(text: str) -> Iterator[str]:
-    """As it may be read with others having their turn between."""
+    """Cut `text` into pieces that are each read in well under a millisecond."""
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
@@ -263,3 +321,170 @@ def _first_candidate(text: str, tag: str) -> int:
         if tag.startswith(text[start:]):
             return start
     return len(text)
+
+
+_BLANKS = " \t\r\n"
+_BLANK_RUN = re.compile(r"[ \t\r\n]*")
+_WORD_RUN = re.compile(r'[^"{}\[\], \t\r\n]*')  # of a value that is no string and not within brackets
+_NESTED_RUN = re.compile(r'[^"{}\[\]]*')
+_STRING_RUN = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to its last quote, or half an escape
+
+
+class _Malformed(Exception):
+    """The character at `position` belongs to no JSON object."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the raw text of a key's value."""
+
+    key: str
+    text: str
+    is_last: bool  # the value ends with it
+
+
+class _At(Enum):
+    """What comes next."""
+
+    OPEN = auto()
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    END = auto()  # of the object, or a comma
+    DONE = auto()
+
+
+class ObjectScanner:
+    """Follows one JSON object while its text comes in. Each character is read once, and only keys are decoded."""
+
+    def __init__(self) -> None:
+        self.is_malformed = False  # the text is no JSON object
+        self._at = _At.OPEN
+        self._key = ""
+        self._key_raw: list[str] = []  # so far
+        self._depth = 0  # of the value's brackets
+        self._is_string = self._is_escaped = False
+        self._is_first = True  # no key has been read
+        self._has_begun = False  # the value, after the blanks before it
+
+    @property
+    def is_done(self) -> bool:
+        return self._at is _At.DONE
+
+    def feed(self, text: str, start: int) -> tuple[Piece | None, int]:
+        """Read `text` from `start` up to behind the first or the last character of a value, whichever comes next.
+
+        A caller may have seen enough there, and does not depend on how the text was cut. Returns what was read of a
+        value, and where reading stopped: there, behind the object, at a character that belongs to none, or behind the
+        text.
+        """
+        try:
+            return self._feed(text, start)
+        except _Malformed as malformed:
+            self.is_malformed = True
+            return None, malformed.position
+
+    def _feed(self, text: str, position: int) -> tuple[Piece | None, int]:
+        while position < len(text) and not self.is_done:
+            char = text[position]
+            if self._at is _At.VALUE and self._has_begun:
+                return self._read_value(text, position)
+            if self._at is _At.KEY and (self._is_string or char == '"'):
+                position = self._read_key(text, position)
+            elif char in _BLANKS:
+                position = _end_of(_BLANK_RUN, text, position)
+            elif self._at is _At.VALUE:
+                return self._begin_value(char, position), position + 1
+            else:
+                self._read_mark(char, position)
+                position += 1
+        return None, position
+
+    def _read_key(self, text: str, start: int) -> int:
+        """Read a key. Returns where it, or the text, ends."""
+        is_begun, self._is_string = self._is_string, True
+        end, has_ended = self._read_string(text, start if is_begun else start + 1)
+        self._key_raw.append(text[start:end])
+        if has_ended:
+            try:
+                self._key = msgspec.json.decode("".join(self._key_raw), type=str)
+            except msgspec.DecodeError:
+                raise _Malformed(end - 1) from None
+            self._key_raw, self._at = [], _At.COLON
+        return end
+
+    def _read_mark(self, char: str, position: int) -> None:
+        """Read a brace, colon or comma of the object itself."""
+        if self._at is _At.OPEN and char == "{":
+            self._at = _At.KEY
+        elif self._at is _At.COLON and char == ":":
+            self._at, self._has_begun = _At.VALUE, False
+        elif self._at is _At.END and char == ",":
+            self._at, self._is_first = _At.KEY, False
+        elif char == "}" and (self._at is _At.END or (self._at is _At.KEY and self._is_first)):
+            self._at = _At.DONE
+        else:
+            raise _Malformed(position)
+
+    def _begin_value(self, char: str, position: int) -> Piece:
+        if char in "}],":
+            raise _Malformed(position)
+        self._has_begun, self._is_string, self._depth = True, char == '"', int(char in "{[")
+        return Piece(self._key, char, is_last=False)
+
+    def _read_value(self, text: str, start: int) -> tuple[Piece, int]:
+        """Read the rest of the value, as far as it is there. Returns it, and where it ends."""
+        position = start
+        while position < len(text):
+            if self._is_string:
+                position, has_ended = self._read_string(text, position)
+                if has_ended and not self._depth:
+                    return self._end_value(text[start:position]), position
+                continue
+            position = _end_of(_NESTED_RUN if self._depth else _WORD_RUN, text, position)
+            if position == len(text):
+                break
+            char = text[position]
+            if not self._depth and char in "}]," + _BLANKS:  # behind a number or a word
+                return self._end_word(text[start:position], char, position), position + 1
+            position += 1
+            if char == '"':
+                self._is_string = True
+            else:
+                self._depth += 1 if char in "{[" else -1
+                if not self._depth:
+                    return self._end_value(text[start:position]), position
+        return Piece(self._key, text[start:], is_last=False), position
+
+    def _read_string(self, text: str, position: int) -> tuple[int, bool]:
+        """Read a string from behind its first quote. Returns where the reading ends, and whether the string does."""
+        if self._is_escaped and position < len(text):
+            self._is_escaped = False
+            position += 1
+        position = _end_of(_STRING_RUN, text, position)
+        if position == len(text):
+            return position, False
+        self._is_string = self._is_escaped = text[position] == "\\"
+        return position + 1, not self._is_string
+
+    def _end_word(self, raw: str, char: str, position: int) -> Piece:
+        """End a number or a word, which `char` follows."""
+        if char == "]":
+            raise _Malformed(position)
+        piece = self._end_value(raw)
+        if char not in _BLANKS:
+            self._read_mark(char, position)
+        return piece
+
+    def _end_value(self, raw: str) -> Piece:
+        self._at = _At.END
+        return Piece(self._key, raw, is_last=True)
+
+
+def _end_of(run: re.Pattern[str], text: str, position: int) -> int:
+    found = run.match(text, position)
+    assert found is not None, "a run may be empty"
+    return found.end()

@@ -12,11 +12,18 @@ from hypothesis import strategies as st
 from roseinfer.messages import TokenOutput
 from roseinfer.records import RequestTimeline
 from roseinfer.server.openai.chat import ToolDialect
-from roseinfer.server.openai.schema_structured import FunctionDefinition, Tool
-from roseinfer.server.openai.tools import ToolUse
 from roseinfer.text.choice import Choice
-from roseinfer.text.tool_calls import CLOSING, MAX_RESCANNED_CHARS, OPENING, Parts, ToolCallParser, ToolFormat
-from roseinfer.text.tool_scanner import ObjectScanner
+from roseinfer.text.tool_calls import (
+    CLOSING,
+    MAX_RESCANNED_CHARS,
+    OPENING,
+    Function,
+    ObjectScanner,
+    Parts,
+    ToolCallParser,
+    ToolFormat,
+    ToolUse,
+)
 from tests.unit.server.harness import ids, text_model
 
 NAMES = ["f", "get_weather"]
@@ -150,7 +157,6 @@ def test_what_is_no_call_is_text_once_and_a_call_behind_it_is_found(start: str, 
 
 
 def test_a_parser_is_made_for_each_choice_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = [Tool(type="function", function=FunctionDefinition(name="f"))]
     made: list[ToolCallParser] = []
     parser = ToolUse.parser
 
@@ -159,7 +165,7 @@ def test_a_parser_is_made_for_each_choice_once(monkeypatch: pytest.MonkeyPatch) 
         return made[-1]
 
     monkeypatch.setattr(ToolUse, "parser", making)
-    dialect = ToolDialect(ToolUse(tools, is_forced=False, is_parallel=True, tool_format="hermes"))
+    dialect = ToolDialect(ToolUse([Function("f")], is_forced=False, is_parallel=True, tool_format="hermes"))
     for index in (0, 1):
         choice = Choice(index, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1))
         for token_id in ids("abc"):

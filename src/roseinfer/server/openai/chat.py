@@ -18,14 +18,13 @@ from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.event_stream import NOTHING
 from roseinfer.server.openai.respond import Job, respond
 from roseinfer.server.openai.schema import ChatBody
-from roseinfer.server.openai.structured import check_grammar, requested_grammar
-from roseinfer.server.openai.tools import ToolUse, find_format
+from roseinfer.server.openai.structured import check_grammar, requested_grammar, requested_tools
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.template_variables import FIELD
 from roseinfer.text.tokenizer import INLINE_CHARS
-from roseinfer.text.tool_calls import CallPart, Parts, ToolCallParser, in_pieces
+from roseinfer.text.tool_calls import CallPart, Parts, ToolCallParser, ToolUse, find_format, in_pieces
 
 
 @generates_tokens("chat")
@@ -35,12 +34,12 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     text_model = service.text_model
     body = await read_body(request, ChatBody)
     template = text_model.require_chat_template()
-    tool_use = ToolUse.of(body, find_format(service.tool_format, template.source))
+    tool_use = requested_tools(body, find_format(service.tool_format, template.source))
     if tool_use is not None and not template.knows_tools:
         raise InvalidRequest("This model's chat template does not know tools.", param="tools")
-    wanted = requested_grammar(body) if tool_use is None else tool_use.grammar()
+    wanted = requested_grammar(body, tool_use)
     await check_grammar(wanted, service.grammars)
-    tools = None if tool_use is None else [tool.for_template() for tool in tool_use.tools]
+    tools = None if tool_use is None else [function.for_template() for function in tool_use.functions]
     prompt = await _encode_messages(body, tools, text_model, service.client.info.max_model_len)
     job = Job(
         body=body,

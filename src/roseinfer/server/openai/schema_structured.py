@@ -75,12 +75,6 @@ class Tool(Part, frozen=True, kw_only=True):
     type: Literal["function"]
     function: FunctionDefinition
 
-    def for_template(self) -> dict[str, object]:
-        """As templates know it: with a description and parameters, whatever was left out."""
-        function = self.function
-        told = {"name": function.name, "description": function.description or "", "parameters": function.parameters}
-        return {"type": "function", "function": told}
-
 
 class FunctionName(Part, frozen=True, kw_only=True):
     """One of the functions."""

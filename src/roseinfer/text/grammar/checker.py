@@ -25,7 +25,7 @@ from roseinfer.runtime.child_process import (
     receive_request,
     send_answer,
 )
-from roseinfer.text.grammar.bounds import check_bounds
+from roseinfer.text.grammar.source import check_bounds
 
 MAX_WAITING = 32  # checks that wait for their turn; most take a millisecond
 START_TIMEOUT_S = 60.0  # of the child, which reads the vocabulary first

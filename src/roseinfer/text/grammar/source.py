@@ -1,7 +1,7 @@
-"""Says of a grammar whether it is small and flat enough for the library to look at. Knows nothing of what it means.
+"""Encodes the source of a grammar, and checks that it is small and flat enough for the library to read.
 
 Recursive code overflows its stack on nesting, whoever wrote it (CVE-2026-25048, CVE-2026-2069). The library has limits
-of its own; what is nested more deeply than anybody needs does not get as far.
+of its own; deeper nesting than any form needs does not reach it.
 """
 
 import msgspec
@@ -19,9 +19,20 @@ MAX_SOURCE_BYTES = {
 MAX_DEPTH = 64
 
 
+def encode_source(value: object, param: str) -> str:
+    """JSON of a schema, which may be invalid as one. Raises InvalidRequest that names the field `param`.
+
+    A thread with a short stack may have decoded deeper nesting than the stack of a handler can encode.
+    """
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise InvalidRequest(f"`{param}` is nested too deeply.", param=param) from None
+
+
 def check_bounds(grammar: Grammar, param: str) -> None:
     """Raises InvalidRequest that names the field `param`."""
-    check_text(grammar.kind, f"{param}.kind")  # a program's own grammar may hold anything; the server's is of its types
+    check_text(grammar.kind, f"{param}.kind")  # a grammar given to `LLM` may hold anything
     check_value(msgspec.structs.asdict(grammar), Grammar, param)
     size, limit = len(grammar.source.encode("utf-8", "surrogatepass")), MAX_SOURCE_BYTES[grammar.kind]
     if size > limit:
@@ -35,7 +46,7 @@ def check_bounds(grammar: Grammar, param: str) -> None:
 
 
 def _json_depth(source: str) -> int:
-    """How many objects and arrays lie in each other; 0 for what is no JSON, which the library will say."""
+    """Levels of objects and arrays; 0 for what is no JSON, which the library refuses."""
     try:
         level = [msgspec.json.decode(source)]
     except msgspec.DecodeError:
@@ -55,7 +66,7 @@ def _children(value: object) -> list[object]:
 
 
 def _bracket_depth(source: str) -> int:
-    """The most brackets open at once, but for escaped ones."""
+    """The most unescaped brackets open at once."""
     depth = deepest = position = 0
     while position < len(source):
         char = source[position]
