@@ -1,13 +1,14 @@
-"""Stamps in, intervals out: what each latency means, as code; knows nothing of metrics, logs or spans.
+"""The definitions of all latencies: TTFT, ITL, TPOT, queue wait and the others, as differences of stamps.
 
 receive + tokenize + submit lag + queue wait + prefill + first write = time to first token, to the nanosecond. An
 interval is None unless both of its ends were reached, so an aborted request has only the parts it lived through.
+Metrics, logs, spans, ledgers, the timeline page and the benchmarks (`bench/definitions.py`) all use these functions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from roseinfer.records import RequestTimeline
+from roseinfer.records import RequestTimeline, StepRecord
 
 
 def _between(start_ns: int, end_ns: int) -> int | None:
@@ -63,3 +64,23 @@ def stream_gaps_ns(timeline: RequestTimeline) -> list[int]:
 
 def request_duration_ns(timeline: RequestTimeline) -> int | None:
     return _between(timeline.recv_ns, timeline.end_ns)
+
+
+def step_phases(step: StepRecord) -> Iterator[tuple[str, int, int]]:
+    """Yields name, start and end of each phase of a step, those within `launch` after it, `h2d` after its `stage`.
+
+    Durations are measured. Where a phase began is measured for `schedule`, `wait` and `commit` only; the others are
+    laid one after the other in the order in which a runner does them.
+    """
+    phases = step.phases
+    at_ns = step.start_ns + phases.schedule
+    yield "schedule", step.start_ns, at_ns
+    yield "launch", at_ns, at_ns + phases.launch
+    for name in ("capture", "stage", "forward", "sample"):
+        end_ns = at_ns + getattr(phases, name)
+        yield name, at_ns, end_ns
+        if name == "stage":  # the copies are the last that it does
+            yield "h2d", end_ns - phases.h2d, end_ns
+        at_ns = end_ns
+    yield "wait", step.tokens_ns - phases.wait, step.tokens_ns
+    yield "commit", step.tokens_ns, step.tokens_ns + phases.commit

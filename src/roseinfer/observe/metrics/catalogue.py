@@ -5,6 +5,7 @@ dashboards are made from these rows, so a new metric is a new row and nothing el
 base units; each HELP text states the two events of an interval and what is counted once.
 """
 
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -223,7 +224,7 @@ _CAUSES = (
     counter(
         "roseinfer_gap_seconds_total",
         "seconds",
-        AtScrape(measures.gap_s),
+        AtScrape(lambda state: {cause: duration / measures.NS_PER_S for cause, duration in state.gap_ns.items()}),
         "Time between two tokens of a request, by what it went to. What the engine did between two tokens adds up to "
         "the sum of roseinfer_inter_token_latency_seconds; on top of that comes, of streams, the time in which a known "
         "token was on its way to the socket and none before it was. docs/causes.md says what each cause is.",
@@ -232,7 +233,7 @@ _CAUSES = (
     counter(
         "roseinfer_slow_gaps_total",
         "gaps",
-        AtScrape(measures.slow_gaps),
+        AtScrape(lambda state: {str(cause): count for cause, count in state.num_slow_gaps.items()}),
         "Gaps that were longer than observe.slow_gap_factor times the recent median and than observe.slow_gap_min_ms, "
         "by the cause that was the furthest above what it usually is. Of streams the gaps between socket writes count, "
         "of other requests those between tokens.",
@@ -297,14 +298,14 @@ _REQUESTS = (
         "roseinfer_request_prompt_tokens",
         "tokens",
         TOKENS,
-        AtFinish(measures.prompt_tokens),
+        AtFinish(lambda timeline: (timeline.num_prompt_tokens,) if timeline.tokenized_ns else ()),
         "Prompt tokens of a request. Once per tokenized request, when it ends.",
     ),
     histogram(
         "roseinfer_request_output_tokens",
         "tokens",
         TOKENS,
-        AtFinish(measures.output_tokens),
+        AtFinish(lambda timeline: (len(timeline.token_ns),) if timeline.tokenized_ns else ()),
         "Generated tokens of a request, 0 included. Once per tokenized request, when it ends.",
     ),
     counter(
@@ -323,7 +324,7 @@ _REQUESTS = (
     counter(
         "roseinfer_requests_rejected_total",
         "requests",
-        AtScrape(measures.rejections),
+        AtScrape(lambda state: {code: state.num_refusals[code] for code in measures.REJECTION_CODES}),
         "HTTP requests that either port answered with an error before the engine heard of them, whatever they asked "
         "for, each counted once by the code of the error: overloaded is status 429, not_ready, engine_dead and "
         "queue_timeout are 503, other is an unforeseen 500, the rest are clients' mistakes. Those that asked for "
@@ -343,7 +344,7 @@ _REQUESTS = (
     counter(
         "roseinfer_client_disconnects_total",
         "requests",
-        AtFinish(measures.disconnects),
+        AtFinish(lambda timeline: (1,) if timeline.client_disconnected else ()),
         "Requests whose client went away before the response was complete, counted at their end.",
     ),
     gauge(
@@ -359,13 +360,13 @@ _ENGINE = (
     gauge(
         "roseinfer_num_requests_running",
         "requests",
-        measures.num_running,
+        lambda state: {"": state.last_step.num_running if state.last_step else 0},
         "Requests the scheduler has admitted and not ended, after the last step.",
     ),
     gauge(
         "roseinfer_num_requests_waiting",
         "requests",
-        measures.num_waiting,
+        lambda state: {"": state.last_step.num_waiting if state.last_step else 0},
         "Requests that wait to be scheduled, after the last step.",
     ),
     gauge(
@@ -383,21 +384,24 @@ _ENGINE = (
     ),
     info(
         "roseinfer_cache_config_info",
-        InfoAtScrape(("block_size", "num_gpu_blocks"), measures.cache_config),
+        InfoAtScrape(
+            ("block_size", "num_gpu_blocks"),
+            lambda state: (state.engine.block_size, state.engine.num_blocks) if state.engine else (),
+        ),
         "Always 1, once the engine is ready: tokens in a KV block, and how many blocks the device holds. "
         "num_gpu_blocks is the gateway protocol's name for that; on a CPU the blocks lie in main memory.",
     ),
     gauge(
         "roseinfer_lifecycle_state",
         "",
-        measures.lifecycle,
+        lambda state: {value: float(value == state.lifecycle) for value in LifecycleState},
         "1 for the state the server is in, 0 for the others.",
         Label(name="state", values=tuple(LifecycleState)),
     ),
     gauge(
         "roseinfer_engine_up",
         "",
-        measures.engine_up,
+        lambda state: {"": float(state.lifecycle in {LifecycleState.READY, LifecycleState.DRAINING})},
         "1 from the engine's readiness until it fails, draining included; else 0.",
     ),
     counter(
@@ -409,7 +413,7 @@ _ENGINE = (
     counter(
         "roseinfer_invariant_violations_total",
         "",
-        AtScrape(measures.violations),
+        AtScrape(lambda state: {str(name): count for name, count in state.num_violations.items()}),
         "Invariants that did not hold when the engine had nothing to do, once for each check and each way in which one "
         "was broken. Anything above 0 is a bug; GET /debug/invariants says what was found.",
         Label(name="name", values=tuple(Invariant)),
@@ -440,7 +444,7 @@ _EXPORTER = (
         kind="info",
         is_per_model=False,
         help="Always 1: the version of roseinfer and of the Python it runs on.",
-        source=InfoAtScrape(("version", "python"), measures.build),
+        source=InfoAtScrape(("version", "python"), lambda state: (state.version, platform.python_version())),
     ),
     Row(
         name="roseinfer_gc_pause_seconds",

@@ -3,7 +3,6 @@
 Interval functions give nothing where a stamp is missing; nothing here is clamped, rounded or remembered.
 """
 
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,14 +145,6 @@ def client_lag_s(timeline: RequestTimeline) -> Sequence[float]:
     return () if lag_s is None or lag_s < 0 else (lag_s,)
 
 
-def prompt_tokens(timeline: RequestTimeline) -> Sequence[float]:
-    return (timeline.num_prompt_tokens,) if timeline.tokenized_ns else ()
-
-
-def output_tokens(timeline: RequestTimeline) -> Sequence[float]:
-    return (len(timeline.token_ns),) if timeline.tokenized_ns else ()
-
-
 def finish_reason(timeline: RequestTimeline) -> str:
     return timeline.finish_reason or FinishReason.ERROR
 
@@ -166,19 +157,7 @@ def error_type(timeline: RequestTimeline) -> str:
     return timeline.error_code if timeline.error_code in ERROR_TYPES else OTHER
 
 
-def disconnects(timeline: RequestTimeline) -> Sequence[float]:
-    return (1,) if timeline.client_disconnected else ()
-
-
 # --- of the server's state ------------------------------------------------------------------------------------------
-
-
-def num_running(state: ServerState) -> dict[str, float]:
-    return {"": state.last_step.num_running if state.last_step else 0}
-
-
-def num_waiting(state: ServerState) -> dict[str, float]:
-    return {"": state.last_step.num_waiting if state.last_step else 0}
 
 
 def kv_blocks(state: ServerState) -> dict[str, float]:
@@ -195,40 +174,8 @@ def kv_usage(state: ServerState) -> dict[str, float]:
     return {"": blocks["used"] / blocks["total"] if blocks["total"] else 0.0}
 
 
-def rejections(state: ServerState) -> dict[str, float]:
-    return {code: state.num_refusals[code] for code in REJECTION_CODES}
-
-
-def lifecycle(state: ServerState) -> dict[str, float]:
-    return {value: float(value == state.lifecycle) for value in LifecycleState}
-
-
-def violations(state: ServerState) -> dict[str, float]:
-    return {name: count for name, count in state.num_violations.items()}  # noqa: C416 - to widen the types
-
-
-def engine_up(state: ServerState) -> dict[str, float]:
-    return {"": float(state.lifecycle in {LifecycleState.READY, LifecycleState.DRAINING})}
-
-
-def gap_s(state: ServerState) -> dict[str, float]:
-    return {cause: duration / NS_PER_S for cause, duration in state.gap_ns.items()}
-
-
-def slow_gaps(state: ServerState) -> dict[str, float]:
-    return {cause: count for cause, count in state.num_slow_gaps.items()}  # noqa: C416 - to widen the types
-
-
-def cache_config(state: ServerState) -> Sequence[str | int]:
-    return (state.engine.block_size, state.engine.num_blocks) if state.engine else ()
-
-
 def model(state: ServerState) -> Sequence[str | int]:
     return tuple(getattr(state.engine, name) for name in MODEL_FIELDS) if state.engine else ()
-
-
-def build(state: ServerState) -> Sequence[str | int]:
-    return (state.version, platform.python_version())
 
 
 def dropped(state: ServerState) -> dict[str, float]:

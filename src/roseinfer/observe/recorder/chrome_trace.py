@@ -1,4 +1,4 @@
-"""A recording into the JSON that Perfetto and chrome://tracing open. Knows no HTTP.
+"""Writes a recording as the JSON that Perfetto and chrome://tracing open.
 
 The format is Chrome's Trace Event Format: complete events (`ph` X) with times in microseconds, metadata events (M) that
 name processes and threads, flow events (s, f) from a step to the first tokens that it made.
@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 
 from roseinfer.observe.gaps.causes import CAUSES
+from roseinfer.observe.gaps.intervals import step_phases
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import Recording, RequestRecord, step_of
 from roseinfer.records import StepRecord
 
 ENGINE, FRONT_END, REQUESTS, GAPS = 1, 2, 3, 4  # "processes" of the trace
-_LAUNCH_PARTS = ("stage", "h2d", "capture", "forward", "sample")  # h2d is part of stage
 
 Event = dict[str, Any]
 
 
 def chrome_trace(recording: Recording, gaps: Sequence[Gap] = ()) -> bytes:
     """The trace of a recording; times count from its first stamp."""
-    origin_ns = _origin_ns(recording)
+    origin_ns = recording.first_ns
     steps = [step_of(row) for row in recording.steps]
     events = [*_names(recording, steps), *_steps(steps), *_interruptions(recording)]
     lanes = assign_lanes(recording.requests)
@@ -53,15 +53,6 @@ def assign_lanes(requests: Sequence[RequestRecord]) -> dict[int, int]:
     return lanes
 
 
-def _origin_ns(recording: Recording) -> int:
-    stamps = [request.recv_ns for request in recording.requests[:1]]
-    if len(recording.steps):
-        stamps.append(int(recording.steps["start_ns"][0]))
-    if len(recording.interruptions):
-        stamps.append(int(recording.interruptions["start_ns"][0]))
-    return min(stamps, default=0)
-
-
 def _names(recording: Recording, steps: Sequence[StepRecord]) -> Iterator[Event]:
     for pid, name in ((ENGINE, "engine"), (FRONT_END, "front end"), (REQUESTS, "requests"), (GAPS, "gaps")):
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
@@ -79,10 +70,9 @@ def _names(recording: Recording, steps: Sequence[StepRecord]) -> Iterator[Event]
 
 
 def _steps(steps: Sequence[StepRecord]) -> Iterator[Event]:
-    """Of overlapping steps each has a track of its own. Phases are told as durations; their order is known."""
+    """Yields steps and their phases; steps that overlap are on tracks of their own."""
     for step in steps:
         track = step.step_id % (step.pipeline_depth + 1)
-        phases = step.phases
         facts = {
             name: value
             for name in ("num_decode_seqs", "num_prefill_seqs", "num_prefill_tokens", "num_waiting", "graph_rows")
@@ -90,21 +80,9 @@ def _steps(steps: Sequence[StepRecord]) -> Iterator[Event]:
         }
         arguments = {"step_id": step.step_id, "blocked_by": step.blocked_by, **facts}
         yield _complete(f"step {step.step_id} {step.kind}", ENGINE, track, step.start_ns, step.end_ns, arguments)
-        launch_ns = step.start_ns + phases.schedule
-        yield _phase("schedule", track, step, step.start_ns)
-        yield _phase("launch", track, step, launch_ns)
-        at_ns = launch_ns
-        for name in _LAUNCH_PARTS:
-            if length_ns := getattr(phases, name):
-                yield _phase(name, track, step, at_ns)
-                at_ns += 0 if name == "stage" and phases.h2d else length_ns
-        yield _phase("wait", track, step, step.tokens_ns - phases.wait)
-        yield _phase("commit", track, step, step.tokens_ns)
-
-
-def _phase(name: str, track: int, step: StepRecord, start_ns: int) -> Event:
-    end_ns = start_ns + getattr(step.phases, name)
-    return _complete(name, ENGINE, track, start_ns, end_ns, {"step_id": step.step_id})
+        for name, start_ns, end_ns in step_phases(step):
+            if end_ns > start_ns:
+                yield _complete(name, ENGINE, track, start_ns, end_ns, {"step_id": step.step_id})
 
 
 def _interruptions(recording: Recording) -> Iterator[Event]:

@@ -123,6 +123,13 @@ class Recording:
     writes: StructArray = field(default_factory=lambda: np.zeros(0, WRITE_DTYPE))
     interruptions: StructArray = field(default_factory=lambda: np.zeros(0, INTERRUPTION_DTYPE))
 
+    @property
+    def first_ns(self) -> int:
+        """The earliest stamp in it; 0 in an empty one."""
+        stamps = [request.recv_ns for request in self.requests]
+        stamps += [int(stamp) for rows in (self.steps, self.interruptions) for stamp in rows["start_ns"][:1]]
+        return min(stamps, default=0)
+
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises OSError."""
         scratch = path.with_name(f".{path.name}.part")

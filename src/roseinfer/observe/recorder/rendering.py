@@ -15,7 +15,7 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder.chrome_trace import chrome_trace
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.observe.recorder.timeline_view import Cursor, origin_of, timeline_json
+from roseinfer.observe.recorder.timeline_view import Cursor, timeline_json
 from roseinfer.runtime.child_process import ChildProcess, answer_requests
 
 MAX_VIEWED_STEPS = 3000  # of a saved recording, its newest: with 64 requests that is 20 MB of gaps
@@ -47,7 +47,7 @@ def render(job: Job, archive: bytes) -> bytes:
     if job.kind == "timeline":
         return timeline_json(recording, find_gaps, job.origin_ns, job.num_steps, job.since)
     try:
-        return timeline_json(recording, find_gaps, origin_of(recording), MAX_VIEWED_STEPS)
+        return timeline_json(recording, find_gaps, recording.first_ns, MAX_VIEWED_STEPS)
     except (ArithmeticError, LookupError, TypeError, ValueError):
         raise InvalidRequest("The file is damaged: its numbers contradict each other.", param="recording") from None
 

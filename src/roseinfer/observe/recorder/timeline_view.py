@@ -101,13 +101,6 @@ def _with_lessons(recording: Recording, num_before: int) -> Recording:
     return replace(recording, writes=np.concatenate((early[np.sort(last)[::-1]], late)))
 
 
-def origin_of(recording: Recording) -> int:
-    """The first stamp of a saved recording."""
-    stamps = [request.recv_ns for request in recording.requests]
-    stamps += [int(stamp) for stamp in recording.steps["start_ns"][:1]]
-    return min(stamps, default=0)
-
-
 def _first_writes(recording: Recording) -> dict[int, int]:
     """Serial -> the first write that is remembered of each request."""
     serials, rows = np.unique(recording.writes["serial"], return_index=True)

@@ -1,7 +1,7 @@
-"""Facts into spans: plain structs with the very stamps of the facts. Knows no exporter and no telemetry library.
+"""Makes spans of requests, steps and the start-up: plain structs with the very stamps of the facts.
 
 Spans are made when everything has happened, so a start and an end are given and never taken. All stamps are monotonic
-nanoseconds; what exports them places them on the calendar.
+nanoseconds; `otlp.py` places them on the calendar.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ from itertools import pairwise
 import msgspec
 
 from roseinfer.observe.gaps import intervals
-from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.tracing import semconv
-from roseinfer.records import FinishReason, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import FinishReason, RequestTimeline, StepRecord
 
 NS_PER_S = 1e9
 MAX_GAP_EVENTS = 3  # of each request
@@ -21,20 +21,6 @@ MAX_LINKS = 128  # what OpenTelemetry allows a span by default
 
 Value = str | bool | int | float | Sequence[str]
 NewId = Callable[[], int]
-
-
-class SlowGap(msgspec.Struct, frozen=True, gc=False):
-    """A gap between two tokens of a request that was longer than usual."""
-
-    start_ns: int
-    end_ns: int
-    index: int  # of the token, or of the write, that ended it
-    cause: Cause
-    step_id: int
-
-    @property
-    def duration_ns(self) -> int:
-        return self.end_ns - self.start_ns
 
 
 class SpanEvent(msgspec.Struct, frozen=True):
@@ -70,7 +56,7 @@ class TraceContext:
     span_id: int
     parent_span_id: int  # 0: it is the root
     is_kept: bool  # by chance, or because the caller keeps it, or because it has been slow
-    slow_gaps: list[SlowGap] = field(default_factory=list)  # the longest, longest first
+    slow_gaps: list[Gap] = field(default_factory=list)  # the longest, longest first
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -181,7 +167,7 @@ def _preemption_events(timeline: RequestTimeline) -> Iterator[SpanEvent]:
         yield SpanEvent("roseinfer.resumed", timeline.resumed_ns)
 
 
-def _gap_event(gap: SlowGap) -> SpanEvent:
+def _gap_event(gap: Gap) -> SpanEvent:
     attributes: dict[str, Value] = {
         "roseinfer.cause": gap.cause.value,
         "roseinfer.duration_s": gap.duration_ns / NS_PER_S,
@@ -193,7 +179,7 @@ def _gap_event(gap: SlowGap) -> SpanEvent:
 
 # --- steps and the start-up -------------------------------------------------------------------------------------------
 
-_LAUNCH_PARTS = ("capture", "stage", "forward", "sample")  # in the order in which a runner does them
+_PARENT_PHASES = {**dict.fromkeys(("capture", "stage", "forward", "sample"), "launch"), "h2d": "stage"}
 _STEP_FACTS = (
     *("step_id", "num_decode_seqs", "num_prefill_seqs", "num_prefill_tokens", "num_generated_tokens"),
     *("num_context_tokens", "num_preemptions", "num_not_selected", "num_running", "num_waiting", "gc_ns"),
@@ -204,11 +190,7 @@ _STEP_FACTS = (
 def step_spans(
     record: StepRecord, trace_id: int, links: Sequence[tuple[int, int]], is_slow: bool, new_id: NewId
 ) -> list[Span]:
-    """The span of a step, a trace of its own, with its parts; links lead to the requests that it advanced.
-
-    Durations are measured. Where a part began is so only for the schedule, the end of the wait and the commit; the
-    others are laid one after the other in the order in which they happen.
-    """
+    """Returns the span of a step, a trace of its own, and its phases; links lead to the requests that it advanced."""
     attributes: dict[str, Value] = {f"roseinfer.{name}": getattr(record, name) for name in _STEP_FACTS}
     attributes |= {"roseinfer.kind": record.kind, "roseinfer.is_slow": is_slow}
     attributes |= {"roseinfer.blocked_by": record.blocked_by.value} if record.blocked_by else {}
@@ -221,34 +203,13 @@ def step_spans(
         attributes=attributes,
         links=links[:MAX_LINKS],
     )
-    phases = record.phases
-    launch_ns = record.start_ns + phases.schedule
-    schedule, launch, wait, commit = _children(
-        whole,
-        [
-            Part("roseinfer.schedule", record.start_ns, launch_ns),
-            Part("roseinfer.launch", launch_ns, launch_ns + phases.launch),
-            Part("roseinfer.wait", record.tokens_ns - phases.wait, record.tokens_ns),
-            Part("roseinfer.commit", record.tokens_ns, record.tokens_ns + phases.commit),
-        ],
-        new_id,
-    )
-    children = [schedule, launch, *_launch_children(launch, phases, record.h2d_bytes, new_id), wait, commit]
-    return [whole, *(child for child in children if child.end_ns > child.start_ns)]
-
-
-def _launch_children(launch: Span, phases: PhaseTimes, h2d_bytes: int, new_id: NewId) -> Iterator[Span]:
-    start_ns = launch.start_ns
-    for name in _LAUNCH_PARTS:
-        end_ns = start_ns + getattr(phases, name)
-        if end_ns == start_ns:
-            continue
-        (child,) = _children(launch, [Part(f"roseinfer.{name}", start_ns, end_ns)], new_id)
-        yield child
-        if name == "stage" and phases.h2d:  # the copies are the last that it does
-            copies = Part("roseinfer.h2d", end_ns - phases.h2d, end_ns, {"roseinfer.h2d_bytes": h2d_bytes})
-            yield from _children(child, [copies], new_id)
-        start_ns = end_ns
+    made = {"": whole}
+    for name, start_ns, end_ns in intervals.step_phases(record):
+        if end_ns > start_ns:
+            facts: dict[str, Value] = {"roseinfer.h2d_bytes": record.h2d_bytes} if name == "h2d" else {}
+            parent = made.get(_PARENT_PHASES.get(name, ""), whole)
+            [made[name]] = _children(parent, [Part(f"roseinfer.{name}", start_ns, end_ns, facts)], new_id)
+    return list(made.values())
 
 
 def startup_spans(

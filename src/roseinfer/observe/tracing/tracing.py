@@ -28,7 +28,7 @@ from roseinfer.observe.metrics.measures import NS_PER_S
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.recording import ClockPair
 from roseinfer.observe.tracing import semconv, spans
-from roseinfer.observe.tracing.spans import SlowGap, Span, TraceContext, Value
+from roseinfer.observe.tracing.spans import Span, TraceContext, Value
 from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
 _TRACEPARENT = re.compile(
@@ -173,7 +173,7 @@ class Tracing(Observer):
         context.is_kept = True
         index = bisect_right(timeline.token_ns, gap.end_ns) - 1  # the gap may be one between writes
         step_id = (self._step_id_of(timeline.token_ns[index]) if index >= 0 else None) or gap.step_id
-        found = SlowGap(gap.start_ns, gap.end_ns, gap.index, gap.cause, step_id)
+        found = msgspec.structs.replace(gap, step_id=step_id)
         insort(context.slow_gaps, found, key=lambda slow: -slow.duration_ns)
         del context.slow_gaps[spans.MAX_GAP_EVENTS :]
         if index > 0:

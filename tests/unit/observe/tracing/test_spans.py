@@ -6,8 +6,9 @@ from itertools import count, pairwise
 import pytest
 
 from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.tracing import semconv, spans
-from roseinfer.observe.tracing.spans import SlowGap, Span, TraceContext
+from roseinfer.observe.tracing.spans import Span, TraceContext
 from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 from tests.unit.observe.facts import MS, make_step, make_timeline
 
@@ -118,7 +119,7 @@ def test_a_fault_of_the_server_is_an_error(reason: FinishReason) -> None:
 
 
 def test_events_are_the_preemption_and_the_longest_slow_gaps() -> None:
-    gaps = [SlowGap(10, 10 + length, 3, Cause.KV_WAIT, 44) for length in (9, 8, 7)]
+    gaps = [Gap(0, 3, 10, 10 + length, 44, {}, Cause.KV_WAIT, True) for length in (9, 8, 7)]
     timeline = make_timeline(preempted_ns=1100 * MS, resumed_ns=1120 * MS)
     events = make_spans(timeline, context(slow_gaps=gaps))[0].events
     assert [(event.name, event.at_ns) for event in events] == [
