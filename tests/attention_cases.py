@@ -11,8 +11,8 @@ import torch
 
 from roseinfer.model.attention import AttentionBackend, choose_attention
 from roseinfer.model.attention.base import AttentionSpec, DeviceTokens, PackedTokens
+from roseinfer.model.device import Placement
 from roseinfer.model.kv_cache import CacheShape, KVCache
-from roseinfer.model.layers.embedding import Placement
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}

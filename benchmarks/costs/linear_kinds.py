@@ -20,12 +20,11 @@ from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_gpt2 import WIDTH
 from benchmarks.roofs import STEP_LINEARS
 from roseinfer.config.tree import RunnerConfig
+from roseinfer.model.device import Placement
 from roseinfer.model.kernels.library import load_kernels
-from roseinfer.model.layers.amx import TileLinear
 from roseinfer.model.layers.int8 import IntegerLinear, quantized_weight
 from roseinfer.model.layers.linear import OneDnnLinear
-from roseinfer.model.layers.packed_linear import RegisterLinear
-from roseinfer.model.placement import Placement
+from roseinfer.model.layers.packed_linear import RegisterLinear, TileLinear
 
 CPU = torch.device("cpu")
 Multiply = Callable[[torch.Tensor], torch.Tensor]

@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_logprobs: NumLogprobs | None = None  # None: none; k: the sampled token's and the k likeliest tokens'
     presence_penalty: Penalty = 0.0  # taken from the logit of every token that was generated
     frequency_penalty: Penalty = 0.0  # and this as often as it was
-    repetition_penalty: RepetitionPenalty = 1.0  # of tokens of prompt and completion: see model/sampling/penalties.py
+    repetition_penalty: RepetitionPenalty = 1.0  # of tokens of prompt and completion: see model/sampling/logit_edits.py
     logit_bias: LogitBias = {}  # added to the logits of these tokens
     num_prompt_logprobs: NumLogprobs | None = None  # as `num_logprobs`, of the tokens of the prompt but the first
     grammar: Grammar | None = None  # what the text must be; it ends where the grammar does

@@ -32,11 +32,11 @@ from roseinfer.engine.link.heartbeat import receive_heartbeat
 from roseinfer.engine.link.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
 from roseinfer.engine.queue_estimate import Backlog
 from roseinfer.messages import EngineInfo, StartupProgress
-from roseinfer.model import memory
 from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer
+from roseinfer.runtime import memory
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import be_nicer
 from roseinfer.runtime.stopwatch import Phases
@@ -78,7 +78,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     clock = _StartupClock(on_progress)
     clock.enter(LifecycleState.LOADING, "import", "importing torch")
     memory.prefer_huge_pages()
-    from roseinfer.model.profiling import TorchProfiler
+    from roseinfer.model.device_stream import TorchProfiler
     from roseinfer.model.runner import load_runner
 
     runner = load_runner(config, limits.max_active_seqs, clock.enter)
@@ -188,7 +188,6 @@ def serve(config: Config, more_keys: str = "") -> int:
     from roseinfer.observe.observation import Observation
     from roseinfer.observe.recorder import capture
     from roseinfer.observe.recorder.rendering import RenderProcess
-    from roseinfer.runtime import memory as front_end_memory
     from roseinfer.server import lifecycle
     from roseinfer.server.instruments import Instruments
     from roseinfer.server.ops import debug, invariants, profile
@@ -196,7 +195,7 @@ def serve(config: Config, more_keys: str = "") -> int:
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if config.engine.transport == "process":
-        front_end_memory.prefer_giving_back()
+        memory.prefer_giving_back()
     renderer, gc_pauses = RenderProcess(), GcPauses()
     output = logs.configure(config.observe, sys.stderr)
     observation = Observation(config, __version__, renderer.render, gc_pauses, lambda: output.num_dropped)

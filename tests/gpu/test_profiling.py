@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roseinfer.model.profiling import TRACE_NAME, TorchProfiler
+from roseinfer.model.device_stream import TRACE_NAME, TorchProfiler
 
 pytestmark = pytest.mark.gpu
 

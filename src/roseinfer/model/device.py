@@ -1,19 +1,32 @@
-"""Words of the configuration into a torch device, a dtype and a number of threads. Knows nothing about models."""
+"""Chooses the device, its dtype and threads, and the kind of linear; and hands out memory that is used again."""
 
+import math
+import mmap
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from roseinfer.errors import ConfigError
+from roseinfer.model.kernels.library import Kernels
+
+LinearKind = Literal["torch", "onednn", "amx", "registers", "int8"]
+Quantization = Literal["none", "int8"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _MAX_EXACT_BFLOAT16_THREADS = 8
 _WEIGHT_BYTES_PER_THREAD = 16 << 20
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BLOCK_BYTES = 64 << 20  # of address space; pages that are not written take no memory
+_HUGE_PAGE_BYTES = 2 << 20
+_CACHE_LINE_BYTES = 64
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` into a device. Raises ConfigError for `cuda` without a usable GPU."""
+    """The device that `auto`, `cpu` or `cuda` means. Raises ConfigError for `cuda` without a usable GPU."""
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError(
@@ -41,10 +54,10 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def check_num_threads(configured: int | None, *, splits_sums: bool) -> None:
-    """Raise ConfigError for more threads on a CPU than keep a request's tokens its own.
+    """Raise ConfigError for so many CPU threads that a request's tokens would depend on other requests.
 
-    `splits_sums`: matrices are multiplied by oneDNN in bfloat16. With 16 threads it was seen to split a sum between
-    threads by the number of rows, and a row's bits would depend on its neighbours (docs/log.md, 2026-11-21).
+    `splits_sums`: oneDNN multiplies in bfloat16. With 16 threads it was seen to split a sum between threads by the
+    number of rows, and then a row's bits depend on its neighbours (docs/log.md, 2026-11-21).
     """
     if splits_sums and configured is not None and configured > _MAX_EXACT_BFLOAT16_THREADS:
         raise ConfigError(
@@ -56,10 +69,10 @@ def check_num_threads(configured: int | None, *, splits_sums: bool) -> None:
 
 
 def default_num_threads(*, num_weight_bytes: int, splits_sums: bool) -> int:
-    """One for each 16 MiB of weights, up to every usable core; no more than 8 where sums are split.
+    """One thread for each 16 MiB of weights, up to every usable core; at most 8 if sums are split.
 
-    Threads wait for each other several times in each layer. A small model's have less to do between two such meetings
-    than a meeting takes, and it takes longer while the front end has a core (docs/log.md, 2026-11-22).
+    Threads wait for each other several times in each layer. In a small model such a wait takes longer than the work
+    between two of them, and longer still while the front end has a core (docs/log.md, 2026-11-22).
     """
     most = min(num_usable_cores(), _MAX_EXACT_BFLOAT16_THREADS) if splits_sums else num_usable_cores()
     return max(1, min(most, num_weight_bytes // _WEIGHT_BYTES_PER_THREAD))
@@ -76,3 +89,141 @@ def num_usable_cores() -> int:
     except (OSError, ValueError):
         return num_cores
     return num_cores if quota == "max" else max(1, min(num_cores, int(quota) // int(period)))
+
+
+class WeightMemory:
+    """Cuts memory for packed weights out of large blocks on huge pages, where the system has them.
+
+    A step on few rows reads every weight once and computes little: on pages of 4 KiB one step in ten is spent waiting
+    for address translations. Many weights are smaller than a huge page, so they share blocks. A block is freed with
+    the last tensor in it.
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Zeros [num_bytes] uint8 that begin on a cache line."""
+        size = -(-num_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+        if size > self._free.numel():
+            self._free = _new_block(max(size, _BLOCK_BYTES))
+        piece, self._free = self._free[:num_bytes], self._free[size:]
+        return piece
+
+
+def _new_block(num_bytes: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)  # anonymous
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    block = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -block.data_ptr() % _HUGE_PAGE_BYTES
+    return block[start : start + num_bytes]
+
+
+class Scratch:
+    """Grow-only buffers of one device, by name: a fresh temporary of megabytes costs ten times its copy in page faults.
+
+    A buffer is valid until its name is asked for again; its content is arbitrary.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The buffer `name` as a contiguous tensor of `shape`; each name keeps to one dtype."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(self._new_size(size, buffer), dtype=dtype, device=self._device)
+            self._buffers[name] = buffer
+        return buffer[:size].view(shape)
+
+    def _new_size(self, size: int, outgrown: torch.Tensor | None) -> int:
+        """The size to allocate for `size` in place of a buffer that is too small.
+
+        On a GPU that one is kept, since a CUDA graph may write to its address as long as it lives. At least twice its
+        size is allocated, so that all outgrown buffers together are no larger than the last.
+        """
+        if outgrown is None or self._device.type == "cpu":
+            return size
+        self._outgrown.append(outgrown)
+        return max(size, 2 * outgrown.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where weights are kept and in what type they are multiplied. Norms and residuals are float32 regardless.
+
+    Raises ConfigError for int8 anywhere but on a CPU.
+    """
+
+    device: torch.device
+    dtype: torch.dtype  # of activations, of the KV cache, and of weights that are not quantised
+    quantization: Quantization = "none"
+    kernels: Kernels | None = None
+    memory: WeightMemory = field(default_factory=WeightMemory, compare=False, repr=False)  # of packed weights
+
+    def __post_init__(self) -> None:
+        if self.quantization == "int8" and self.device.type != "cpu":
+            raise ConfigError(
+                "int8 weights are for CPUs: choose --quantization none, or --device cpu.", param="model.quantization"
+            )
+
+    @property
+    def linears(self) -> LinearKind:
+        """How linears are multiplied. All but `torch` give a row the same bits whatever the others (`padded_rows`)."""
+        if self.quantization == "int8":
+            return "int8"
+        if self.device.type != "cpu":
+            return "torch"
+        if self.dtype == torch.bfloat16 and self.has_tiles:
+            return "amx"
+        if self.kernels is not None and (self.dtype == torch.float32 or self.has_pairs):
+            return "registers"
+        return "onednn" if hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"
+
+    @property
+    def splits_sums(self) -> bool:
+        """Whether many threads would make a row's bits depend on its neighbours."""
+        return self.linears == "onednn" and self.dtype == torch.bfloat16
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the kernels multiply on AMX tiles."""
+        return self.kernels is not None and self.kernels.has("roseinfer_linear_bfloat16")
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the kernels multiply pairs of bfloat16 in registers."""
+        return self.kernels is not None and self.kernels.has("roseinfer_linear_bfloat16_pairs")
+
+    @property
+    def has_fours(self) -> bool:
+        """Whether the kernels multiply int8 in registers, by fours."""
+        return self.kernels is not None and self.kernels.has("roseinfer_linear_int8_fours_of_float32")
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton kernels can run on the device."""
+        return self.device.type == "cuda" and find_spec("triton") is not None
+
+    def compiled(self, name: str, *argtypes: Any) -> Callable[..., None] | None:
+        """The CPU kernel `roseinfer_<name>_<dtype>`, which takes these ctypes types; None if there is none."""
+        name = f"roseinfer_{name}_{dtype_name(self.dtype)}"
+        if self.kernels is None or not self.kernels.has(name):
+            return None
+        return self.kernels.function(name, *argtypes)
+
+    def padded_rows(self, num_rows: int) -> int:
+        """The number of rows to run linears with for `num_rows`: oneDNN wants few sizes, the others take any.
+
+        oneDNN builds a kernel for each number of rows, about a millisecond for each shape of weight, and multiplies a
+        single row in another way than several, to other bits. So: even, and with four significant bits at most. All
+        these sizes, 8 to each doubling, can be run before the first request, and cost at most an eighth more rows.
+        """
+        if self.linears != "onednn":
+            return num_rows
+        step = max(2, 1 << max(0, (num_rows - 1).bit_length() - 4))
+        return -(-num_rows // step) * step

@@ -1,15 +1,19 @@
-"""A device's queue of work as an object: copies, marks and graphs, in order. Knows nothing of what is computed.
+"""Queues work on a device: copies, events, graph captures, and profiles of what ran.
 
-The staging of a step and its CUDA graphs are written against `Stream`, so that a test can put a device of its own
-behind them that is late, counts, or refuses what a capture refuses.
+The staging of a step and its CUDA graphs are written against `Stream`, so that tests can put a device of their own
+behind it that is late, counts, or refuses what a capture refuses.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd import profiler
+
+TRACE_NAME = "trace.json"
 
 _NUM_WARM_RUNS = 2  # the first compiles kernels and finds algorithms; the second runs as the captured one will
 
@@ -21,7 +25,7 @@ class Event(Protocol):
         """Mark what has been queued so far, in place of the mark before."""
 
     def synchronize(self) -> None:
-        """Sleep until everything before the mark is done; at once if it is, or if there is no mark yet."""
+        """Sleep until everything before the mark is done; return at once if there is no mark yet."""
 
 
 class Graph(Protocol):
@@ -39,7 +43,7 @@ class Stream(Protocol):
 
     @property
     def is_host(self) -> bool:
-        """The device computes in the host's memory, and nothing is queued: what was asked for is done."""
+        """The device computes in the host's memory, and nothing is queued: every call returns when it is done."""
 
     def new_host_tensor(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros [size] in host memory that copies go from or to."""
@@ -53,49 +57,42 @@ class Stream(Protocol):
     def new_event(self) -> Event: ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record `work`, which asks nothing of the device and has no effect if it is run more than once."""
+        """Record `work`, which reads nothing back from the device and may be run more than once."""
 
 
 class HostStream:
-    """A CPU."""
+    """The `Stream` of a CPU."""
 
     device = torch.device("cpu")
     is_host = True
 
     def new_host_tensor(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """See Stream."""
         return torch.zeros(size, dtype=dtype)
 
     def new_device_tensor(self, host: torch.Tensor) -> torch.Tensor:
-        """See Stream."""
         return host
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See Stream."""
         if target.data_ptr() != source.data_ptr():
             target.copy_(source)
 
     def new_event(self) -> Event:
-        """See Stream."""
         return _PastEvent()
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """See Stream."""
-        return _Again(work)
+        return _UncapturedGraph(work)
 
 
 class _PastEvent:
-    """An event of a device that is never behind."""
+    """The `Event` of a device that is never behind."""
 
-    def record(self) -> None:
-        """See Event."""
+    def record(self) -> None: ...
 
-    def synchronize(self) -> None:
-        """See Event."""
+    def synchronize(self) -> None: ...
 
 
-class _Again:
-    """A graph of a device without graphs: the work itself."""
+class _UncapturedGraph:
+    """The `Graph` of a device without graphs: replaying it runs the work."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
@@ -113,24 +110,20 @@ class CudaStream:
         self._pool = torch.cuda.graph_pool_handle()
 
     def new_host_tensor(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """See Stream."""
         return torch.zeros(size, dtype=dtype, pin_memory=self._is_pinned)
 
     def new_device_tensor(self, host: torch.Tensor) -> torch.Tensor:
-        """See Stream."""
         return torch.zeros_like(host, device=self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See Stream."""
         target.copy_(source, non_blocking=True)
 
     def new_event(self) -> Event:
-        """See Stream. Who waits for it sleeps: a spinning engine would take a core from the front end."""
+        """A blocking event: a thread that waits for it sleeps, since a spinning one would take the front end's core."""
         event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         return event
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """See Stream."""
         self._capture_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._capture_stream):
             for _ in range(_NUM_WARM_RUNS):
@@ -143,16 +136,45 @@ class CudaStream:
         return graph
 
 
-def sent(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+def open_stream(device: torch.device, *, is_pinned: bool) -> Stream:
+    """The queue of a CPU or of a GPU; `is_pinned` locks the host memory of copies, so that they are asynchronous."""
+    return HostStream() if device.type == "cpu" else CudaStream(device, is_pinned=is_pinned)
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """A few numbers on the device: on a CPU the array itself, on a GPU a copy that is queued.
 
-    A plain copy would make the host wait until the device has done all that it was given before. The pinned memory is
-    torch's, which keeps it until the copy is done, and has it ready for the next.
+    A plain copy would make the host wait until the device has done all its queued work. The pinned memory belongs to
+    torch, which keeps it until the copy is done and then uses it again.
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def open_stream(device: torch.device, *, is_pinned: bool) -> Stream:
-    """The queue of a CPU or of a GPU; `is_pinned`: host memory for copies is locked, so that they are asynchronous."""
-    return HostStream() if device.type == "cpu" else CudaStream(device, is_pinned=is_pinned)
+class TorchProfiler:
+    """The engine's `Profiler`: traces operators and, on a GPU, kernels and copies, for Perfetto and Chrome.
+
+    It records one trace at a time, with neither shapes nor stacks, which cost more. It uses the profiler below
+    `torch.profiler`, whose first start imports a compiler and would cost a step a second. On a GPU it also marks the
+    capture range of Nsight Systems (`--capture-range=cudaProfilerApi`).
+    """
+
+    def __init__(self, device: str) -> None:
+        self._is_cuda = device == "cuda"
+        self._profile: profiler.profile | None = None
+
+    def start(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()  # work launched earlier is not part of the trace
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        self._profile = profiler.profile(use_device="cuda" if self._is_cuda else None, use_kineto=True)
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self, directory: Path) -> None:
+        profile, self._profile = self._profile, None
+        assert profile is not None, "stop without start"
+        profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._is_cuda:
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(directory / TRACE_NAME))  # type: ignore[no-untyped-call]

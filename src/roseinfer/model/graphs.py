@@ -1,7 +1,7 @@
-"""Decode steps into CUDA graphs, one for each padded number of rows. Knows nothing of what a step computes.
+"""CUDA graphs of decode steps, one for each padded number of rows.
 
 A step that is queued operation by operation costs the host more than a small model costs the GPU. So the whole step
-is recorded, and replayed with one call; a step with fewer rows than its graph is filled up with rows of nobody.
+is recorded, and replayed with one call; a step with fewer rows than its graph is filled up with rows of no request.
 """
 
 from bisect import bisect_left
@@ -21,8 +21,8 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 class CudaGraphs:
     """The graphs, captured all before the first request or each when it is first needed.
 
-    `fill(rows)` sends so many rows of nobody to where `work(rows)` reads a step's rows. A capture runs the work some
-    times, and runs it on those.
+    `fill(rows)` sends so many rows of no request to where `work(rows)` reads a step's rows: a capture runs the work
+    several times, on those.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CudaGraphs:
         self._graphs: dict[int, Graph] = {}
 
     def size_for(self, num_rows: int, watch: Watch = UNWATCHED) -> int:
-        """Rows of the smallest graph that holds so many, which is captured if it was not; 0 if they are too many."""
+        """Rows of the smallest graph for `num_rows`, which is captured if it was not; 0 if none is large enough."""
         index = bisect_left(self._sizes, num_rows)
         if index == len(self._sizes):
             return 0

@@ -1,4 +1,4 @@
-"""A share of memory into the paged KV cache: how many blocks fit, and the tensors. Knows nothing about sequences."""
+"""The paged KV cache: its tensors, and how many blocks fit into memory."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,14 @@ import torch
 
 from roseinfer.config.tree import CacheConfig
 from roseinfer.errors import ConfigError
-from roseinfer.model.layers.embedding import Placement
+from roseinfer.model.device import Placement
 
-_STEP_BYTES = 1 << 30  # of a GPU's memory, left for what a step computes with and for the pool of the CUDA graphs
+_STEP_BYTES = 1 << 30  # of a GPU's memory, left for a step's temporaries and the pool of the CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one token leaves in the cache: a key and a value of `head_dim` for each layer and key head."""
+    """The shape of one token's keys and values: one of `head_dim` numbers each for each layer and key head."""
 
     num_layers: int
     num_kv_heads: int
@@ -66,10 +66,10 @@ def plan_num_blocks(
 
 
 def _budget_bytes(config: CacheConfig, device: torch.device) -> tuple[int, str]:
-    """Bytes the cache may take, and the name of the value that says so."""
+    """Bytes that the cache may take, and the option that decides it."""
     if device.type == "cpu":
         return config.cpu_memory_mib << 20, "cache.cpu_memory_mib"
-    torch.cuda.empty_cache()  # what loading needed for a while counts as in use until torch gives it back
+    torch.cuda.empty_cache()  # memory that only loading needed counts as in use until torch returns it
     free, total = torch.cuda.mem_get_info(device)
     share = int(total * config.memory_utilization) - (total - free)
     return min(share, free - _STEP_BYTES), "cache.memory_utilization"

@@ -1,4 +1,4 @@
-"""A configuration into a model on its device, with KV cache, attention and info. Knows nothing about batches.
+"""Loads a model as configured: device, weights, KV cache and attention.
 
 Weights go to the device tensor by tensor out of the mapped files; the host never holds a copy of them all.
 """
@@ -14,29 +14,30 @@ from roseinfer.messages import EngineInfo, SamplingDefaults
 from roseinfer.model.attention import AttentionBackend, choose_attention
 from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.device import (
+    Placement,
     check_num_threads,
     default_num_threads,
     dtype_name,
     resolve_device,
     resolve_dtype,
 )
-from roseinfer.model.families.registry import CausalLM, build_model
+from roseinfer.model.families.causal_lm import CausalLM
+from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
-from roseinfer.model.layers.embedding import Placement
 from roseinfer.records import LifecycleState
 
-OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, one phrase for a person
+OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, and a phrase for people
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What a runner runs."""
+    """A model with its cache, as a runner takes it."""
 
     model: CausalLM
     attention: AttentionBackend
     placement: Placement
-    info: EngineInfo  # without start-up times, which whoever loads the model knows; nor does it count spare blocks
+    info: EngineInfo  # without start-up times, and without the spare block
 
 
 def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) -> LoadedModel:
@@ -44,7 +45,9 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
 
     Raises ConfigError when the checkpoint cannot be used, or does not fit.
     """
-    placement = _placement(config)
+    device = resolve_device(config.runner.device)
+    kernels = load_kernels(config.runner) if device.type == "cpu" else None
+    placement = Placement(device, resolve_dtype(config.model.dtype, device), config.model.quantization, kernels)
     device_name, type_name = placement.device.type, dtype_name(placement.dtype)
     check_num_threads(config.runner.num_threads, splits_sums=placement.splits_sums)
     on_progress(LifecycleState.LOADING, "checkpoint", config.model.path)
@@ -52,15 +55,15 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}")
     with Checkpoint(directory) as checkpoint:
         if device_name == "cpu":
-            torch.set_num_threads(_num_threads(config.runner.num_threads, placement, checkpoint))
+            _set_num_threads(config.runner.num_threads, placement, checkpoint)
         model = build_model(checkpoint, placement)
         eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
-        is_heeded = config.model.generation_config == "auto"
-        sampling_defaults = checkpoint.sampling_defaults() if is_heeded else SamplingDefaults()
+        is_auto = config.model.generation_config == "auto"
+        sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
     max_model_len = _max_model_len(config.model.max_model_len, model)
     num_blocks = plan_num_blocks(config.cache, model.cache_shape, placement, max_model_len, max_active_seqs)
     on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {config.cache.block_size} tokens")
-    num_spare_blocks = 0 if device_name == "cpu" else 1  # for the rows that fill up a CUDA graph
+    num_spare_blocks = 0 if device_name == "cpu" else 1  # for rows that fill up a CUDA graph
     cache = KVCache(model.cache_shape, num_blocks + num_spare_blocks, config.cache.block_size, placement)
     attention = choose_attention(
         config.runner.attention,
@@ -91,18 +94,11 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     return LoadedModel(model, attention, placement, info)
 
 
-def _placement(config: Config) -> Placement:
-    """Device, types and kernels as configured."""
-    device = resolve_device(config.runner.device)
-    dtype = resolve_dtype(config.model.dtype, device)
-    kernels = load_kernels(config.runner) if device.type == "cpu" else None
-    return Placement(device, dtype, config.model.quantization, kernels)
-
-
-def _num_threads(configured: int | None, placement: Placement, checkpoint: Checkpoint) -> int:
+def _set_num_threads(configured: int | None, placement: Placement, checkpoint: Checkpoint) -> None:
     bytes_each = 1 if placement.quantization == "int8" else placement.dtype.itemsize
     num_weight_bytes = checkpoint.num_matrix_elements * bytes_each
-    return configured or default_num_threads(num_weight_bytes=num_weight_bytes, splits_sums=placement.splits_sums)
+    default = default_num_threads(num_weight_bytes=num_weight_bytes, splits_sums=placement.splits_sums)
+    torch.set_num_threads(configured or default)
 
 
 def _max_model_len(configured: int | None, model: CausalLM) -> int:

@@ -1,8 +1,8 @@
-"""Scheduled batches into sampled tokens: stages rows, runs the model over its paged cache, samples. Never sees text.
+"""Runs scheduled batches: stages rows, runs the model over its paged cache, samples tokens.
 
-A step's tokens travel packed, without padding to a longest row; the token a slot sampled last waits on the device.
-Where linears ask for it, the number of tokens is rounded up by letting the last one travel more than once: nobody
-reads what becomes of a copy. On a GPU a step whose rows all decode is one CUDA graph, filled up to its size.
+A step's tokens are packed, without padding to a longest row; the token that a slot sampled last is read on the device.
+Where linears need it, the number of tokens is rounded up by repeating the last one, and the results of the repetitions
+are not read. On a GPU a step whose rows all decode is one CUDA graph, filled up to its size.
 """
 
 import logging
@@ -12,26 +12,35 @@ from functools import cache, partial
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from roseinfer.config.tree import Config, RunnerConfig
-from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, ScoredRow, SlotBinding, Watch
+from roseinfer.engine.core.batch import (
+    OWN_FAULT,
+    Int32Array,
+    SampledTokens,
+    ScheduledBatch,
+    ScoredRow,
+    SlotBinding,
+    Watch,
+)
 from roseinfer.messages import SamplingParams
-from roseinfer.model import warm_batches
-from roseinfer.model.device_stream import Stream, open_stream, sent
+from roseinfer.model import warm_up
+from roseinfer.model.device_stream import Event, Stream, open_stream, to_device
 from roseinfer.model.graphs import CudaGraphs, graph_sizes
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
-from roseinfer.model.results import LaunchedBatch, Results
-from roseinfer.model.sampling.logprobs import PromptScores
+from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
 from roseinfer.records import LifecycleState
 from roseinfer.runtime.stopwatch import UNWATCHED
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
-_MAX_WARM_ROWS = 1024  # beyond, a step takes many times as long as the building of its kernels
-# What bad parameters raise on the host, before anything of theirs is on the device.
-_FAULTS_OF_ONE = (ArithmeticError, LookupError, TypeError, ValueError)
+_MAX_WARM_ROWS = 1024  # a larger step takes many times as long as building its kernels
+_NUM_BUFFERS = 2  # a step is launched before the one before is read, at most
+# Errors of a request's parameters on the host, before anything of theirs is on the device.
+_PARAMETER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +52,84 @@ class RunnerLimits:
     num_slots: int
     max_decode_rows: int  # rows of a step that does nothing but decode
     max_tokens: int
+
+
+class LaunchedBatch:
+    """The torch `Launched`: a batch whose tokens are sampled on the device, or will be."""
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        event: Event,
+        logprobs: LogprobRows | None,
+        scores: PromptScores | None,
+        graph_rows: int,
+    ) -> None:
+        self.graph_rows = graph_rows  # rows of the CUDA graph it runs in; 0 without one
+        self.h2d_bytes = 0
+        self._token_ids = token_ids  # on the host; valid when the event has passed
+        self._event = event
+        self._logprobs = logprobs
+        self._scores = scores
+        self._sampled: SampledTokens | None = None
+        self._failed_rows: npt.NDArray[np.intp] | None = None
+
+    def fail(self, rows: npt.NDArray[np.intp]) -> None:
+        """Give these of the sampling rows `OWN_FAULT` instead of the tokens that the device computes."""
+        self._failed_rows = rows
+
+    def wait(self) -> SampledTokens:
+        if self._sampled is None:
+            self._event.synchronize()
+            token_ids = self._token_ids.numpy().astype(np.int32)
+            if self._failed_rows is not None:
+                token_ids[self._failed_rows] = OWN_FAULT
+            logprobs = None if self._logprobs is None else self._logprobs.to_host(len(token_ids))
+            scores = () if self._scores is None else self._scores.to_host()
+            self._sampled = SampledTokens(token_ids, logprobs, scores)
+        return self._sampled
+
+
+class Results:
+    """Copies sampled tokens to the host while the next step runs.
+
+    Each step in flight has a buffer of pinned memory and an event: waiting for a step waits for nothing that was
+    queued after it.
+    """
+
+    def __init__(self, stream: Stream, max_rows: int) -> None:
+        self._stream = stream
+        self._buffers = [
+            (stream.new_host_tensor(max_rows, torch.int64), stream.new_event()) for _ in range(_NUM_BUFFERS)
+        ]
+        self._launched: list[LaunchedBatch | None] = [None] * _NUM_BUFFERS  # whose tokens are in each buffer
+        self._turn = 0
+
+    def fetch(
+        self,
+        token_ids: torch.Tensor,
+        logprobs: LogprobRows | None,
+        graph_rows: int = 0,
+        scores: PromptScores | None = None,
+    ) -> LaunchedBatch:
+        """Queue the copy of the tokens int64 [rows], which may change on the device afterwards."""
+        turn, self._turn = self._turn, (self._turn + 1) % _NUM_BUFFERS
+        last = self._launched[turn]
+        if last is not None:
+            last.wait()  # it keeps its tokens, if they have not been read yet
+        buffer, event = self._buffers[turn]
+        host = buffer[: len(token_ids)]
+        self._stream.copy(host, token_ids)
+        launched = LaunchedBatch(
+            host,
+            event,
+            None if logprobs is None else logprobs.fetch(),
+            None if scores is None else scores.fetch(),
+            graph_rows,
+        )
+        event.record()
+        self._launched[turn] = launched
+        return launched
 
 
 class ModelRunner:
@@ -73,8 +160,8 @@ class ModelRunner:
         # One slot more than batches name, for the rows that fill up a graph.
         self._sampler = Sampler(num_slots + 1, loaded.model.vocab_size, device, loaded.placement.kernels)
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # where a graph leaves its tokens
-        self._failed_slots = set[int]()  # whose parameters could not be used: their rows have no tokens
+        self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # results of graphs
+        self._failed_slots = set[int]()  # their owners' parameters could not be used
         self._graphs: CudaGraphs | None = None
         if config.cuda_graphs != "off" and not stream.is_host and loaded.attention.is_capturable:
             fill, sizes_of_graphs = partial(self._staging.stage_decode, None), graph_sizes(limits.max_decode_rows)
@@ -87,7 +174,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, watch: Watch = UNWATCHED) -> LaunchedBatch:
-        """See Runner."""
         self._bind(batch.bindings)
         launched = self._launch_graph(batch, watch) or self._launch_eager(batch, watch)
         launched.h2d_bytes = self._staging.num_sent_bytes
@@ -96,7 +182,7 @@ class ModelRunner:
         return launched
 
     def _launch_graph(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch | None:
-        """The step as one CUDA graph, if there is one that can hold it."""
+        """Launch the step as one CUDA graph, if there is one for it."""
         if self._graphs is None or batch.num_device_rows < batch.num_rows:
             return None
         if not self._sampler.can_capture(*_sampled(batch)):
@@ -111,7 +197,7 @@ class ModelRunner:
         return self._results.fetch(self._graph_tokens[: batch.num_rows], None, graph_rows=size)
 
     def _launch_eager(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch:
-        """The step operation by operation."""
+        """Launch the step operation by operation."""
         slots, next_positions = _sampled(batch)
         with watch("stage"):
             step = self._staging.stage(batch, watch)
@@ -137,7 +223,7 @@ class ModelRunner:
             self._failed_slots.discard(binding.slot)
             try:
                 self._sampler.bind(binding)
-            except _FAULTS_OF_ONE:
+            except _PARAMETER_ERRORS:
                 _log.exception("the parameters of a request cannot be used; it fails, and no other")
                 self._failed_slots.add(binding.slot)
                 self._sampler.bind(
@@ -145,14 +231,14 @@ class ModelRunner:
                 )
 
     def _hidden(self, step: StagedStep) -> torch.Tensor:
-        """The last hidden row of each token of a staged step; its keys and values are in the cache afterwards."""
+        """Hidden rows of the tokens of a staged step, whose keys and values are written to the cache."""
         attend = self._attention.prepare(step.packed)
         if step.num_gathered:
             torch.index_select(self._last_token, 0, step.slots, out=step.token_ids[: step.num_gathered])
         return self._model.forward(step.token_ids, step.positions, attend)
 
     def _logits(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [num_samples, vocab_size] of the rows that sample, in the type that the model gives them."""
+        """Logits [num_samples, vocab_size] of the rows that sample, in the model's type."""
         if not step.num_samples:
             return hidden.new_empty(0, self.vocab_size)
         if step.sampled_tokens is not None:
@@ -160,7 +246,7 @@ class ModelRunner:
         return self._model.logits(hidden)[: step.num_samples]
 
     def _score(self, hidden: torch.Tensor, query_starts: Int32Array, scored: Sequence[ScoredRow]) -> PromptScores:
-        """Log-probabilities of what follows the rows' tokens, some at a time, since all logits would be large."""
+        """Log-probabilities of the rows' next tokens, some at a time, since all logits would be large."""
         spans = [query_starts[row.row] + np.arange(len(row.next_token_ids)) for row in scored]
         tokens, targets = np.concatenate(spans), np.concatenate([row.next_token_ids for row in scored])
         counts = np.repeat(np.array([row.num_likeliest for row in scored], np.int32), [len(span) for span in spans])
@@ -168,14 +254,14 @@ class ModelRunner:
         for start in range(0, len(tokens), size):
             some = tokens[start : start + size]
             filled = np.pad(some, (0, self._placement.padded_rows(len(some)) - len(some)), "edge").astype(np.int64)
-            rows = hidden.index_select(0, sent(filled, hidden.device))
-            ids = sent(targets[start : start + size].astype(np.int64), hidden.device)
+            rows = hidden.index_select(0, to_device(filled, hidden.device))
+            ids = to_device(targets[start : start + size].astype(np.int64), hidden.device)
             logits = self._model.logits(rows)[: len(some)]
             pieces.append(self._sampler.score(logits, ids, counts[start : start + size]))
         return PromptScores(scored, pieces)
 
     def _decode(self, num_rows: int) -> None:
-        """A whole step of so many decoding rows, from staged integers to sampled tokens: what a graph records."""
+        """A whole step of decoding rows, from staged integers to sampled tokens: the work of a graph."""
         step = self._staging.decode_step(num_rows)
         self._staging.put_last_blocks(num_rows)
         logits = self._logits(step, self._hidden(step))
@@ -184,58 +270,58 @@ class ModelRunner:
         self._graph_tokens[:num_rows].copy_(tokens)
 
     def warm_up(self, max_num_tokens: int) -> None:
-        """Meet every number of rows that steps of up to `max_num_tokens` bring, and each kind of sampling, once.
+        """Run each kind of sampling, and steps of every size up to `max_num_tokens`, once.
 
-        Only before the first request: it writes into the first blocks of the cache.
+        Call it before the first request: it writes into the first blocks of the cache.
         """
-        graphs, self._graphs = self._graphs, None  # first as the steps that no graph serves
+        graphs, self._graphs = self._graphs, None  # the steps that no graph serves come first
         self._build_linears(max_num_tokens)
         prompt_length = min(64, self.info.max_model_len - 1)
         prompt = np.zeros(prompt_length, np.int32)
         if not self._is_host:
             self._warm_sampling()
-        for params in warm_batches.KINDS:
+        for params in warm_up.KINDS:
             binding = SlotBinding(0, params, prompt_length, (), prompt)
             batch = self._prompt_batch(prompt_length, (binding,))
             self.launch(msgspec.structs.replace(batch, scored=(ScoredRow(0, prompt, 1),))).wait()
-            self.launch(warm_batches.decode_batch(1, prompt_length)).wait()
-        # The largest steps touch every page of the buffers that grow, and a graph needs them where they will stay.
+            self.launch(warm_up.decode_batch(1, prompt_length)).wait()
+        # The largest steps come first: they touch every page of the buffers that grow, and graphs need their addresses.
         for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
             self.launch(self._prompt_batch(num_tokens)).wait()
         for num_rows in sorted(self._decode_sizes(), reverse=True):
-            self.launch(warm_batches.decode_batch(num_rows)).wait()
+            self.launch(warm_up.decode_batch(num_rows)).wait()
         self._graphs = graphs
         if graphs is not None and self._captures_at_startup:
             with torch.inference_mode():
                 graphs.capture_all(partial(self._on_progress, LifecycleState.WARMUP, "cuda_graphs"))
-            # Each capture has torch give back the memory that it kept for the next step. What does not fit beside the
-            # graphs fails here, and not in a stream.
+            # Each capture makes torch return the memory that it kept for the next step. A step that does not fit beside
+            # the graphs fails here, and not in a stream.
             self.launch(self._prompt_batch(max_num_tokens)).wait()
             self._warm_sampling()
         self._last_token.zero_()
 
     def _warm_sampling(self) -> None:
-        """A draw and masks that take as much memory as any: the sampler's buffers have their size from then on.
+        """Run the largest draw and the largest masks, which give the sampler's buffers their final size.
 
-        On a GPU it keeps those that it outgrows, and what does not fit is to fail here, not in a stream. The slots are
-        plain again afterwards.
+        On a GPU outgrown buffers are kept, and what does not fit must fail here, not in a stream. The slots are greedy
+        again afterwards.
         """
         num_slots = self._limits.num_slots
-        for batch in (warm_batches.largest_draw, warm_batches.masked_draw):
+        for batch in (warm_up.largest_draw, warm_up.masked_draw):
             self.launch(batch(num_slots, self.vocab_size)).wait()
         self._bind(SlotBinding(slot, SamplingParams(temperature=0.0), 0, ()) for slot in range(num_slots))
 
     def _prompt_sizes(self, max_num_tokens: int) -> set[int]:
-        """Numbers of prompt tokens that a step is run with. A GPU loads a kernel when a size first asks for it."""
+        """Numbers of prompt tokens to run steps with. A GPU loads a kernel when a size first needs it."""
         if self._placement.device.type == "cpu":
             return {max_num_tokens}
         return {max_num_tokens, *(1 << power for power in range(max_num_tokens.bit_length()))}
 
     def _decode_sizes(self) -> set[int]:
-        """Numbers of rows with one token that a step is run with, as far as they are different for a device.
+        """Numbers of rows of one token to run steps with: one in each range for which a GPU compiles kernels.
 
-        A GPU's kernels are compiled for ranges of them. Beside rows that decode there may be the last tokens of
-        prompts, so there may be more rows than a graph has: up to one for each slot.
+        Beside rows that decode there may be the last tokens of prompts, so there may be more rows than a graph has: up
+        to one for each slot.
         """
         num_slots, max_decode_rows = self._limits.num_slots, self._limits.max_decode_rows
         if self._is_host:
@@ -243,28 +329,13 @@ class ModelRunner:
         return {*graph_sizes(max_decode_rows), *graph_sizes(num_slots)}
 
     def _prompt_batch(self, num_tokens: int, bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
-        """Prompts of zeros, each as long as one may be but the last, all over the first blocks of the pool."""
-        longest = self.info.max_model_len - 1
-        num_rows = min(-(-num_tokens // longest), self._limits.num_slots)
-        lengths = np.full(num_rows, longest, np.int32)
-        lengths[-1] = min(num_tokens - longest * (num_rows - 1), longest)
-        return ScheduledBatch(
-            step_id=0,
-            slots=np.arange(num_rows, dtype=np.int32),
-            starts=np.zeros(num_rows, np.int32),
-            num_new_tokens=lengths,
-            samples=np.ones(num_rows, np.bool_),
-            num_device_rows=0,
-            token_ids=np.zeros(lengths.sum(), np.int32),
-            block_table=np.tile(np.arange(longest, dtype=np.int32), (num_rows, 1)),
-            bindings=bindings,
-        )
+        return warm_up.prompt_batch(num_tokens, self.info.max_model_len - 1, self._limits.num_slots, bindings)
 
     def _build_linears(self, max_num_tokens: int) -> None:
-        """Run the linears of a layer, and the head, with every number of rows that they will be run with."""
+        """Run the linears of a layer, and the head, with every number of rows for which oneDNN builds a kernel."""
         padded_rows = self._placement.padded_rows
         if padded_rows(1) == 1:
-            return  # numbers of rows are taken as they come, so there is nothing that would be built for each
+            return  # no kernel is built for a number of rows
         for linears, limit in (
             (self._model.layer_linears, max_num_tokens),
             ([self._model.head], self._limits.max_decode_rows),
@@ -275,7 +346,7 @@ class ModelRunner:
 
 
 def _sampled(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:
-    """Slots of the rows that sample, and where each one's next token will stand."""
+    """Slots of the rows that sample, and the positions of their next tokens."""
     ends = batch.starts + batch.num_new_tokens
     if batch.num_device_rows == batch.num_rows:
         return batch.slots, ends

@@ -1,22 +1,104 @@
-"""Scheduled batches into the integers that a model reads on its device. Knows nothing about weights, logits or text.
+"""Lays out a step's integers and sends them to the device: token ids, positions, slots, and the block table.
 
 A GPU keeps a copy of the block table. A step brings the entries that are new: those of blocks its tokens begin, and
-after a slot got a new owner all up to its last token. One row and one block more than the scheduler knows of serve
-the rows that fill a CUDA graph up to its size: they read and write there, and touch no slot that anybody owns.
+after a slot got a new owner all up to its last token. The table has one row more than the scheduler's, and the cache
+one block more, for the rows that fill up a CUDA graph: they read and write there, and touch no slot of a request.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, Watch
-from roseinfer.model.arena import Arena, Arenas, Field, IntArray
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
-from roseinfer.model.device_stream import Stream
+from roseinfer.model.device_stream import Event, Stream
 from roseinfer.runtime.stopwatch import UNWATCHED
+
+IntArray = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A vector of `size` integers, int32 or int64."""
+
+    size: int
+    is_wide: bool = False
+
+    @property
+    def num_words(self) -> int:
+        """Words of four bytes; an even number, so that wide fields are where int64 may be."""
+        return 2 * self.size if self.is_wide else self.size + self.size % 2
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Host memory of one step in flight."""
+
+    words: torch.Tensor  # int32
+    fields: dict[str, IntArray]
+    event: Event  # passes when the last copy out of it is done
+
+
+class Arenas:
+    """The host's arenas and the device's one, with the same fields in the same order and free words behind them.
+
+    A step's integers lie in one piece of memory and go to the device as one copy. There are two arenas of host memory,
+    so that a step can be written while the one before is being copied; an arena is written again only after the copy
+    that read it. On a CPU there is one, and the device's fields are that memory itself.
+    """
+
+    def __init__(self, stream: Stream, layout: dict[str, Field], num_free_words: int = 0) -> None:
+        self._stream = stream
+        self._ends: dict[str, int] = {}
+        offset = 0
+        for name, field in layout.items():
+            offset += field.num_words
+            self._ends[name] = offset
+        self.num_field_words = offset
+        num_arenas = 1 if stream.is_host else 2
+        self._arenas = [self._new_arena(layout, offset + num_free_words) for _ in range(num_arenas)]
+        self._turn = 0
+        self.num_sent_bytes = 0  # of the last arena
+        self.words = stream.new_device_tensor(self._arenas[0].words)
+        self.fields = self._views(self.words, layout)  # never move: a CUDA graph may read them
+
+    def _new_arena(self, layout: dict[str, Field], num_words: int) -> Arena:
+        words = self._stream.new_host_tensor(num_words, torch.int32)
+        fields = {name: view.numpy() for name, view in self._views(words, layout).items()}
+        return Arena(words, fields, self._stream.new_event())
+
+    def _views(self, words: torch.Tensor, layout: dict[str, Field]) -> dict[str, torch.Tensor]:
+        views = {}
+        for name, field in layout.items():
+            begin = self._ends[name] - field.num_words
+            view = words[begin : begin + field.size * (2 if field.is_wide else 1)]
+            views[name] = view.view(torch.int64) if field.is_wide else view
+        return views
+
+    def begin(self, watch: Watch = UNWATCHED) -> Arena:
+        """The next arena, once the last copy out of it is done."""
+        arena = self._arenas[self._turn]
+        self._turn = (self._turn + 1) % len(self._arenas)
+        self.num_sent_bytes = 0
+        if not self._stream.is_host:
+            with watch("h2d"):
+                arena.event.synchronize()
+        return arena
+
+    def send(self, arena: Arena, num_words: int, watch: Watch = UNWATCHED) -> None:
+        """Queue the copy of the arena's first words."""
+        with watch("h2d"):
+            self._stream.copy(self.words[:num_words], arena.words[:num_words])
+            arena.event.record()
+        self.num_sent_bytes = num_words * self.words.itemsize
+
+    def end_of(self, name: str) -> int:
+        """The number of words up to the end of a field."""
+        return self._ends[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +118,14 @@ class StagingSizes:
         return -(-self.max_model_len // self.block_size)
 
     def layout(self) -> dict[str, Field]:
-        """The fields of a step: what indexes a tensor is wide, what an attention kernel reads is not."""
+        """The fields of a step: those that index tensors are wide, those that attention kernels read are not."""
         return {
             # A graph of decode rows reads these.
             "slot_indices": Field(self.max_rows, is_wide=True),
             "row_positions": Field(self.max_rows, is_wide=True),  # of the row's one token
             "next_positions": Field(self.max_rows, is_wide=True),  # of the token to be sampled
-            "last_entries": Field(self.max_rows, is_wide=True),  # of the block table, for the block of the row's token
-            "last_blocks": Field(self.max_rows),  # what stands there
+            "last_entries": Field(self.max_rows, is_wide=True),  # index in the block table for the row's token
+            "last_blocks": Field(self.max_rows),  # that block
             "slots": Field(self.max_rows),
             "starts": Field(self.max_rows),
             "query_starts": Field(self.max_rows + 1),
@@ -73,10 +155,10 @@ class StagedStep:
 
 
 class InputStaging:
-    """The integers' way to the device, and the device's block table. One thread uses it."""
+    """Sends steps to the device, and keeps the device's block table. One thread uses it."""
 
     def __init__(self, stream: Stream, sizes: StagingSizes, padded_rows: Callable[[int], int]) -> None:
-        """`padded_rows`: the number of rows that linears are run with for so many tokens."""
+        """`padded_rows`: see Placement."""
         self._is_host = stream.is_host
         self._sizes = sizes
         self._padded_rows = padded_rows
@@ -90,23 +172,25 @@ class InputStaging:
         self._counting = np.arange(max(sizes.max_rows, sizes.max_tokens) + 1, dtype=np.int32)
 
     def bind(self, slot: int) -> None:
-        """The slot has a new owner: the device has nothing of its blocks."""
+        """Note that the slot has a new owner, none of whose blocks the device knows."""
         self._is_unsent[slot] = True
 
     def stage(self, batch: ScheduledBatch, watch: Watch = UNWATCHED) -> StagedStep:
-        """Send any batch. What is returned is valid until the next step is staged."""
+        """Send a batch. The result is valid until the next step is staged."""
         arena = self._arenas.begin(watch)
         if batch.num_device_rows == batch.num_rows:
             step = self._pack_decode(batch, arena.fields)
         else:
             step = self._pack(batch, arena.fields)
         if not self._is_host:
-            self._describe_rows(batch, step.packed, arena.fields)
+            arena.fields["slots"][: batch.num_rows] = batch.slots
+            arena.fields["starts"][: batch.num_rows] = batch.starts
+            arena.fields["query_starts"][: batch.num_rows + 1] = step.packed.query_starts
             self._send_with_entries(batch, arena, watch)
         return step
 
     def _pack_decode(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> StagedStep:
-        """Every row has one token, and samples: rows, tokens and samples are the same thing."""
+        """Rows that have one token each and sample: rows, tokens and samples are the same."""
         num_rows = batch.num_rows
         num_tokens = self._padded_rows(num_rows)
         slots, positions = _repeat_last(batch.slots, num_tokens), _repeat_last(batch.starts, num_tokens)
@@ -155,8 +239,8 @@ class InputStaging:
     ) -> PackedTokens:
         is_decode = batch.num_device_rows == batch.num_rows
         max_query_len = 1 if is_decode else int(batch.num_new_tokens.max())
-        # A GPU's kernel for rows of one token is compiled for ranges of this: one for all lengths, and that of the
-        # graphs. A prompt of which one token is left is such a row too.
+        # A GPU's kernel for rows of one token is compiled for ranges of `max_context_len`. It is run with one of them,
+        # that of the graphs. A prompt of which one token is left is such a row too.
         has_one_range = max_query_len == 1 and not self._is_host
         return PackedTokens(
             slots=slots,
@@ -178,22 +262,13 @@ class InputStaging:
             block_table=self.block_table,
         )
 
-    def _describe_rows(self, batch: ScheduledBatch, packed: PackedTokens, host: dict[str, IntArray]) -> None:
-        """What attention reads of the rows on a GPU."""
-        num_rows = batch.num_rows
-        host["slots"][:num_rows] = batch.slots
-        host["starts"][:num_rows] = batch.starts
-        host["query_starts"][: num_rows + 1] = packed.query_starts
-
     @property
     def num_sent_bytes(self) -> int:
-        """Copied to the device for the step staged last."""
+        """Bytes copied to the device for the last step."""
         return self._arenas.num_sent_bytes
 
-    # --- the block table ----------------------------------------------------------------------------------------------
-
     def _send_with_entries(self, batch: ScheduledBatch, arena: Arena, watch: Watch) -> None:
-        """One copy for everything, and the block table's new entries put where they belong."""
+        """Send everything in one copy, and put the new entries into the device's block table."""
         entries, blocks = self._new_entries(batch)
         first, count = self._arenas.num_field_words, len(entries)
         host_entries, host_blocks = _entries(arena.words, first, count)
@@ -203,9 +278,9 @@ class InputStaging:
         self._put(*_entries(self._arenas.words, first, count))
 
     def _new_entries(self, batch: ScheduledBatch) -> tuple[npt.NDArray[np.int64], Int32Array]:
-        """Entries of the block table that the rows need and the device does not have: their place, and the block.
+        """Entries of the block table that the rows need and the device does not have: their indices, and the blocks.
 
-        A token that is not the first of its block finds the block's entry there, for the token before needed it too.
+        The entry of a token that is not the first of its block is there, since the token before needed it too.
         """
         size, slots = self._sizes.block_size, batch.slots
         num_blocks = -(-(batch.starts + batch.num_new_tokens) // size)
@@ -220,12 +295,10 @@ class InputStaging:
     def _put(self, entries: torch.Tensor, blocks: torch.Tensor) -> None:
         self.block_table.view(-1).scatter_(0, entries, blocks)
 
-    # --- decode rows under a graph ------------------------------------------------------------------------------------
-
     def stage_decode(self, batch: ScheduledBatch | None, num_rows: int, watch: Watch = UNWATCHED) -> None:
         """Send rows that decode, filled up to `num_rows`, to where `decode_step(num_rows)` reads them.
 
-        None stands for no rows at all.
+        None means no rows but those that fill up.
         """
         arena = self._arenas.begin(watch)
         host, max_blocks = arena.fields, self._sizes.max_blocks
@@ -247,7 +320,7 @@ class InputStaging:
         self._arenas.send(arena, self._arenas.end_of(_LAST_DECODE_FIELD), watch)
 
     def decode_step(self, num_rows: int) -> StagedStep:
-        """What `stage_decode` sends, at addresses that never change. Its host arrays say nothing of any batch."""
+        """The step that `stage_decode` sends, at addresses that never change. Its host arrays are placeholders."""
         slots = self._device["slot_indices"][:num_rows]
         return StagedStep(
             packed=PackedTokens(
@@ -273,18 +346,18 @@ class InputStaging:
         self._put(self._device["last_entries"][:num_rows], self._device["last_blocks"][:num_rows])
 
     def next_positions(self, num_rows: int) -> torch.Tensor:
-        """Where the token that each row of `stage_decode` samples will stand: int64 [num_rows]."""
+        """The positions of the tokens that the rows of `stage_decode` sample: int64 [num_rows]."""
         return self._device["next_positions"][:num_rows]
 
 
 def _entries(words: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of `count` entries int64, and after them their blocks int32."""
+    """The indices of `count` entries int64, and after them their blocks int32."""
     middle = first + 2 * count
     return words[first:middle].view(torch.int64), words[middle : middle + count]
 
 
 def _repeat_last(array: Int32Array, length: int) -> Int32Array:
-    """The array, its last number repeated up to a length."""
+    """The array, with its last number repeated up to `length`."""
     if len(array) == length:
         return array
     longer = np.empty(length, array.dtype)

@@ -1,8 +1,8 @@
-"""How the front end gives memory back to the system: large pieces when they are freed, the rest when it is told to.
+"""Tunes malloc and torch's allocator: an engine's process keeps freed memory, a front end's returns it to the system.
 
-glibc keeps what was freed for whoever asks next, in a heap for each few threads, and the larger the pieces are that it
-has seen freed, the larger those are that it keeps. A few texts of two megabytes, encoded by different threads, would so
-leave hundreds of megabytes with the process. Knows nothing of what is in the memory.
+glibc keeps freed memory in a heap for each few threads, and keeps larger pieces the larger the pieces are that it has
+seen freed. A few texts of two megabytes, encoded by different threads, would leave hundreds of megabytes with the
+process. Imports no torch: `prefer_huge_pages` has to run before it is imported.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import sys
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # mallopt(3)
 _NUM_HEAPS = 2  # the event loop's, and one for threads
 _OWN_MAPPING_BYTES = 1 << 20  # from this size on a piece is a mapping of its own, which goes when it is freed
+_NEVER = 2**31 - 1  # bytes, the largest value that mallopt takes
 _KEPT_BYTES = 4 << 20  # of free memory at a heap's end, so that it does not grow and shrink all the time
 
 
@@ -29,6 +30,27 @@ def give_back() -> None:
     """
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
+
+
+def prefer_huge_pages() -> None:
+    """Have torch ask for huge pages for each CPU tensor of 2 MiB or more, unless the user has set the variable.
+
+    A step reads all weights and much of the KV cache, and with pages of 4 KiB a good part of it is spent on address
+    translation. Torch reads the variable when it first allocates; it is set past Python's copy of the environment.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).setenv(b"THP_MEM_ALLOC_ENABLE", b"1", 0)  # 0: a value that is there stays
+
+
+def keep_freed_memory() -> None:
+    """Have malloc return no freed memory to the system, and map no single allocation of up to 2 GiB.
+
+    Otherwise each large temporary of a step is fresh memory, which the system clears page by page. Call it when
+    everything is loaded: what only loading needed has been returned by then.
+    """
+    if (libc := _glibc()) is not None:
+        libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
+        libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def _glibc() -> ctypes.CDLL | None:

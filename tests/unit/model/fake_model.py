@@ -14,10 +14,12 @@ from roseinfer.messages import EngineInfo
 from roseinfer.model.attention.base import Attend, AttentionBackend, AttentionSpec, DeviceTokens, PackedTokens
 from roseinfer.model.attention.reference import ReferenceAttention
 from roseinfer.model.checkpoint import Checkpoint
+from roseinfer.model.device import Placement
 from roseinfer.model.device_stream import Stream
-from roseinfer.model.families.registry import CausalLM, build_model
+from roseinfer.model.families.causal_lm import CausalLM
+from roseinfer.model.families.registry import build_model
 from roseinfer.model.kv_cache import CacheShape, KVCache
-from roseinfer.model.layers.embedding import Linear, Placement
+from roseinfer.model.layers.linear import Linear
 from roseinfer.model.loading import LoadedModel, OnProgress
 from roseinfer.model.runner import ModelRunner, RunnerLimits
 

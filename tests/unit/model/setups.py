@@ -6,10 +6,9 @@ from typing import Literal
 import torch
 
 from roseinfer.config.tree import RunnerConfig
-from roseinfer.model.device import DTYPES
+from roseinfer.model.device import DTYPES, Placement, Quantization
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import load_kernels
-from roseinfer.model.placement import Placement, Quantization
 from tests.conftest import BuiltKernels
 
 

@@ -15,8 +15,9 @@ from roseinfer.config.tree import DEMO_MODEL
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingDefaults
 from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
-from roseinfer.model.families.registry import CausalLM, build_model
-from roseinfer.model.layers.embedding import Placement
+from roseinfer.model.device import Placement
+from roseinfer.model.families.causal_lm import CausalLM
+from roseinfer.model.families.registry import build_model
 from tests.unit.model.conftest import Shape, write_checkpoint
 
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)

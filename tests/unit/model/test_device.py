@@ -1,4 +1,4 @@
-"""Device, dtype and threads as configured."""
+"""Device, dtype, threads and the kind of linear as configured; memory that is used again."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,9 @@ import torch
 
 from roseinfer.errors import ConfigError
 from roseinfer.model import device
+from roseinfer.model.device import LinearKind, Placement, Scratch, resolve_device, resolve_dtype
+from tests.conftest import BuiltKernels
+from tests.unit.model.setups import LEVELS_HERE, Setup
 
 MIB = 2**20
 LARGE = 2**40
@@ -20,16 +23,16 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_without_a_gpu() -> None:
-    assert device.resolve_device("auto") == device.resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError) as caught:
-        device.resolve_device("cuda")
+        resolve_device("cuda")
     assert caught.value.param == "runner.device"
 
 
 def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert device.resolve_device("auto") == device.resolve_device("cuda") == torch.device("cuda")
-    assert device.resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda")
+    assert resolve_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("has_bf16", "has_amx"), [(True, False), (False, True), (False, False)])
@@ -39,10 +42,10 @@ def test_auto_dtype_is_what_the_hardware_multiplies(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     expected = torch.bfloat16 if has_bf16 or has_amx else torch.float32
-    assert device.resolve_dtype("auto", torch.device("cpu")) == expected
-    assert device.resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert device.resolve_dtype("float32", torch.device("cuda")) == torch.float32
-    assert device.resolve_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert resolve_dtype("auto", torch.device("cpu")) == expected
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("float32", torch.device("cuda")) == torch.float32
+    assert resolve_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -93,3 +96,74 @@ def test_more_threads_than_keep_a_row_exact_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"With 9 threads .* no more than 8 are exact") as caught:
         device.check_num_threads(9, splits_sums=True)
     assert caught.value.param == "runner.num_threads"
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("level", ["off", *LEVELS_HERE])
+def test_compiled_linears_serve_where_there_are_any(built_kernels: BuiltKernels, level: str) -> None:
+    bfloat16: dict[str, LinearKind] = {"amx": "amx", "avx512_bf16": "registers"}
+    expected: dict[str, LinearKind] = {
+        "float32-none": "onednn" if level == "off" else "registers",
+        "bfloat16-none": bfloat16.get(level, "onednn"),
+        "bfloat16-int8": "int8",
+    }
+    placements = {
+        "float32-none": Setup("float32", "none", level).placement(built_kernels),
+        "bfloat16-none": Setup("bfloat16", "none", level).placement(built_kernels),
+        "bfloat16-int8": Setup("bfloat16", "int8", level).placement(built_kernels),
+    }
+    assert {name: placement.linears for name, placement in placements.items()} == expected
+
+
+def test_int8_is_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="int8") as caught:
+        Placement(torch.device("cuda"), torch.bfloat16, "int8")
+    assert caught.value.param == "model.quantization"
+
+
+def test_rows_for_onednn_are_padded_to_few_sizes() -> None:
+    placement = Placement(CPU, torch.float32)
+    sizes = {num_rows: placement.padded_rows(num_rows) for num_rows in range(1, 2049)}
+    assert all(size >= max(2, num_rows) for num_rows, size in sizes.items())
+    assert all(size <= max(num_rows + 1, num_rows * 9 / 8) for num_rows, size in sizes.items())
+    assert all(placement.padded_rows(size) == size for size in sizes.values())
+    assert len({size for size in sizes.values() if size > 16}) == 8 * 7  # eight to each doubling
+
+
+def test_other_rows_are_not_padded(built_kernels: BuiltKernels) -> None:
+    for level in LEVELS_HERE:
+        assert Setup("float32", "none", level).placement(built_kernels).padded_rows(13) == 13
+    assert Placement(CPU, torch.float32, "int8").padded_rows(13) == 13
+    assert Placement(torch.device("cuda"), torch.bfloat16).padded_rows(13) == 13
+
+
+META = torch.device("meta")  # a device with addresses of its own, as far as Scratch can see
+
+
+def test_a_name_keeps_its_memory() -> None:
+    scratch = Scratch(torch.device("cpu"))
+    first = scratch.buffer("a", (4, 3))
+    assert scratch.buffer("a", (2, 2)).data_ptr() == first.data_ptr()
+    assert scratch.buffer("b", (4, 3)).data_ptr() != first.data_ptr()
+    assert scratch.buffer("a", (5, 3)).shape == (5, 3)
+
+
+def test_a_gpu_keeps_what_was_outgrown() -> None:
+    """A CUDA graph may have its address. All that is kept is no larger than what is used."""
+    scratch = Scratch(META)
+    for size in range(1, 100):
+        scratch.buffer("a", (size,))
+    sizes = [buffer.numel() for buffer in scratch._outgrown]
+    assert sizes == [1, 2, 4, 8, 16, 32, 64]
+    assert scratch.buffer("a", (128,)).numel() == 128
+    assert len(scratch._outgrown) == len(sizes)
+
+
+def test_a_cpu_takes_what_was_asked_for() -> None:
+    scratch = Scratch(torch.device("cpu"))
+    for size in (10, 11, 30):
+        scratch.buffer("a", (size,))
+    assert scratch._outgrown == []
+    assert scratch._buffers["a"].numel() == 30

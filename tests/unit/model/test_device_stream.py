@@ -1,6 +1,8 @@
 """Numbers on their way to a device: nobody waits for what the device has to do before."""
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roseinfer.engine.core.batch import SlotBinding
 from roseinfer.messages import SamplingParams
-from roseinfer.model.device_stream import sent
-from roseinfer.model.sampling.penalties import Penalties
+from roseinfer.model.device_stream import TRACE_NAME, TorchProfiler, to_device
+from roseinfer.model.sampling.logit_edits import Penalties
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.sampling.torch import TorchSampling
 
@@ -52,13 +54,13 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 def test_a_cpu_reads_the_array_itself(pinned: list[torch.Tensor]) -> None:
     array = np.arange(3)
-    assert sent(array, torch.device("cpu")).data_ptr() == array.ctypes.data
+    assert to_device(array, torch.device("cpu")).data_ptr() == array.ctypes.data
     assert not pinned
 
 
 def test_a_copy_to_a_gpu_is_queued_from_pinned_memory(pinned: list[torch.Tensor]) -> None:
     with Copies() as copies:
-        on_device = sent(np.arange(3), DEVICE)
+        on_device = to_device(np.arange(3), DEVICE)
     assert on_device.device == DEVICE
     assert [tensor.tolist() for tensor in pinned] == [[0, 1, 2]]
     assert copies.waits == [False]
@@ -107,3 +109,17 @@ def test_a_step_is_sampled_without_waiting(
     assert logprobs is not None
     assert len(copies.waits) == len(pinned) > 0
     assert not any(copies.waits)
+
+
+def test_the_trace_holds_what_ran_between_start_and_stop(tmp_path: Path) -> None:
+    profiler, ones = TorchProfiler("cpu"), torch.ones(4, 4)
+    torch.relu(ones)
+    for number, operator in enumerate((torch.tanh, torch.sigmoid)):
+        profiler.start()
+        operator(ones)
+        profiler.stop(tmp_path / str(number))
+    for number, (name, other) in enumerate([("aten::tanh", "aten::sigmoid"), ("aten::sigmoid", "aten::tanh")]):
+        trace = json.loads((tmp_path / str(number) / TRACE_NAME).read_text())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert name in names
+        assert not {other, "aten::relu"} & names

@@ -219,7 +219,7 @@ from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.attention import AttentionSpec, PackedTokens, choose_attention
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import CacheShape, KVCache
-from roseinfer.model.layers.embedding import Placement
+from roseinfer.model.device import Placement
 import numpy as np
 
 torch.set_num_threads(2)

@@ -5,8 +5,8 @@ import torch
 
 from roseinfer.config.tree import CacheConfig
 from roseinfer.errors import ConfigError
+from roseinfer.model.device import Placement
 from roseinfer.model.kv_cache import CacheShape, KVCache, plan_num_blocks
-from roseinfer.model.layers.embedding import Placement
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=4, head_dim=32)  # 2 KiB a token in float32
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)

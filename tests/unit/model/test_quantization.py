@@ -17,7 +17,7 @@ import roseinfer
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import DTYPES
 from roseinfer.model.families.registry import build_model
-from roseinfer.model.layers.int8 import _Compiled, quantized_rows, quantized_weight
+from roseinfer.model.layers.int8 import IntegerLinear, quantized_rows, quantized_weight
 from roseinfer.model.layers.linear import Linear
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
@@ -68,8 +68,11 @@ def test_compiled_rows_are_those_of_torch(
 ) -> None:
     x = rows_of_every_size(DTYPES[dtype])
     expected, expected_scales = quantized_rows(x)
-    compiled = _Compiled(Setup(dtype, "int8", level).placement(built_kernels), torch.float32)
-    quantized, scales = compiled.quantize(x)
+    weight, placement = (
+        torch.zeros(1, x.shape[1], dtype=torch.int8),
+        Setup(dtype, "int8", level).placement(built_kernels),
+    )
+    quantized, scales = IntegerLinear(weight, torch.ones(1), None, "none", torch.float32, placement)._quantized(x)
     assert torch.equal(quantized, expected)
     torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
 

@@ -101,7 +101,7 @@ def test_offsets_of_a_step_may_pass_two_to_the_31(interpreter: Worker, tmp_path:
 
 def norms(width: int, dtype: torch.dtype, has_delta: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(computed, expected): the sum in place, its layer norm, the sum again, its root-mean-square norm."""
-    from roseinfer.model.triton_kernels.norm import add_layer_norm, add_rms_norm
+    from roseinfer.model.triton_kernels.norm import add_norm
 
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(5, width, generator=generator) + 2
@@ -110,8 +110,8 @@ def norms(width: int, dtype: torch.dtype, has_delta: bool) -> list[tuple[torch.T
     total = x.double() if delta is None else x.double() + delta.double()
     centred = total - total.mean(-1, keepdim=True)
     layer_sum, rms_sum = x.clone(), x.clone()
-    layer = add_layer_norm(layer_sum, delta, weight, bias, 1e-5, torch.float32)
-    rms = add_rms_norm(rms_sum, delta, weight, None, 1e-5, torch.float32)
+    layer = add_norm(layer_sum, delta, weight, bias, 1e-5, torch.float32)
+    rms = add_norm(rms_sum, delta, weight, None, 1e-5, torch.float32)
     return [
         (layer_sum, total),
         (layer, centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight + bias),
@@ -256,7 +256,7 @@ def test_large_groups_get_the_warps_that_hold_their_sums(
 
 def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:
     """What else a layer is made of, for batches of several sizes -> name and bytes of shared memory of each kernel."""
-    from roseinfer.model.triton_kernels.norm import add_layer_norm, add_rms_norm
+    from roseinfer.model.triton_kernels.norm import add_norm
     from roseinfer.model.triton_kernels.pointwise import silu_gate, turn_heads
 
     Ahead.capability = capability
@@ -265,8 +265,8 @@ def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:
     for num_rows in (1, 2, 15, 16, 17):
         x, delta = torch.zeros(num_rows, 896), torch.zeros(num_rows, 896, dtype=dtype)
         for added in (delta, None):  # the first norm of a model has nothing to add
-            add_layer_norm(x, added, weight, bias, 1e-5, dtype)
-            add_rms_norm(x, added, weight, None, 1e-5, dtype)
+            add_norm(x, added, weight, bias, 1e-5, dtype)
+            add_norm(x, added, weight, None, 1e-5, dtype)
         for norms in ((weight[:64], weight[:64]), None):
             merged = torch.zeros(num_rows, 18, 64, dtype=dtype)
             turn_heads(merged, 14, 2, angles[:num_rows], angles[:num_rows], norms, 1e-6)

@@ -10,15 +10,14 @@ import pytest
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
+from roseinfer.model.device import Scratch
 from roseinfer.model.graphs import graph_sizes
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.sampling import torch as sampling_torch
-from roseinfer.model.sampling.logit_edits import GROUP
-from roseinfer.model.sampling.masks import Masked
+from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
-from roseinfer.model.scratch import Scratch
-from roseinfer.model.warm_batches import KINDS, decode_batch
+from roseinfer.model.warm_up import KINDS, decode_batch
 from tests.unit.model.conftest import MakePlayer, Shape
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.fake_model import make_runner, row_model
@@ -48,7 +47,7 @@ def record(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[tuple[ob
 def test_sampling_has_met_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = record(monkeypatch, sampling_torch, "_draw_kept")
     scored = record(monkeypatch, TorchSampling, "logprobs")
-    masked = record(monkeypatch, Masked, "apply")
+    masked = record(monkeypatch, GrammarMasks, "apply")
     barred: list[int] = []
     barred_of = SlotTable.barred
 
@@ -67,7 +66,7 @@ def test_sampling_has_met_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_buffers_of_sampling_are_taken_once_and_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU one that is outgrown is kept, and one that grows in a stream may not fit any more."""
-    taken = record(monkeypatch, Scratch, "_room")
+    taken = record(monkeypatch, Scratch, "_new_size")
     runner = runner_of()
     runner.warm_up(64)
     assert len(taken) == 3, "the masses, a spare one, and the logits that are changed"

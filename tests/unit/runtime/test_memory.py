@@ -1,4 +1,4 @@
-"""What the engine asks of malloc and of torch's allocator; each in a process of its own, since it lasts."""
+"""Settings of malloc and of torch's allocator; each in a process of its own, since they last."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="huge pages and ma
 
 READ_BACK = """
 import ctypes
-from roseinfer.model.memory import prefer_huge_pages
+from roseinfer.runtime.memory import prefer_huge_pages
 
 prefer_huge_pages()
 getenv = ctypes.CDLL(None).getenv
@@ -19,7 +19,7 @@ print(getenv(b"THP_MEM_ALLOC_ENABLE").decode())
 
 COUNT_FAULTS = """
 import ctypes, resource
-from roseinfer.model.memory import keep_freed_memory
+from roseinfer.runtime.memory import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -45,7 +45,7 @@ class Phases(Protocol):
 
 
 class Profiler(Protocol):
-    """Records what host and device do: `model/profiling.py`. Methods raise OSError or RuntimeError."""
+    """Records what host and device do: `model/device_stream.py:TorchProfiler`. Raises OSError or RuntimeError."""
 
     def start(self) -> None: ...
 

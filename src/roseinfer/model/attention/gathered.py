@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.device import Scratch
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.scratch import Scratch
 
 QUERY_TILE = 8
 KEY_TILE = 64
@@ -105,15 +105,15 @@ class GatheredAttention:
         tiles_on_device = self._index(pair_tiles)
         starts = np.cumsum(run_lengths).tolist()
         return _Plan(
-            query_tiles=self._scratch.take(f"queries {window}", tiles_shape).zero_(),
+            query_tiles=self._scratch.buffer(f"queries {window}", tiles_shape).zero_(),
             query_rows=self._index(query_rows + (positions % QUERY_TILE)[:, None]),
             write_rows=self._index(self._write_rows(tokens.block_table, slots, positions)),
             pair_tiles=tiles_on_device,
             chunks=self._chunks(tiles_on_device, self._index(pair_blocks)),
             hidden=self._hidden(tile_indices[pair_tiles[:num_masked]], key_tiles[:num_masked], window),
             runs=[(stop - start, slice(start, stop)) for start, stop in pairwise(starts)],
-            scores=self._scratch.take("scores", (num_products, self._num_rows, KEY_TILE)),
-            parts=self._scratch.take("parts", (num_products, self._num_rows, self._head_dim)),
+            scores=self._scratch.buffer("scores", (num_products, self._num_rows, KEY_TILE)),
+            parts=self._scratch.buffer("parts", (num_products, self._num_rows, self._head_dim)),
         )
 
     def _hidden(self, query_tiles: IndexArray, key_tiles: IndexArray, window: int | None) -> torch.Tensor:
@@ -177,10 +177,10 @@ class GatheredAttention:
     def _gather(self, pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Keys or values of a layer -> those of the given blocks [pairs * K, 64, head_dim] float32, in scratch."""
         shape = (blocks.shape[0], self._cache.block_size * self._head_dim)
-        rows = self._scratch.take(f"pages {pages.dtype}", shape, pages.dtype)
+        rows = self._scratch.buffer(f"pages {pages.dtype}", shape, pages.dtype)
         torch.index_select(pages.view(-1, shape[1]), 0, blocks, out=rows)
         if rows.dtype != torch.float32:
-            rows = self._scratch.take("wide pages", shape).copy_(rows)
+            rows = self._scratch.buffer("wide pages", shape).copy_(rows)
         return rows.view(-1, KEY_TILE, self._head_dim)
 
     def _score(self, plan: _Plan, keys: torch.Tensor) -> None:
@@ -188,7 +188,7 @@ class GatheredAttention:
         num_tiles = plan.query_tiles.shape[0]
         tiles = plan.query_tiles.view(num_tiles, -1)
         for chunk in plan.chunks:
-            queries = self._scratch.take("pair queries", (chunk.pair_tiles.shape[0], tiles.shape[1]))
+            queries = self._scratch.buffer("pair queries", (chunk.pair_tiles.shape[0], tiles.shape[1]))
             torch.index_select(tiles, 0, chunk.pair_tiles, out=queries)
             tile_keys = self._gather(keys, chunk.blocks).transpose(1, 2)
             torch.bmm(queries.view(-1, self._num_rows, self._head_dim), tile_keys, out=plan.scores[chunk.products])

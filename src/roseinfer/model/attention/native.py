@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.device import Scratch
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.scratch import Scratch
 
 _FUNCTIONS = {torch.float32: "attention_float32", torch.bfloat16: "attention_bfloat16"}
 
@@ -111,7 +111,7 @@ class NativeAttention:
         call.num_items, call.appends_first = results
         call.num_tokens = int(tokens.query_starts[-1])
         shape = (len(tokens.slots), self._spec.num_heads * self._spec.head_dim)
-        out = self._scratch.take("out", shape, self._cache.keys[0].dtype)
+        out = self._scratch.buffer("out", shape, self._cache.keys[0].dtype)
         call.out = out.data_ptr()
         return partial(self._attend, (arrays, tokens), ctypes.byref(call), out)
 

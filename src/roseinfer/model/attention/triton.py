@@ -19,8 +19,8 @@ import torch
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.device import Scratch
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.scratch import Scratch
 from roseinfer.model.triton_kernels.decode import Parts, choose_num_splits, decode
 from roseinfer.model.triton_kernels.language import IS_INTERPRETED
 from roseinfer.model.triton_kernels.paging import Rows, heads_of, pages_of, rows_of, step_of
@@ -87,11 +87,11 @@ class TritonAttention:
     ) -> torch.Tensor:
         shape = (rows.starts.shape[0], self._spec.num_heads, num_splits)
         parts = Parts(
-            mixed=self._scratch.take("mixed", (*shape, self._spec.head_dim)),
-            peaks=self._scratch.take("peaks", shape),
-            totals=self._scratch.take("totals", shape),
+            mixed=self._scratch.buffer("mixed", (*shape, self._spec.head_dim)),
+            peaks=self._scratch.buffer("peaks", shape),
+            totals=self._scratch.buffer("totals", shape),
         )
-        out = self._scratch.take("out", (q.shape[0], self._spec.num_heads, self._spec.head_dim), q.dtype)
+        out = self._scratch.buffer("out", (q.shape[0], self._spec.num_heads, self._spec.head_dim), q.dtype)
         step, pages = step_of(q, k, v, out), self._pages[layer]
         decode(step, pages, rows, parts, self._heads, scale=self._spec.scale, window=self._spec.windows[layer])
         return out.flatten(1)

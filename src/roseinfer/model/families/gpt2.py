@@ -1,4 +1,4 @@
-"""GPT-2: token ids and positions into hidden rows, hidden rows into logits. Knows nothing about pages or batches.
+"""GPT-2: hidden rows of token ids and positions, and logits of hidden rows.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; checkpoints as Hugging Face stores them.
 """
@@ -9,11 +9,15 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
+from roseinfer.model.device import Placement
+from roseinfer.model.families.causal_lm import LayerReader, read_spec
 from roseinfer.model.kv_cache import CacheShape
-from roseinfer.model.layers.embedding import Activation, Embedding, LayerNorm, Linear, Placement
+from roseinfer.model.layers.activation import Activation
+from roseinfer.model.layers.embedding import Embedding
+from roseinfer.model.layers.linear import Linear
+from roseinfer.model.layers.norm import LayerNorm
 
 _PositiveInt = Annotated[int, Meta(ge=1)]
 _ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -66,34 +70,17 @@ class _Block:
         self.down = read.linear(f"{prefix}mlp.c_proj", inner, width)
 
 
-class _Reader:
-    """Names of GPT-2 tensors into layers."""
-
-    def __init__(self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement) -> None:
-        self._spec = spec
-        self._checkpoint = checkpoint
-        self._placement = placement
-        # The original checkpoints hold the bare transformer, later ones the language model around it.
-        self._prefix = "transformer." if "transformer.wte.weight" in checkpoint.names else ""
-        self.num_parameters = 0
-
-    def name(self, name: str) -> str:
-        """A tensor's name in this checkpoint."""
-        return self._prefix + name
-
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(self.name(name), shape)
-        self.num_parameters += tensor.numel()
-        return tensor
+class _Reader(LayerReader):
+    """Reads GPT-2's tensors into layers."""
 
     def norm(self, name: str, width: int) -> LayerNorm:
         weight, bias = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width)
-        return LayerNorm(weight, bias, self._spec.layer_norm_epsilon, self._placement)
+        return LayerNorm(weight, bias, self.epsilon, self.placement)
 
     def linear(self, name: str, num_inputs: int, num_outputs: int, activation: Activation = "none") -> Linear:
         # GPT-2 was written with one-dimensional convolutions, whose weights are [inputs, outputs].
         weight = self.tensor(f"{name}.weight", num_inputs, num_outputs).t()
-        return Linear(weight, self.tensor(f"{name}.bias", num_outputs), self._placement, activation)
+        return Linear(weight, self.tensor(f"{name}.bias", num_outputs), self.placement, activation)
 
 
 class GPT2:
@@ -102,11 +89,11 @@ class GPT2:
     model_type = "gpt2"
 
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint, placement: Placement) -> None:
-        try:
-            spec = msgspec.convert(config, GPT2Spec)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{checkpoint.directory}/config.json: {error}.", param="model.path") from error
-        read = _Reader(spec, checkpoint, placement)
+        spec = read_spec(config, GPT2Spec, checkpoint)
+        names = checkpoint.names
+        # The original checkpoints hold the bare transformer, later ones the language model around it.
+        prefix = "transformer." if "transformer.wte.weight" in names else ""
+        read = _Reader(checkpoint, placement, spec.layer_norm_epsilon, prefix)
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.n_positions
         self.attention_spec = spec.attention
@@ -115,30 +102,20 @@ class GPT2:
         self._position_embedding = Embedding(read.tensor("wpe.weight", spec.n_positions, spec.n_embd), placement)
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]
         self._final_norm = read.norm("ln_f", spec.n_embd)
+        is_tied = spec.tie_word_embeddings or "lm_head.weight" not in names
+        self.head = read.head(self._token_embedding, "wte.weight", is_tied=is_tied)
         self.num_parameters = read.num_parameters
-        shape, tied_to = (spec.vocab_size, spec.n_embd), read.name("wte.weight")
-        if "lm_head.weight" not in checkpoint.names or (
-            spec.tie_word_embeddings and not checkpoint.has_other_values("lm_head.weight", tied_to, shape)
-        ):
-            table = self._token_embedding.table
-            self.head = Linear(table, None, placement, is_mapped=False, dtype=torch.float32)
-        else:
-            head = checkpoint.tensor("lm_head.weight", shape)
-            self.num_parameters += head.numel()
-            self.head = Linear(head, None, placement, dtype=torch.float32)
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))
 
     @property
     def layer_linears(self) -> list[Linear]:
-        """The linears of one layer; every layer has the same shapes."""
         first = self._blocks[0]
         return [first.qkv, first.attention_out, first.up, first.down]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Ids and positions [tokens] -> hidden rows [tokens, width] float32, before the final norm."""
         x = self._token_embedding(token_ids)
         self._position_embedding.add_to(x, positions)
-        delta = None  # what the residual stream has yet to be given: the next norm adds it on its way
+        delta = None  # not yet in the residual stream: the next norm adds it
         for layer, block in enumerate(self._blocks):
             qkv = block.qkv(block.attention_norm(x, delta))
             q, k, v = qkv.view(x.shape[0], 3, self.attention_spec.num_heads, -1).unbind(1)
@@ -147,5 +124,4 @@ class GPT2:
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [rows, width] -> logits [rows, vocab_size]: float32, or bfloat16 where linears give only that."""
         return self.head(self._final_norm(hidden))

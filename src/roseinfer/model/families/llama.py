@@ -1,26 +1,47 @@
-"""Llama 3, Mistral, Qwen2 and Qwen3: token ids and positions into hidden rows, those into logits. Knows no pages.
+"""Llama 3, Mistral, Qwen2 and Qwen3: hidden rows of token ids and positions, and logits of hidden rows.
 
 Grattafiori et al. 2024, "The Llama 3 Herd of Models"; Jiang et al. 2023, "Mistral 7B"; Qwen team, "Qwen2 Technical
 Report" (2024) and "Qwen3 Technical Report" (2025); checkpoints as Hugging Face stores them. The four are one
-computation; what a spec says of biases, norms of heads and windows is all that differs.
+computation and differ in biases, norms of heads and windows, as their specs say.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import torch
 from msgspec import Meta
 
-from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
+from roseinfer.model.device import Placement
+from roseinfer.model.families.causal_lm import LayerReader, read_spec
 from roseinfer.model.kv_cache import CacheShape
-from roseinfer.model.layers.embedding import Embedding, Linear, Placement, RMSNorm
-from roseinfer.model.layers.pointwise import HeadCounts, HeadNorms, HeadTurner, SiluGate
-from roseinfer.model.layers.rope import AnyRope, PositiveFloat, PositiveInt, Rope, RotationTable, normalise_rope
+from roseinfer.model.layers.activation import SiluGate
+from roseinfer.model.layers.embedding import Embedding
+from roseinfer.model.layers.linear import Linear
+from roseinfer.model.layers.norm import RMSNorm
+from roseinfer.model.layers.rope import (
+    AnyRope,
+    HeadCounts,
+    HeadNorms,
+    PositiveFloat,
+    PositiveInt,
+    QueryKeyRotation,
+    Rope,
+    RotationTable,
+    normalise_rope,
+)
 
 _FREQUENCY_BUFFERS = (".rotary_emb.inv_freq",)  # that old checkpoints carry along
-_DEFAULT_WINDOW = 4096  # where a configuration is silent; null is no window
+_DEFAULT_WINDOW = 4096  # without an entry in the configuration; null is no window
+
+
+class Biases(NamedTuple):
+    """Which linears have a bias."""
+
+    qkv: bool = False
+    attention_out: bool = False
+    mlp: bool = False
 
 
 class FamilySpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,16 +90,8 @@ class FamilySpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.rope.max_positions(self.max_position_embeddings)
 
     @property
-    def has_qkv_bias(self) -> bool:
-        return False
-
-    @property
-    def has_output_bias(self) -> bool:
-        return False
-
-    @property
-    def has_mlp_bias(self) -> bool:
-        return False
+    def biases(self) -> Biases:
+        return Biases()
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -106,20 +119,14 @@ class LlamaSpec(FamilySpec, frozen=True, kw_only=True):
     mlp_bias: bool = False
 
     @property
-    def has_qkv_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def has_output_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def has_mlp_bias(self) -> bool:
-        return self.mlp_bias
+    def biases(self) -> Biases:
+        return Biases(self.attention_bias, self.attention_bias, self.mlp_bias)
 
 
-class WindowedSpec(FamilySpec, frozen=True, kw_only=True):
-    """A family in which some layers have a window: those that `layer_types` lists, or the family's own choice."""
+class MistralSpec(FamilySpec, frozen=True, kw_only=True):
+    """Mistral: one window for all layers, or, as in Ministral, for those that `layer_types` lists."""
+
+    model_type = "mistral"
 
     sliding_window: PositiveInt | None = _DEFAULT_WINDOW
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
@@ -130,31 +137,19 @@ class WindowedSpec(FamilySpec, frozen=True, kw_only=True):
             raise ValueError("layer_types has not num_hidden_layers entries")
 
     @property
-    def window(self) -> int | None:
-        """The window of the layers that have one."""
-        return self.sliding_window
-
-    @property
-    def first_window_layer(self) -> int:
-        """The first of the layers with a window where there is no `layer_types`."""
-        return 0
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
+        return self._windows_from(0, self.sliding_window)
+
+    def _windows_from(self, first_layer: int, window: int | None) -> tuple[int | None, ...]:
+        """`window` for the layers that `layer_types` lists; without it, for those from `first_layer` on."""
         if self.layer_types is None:
-            slides = [layer >= self.first_window_layer for layer in range(self.num_hidden_layers)]
+            slides = [layer >= first_layer for layer in range(self.num_hidden_layers)]
         else:
             slides = [kind == "sliding_attention" for kind in self.layer_types]
-        return tuple(self.window if slide else None for slide in slides)
+        return tuple(window if slide else None for slide in slides)
 
 
-class MistralSpec(WindowedSpec, frozen=True, kw_only=True):
-    """Mistral: one window for all layers, or, as in Ministral, for those that `layer_types` lists."""
-
-    model_type = "mistral"
-
-
-class Qwen2Spec(WindowedSpec, frozen=True, kw_only=True):
+class Qwen2Spec(MistralSpec, frozen=True, kw_only=True):
     """Qwen2: a bias on queries, keys and values; a window for some layers, if it is switched on."""
 
     model_type = "qwen2"
@@ -163,16 +158,12 @@ class Qwen2Spec(WindowedSpec, frozen=True, kw_only=True):
     max_window_layers: Annotated[int, Meta(ge=0)] = 28
 
     @property
-    def has_qkv_bias(self) -> bool:
-        return True
+    def biases(self) -> Biases:
+        return Biases(qkv=True)
 
     @property
-    def window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
-
-    @property
-    def first_window_layer(self) -> int:
-        return self.max_window_layers
+    def windows(self) -> tuple[int | None, ...]:
+        return self._windows_from(self.max_window_layers, self.sliding_window if self.use_sliding_window else None)
 
 
 class Qwen3Spec(Qwen2Spec, frozen=True, kw_only=True):
@@ -185,66 +176,44 @@ class Qwen3Spec(Qwen2Spec, frozen=True, kw_only=True):
     attention_bias: bool = False
 
     @property
-    def has_qkv_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def has_output_bias(self) -> bool:
-        return self.attention_bias
+    def biases(self) -> Biases:
+        return Biases(self.attention_bias, self.attention_bias)
 
 
 class _Block:
     """The weights of one layer: attention and MLP, each behind its norm."""
 
     def __init__(self, spec: FamilySpec, read: "_Reader", prefix: str) -> None:
-        width, inner = spec.hidden_size, spec.intermediate_size
+        width, inner, biases = spec.hidden_size, spec.intermediate_size, spec.biases
         counts = HeadCounts(spec.num_attention_heads, spec.num_kv_heads, spec.head_width)
         q, kv = counts.num_heads * counts.head_dim, counts.num_kv_heads * counts.head_dim
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         self.attention_norm = read.norm(f"{prefix}input_layernorm", width)
         projections = {f"{attention}q_proj": q, f"{attention}k_proj": kv, f"{attention}v_proj": kv}
-        self.qkv = read.linear(projections, width, spec.has_qkv_bias)
+        self.qkv = read.linear(projections, width, biases.qkv)
         norms = read.head_norms(attention, counts.head_dim) if spec.has_head_norms else None
-        self.turn_heads = HeadTurner(counts, norms, read.placement)
-        self.attention_out = read.linear({f"{attention}o_proj": width}, q, spec.has_output_bias)
+        self.rotate = QueryKeyRotation(counts, norms, read.placement)
+        self.attention_out = read.linear({f"{attention}o_proj": width}, q, biases.attention_out)
         self.mlp_norm = read.norm(f"{prefix}post_attention_layernorm", width)
-        self.gate_up = read.linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, width, spec.has_mlp_bias)
-        self.down = read.linear({f"{mlp}down_proj": width}, inner, spec.has_mlp_bias)
+        self.gate_up = read.linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, width, biases.mlp)
+        self.down = read.linear({f"{mlp}down_proj": width}, inner, biases.mlp)
 
 
-class _Reader:
-    """Names of tensors into layers. Tensors that are used together are joined into one linear."""
-
-    def __init__(self, spec: FamilySpec, checkpoint: Checkpoint, placement: Placement) -> None:
-        self._epsilon = spec.rms_norm_eps
-        self._checkpoint = checkpoint
-        self.placement = placement
-        self.num_parameters = 0
-
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(name, shape)
-        self.num_parameters += tensor.numel()
-        return tensor
+class _Reader(LayerReader):
+    """Reads tensors into layers. Tensors that are used together are joined into one linear."""
 
     def norm(self, name: str, width: int) -> RMSNorm:
-        return RMSNorm(self.tensor(f"{name}.weight", width), self._epsilon, self.placement)
+        return RMSNorm(self.tensor(f"{name}.weight", width), self.epsilon, self.placement)
 
     def head_norms(self, prefix: str, head_dim: int) -> HeadNorms:
         query, key = (self.tensor(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
-        return HeadNorms(query, key, self._epsilon)
+        return HeadNorms(query, key, self.epsilon)
 
-    def linear(
-        self, num_outputs: dict[str, int], num_inputs: int, has_bias: bool, dtype: torch.dtype | None = None
-    ) -> Linear:
-        """One linear of the modules that `num_outputs` names, one below the other; `dtype` as `Linear` has it."""
-        weight = self._joined({f"{name}.weight": (rows, num_inputs) for name, rows in num_outputs.items()})
-        bias = self._joined({f"{name}.bias": (rows,) for name, rows in num_outputs.items()}) if has_bias else None
-        return Linear(weight, bias, self.placement, is_mapped=len(num_outputs) == 1, dtype=dtype)
-
-    def _joined(self, shapes: dict[str, tuple[int, ...]]) -> torch.Tensor:
-        joined = self._checkpoint.joined(shapes, self.placement.device)
-        self.num_parameters += joined.numel()
-        return joined
+    def linear(self, num_outputs: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+        """One linear of the modules that `num_outputs` names, one below the other."""
+        weight = self.joined({f"{name}.weight": (rows, num_inputs) for name, rows in num_outputs.items()})
+        bias = self.joined({f"{name}.bias": (rows,) for name, rows in num_outputs.items()}) if has_bias else None
+        return Linear(weight, bias, self.placement, is_mapped=len(num_outputs) == 1)
 
 
 class Llama:
@@ -253,48 +222,37 @@ class Llama:
     def __init__(
         self, spec_type: type[FamilySpec], config: dict[str, Any], checkpoint: Checkpoint, placement: Placement
     ) -> None:
-        try:
-            spec = msgspec.convert(normalise_rope(config), spec_type)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{checkpoint.directory}/config.json: {error}.", param="model.path") from error
-        read = _Reader(spec, checkpoint, placement)
+        spec = read_spec(normalise_rope(config), spec_type, checkpoint)
+        read = _Reader(checkpoint, placement, spec.rms_norm_eps)
         self.model_type = spec.model_type
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.max_positions
         self.attention_spec = spec.attention
         self.cache_shape = CacheShape(spec.num_hidden_layers, spec.num_kv_heads, spec.head_width)
-        shape = (spec.vocab_size, spec.hidden_size)
-        table = read.tensor("model.embed_tokens.weight", *shape)
+        table = read.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._token_embedding = Embedding(table, placement)
         self._rotations = RotationTable(spec.rope, spec.head_width, spec.max_positions, placement.device)
         self._gate = SiluGate(placement)
         self._blocks = [_Block(spec, read, f"model.layers.{layer}.") for layer in range(spec.num_hidden_layers)]
         self._final_norm = read.norm("model.norm", spec.hidden_size)
-        is_tied = spec.tie_word_embeddings
-        if is_tied and not checkpoint.has_other_values("lm_head.weight", "model.embed_tokens.weight", shape):
-            self.head = Linear(self._token_embedding.table, None, placement, is_mapped=False, dtype=torch.float32)
-        else:
-            self.head = read.linear({"lm_head": spec.vocab_size}, spec.hidden_size, has_bias=False, dtype=torch.float32)
+        self.head = read.head(self._token_embedding, "model.embed_tokens.weight", is_tied=spec.tie_word_embeddings)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
 
     @property
     def layer_linears(self) -> list[Linear]:
-        """The linears of one layer; every layer has the same shapes."""
         first = self._blocks[0]
         return [first.qkv, first.attention_out, first.gate_up, first.down]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Ids and positions [tokens] -> hidden rows [tokens, width] float32, before the final norm."""
         x = self._token_embedding(token_ids)
         rotation = self._rotations.at(positions)
-        delta = None  # what the residual stream has yet to be given: the next norm adds it on its way
+        delta = None  # not yet in the residual stream: the next norm adds it
         for layer, block in enumerate(self._blocks):
-            q, k, v = block.turn_heads(block.qkv(block.attention_norm(x, delta)), rotation)
+            q, k, v = block.rotate(block.qkv(block.attention_norm(x, delta)), rotation)
             delta = block.attention_out(attend(layer, q, k, v))
             delta = block.down(self._gate(block.gate_up(block.mlp_norm(x, delta))))
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [rows, width] -> logits [rows, vocab_size]: float32, or bfloat16 where linears give only that."""
         return self.head(self._final_norm(hidden))

@@ -1,9 +1,12 @@
-"""What a linear layer ends with: the names of activations, and what they compute. Knows nothing of weights."""
+"""Activations of linears, and the SwiGLU gate, with the same bits for a row whatever other rows there are."""
 
+import ctypes
 from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
+
+from roseinfer.model.device import Placement
 
 Activation = Literal["none", "gelu", "gelu_tanh", "silu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)  # in the order of kernels/activation.h
@@ -14,8 +17,6 @@ def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation == "none":
         return x
     if x.device.type == "cpu":
-        # Not torch's gelu and silu: for the last few numbers of a thread's work they take other instructions than for
-        # those before, so that a row's bits would depend on where it lies. Its erf, tanh and exp are each one for all.
         return _activated_in_steps(x.float(), activation).to(x.dtype)
     if activation == "silu":
         return functional.silu(x)
@@ -23,6 +24,8 @@ def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def _activated_in_steps(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    # Torch's gelu and silu compute the last few numbers of a thread's work with other instructions than those before,
+    # so that a row's bits would depend on where it lies. Its erf, tanh and exp use the same for all.
     if activation == "silu":
         return x / (-x).exp_().add_(1.0)
     if activation == "gelu":
@@ -30,3 +33,26 @@ def _activated_in_steps(x: torch.Tensor, activation: Activation) -> torch.Tensor
     else:
         share = (x * x * x).mul_(0.044715).add_(x).mul_((2.0 / torch.pi) ** 0.5).tanh_()
     return share.add_(1.0).mul_(x).mul_(0.5)
+
+
+class SiluGate:
+    """silu(gate) * up: the activation of SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer")."""
+
+    def __init__(self, placement: Placement) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._has_triton = placement.has_triton
+        self._compiled = placement.compiled("gate", pointer, pointer, size, size)
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Gates, and the numbers they scale, [rows, 2 * inner] -> [rows, inner], in the same type."""
+        if self._compiled is not None:
+            num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+            out = gate_up.new_empty(num_rows, inner)
+            self._compiled(gate_up.data_ptr(), out.data_ptr(), num_rows, inner)
+            return out
+        if self._has_triton:
+            from roseinfer.model.triton_kernels.pointwise import silu_gate
+
+            return silu_gate(gate_up)
+        gates, up = gate_up.chunk(2, -1)
+        return _activated_in_steps(gates.float(), "silu").mul_(up).to(gate_up.dtype)

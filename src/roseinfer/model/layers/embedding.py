@@ -1,14 +1,9 @@
-"""The layers a model is made of, under one name; and ids into rows. Knows nothing about sequences."""
+"""Embedding: the vectors of token ids or positions."""
 
 import torch
 from torch.nn import functional
 
-from roseinfer.model.layers.activation import Activation
-from roseinfer.model.layers.linear import Linear
-from roseinfer.model.layers.norm import LayerNorm, RMSNorm
-from roseinfer.model.placement import Placement
-
-__all__ = ["Activation", "Embedding", "LayerNorm", "Linear", "Placement", "RMSNorm"]
+from roseinfer.model.device import Placement
 
 
 class Embedding:

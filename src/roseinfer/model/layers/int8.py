@@ -1,28 +1,28 @@
-"""A weight into int8 with a scale for each output, and rows of activations into int8 with a scale for each.
+"""Int8 quantization: weights with a scale for each output, rows of activations with a scale for each row.
 
 Both scales are symmetric and exact at the largest number: w is about q * max|w| / 127. The products are sums of
-integers, so a row has the same bits in any number of rows, whoever adds them. Knows nothing about models; what it does
-to a model's answers is measured in tests/unit/model/test_quantization.py.
+integers, so a row has the same bits in any number of rows, in whatever order they are added. What it does to a model's
+answers is measured in tests/unit/model/test_quantization.py.
 """
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
+from roseinfer.model.device import Placement, dtype_name
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation, activated
-from roseinfer.model.layers.amx import TileLinear
-from roseinfer.model.layers.packed_linear import RegisterLinear
-from roseinfer.model.placement import Placement
+from roseinfer.model.layers.packed_linear import RegisterLinear, TileLinear
 
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _ROWS_AT_ONCE = 4096  # of a weight, so that its float32 copy is small
 
 
 def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [rows, width] -> int8 of the same shape, and scales [rows] float32.
+    """Rows [rows, width] -> int8 of the same shape, and scales [rows] float32; the same bits as kernels/quantize.h.
 
-    A row so small that 127 / max|x| is no float32, below about 3.7e-37, is a row of zeros, and so is its scale. That of
-    a row that is not finite is NaN, as all is that is made of it, and its int8 are 0. The same bits as
-    kernels/quantize.h gives.
+    A row so small that 127 / max|x| is no float32, below about 3.7e-37, becomes zeros with a scale of 0. A row that is
+    not finite becomes zeros with a scale of NaN, and so do all products with it.
     """
     x = x.float()
     limits = x.abs().amax(1, keepdim=True)
@@ -44,25 +44,18 @@ def quantized_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def int8_linear(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: Activation,
-    dtype: torch.dtype,
-    placement: Placement,
-) -> "TileLinear | RegisterLinear | IntegerLinear":
-    """The fastest form that the placement's kernels have."""
+    weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, dtype: torch.dtype, placement: Placement
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The fastest int8 linear that the placement's kernels have."""
     quantized, scales = quantized_weight(weight)
-    if placement.has_tiles:
-        return TileLinear(quantized, scales, bias, activation, dtype, placement)
-    if placement.has_fours:
-        return RegisterLinear(quantized, scales, bias, activation, dtype, placement)
-    return IntegerLinear(quantized, scales, bias, activation, dtype, placement)
+    kind = TileLinear if placement.has_tiles else RegisterLinear if placement.has_fours else IntegerLinear
+    return kind(quantized, scales, bias, activation, dtype, placement)
 
 
 class IntegerLinear:
     """x [rows, inputs] of the placement's dtype -> activation(x Wᵀ + b) [rows, outputs] of `dtype`.
 
-    By torch's product of int8 matrices; before and after it come two kernels, or the same in torch.
+    Torch multiplies the int8 matrices; before and after it run two of our kernels, or the same in torch.
     """
 
     def __init__(
@@ -79,50 +72,29 @@ class IntegerLinear:
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._activation = activation
         self._dtype = dtype
-        self._compiled = None if placement.kernels is None else _Compiled(placement, dtype)
+        self._quantize = placement.compiled("quantize", _POINTER, _SIZE, _SIZE, _POINTER, _POINTER)
+        if placement.kernels is not None:
+            name, argtypes = f"roseinfer_dequantize_to_{dtype_name(dtype)}", (_POINTER,) * 4
+            self._dequantize = placement.kernels.function(name, *argtypes, ctypes.c_int32, _SIZE, _SIZE, _POINTER)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._compiled is None:
-            quantized, row_scales = quantized_rows(x)
-            y = torch._int_mm(quantized, self._weight).float() * self._scales * row_scales[:, None]  # noqa: SLF001
+        quantized, row_scales = self._quantized(x)
+        sums = torch._int_mm(quantized, self._weight)  # noqa: SLF001
+        if self._quantize is None:
+            y = sums.float() * self._scales * row_scales[:, None]
             if self._bias is not None:
                 y += self._bias
             return activated(y, self._activation).to(self._dtype)
-        quantized, row_scales = self._compiled.quantize(x.contiguous())
-        sums = torch._int_mm(quantized, self._weight)  # noqa: SLF001
-        return self._compiled.finish(sums, row_scales, self._scales, self._bias, self._activation)
+        out = torch.empty(sums.shape, dtype=self._dtype)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        addresses = (sums.data_ptr(), row_scales.data_ptr(), self._scales.data_ptr(), bias)
+        self._dequantize(*addresses, ACTIVATIONS.index(self._activation), *sums.shape, out.data_ptr())
+        return out
 
-
-class _Compiled:
-    """The functions of kernels/quantize.cpp for one pair of types."""
-
-    def __init__(self, placement: Placement, dtype: torch.dtype) -> None:
-        assert placement.kernels is not None
-        source, target = (str(name).removeprefix("torch.") for name in (placement.dtype, dtype))
-        pointer, count = ctypes.c_void_p, ctypes.c_int64
-        self._dtype = dtype
-        self._quantize = placement.kernels.function(
-            f"roseinfer_quantize_{source}", pointer, count, count, pointer, pointer
-        )
-        self._finish = placement.kernels.function(
-            f"roseinfer_dequantize_to_{target}", *(pointer,) * 4, ctypes.c_int32, count, count, pointer
-        )
-
-    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._quantize is None:
+            return quantized_rows(x)
+        x = x.contiguous()
         quantized, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
         self._quantize(x.data_ptr(), *x.shape, quantized.data_ptr(), scales.data_ptr())
         return quantized, scales
-
-    def finish(
-        self,
-        sums: torch.Tensor,  # [rows, outputs] int32
-        row_scales: torch.Tensor,
-        scales: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-    ) -> torch.Tensor:
-        out = torch.empty(sums.shape, dtype=self._dtype)
-        bias_address = None if bias is None else bias.data_ptr()
-        addresses = (sums.data_ptr(), row_scales.data_ptr(), scales.data_ptr(), bias_address)
-        self._finish(*addresses, ACTIVATIONS.index(activation), *sums.shape, out.data_ptr())
-        return out

@@ -1,7 +1,7 @@
-"""Rows of activations into rows of activations, through one weight. Knows nothing about sequences.
+"""Linear layers: x Wᵀ + b and an activation, by our kernels, int8, oneDNN or plain torch.
 
-Our kernels, integers and oneDNN give a row the same bits whatever the other rows and their number: the first two by
-construction, oneDNN when it is asked in a way that was measured (docs/log.md). Plain torch does not, neither on a GPU
+Our kernels, int8 and oneDNN give a row the same bits whatever the other rows and their number: the first two by
+construction, oneDNN when it is called in a way that was measured (docs/log.md). Plain torch does not, neither on a GPU
 nor on a CPU that has nothing else.
 """
 
@@ -10,11 +10,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from roseinfer.model.device import Placement
 from roseinfer.model.layers.activation import Activation, activated
-from roseinfer.model.layers.amx import TileLinear
 from roseinfer.model.layers.int8 import int8_linear
-from roseinfer.model.layers.packed_linear import RegisterLinear
-from roseinfer.model.placement import Placement
+from roseinfer.model.layers.packed_linear import RegisterLinear, TileLinear
 
 _PACKED_BATCH_HINT = 64  # packings for 16 to 512 rows run within a tenth of each other at any number of rows
 _PACKED_ATTRIBUTES = {
@@ -24,8 +23,6 @@ _PACKED_ATTRIBUTES = {
     "silu": ("swish", ""),
 }
 _PIECE_ROWS = 32
-
-_Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Linear:
@@ -38,13 +35,25 @@ class Linear:
         placement: Placement,
         activation: Activation = "none",
         *,
-        is_mapped: bool = True,  # the weight is a piece of a mapped file, so it must be copied; else it may be shared
+        is_mapped: bool = True,  # the weight is a piece of a mapped file and must be copied; else it may be shared
         dtype: torch.dtype | None = None,  # of the result, where the kind has a choice; else the placement's
     ) -> None:
         self.num_outputs, self.num_inputs = weight.shape
         self.activation = activation
         self._placement = placement
-        self._multiply = _multiply(weight, bias, placement, activation, is_mapped, dtype or placement.dtype)
+        dtype = dtype or placement.dtype
+        self._multiply: Callable[[torch.Tensor], torch.Tensor]
+        match placement.linears:
+            case "int8":
+                self._multiply = int8_linear(weight, bias, activation, dtype, placement)
+            case "amx":
+                self._multiply = TileLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
+            case "registers":
+                self._multiply = RegisterLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
+            case "onednn":
+                self._multiply = OneDnnLinear(weight, bias, activation, placement.dtype)
+            case "torch":
+                self._multiply = TorchLinear(weight, bias, activation, placement, is_mapped)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x)
@@ -52,25 +61,6 @@ class Linear:
     def warm_up(self, num_rows: int) -> None:
         """Have the kernel for `num_rows` rows built."""
         self(torch.zeros(num_rows, self.num_inputs, dtype=self._placement.dtype, device=self._placement.device))
-
-
-def _multiply(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    placement: Placement,
-    activation: Activation,
-    is_mapped: bool,
-    dtype: torch.dtype,
-) -> _Multiply:
-    if placement.linears == "int8":
-        return int8_linear(weight, bias, activation, dtype, placement)
-    if placement.linears == "amx":
-        return TileLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
-    if placement.linears == "registers":
-        return RegisterLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
-    if placement.linears == "onednn":
-        return OneDnnLinear(weight, bias, activation, placement.dtype)
-    return TorchLinear(weight, bias, activation, placement, is_mapped)
 
 
 class TorchLinear:
@@ -95,9 +85,9 @@ class TorchLinear:
 class OneDnnLinear:
     """A weight packed for oneDNN, which is the faster form of its products too.
 
-    A row's bits depend on the number of rows in two ways. One row is multiplied otherwise than several (`padded_rows`
-    of the placement). And on AMX tiles the sum over k is cut by the number of rows, so there the rows travel in pieces
-    of one size: at most 2 times slower, for a processor with AMX whose kernels nobody has built.
+    A row's bits depend on the number of rows in two ways. One row is multiplied in another way than several
+    (`Placement.padded_rows`). And on AMX tiles the sum over k is cut by the number of rows, so rows are multiplied in
+    pieces of one size: at most 2 times slower, on a processor with AMX without compiled kernels.
     """
 
     def __init__(

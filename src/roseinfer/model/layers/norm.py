@@ -1,16 +1,15 @@
-"""The residual stream and what is added to it into the norm of their sum. Knows nothing about layers.
+"""LayerNorm and RMSNorm of the residual stream, which add the last sublayer's result to it in the same pass.
 
-One pass over memory for both: in `kernels/norm.cpp` on a CPU, in Triton on a GPU; where neither is at hand the two
-steps in torch, which are what the kernels are compared with.
+The pass is `kernels/norm.cpp` on a CPU and Triton on a GPU; without either it is two steps in torch, with which the
+tests compare the kernels.
 """
 
 import ctypes
-from importlib.util import find_spec
 
 import torch
 from torch.nn import functional
 
-from roseinfer.model.placement import Placement
+from roseinfer.model.device import Placement
 
 
 class _Descriptor(ctypes.Structure):
@@ -26,14 +25,14 @@ class _Descriptor(ctypes.Structure):
 
 
 class _AddNorm:
-    """Either norm: without a bias it is RMSNorm."""
+    """Either norm, computed in float32: without a bias it is RMSNorm."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, placement: Placement) -> None:
         self._weight = weight.to(placement.device, torch.float32, copy=True)
         self._bias = None if bias is None else bias.to(placement.device, torch.float32, copy=True)
         self._epsilon = epsilon
         self._dtype = placement.dtype
-        self._has_triton = placement.device.type == "cuda" and find_spec("triton") is not None
+        self._has_triton = placement.has_triton
         self._compiled = None
         if placement.kernels is not None:
             pointer = ctypes.c_void_p
@@ -50,7 +49,7 @@ class _AddNorm:
             self._address = ctypes.addressof(self._descriptor)
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows [rows, width] float32, and what is added to them in place, into rows of the placement's dtype."""
+        """Add `delta` to x [rows, width] float32, in place -> norms of the sums, in the placement's dtype."""
         if self._compiled is None:
             return self._by_triton(x, delta) if self._has_triton else self._by_torch(x, delta)
         assert x.is_contiguous()
@@ -64,9 +63,8 @@ class _AddNorm:
         return out
 
     def _by_triton(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        from roseinfer.model.triton_kernels.norm import add_layer_norm, add_rms_norm
+        from roseinfer.model.triton_kernels.norm import add_norm
 
-        add_norm = add_rms_norm if self._bias is None else add_layer_norm
         return add_norm(x, delta, self._weight, self._bias, self._epsilon, self._dtype)
 
     def _by_torch(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
@@ -81,20 +79,14 @@ class _AddNorm:
 
 
 class LayerNorm(_AddNorm):
-    """x [rows, width] float32, delta of its shape -> (x + delta - mean) / sqrt(var + epsilon) * weight + bias.
-
-    `delta` is added to x in place. The norm is computed in float32 and has the placement's dtype.
-    """
+    """(x + delta - mean) / sqrt(var + epsilon) * weight + bias (Ba, Kiros and Hinton 2016)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, epsilon: float, placement: Placement) -> None:
         super().__init__(weight, bias, epsilon, placement)
 
 
 class RMSNorm(_AddNorm):
-    """x [rows, width] float32, delta of its shape -> (x + delta) / sqrt(mean of squares + epsilon) * weight.
-
-    `delta` is added to x in place. The norm is computed in float32 and has the placement's dtype.
-    """
+    """(x + delta) / sqrt(mean of squares + epsilon) * weight (Zhang and Sennrich 2019)."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float, placement: Placement) -> None:
         super().__init__(weight, None, epsilon, placement)

@@ -1,11 +1,12 @@
-"""Positions into rotations of queries and keys, with the scalings of a checkpoint. Knows no layers and no pages.
+"""Rotary position embedding: frequencies and their scalings, and the rotation of queries and keys.
 
 Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding": dimension i of a head and dimension
 i + head_dim / 2 are one point of a plane, turned by position times frequency i.
 """
 
+import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,7 +14,11 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from roseinfer.model.device import Placement
+from roseinfer.model.layers.norm import RMSNorm
+
 _DEFAULT_THETA = 10_000.0
+_MAX_COMPILED_HEAD_DIM = 512
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn")  # types that compare wavelengths with the context of pre-training
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -22,7 +27,7 @@ ScaleFactor = Annotated[float, Meta(ge=1)]
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rope_type", tag="default"):
-    """Frequencies as RoFormer has them: theta to the power of -2i / head_dim."""
+    """RoFormer's frequencies: theta to the power of -2i / head_dim."""
 
     rope_theta: PositiveFloat
 
@@ -32,11 +37,11 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def magnitude(self) -> float:
-        """What rotated queries and keys are multiplied with."""
+        """The factor of rotated queries and keys."""
         return 1.0
 
     def max_positions(self, configured: int) -> int:
-        """Positions that the model can tell apart, where its configuration says `configured`."""
+        """Positions that the model can tell apart, if its configuration says `configured`."""
         return configured
 
 
@@ -52,7 +57,7 @@ class LinearRope(Rope, frozen=True, kw_only=True, tag="linear"):
 class DynamicRope(Rope, frozen=True, kw_only=True, tag="dynamic"):
     """NTK-aware scaling that grows with the text, of bloc97 and emozilla, 2023.
 
-    It begins past `max_position_embeddings`, and we serve no longer texts: up to there nothing is scaled.
+    It begins past `max_position_embeddings`, and longer texts are not served: up to there nothing is scaled.
     """
 
     factor: ScaleFactor
@@ -117,7 +122,7 @@ class YarnRope(Rope, frozen=True, kw_only=True, tag="yarn"):
         return self._magnitude(1.0)
 
     def max_positions(self, configured: int) -> int:
-        """Checkpoints that were given YaRN afterwards still name the context they were trained on."""
+        """The stretched context: checkpoints extended by YaRN may still name the one they were trained on."""
         return max(configured, int(self.factor * self.original_max_position_embeddings))
 
     def _magnitude(self, mscale: float) -> float:
@@ -179,3 +184,89 @@ class RotationTable:
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotations of tokens at `positions` [tokens]."""
         return Rotation(self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None])
+
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values [tokens, heads, head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCounts:
+    """How a merged row is cut: heads of queries, then of keys, then as many of values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def total(self) -> int:
+        return self.num_heads + 2 * self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [head_dim] of the RMSNorms of queries and of keys."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    epsilon: float
+
+
+class QueryKeyRotation:
+    """Rotates queries and keys, and norms each head before, where the model has norms of heads.
+
+    One call of kernels/pointwise.cpp or triton_kernels/pointwise.py, else torch, with which the tests compare them. It
+    computes in float32, and gives a row the same bits whatever other rows there are.
+    """
+
+    def __init__(self, counts: HeadCounts, norms: HeadNorms | None, placement: Placement) -> None:
+        self._counts = counts
+        self._has_triton = placement.has_triton
+        self._compiled = None
+        if counts.head_dim <= _MAX_COMPILED_HEAD_DIM:
+            pointer, size = ctypes.c_void_p, ctypes.c_int64
+            argtypes = (pointer, *[size] * 5, *[pointer] * 4, ctypes.c_float)
+            self._compiled = placement.compiled("turn_heads", *argtypes)
+        self._query_norm = self._key_norm = self._weights = None
+        self._epsilon = 0.0
+        if norms is not None:
+            self._epsilon = norms.epsilon
+            self._query_norm, self._key_norm = (RMSNorm(w, norms.epsilon, placement) for w in (norms.query, norms.key))
+            query, key = (w.to(placement.device, torch.float32, copy=True) for w in (norms.query, norms.key))
+            self._weights = query, key
+
+    def __call__(self, merged: torch.Tensor, rotation: Rotation) -> Heads:
+        """Merged rows [tokens, heads * head_dim] -> queries, keys and values [tokens, heads, head_dim].
+
+        It may change `merged`, and return views of it.
+        """
+        counts = self._counts
+        first_key, first_value = counts.num_heads, counts.num_heads + counts.num_kv_heads
+        heads = merged.view(-1, counts.total, counts.head_dim)
+        q, k, v = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
+        if self._compiled is not None:
+            self._by_compiled(self._compiled, merged, rotation)
+        elif self._has_triton:
+            self._by_triton(heads, rotation)
+        else:
+            return rotation(_normed(q, self._query_norm)), rotation(_normed(k, self._key_norm)), v
+        return q, k, v
+
+    def _by_compiled(self, turn: Callable[..., None], merged: torch.Tensor, rotation: Rotation) -> None:
+        counts = self._counts
+        turn(
+            *(merged.data_ptr(), merged.shape[0], merged.stride(0)),
+            *(counts.num_heads, counts.num_kv_heads, counts.head_dim),
+            *(rotation.cos.data_ptr(), rotation.sin.data_ptr()),
+            *(weight.data_ptr() for weight in self._weights) if self._weights else (None, None),
+            self._epsilon,
+        )
+
+    def _by_triton(self, heads: torch.Tensor, rotation: Rotation) -> None:
+        from roseinfer.model.triton_kernels.pointwise import turn_heads
+
+        num_heads, num_kv_heads = self._counts.num_heads, self._counts.num_kv_heads
+        turn_heads(heads, num_heads, num_kv_heads, rotation.cos, rotation.sin, self._weights, self._epsilon)
+
+
+def _normed(heads: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+    return heads if norm is None else norm(heads.float().flatten(0, 1)).view(heads.shape)

@@ -1,10 +1,16 @@
-"""Rows of logits into what a token is drawn from, where a request wants them changed first. Knows no distribution.
+"""Edits of logits that requests ask for: logit_bias, penalties on tokens seen, and masks of grammars.
 
-Few rows want it, so it costs the others nothing: a row that does is copied to float32, changed with torch operators on
-any device, and drawn from by the same backend as all. The model's own logits stay as they are, for log-probabilities.
+Few rows want one, so the others pay nothing: a row that does is copied to float32, changed with torch operators on any
+device, and drawn from by the same backend as all. The model's own logits stay as they are, for log-probabilities.
+
+The order is that of transformers' processors and vLLM's: the bias of `logit_bias` is added; a token of prompt or
+completion has its logit divided by `repetition_penalty`, or multiplied where it is negative (CTRL, arXiv:1909.05858,
+section 4.1); a token that was generated c > 0 times loses c * `frequency_penalty` + `presence_penalty` (OpenAI's API
+reference); last, what a grammar does not allow is set to minus infinity.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,31 +18,35 @@ import numpy.typing as npt
 import torch
 
 from roseinfer.engine.core.batch import Int32Array, SlotBinding
-from roseinfer.model.device_stream import sent
+from roseinfer.engine.core.constraint import MaskArray, TokenMasks
+from roseinfer.messages import SamplingParams
+from roseinfer.model.device import Scratch
+from roseinfer.model.device_stream import to_device
 from roseinfer.model.sampling.slot_table import Int64Array
-from roseinfer.model.scratch import Scratch
 
-GROUP = 32  # rows that are changed at a time: what bounds the memory of copies
+GROUP = 32  # rows that are changed at a time, which bounds the memory of copies
+_NO_ROWS: Int64Array = np.zeros(0, np.int64)
 
 
 class LogitsEdit(Protocol):
-    """One kind of change, with what it keeps of each slot."""
+    """One kind of edit, with what it keeps of each slot."""
 
     def bind(self, binding: SlotBinding) -> bool:
-        """The slot has a new owner: forget the last one. Whether the owner's rows want this change."""
+        """Forget the slot's last owner; return whether the new owner's rows want this edit."""
 
     def apply(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
-        """Change logits [rows, vocab_size] float32 in place; each row is of a slot that wants it, and all differ.
+        """Change logits [rows, vocab_size] float32 in place; the slots differ, and each wants this edit.
 
-        `positions` say where the token to be drawn will stand: so many are known, the last perhaps to the device alone.
+        `positions` are those of the tokens to be drawn, which is also the number of known tokens of each row; the last
+        of them may be known on the device only.
         """
 
-    def note(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
-        """The tokens [rows] int64, on the device, that were drawn for rows that want this, and where they stand."""
+    def note_tokens(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
+        """Keep the tokens [rows] int64, on the device, that were drawn for rows that want this edit."""
 
 
 class LogitsEdits:
-    """All changes, in the order in which they are made."""
+    """All edits, in the order in which they are made."""
 
     def __init__(self, edits: Sequence[LogitsEdit], num_slots: int, device: torch.device) -> None:
         self._edits = edits
@@ -46,14 +56,14 @@ class LogitsEdits:
         self._num_wanting = 0  # slots
 
     def bind(self, binding: SlotBinding) -> None:
-        """The slot has a new owner."""
+        """Apply the edits that the slot's new owner wants to its rows from now on."""
         wanted = [edit.bind(binding) for edit in self._edits]  # it may raise, and then the row is as it was
         row = self._wanted[binding.slot]
         self._num_wanting += int(any(wanted)) - int(row.any())
         row[:] = wanted
 
     def rows(self, slots: Int32Array) -> Int64Array:
-        """Which of the rows want any change."""
+        """Indices of the rows that want any edit."""
         if not self._num_wanting:
             return _NO_ROWS
         return np.flatnonzero(self._wanted[slots].any(axis=1))
@@ -63,7 +73,7 @@ class LogitsEdits:
 
         Slots and positions are those of the rows. The copy is valid until the next one.
         """
-        changed = self._scratch.take("rows", (len(rows), logits.shape[1]))
+        changed = self._scratch.buffer("rows", (len(rows), logits.shape[1]))
         if logits.dtype == changed.dtype:
             torch.index_select(logits, 0, self._tensor(rows), out=changed)
         else:
@@ -78,15 +88,123 @@ class LogitsEdits:
                 changed[some] = part
         return changed
 
-    def note(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
-        """The tokens [rows] that were drawn for some rows, all of which want a change."""
+    def note_tokens(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
+        """Pass on the tokens [rows] that were drawn for rows which want an edit."""
         for edit, mine in zip(self._edits, self._wanted[slots].T, strict=True):
             if mine.any():
                 of_these = tokens if mine.all() else tokens[self._tensor(np.flatnonzero(mine))]
-                edit.note(of_these, slots[mine], positions[mine])
+                edit.note_tokens(of_these, slots[mine], positions[mine])
 
     def _tensor(self, array: Int64Array) -> torch.Tensor:
-        return sent(array, self._device)
+        return to_device(array, self._device)
 
 
-_NO_ROWS: Int64Array = np.zeros(0, np.int64)
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The parameters of one slot's owner, and its tokens on the device."""
+
+    params: SamplingParams
+    num_prompt_tokens: int
+    token_ids: torch.Tensor  # int64 [prompt and completion at its longest]; written as tokens are drawn
+    bias_ids: torch.Tensor  # int64
+    biases: torch.Tensor  # float32
+
+
+class Penalties:
+    """The `LogitsEdit` of `logit_bias` and the penalties.
+
+    Each slot's tokens are kept on the device, where a drawn one is known before the host has seen it: so the counts
+    are right with a step in flight.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts = torch.zeros(0, device=device)  # of tokens in rows; zeros but while they are used
+        self._owners: dict[int, _Owner] = {}
+
+    def bind(self, binding: SlotBinding) -> bool:
+        self._owners.pop(binding.slot, None)
+        params = binding.params
+        if not params.edits_logits:
+            return False
+        known = np.zeros(0, np.int64)
+        if params.has_penalties:
+            assert binding.token_ids is not None, "penalties need the tokens that are known"
+            known = np.zeros(binding.num_prompt_tokens + params.max_tokens, np.int64)
+            known[: len(binding.token_ids)] = binding.token_ids
+        self._owners[binding.slot] = _Owner(
+            params,
+            binding.num_prompt_tokens,
+            to_device(known, self._device),
+            to_device(np.array(list(params.logit_bias), np.int64), self._device),
+            to_device(np.array(list(params.logit_bias.values()), np.float32), self._device),
+        )
+        return True
+
+    def apply(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
+        owners = [self._owners[slot] for slot in slots.tolist()]
+        for row, owner in enumerate(owners):
+            if len(owner.bias_ids):
+                logits[row].index_add_(0, owner.bias_ids, owner.biases)
+        if any(owner.params.has_penalties for owner in owners):
+            self._penalise(logits, owners, positions)
+
+    def _penalise(self, logits: torch.Tensor, owners: list[_Owner], positions: Int32Array) -> None:
+        """Penalise all rows at once, with an entry for each known token of each row; equal entries get equal values."""
+        vocab_size = logits.shape[1]
+        lengths = [p if owner.params.has_penalties else 0 for owner, p in zip(owners, positions.tolist(), strict=True)]
+        entries = torch.cat([owner.token_ids[:length] for owner, length in zip(owners, lengths, strict=True)])
+        entries += self._spread([row * vocab_size for row in range(len(owners))], lengths, np.int64)
+        is_generated = np.concatenate(
+            [np.arange(length) >= owner.num_prompt_tokens for owner, length in zip(owners, lengths, strict=True)]
+        )
+        if len(self._counts) < logits.numel():
+            self._counts = torch.zeros(logits.numel(), device=self._device)
+        self._counts.index_add_(0, entries, to_device(is_generated.astype(np.float32), self._device))
+        count = self._counts[entries]
+        self._counts[entries] = 0.0
+        asked = [owner.params for owner in owners]
+        repetition = self._spread([params.repetition_penalty for params in asked], lengths, np.float32)
+        flat = logits.view(-1)
+        values = flat[entries]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values -= count * self._spread([params.frequency_penalty for params in asked], lengths, np.float32)
+        values -= (count > 0) * self._spread([params.presence_penalty for params in asked], lengths, np.float32)
+        flat[entries] = values
+
+    def _spread(self, of_rows: list[float] | list[int], lengths: list[int], dtype: type[np.generic]) -> torch.Tensor:
+        """Each row's number once for each of its entries."""
+        return to_device(np.repeat(np.array(of_rows, dtype), lengths), self._device)
+
+    def note_tokens(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
+        for token, slot, position in zip(tokens, slots.tolist(), positions.tolist(), strict=True):
+            if (owner := self._owners[slot]).params.has_penalties:
+                owner.token_ids[position] = token
+
+
+class GrammarMasks:
+    """The `LogitsEdit` of rows with a grammar: tokens that it does not allow get minus infinity."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places = torch.arange(8, dtype=torch.uint8, device=device)
+        self._bits: MaskArray = np.zeros((0, 0), np.uint32)
+        self._rows: dict[int, int] = {}  # of the bits, by slot
+
+    def stage(self, masks: TokenMasks | None) -> None:
+        """Set the masks of the rows that are drawn next."""
+        if masks is not None:
+            self._bits = masks.bits()
+            self._rows = {slot: row for row, slot in enumerate(masks.constraints)}
+
+    def bind(self, binding: SlotBinding) -> bool:
+        return binding.params.grammar is not None
+
+    def apply(self, logits: torch.Tensor, slots: Int32Array, _positions: Int32Array) -> None:
+        bits = self._bits[[self._rows[slot] for slot in slots.tolist()]]
+        packed = to_device(bits.view(np.uint8), self._device)
+        unpacked = packed.unsqueeze(-1).bitwise_right_shift(self._places).bitwise_and_(1).view(len(slots), -1)
+        logits.masked_fill_(unpacked[:, : logits.shape[1]] == 0, -torch.inf)
+
+    def note_tokens(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
+        """Nothing: the engine advances the grammars, once it has read the tokens."""

@@ -1,4 +1,4 @@
-"""Log-probabilities on the device into messages on the host. Knows nothing about how they are computed."""
+"""Brings log-probabilities of sampled tokens and of prompts from the device to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from roseinfer.messages import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probabilities on the device: for the rows that asked, and the likeliest tokens by how many were asked for."""
+    """Log-probabilities on the device, of the rows that want them; the likeliest tokens are grouped by their number."""
 
     rows: list[int]
     logprobs: torch.Tensor  # [len(rows)] of the sampled token
@@ -20,7 +20,7 @@ class LogprobRows:
     likeliest: list[tuple[list[int], torch.Tensor, torch.Tensor]]  # indices into `rows`, ids and logprobs [., k]
 
     def fetch(self) -> "LogprobRows":
-        """The same on the host, when the step's event has passed; torch keeps the pinned memory it comes in."""
+        """Queue the copies to the host, complete when the step's event has passed; torch keeps the pinned memory."""
         return replace(
             self,
             logprobs=self.logprobs.to("cpu", non_blocking=True),
@@ -32,7 +32,7 @@ class LogprobRows:
         )
 
     def to_host(self, num_rows: int) -> list[TokenLogprobs | None]:
-        """One entry for each row of the batch, None for those that did not ask."""
+        """One entry for each row of the batch, None for those without log-probabilities."""
         top: dict[int, tuple[list[int], list[float]]] = {}
         for indices, ids, logprobs in self.likeliest:
             top.update(zip(indices, zip(ids.tolist(), logprobs.tolist(), strict=True), strict=True))
@@ -46,17 +46,16 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities on the device of the tokens of scored rows, row after row, in pieces of any size."""
+    """Log-probabilities on the device of prompt tokens, row after row, in pieces of any size."""
 
     scored: Sequence[ScoredRow]  # at least one
     pieces: Sequence[LogprobRows]
 
     def fetch(self) -> "PromptScores":
-        """As `LogprobRows.fetch`."""
         return PromptScores(self.scored, [piece.fetch() for piece in self.pieces])
 
     def to_host(self) -> tuple[Scores, ...]:
-        """What each row gets."""
+        """The scores of each row."""
         num_tokens = sum(len(row.next_token_ids) for row in self.scored)
         width = max(row.num_likeliest for row in self.scored)
         logprobs = np.concatenate([piece.logprobs.double().numpy() for piece in self.pieces])

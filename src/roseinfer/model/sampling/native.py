@@ -1,7 +1,6 @@
-"""Rows of logits into tokens and log-probabilities with the compiled kernels. Knows no torch operator.
+"""Samples tokens and computes log-probabilities with the compiled CPU kernels, in one call for all rows.
 
-All rows go through one call, which reads each row once from memory, copies none, and needs no grouping by what rows
-ask for. The same in torch is `sampling_torch.py`.
+The call reads each row once from memory, copies none, and needs no grouping by need, as `sampling/torch.py` does.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ _LOGITS = (_POINTER, _SIZE, _SIZE, _SIZE, _SIZE)  # numbers, whether they are bf
 
 
 class NativeSampling:
-    """`SamplingBackend` on a CPU with kernels."""
+    """The `SamplingBackend` on a CPU with kernels."""
 
     def __init__(self, table: SlotTable, kernels: Kernels) -> None:
         self._table = table
@@ -27,7 +26,6 @@ class NativeSampling:
         self._score = kernels.function("sampling_logprobs", *_LOGITS, _POINTER, _POINTER, _SIZE, *[_POINTER] * 4)
 
     def tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
-        """See SamplingBackend."""
         slots, positions = np.ascontiguousarray(slots, np.int32), np.ascontiguousarray(positions, np.int32)
         ids = torch.empty(len(slots), dtype=torch.int64)
         self._draw(
@@ -40,7 +38,6 @@ class NativeSampling:
         return ids
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
-        """See SamplingBackend."""
         chosen = tokens.numpy()[rows]
         width = int(counts.max())
         logprobs, ranks = np.empty(len(rows), np.float64), np.empty(len(rows), np.int64)
@@ -58,7 +55,6 @@ class NativeSampling:
         return LogprobRows(rows.tolist(), torch.from_numpy(logprobs), torch.from_numpy(ranks), likeliest)
 
     def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See SamplingBackend."""
         return self.tokens(logits, slots.int().numpy(), positions.int().numpy())
 
 

@@ -1,7 +1,7 @@
-"""Logits into token ids, and into log-probabilities where asked. Knows nothing about models or pages.
+"""Samples the next token of each row from its logits, and its log-probabilities if its request wants them.
 
-What is computed is a matter of backends with the same promise: a row's token depends on its logits, its parameters and
-one random number, never on the other rows.
+Torch, the compiled kernels and Triton are backends with the same promise: a row's token depends on its logits, its
+parameters and one random number, never on the other rows.
 """
 
 from collections.abc import Generator
@@ -14,19 +14,17 @@ import torch
 
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
 from roseinfer.engine.core.constraint import TokenMasks
-from roseinfer.model.device_stream import sent
+from roseinfer.model.device_stream import to_device
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.sampling.logit_edits import GROUP, LogitsEdits
+from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks, LogitsEdits, Penalties
 from roseinfer.model.sampling.logprobs import LogprobRows
-from roseinfer.model.sampling.masks import Masked
 from roseinfer.model.sampling.native import NativeSampling
-from roseinfer.model.sampling.penalties import Penalties
 from roseinfer.model.sampling.slot_table import Int64Array, SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 
 
 class SamplingBackend(Protocol):
-    """Whoever reads logits [rows, vocab_size], float32 or bfloat16."""
+    """One way to compute tokens and log-probabilities of logits [rows, vocab_size], float32 or bfloat16."""
 
     def tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
         """The next token of each row [rows] int64 on the device, by the parameters of its slot in the table.
@@ -51,24 +49,24 @@ class Sampler:
         self._table = SlotTable(num_slots, vocab_size, device)
         self._device = device
         self._backend = _backend_for(self._table, device, kernels)
-        self._masked = Masked(device)
-        self._edits = LogitsEdits([Penalties(device), self._masked], num_slots, device)
+        self._grammar_masks = GrammarMasks(device)
+        self._edits = LogitsEdits([Penalties(device), self._grammar_masks], num_slots, device)
 
     def bind(self, binding: SlotBinding) -> None:
-        """The slot's parameters from now on."""
+        """Use the parameters of the slot's new owner from now on."""
         self._table.bind(binding)
         self._edits.bind(binding)
 
     def sample(
         self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array, masks: TokenMasks | None = None
     ) -> tuple[torch.Tensor, LogprobRows | None]:
-        """Logits [rows, vocab_size], and where each row's next token will stand -> ids [rows] int64 on the device.
+        """Logits [rows, vocab_size] and the positions of the tokens to draw -> ids [rows] int64 on the device.
 
-        The logits may be float32 or bfloat16. They are written to where tokens are barred, and written back.
-        `masks` are those of every row whose slot has a grammar. A row without a finite logit has `NO_TOKEN` if the
-        model left it so, and `OWN_FAULT` if the changes that its request asks for did.
+        The logits may be float32 or bfloat16; those of barred tokens are overwritten for a while. `masks` are those of
+        every row whose slot has a grammar. A row whose largest logit is not finite has `NO_TOKEN` if the model computed
+        it so, and `OWN_FAULT` if the edits of its request did.
         """
-        self._masked.stage(masks)
+        self._grammar_masks.stage(masks)
         with self._barred(logits, slots, positions):
             tokens = self._tokens(logits, slots, positions)
         counts = self._table.host["num_logprobs"][slots]
@@ -82,7 +80,7 @@ class Sampler:
         return self._backend.logprobs(logits, token_ids, np.arange(len(counts)), counts)
 
     def _tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
-        """The next token of each row; rows whose logits are to be changed first are drawn from a copy."""
+        """The next token of each row; rows with edits are drawn from a copy."""
         edited = self._edits.rows(slots)
         if not len(edited):
             return self._backend.tokens(logits, slots, positions)
@@ -93,13 +91,13 @@ class Sampler:
         for rows in np.split(edited, range(GROUP, len(edited), GROUP)):
             of_rows, where = slots[rows], positions[rows]
             drawn = self._backend.tokens(self._edits.edited(logits, rows, of_rows, where), of_rows, where)
-            self._edits.note(drawn.clamp(min=0), of_rows, where)  # a row that failed drew NO_TOKEN, which is no index
-            on_device = sent(rows, self._device)
+            self._edits.note_tokens(drawn.clamp(min=0), of_rows, where)  # NO_TOKEN is no index
+            on_device = to_device(rows, self._device)
             tokens[on_device] = self._attributed(drawn, logits, on_device)
         return tokens
 
     def _attributed(self, drawn: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """What was drawn for changed rows, `OWN_FAULT` for those that failed though the model's logits are finite."""
+        """The tokens of edited rows, with `OWN_FAULT` for rows that failed although the model's logits are finite."""
         if self._device.type == "cpu" and not bool((drawn == NO_TOKEN).any()):  # elsewhere it would wait for the device
             return drawn
         was_sound = logits[rows].amax(-1).isfinite()
@@ -107,31 +105,30 @@ class Sampler:
 
     @contextmanager
     def _barred(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Generator[None]:
-        """For a while, eos and stop tokens are at -inf in the rows that may not stop yet."""
+        """Set eos and stop tokens to -inf in the rows that may not stop yet; restore them at the end."""
         barred = self._table.barred(slots, positions)
         if barred is None:
             yield
             return
-        rows, ids = (sent(array, self._device) for array in barred)
+        rows, ids = (to_device(array, self._device) for array in barred)
         before = logits[rows, ids]
         logits[rows, ids] = -torch.inf
         yield
         logits[rows, ids] = before
 
     def can_capture(self, slots: Int32Array, positions: Int32Array | None = None) -> bool:
-        """Whether `sample_captured` does for rows of these slots what `sample` does.
+        """Whether `sample_captured` gives rows of these slots the tokens that `sample` does.
 
-        It does for rows that are greedy or draw from all tokens, bar none, change no logits and ask for no
-        log-probabilities. Without `positions`, where each row's next token will stand, a slot that must not stop yet
-        counts as barring for ever.
+        It does if they are greedy or draw from all tokens, bar none, edit no logits and want no log-probabilities.
+        Without `positions`, those of the tokens to draw, a slot that may not stop yet counts as barring for ever.
         """
         return self._table.can_capture(slots, positions) and not len(self._edits.rows(slots))
 
     def sample_captured(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `sample`, with slots and positions [rows] on the device, and fit for a CUDA graph -> ids [rows] int64.
+        """`sample` for a CUDA graph, with slots and positions [rows] on the device -> ids [rows] int64.
 
-        The graph reads the parameters of the slots when it is replayed. Nothing here waits for the device, and all
-        shapes follow from that of the logits.
+        The graph reads the slots' parameters when it is replayed. Nothing here waits for the device, and all shapes
+        follow from that of the logits.
         """
         return self._backend.choose(logits, slots, positions)
 

@@ -1,4 +1,4 @@
-"""Sampling parameters into a table by slot, for the host, for the device and for C++. Knows nothing of logits."""
+"""The sampling parameters of every slot, as one table for the host, the device and C++."""
 
 from typing import Any
 
@@ -25,16 +25,10 @@ SLOT = np.dtype(
         ("num_logprobs", np.int32),  # -1: none
     ]
 )
-_TORCH_TYPES = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float64): torch.float64,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.int32): torch.int32,
-}
 
 
 class SlotTable:
-    """What each slot's owner asked for. A slot without an owner is greedy."""
+    """The parameters of each slot's owner. A slot without an owner is greedy."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.host: npt.NDArray[Any] = np.zeros(num_slots, SLOT)
@@ -44,29 +38,29 @@ class SlotTable:
         self._barred_ids: list[Int64Array] = [np.zeros(0, np.int64)] * num_slots
         self._host_bytes = torch.from_numpy(self.host.view(np.uint8).reshape(num_slots, SLOT.itemsize))
         self._device_bytes = self._host_bytes.to(device)  # the same memory on a CPU
-        self.seed = self._column("seed")
-        self.top_k = self._column("top_k")
-        self.top_p = self._column("top_p")
-        self.temperature = self._column("temperature")
-        self.min_p = self._column("min_p")
-        self.need = self._column("need")
+        self.seed = self._column("seed", torch.int64)
+        self.top_k = self._column("top_k", torch.int64)
+        self.top_p = self._column("top_p", torch.float64)
+        self.temperature = self._column("temperature", torch.float32)
+        self.min_p = self._column("min_p", torch.float32)
+        self.need = self._column("need", torch.int32)
 
-    def _column(self, name: str) -> torch.Tensor:
-        """One field of all slots [slots] on the device; stays what it is when slots get new owners."""
-        dtype, offset = SLOT.fields[name][:2]  # type: ignore[index]
-        return self._device_bytes.view(_TORCH_TYPES[dtype])[:, offset // dtype.itemsize]
+    def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A view of one field of all slots [slots] on the device."""
+        offset: int = SLOT.fields[name][1]  # type: ignore[index]
+        return self._device_bytes.view(dtype)[:, offset // dtype.itemsize]
 
     def bind(self, binding: SlotBinding) -> None:
-        """The slot's parameters from now on, also for what is launched on the device after this."""
+        """Use the parameters of the slot's new owner from now on, on the device for all that is queued after this."""
         slot, params = binding.slot, binding.params
         is_whole = params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0
         is_greedy = params.is_greedy or params.top_k == 1
         stops = np.array(sorted({*binding.eos_token_ids, *params.stop_token_ids}), np.int64)
-        barred = stops[stops < self._vocab_size]  # what is no token needs no bar
+        barred = stops[stops < self._vocab_size]
         is_barred = params.min_tokens > 0 and len(barred) > 0
         self._barred_ids[slot] = barred
         row = self.host[slot : slot + 1]
-        row["seed"] = params.seed or 0  # None: of a rehearsal, since front doors draw one
+        row["seed"] = params.seed or 0  # only the warm-up has None: the front end draws one for each request
         row["top_k"] = min(params.top_k, self._vocab_size)
         row["barred_before"] = binding.num_prompt_tokens + params.min_tokens if is_barred else 0
         row["top_p"] = params.top_p
@@ -78,7 +72,7 @@ class SlotTable:
             self._device_bytes[slot].copy_(self._host_bytes[slot], non_blocking=True)
 
     def barred(self, slots: Int32Array, positions: Int32Array) -> tuple[Int64Array, Int64Array] | None:
-        """Rows and token ids that must not be sampled: eos and stop tokens of rows that may not stop yet."""
+        """Rows, and token ids, that must not be sampled: eos and stop tokens of rows that may not stop yet."""
         waiting = np.flatnonzero(positions < self.host["barred_before"][slots])
         if not len(waiting):
             return None
@@ -86,7 +80,7 @@ class SlotTable:
         return np.repeat(waiting, [len(row) for row in ids]), np.concatenate(ids)
 
     def can_capture(self, slots: Int32Array, positions: Int32Array | None) -> bool:
-        """Whether every row is greedy or draws from all tokens, and neither bars tokens nor asks for more than a token.
+        """Whether every row is greedy or draws from all tokens, bars none and wants no log-probabilities.
 
         Without `positions`, a slot that bars tokens counts as barring them for ever.
         """

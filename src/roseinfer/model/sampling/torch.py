@@ -1,30 +1,31 @@
-"""Rows of logits into tokens and log-probabilities with torch operators, on any device. Knows nothing about slots.
+"""Samples tokens and computes log-probabilities with torch operators, on any device.
 
-A row's token depends on its logits, its parameters and one random number, never on the other rows: rows are worked on
+A row's token depends on its logits, its parameters and one random number, never on the other rows: rows are processed
 in groups of equal need, and all sums run over pieces of a fixed size. The vocabulary is never sorted, and no random
 number is drawn for a logit. Of equal logits the lower id counts as the likelier.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from roseinfer.engine.core.batch import NO_TOKEN, Int32Array
-from roseinfer.model.device_stream import sent
+from roseinfer.model.device import Scratch
+from roseinfer.model.device_stream import to_device
 from roseinfer.model.sampling.logprobs import LogprobRows
 from roseinfer.model.sampling.slot_table import GREEDY, TRUNCATED, WHOLE, Int64Array, SlotTable
-from roseinfer.model.sampling.uniforms import uniforms
-from roseinfer.model.scratch import Scratch
 
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
 _CANDIDATES = (64, 256, 2048)  # likeliest tokens to look at, as far as they suffice, before looking at all
 _BITS_ABOVE_1 = 0x3F800001  # of the float32 that follows 1
+_GAMMA, _FIRST, _SECOND = (
+    constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)  # as int64 has them; products of int64 wrap around as those of uint64 do
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Rows of one need, on the device: logits [rows, vocab_size] and, one entry a row, what their slots ask for."""
 
     logits: torch.Tensor
@@ -34,19 +35,9 @@ class _Rows:
     min_p: torch.Tensor
     draws: torch.Tensor  # float64 in [0, 1)
 
-    def take(self, rows: torch.Tensor) -> "_Rows":
-        return _Rows(
-            self.logits[rows],
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.draws[rows],
-        )
-
 
 class TorchSampling:
-    """`SamplingBackend` in torch: on a GPU, and on a CPU without kernels."""
+    """The `SamplingBackend` in torch: on a GPU, and on a CPU without kernels."""
 
     def __init__(self, table: SlotTable, device: torch.device) -> None:
         self._table = table
@@ -54,7 +45,6 @@ class TorchSampling:
         self._scratch = Scratch(device)
 
     def tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
-        """See SamplingBackend."""
         needs = self._table.host["need"][slots]
         if not needs.any():
             return only_of_finite(logits, first_of_largest(logits))
@@ -75,22 +65,14 @@ class TorchSampling:
         draws = uniforms(table.seed[of_rows], self._tensor(positions[rows]))
         if need == WHOLE:
             return draw_whole(some, table.temperature[of_rows], draws, self._mass_buffer(some))
-        return self._truncated(
-            _Rows(
-                some,
-                table.temperature[of_rows],
-                table.top_k[of_rows],
-                table.top_p[of_rows],
-                table.min_p[of_rows],
-                draws,
-            )
-        )
+        temperature, top_k = table.temperature[of_rows], table.top_k[of_rows]
+        return self._truncated(_Rows(some, temperature, top_k, table.top_p[of_rows], table.min_p[of_rows], draws))
 
     def _tensor(self, array: Int64Array | Int32Array) -> torch.Tensor:
-        return sent(array, self._device)
+        return to_device(array, self._device)
 
     def _mass_buffer(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._scratch.take("mass", mass_shape(logits))
+        return self._scratch.buffer("mass", mass_shape(logits))
 
     def _truncated(self, rows: _Rows) -> torch.Tensor:
         """Draw among the likeliest tokens: from a few of them if these suffice, from all only where they must."""
@@ -104,13 +86,12 @@ class TorchSampling:
             pending = pending[~is_enough]
             if not len(pending):
                 return tokens
-            left = rows.take(pending)
-        spare = self._scratch.take("spare", mass_shape(left.logits))
+            left = _Rows(*(part[pending] for part in rows))
+        spare = self._scratch.buffer("spare", mass_shape(left.logits))
         tokens[pending] = _draw_kept(left, self._mass_buffer(left.logits), spare)
         return tokens
 
     def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See SamplingBackend."""
         table = self._table
         draws = uniforms(table.seed[slots], positions)
         mass = torch.empty(mass_shape(logits), dtype=torch.float32, device=self._device)  # a graph keeps its own
@@ -119,7 +100,6 @@ class TorchSampling:
         return only_of_finite(logits, chosen)
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
-        """See SamplingBackend."""
         on_device = self._tensor(rows)
         is_all = len(rows) == len(tokens)
         some, chosen = (logits, tokens) if is_all else (logits[on_device], tokens[on_device])
@@ -311,3 +291,24 @@ def _invert(cumulative: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor
     before = torch.where(index > 0, cumulative.gather(1, (index - 1).clamp_(min=0)), 0.0)
     inside = (targets - before) / (cumulative.gather(1, index) - before)
     return index.squeeze(-1), inside.squeeze(-1).clamp_(0.0, 1.0 - 2.0**-53)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Random numbers in [0, 1) float64, one for each seed int64 and position [rows], the same on every machine.
+
+    The position-th output of the SplitMix64 generator (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+    generators") that starts from the mixed seed; mixed, so that seeds near each other do not share their sequences.
+    """
+    state = _mix64(seeds) + (positions.to(torch.int64) + 1) * _GAMMA
+    return _shifted(_mix64(state), 11).double() * 2.0**-53
+
+
+def _mix64(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ _shifted(z, 30)) * _FIRST
+    z = (z ^ _shifted(z, 27)) * _SECOND
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """The bits of int64 moved to the right; zeros come in, not the sign."""
+    return torch.bitwise_and(z >> num_bits, 2 ** (64 - num_bits) - 1)

@@ -1,7 +1,4 @@
-"""A residual and what is added to it into the sum and its norm, in one kernel. Knows nothing about models.
-
-Row by row, in float32: a row's bits depend on no other row.
-"""
+"""Adds to the residual stream and norms the sum, in one kernel, in float32. A row's bits depend on no other."""
 
 from typing import NamedTuple
 
@@ -18,7 +15,7 @@ class Width(NamedTuple):
     padded: Constant  # the next power of two: Triton's tiles have no other sizes
 
 
-def add_layer_norm(
+def add_norm(
     x: torch.Tensor,
     delta: torch.Tensor | None,
     weight: torch.Tensor,
@@ -26,38 +23,12 @@ def add_layer_norm(
     eps: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Add `delta` [rows, width] to `x` [rows, width] float32, in place; (x - mean) / sqrt(var + eps) * weight + bias.
+    """Add `delta` [rows, width] to `x` [rows, width] float32, in place; return the norms of the sums.
 
-    Mean and variance are those of the row, the latter without Bessel's correction (Ba, Kiros and Hinton 2016).
+    With a bias LayerNorm: (x - mean) / sqrt(var + eps) * weight + bias, with the row's mean and its variance without
+    Bessel's correction (Ba, Kiros and Hinton 2016). Without one RMSNorm: x / sqrt(mean(x^2) + eps) * weight (Zhang and
+    Sennrich 2019).
     """
-    return _add_norm(x, delta, weight, bias, eps, out_dtype, is_centered=True)
-
-
-def add_rms_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Add `delta` [rows, width] to `x` [rows, width] float32, in place; x / sqrt(mean(x^2) + eps) * weight + bias.
-
-    The mean is over the row (Zhang and Sennrich 2019).
-    """
-    return _add_norm(x, delta, weight, bias, eps, out_dtype, is_centered=False)
-
-
-def _add_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype,
-    *,
-    is_centered: bool,
-) -> torch.Tensor:
     assert x.dtype == torch.float32
     assert x.is_contiguous()
     num_rows, size = x.shape
@@ -65,7 +36,7 @@ def _add_norm(
     width = Width(constant(size), constant(max(16, 1 << (size - 1).bit_length())))
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     num_warps = max(1, min(16, width.padded.value // 256))
-    _add_norm_row[num_rows,](x, delta, weight, bias, out, eps, width, is_centered, num_warps=num_warps)
+    _add_norm_row[num_rows,](x, delta, weight, bias, out, eps, width, bias is not None, num_warps=num_warps)
     return out
 
 

@@ -153,7 +153,7 @@ def _invert(masses: tl.tensor, index: tl.tensor, draw: tl.tensor) -> tuple[tl.te
 
 @kernel()
 def _uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """The number in [0, 1) of a seed and a position: `uniforms` in sampling_uniforms.py."""
+    """The number in [0, 1) of a seed and a position: `uniforms` in sampling/torch.py."""
     state = _mix64(seed.to(tl.uint64)) + (position.to(tl.uint64) + 1) * _GAMMA
     return (_mix64(state) >> 11).to(tl.float64) * 2.0**-53
 

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.checkpoint import Checkpoint
+from roseinfer.model.device import Placement
+from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.llama import FamilySpec, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
-from roseinfer.model.families.registry import CausalLM, build_model
+from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.layers.embedding import Placement
 from roseinfer.model.layers.rope import normalise_rope
 from roseinfer.model.runner import load_runner
 from tests.conftest import BuiltKernels
@@ -41,7 +42,7 @@ def spec_of(spec_type: type[FamilySpec], **fields: Any) -> FamilySpec:
 
 def test_biases() -> None:
     biases = {
-        (spec_type.model_type, wants): (spec.has_qkv_bias, spec.has_output_bias, spec.has_mlp_bias)
+        (spec_type.model_type, wants): tuple(spec.biases)
         for spec_type in SPECS
         for wants in (False, True)
         for spec in [spec_of(spec_type, attention_bias=wants, mlp_bias=wants)]

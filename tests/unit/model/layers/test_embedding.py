@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from roseinfer.model.layers.embedding import Embedding, Placement
+from roseinfer.model.device import Placement
+from roseinfer.model.layers.embedding import Embedding
 
 TABLE = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([3, 15, 3])

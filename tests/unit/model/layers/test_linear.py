@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from roseinfer.model.device import Placement
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation
 from roseinfer.model.layers.linear import Linear, OneDnnLinear, TorchLinear
-from roseinfer.model.placement import Placement
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import SETUPS, Setup
 

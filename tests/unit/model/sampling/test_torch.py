@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from roseinfer.model.sampling.uniforms import uniforms
+from roseinfer.model.sampling.torch import uniforms
 
 
 def test_uniforms_are_splitmix64() -> None:

@@ -1,0 +1,94 @@
+"""What the runner needs of a model family, and how a family reads its layers from a checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from roseinfer.errors import ConfigError
+from roseinfer.model.attention.base import Attend, AttentionSpec
+from roseinfer.model.checkpoint import Checkpoint
+from roseinfer.model.device import Placement
+from roseinfer.model.kv_cache import CacheShape
+from roseinfer.model.layers.embedding import Embedding
+from roseinfer.model.layers.linear import Linear
+
+Spec = TypeVar("Spec", bound=msgspec.Struct)
+
+
+class CausalLM(Protocol):
+    """A model: hidden rows of token ids, logits of hidden rows, and the shapes around them."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def attention_spec(self) -> AttentionSpec: ...
+
+    @property
+    def cache_shape(self) -> CacheShape: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def layer_linears(self) -> list[Linear]:
+        """Linears run with one row a token, at least one of each shape."""
+
+    @property
+    def head(self) -> Linear:
+        """The linear run with one row a sampled token."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Ids and positions [tokens] -> hidden rows [tokens, width] float32, before the final norm."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden rows [rows, width] -> logits [rows, vocab_size], float32 where linears have a choice of type.
+
+        Those of plain torch and of oneDNN give the type of the weights, so on CUDA it is bfloat16 as a rule.
+        """
+
+
+def read_spec(config: Mapping[str, Any], spec_type: type[Spec], checkpoint: Checkpoint) -> Spec:
+    """The fields of config.json that a family needs. Raises ConfigError for a value that it does not support."""
+    try:
+        return msgspec.convert(config, spec_type)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{checkpoint.directory}/config.json: {error}.", param="model.path") from error
+
+
+class LayerReader:
+    """Reads tensors of a checkpoint into layers, and counts their parameters."""
+
+    def __init__(self, checkpoint: Checkpoint, placement: Placement, epsilon: float, prefix: str = "") -> None:
+        self.checkpoint = checkpoint
+        self.placement = placement
+        self.epsilon = epsilon  # of the norms
+        self.prefix = prefix  # of every name but the head's
+        self.num_parameters = 0
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return self._counted(self.checkpoint.tensor(self.prefix + name, shape))
+
+    def joined(self, shapes: dict[str, tuple[int, ...]]) -> torch.Tensor:
+        """Tensors of these shapes, one below the other."""
+        return self._counted(self.checkpoint.joined(shapes, self.placement.device))
+
+    def head(self, embedding: Embedding, name: str, *, is_tied: bool) -> Linear:
+        """The linear of logits: `lm_head.weight`, or the embedding called `name` if it is tied and the file agrees."""
+        shape = tuple(embedding.table.shape)
+        if is_tied and not self.checkpoint.has_other_values("lm_head.weight", self.prefix + name, shape):
+            return Linear(embedding.table, None, self.placement, is_mapped=False, dtype=torch.float32)
+        weight = self._counted(self.checkpoint.tensor("lm_head.weight", shape))
+        return Linear(weight, None, self.placement, dtype=torch.float32)
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_parameters += tensor.numel()
+        return tensor
