@@ -11,9 +11,8 @@ import yaml
 
 from monitoring import queries
 from monitoring.board import SHOWN
-from monitoring.foreign import FOREIGN
 from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_rules, files
-from monitoring.promql import own_labels, row_of
+from monitoring.promql import FOREIGN, own_labels, row_of
 from roseinfer.config.tree import options
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS

@@ -1,4 +1,4 @@
-"""Conditions that a person should know of, turned into Prometheus's alerts; each leads to a runbook and a dashboard."""
+"""Makes Prometheus's alerts; each has a runbook and a dashboard."""
 
 from monitoring.objectives import BY, Objective
 from monitoring.promql import Queries, bound, foreign
@@ -14,7 +14,7 @@ BURNS = (
 )
 TRAFFIC_WINDOWS = {"Fast": "", "Slow": "[30m]", "Ticket": "[6h]"}
 
-# The cause of most slow gaps, looked up when the alert is told: its name is the first thing to know.
+# The cause of most slow gaps, looked up when the alert is sent.
 TOP_CAUSE = (
     "{{{{ with printf \"topk(1, sum by (cause) (increase(roseinfer_slow_gaps_total{{model_name='%s'}}[10m])))\" "
     '$labels.model_name | query }}}}{before}{{{{ . | first | label "cause" }}}}{after}{{{{ end }}}}'
@@ -41,7 +41,7 @@ def _alert(
     severity: str,
     dashboard: str,
     summary: str,
-    told: str,
+    text: str,
 ) -> Rule:
     full = f"Roseinfer{name}"
     return {
@@ -51,7 +51,7 @@ def _alert(
         "labels": {"severity": severity},
         "annotations": {
             "summary": summary,
-            "description": told,
+            "description": text,
             "runbook_url": f"{parameters.runbook}#{full.lower()}",
             "dashboard_url": f"{parameters.grafana}/d/roseinfer-{dashboard}",
         },
@@ -77,7 +77,7 @@ def _burn(objective: Objective, parameters: Parameters) -> list[Rule]:
                 severity=severity,
                 dashboard="service",
                 summary=f"{objective.title}: the error budget burns at {factor} times the allowed pace",
-                told=f"{{{{ $value | humanizePercentage }}}} of the last {long}'s {objective.bad}{late} "
+                text=f"{{{{ $value | humanizePercentage }}}} of the last {long}'s {objective.bad}{late} "
                 f"(model {{{{ $labels.model_name }}}}; wanted are {objective.wanted} good). {meaning}"
                 + (TOP_CAUSE.format(before=" Most slow gaps: ", after=".") if objective.key == "itl" else ""),
             )
@@ -101,7 +101,7 @@ def _engine(parameters: Parameters) -> list[Rule]:
             severity=PAGE,
             dashboard="engine",
             summary="An engine with running requests makes no steps",
-            told="The last step of {{ $labels.instance }} {{ $labels.pod }} was {{ $value | humanizeDuration }} ago, "
+            text="The last step of {{ $labels.instance }} {{ $labels.pod }} was {{ $value | humanizeDuration }} ago, "
             "and requests are running.",
         ),
         _alert(
@@ -112,7 +112,7 @@ def _engine(parameters: Parameters) -> list[Rule]:
             severity=TICKET,
             dashboard="engine",
             summary="More requests come than are served",
-            told="The queue of model {{ $labels.model_name }} grows by {{ $value | humanize }} requests a second, and "
+            text="The queue of model {{ $labels.model_name }} grows by {{ $value | humanize }} requests a second, and "
             "one in twenty waits for more than 5 s.",
         ),
         _alert(
@@ -123,7 +123,7 @@ def _engine(parameters: Parameters) -> list[Rule]:
             severity=TICKET,
             dashboard="engine",
             summary="The KV cache is full, and requests are preempted",
-            told="{{ $value | humanizePercentage }} of the KV blocks of {{ $labels.instance }} {{ $labels.pod }} were "
+            text="{{ $value | humanizePercentage }} of the KV blocks of {{ $labels.instance }} {{ $labels.pod }} were "
             "in use, and sequences lost theirs.",
         ),
         _alert(
@@ -134,7 +134,7 @@ def _engine(parameters: Parameters) -> list[Rule]:
             severity=INFO,
             dashboard="engine",
             summary="Spans, log lines or intervals are lost",
-            told="{{ $value | humanize }} facts of kind {{ $labels.signal }} were lost in 15 minutes.",
+            text="{{ $value | humanize }} facts of kind {{ $labels.signal }} were lost in 15 minutes.",
         ),
     ]
 
@@ -157,7 +157,7 @@ def _latency(parameters: Parameters) -> list[Rule]:
             severity=TICKET,
             dashboard="jitter",
             summary="The slowest gaps between tokens are far above the usual ones",
-            told=f"p99 of the inter-token latency is {{{{ $value | humanize }}}} times p50 ({model})."
+            text=f"p99 of the inter-token latency is {{{{ $value | humanize }}}} times p50 ({model})."
             + TOP_CAUSE.format(before=" Most slow gaps: ", after="."),
         ),
         _alert(
@@ -168,7 +168,7 @@ def _latency(parameters: Parameters) -> list[Rule]:
             severity=TICKET,
             dashboard="jitter",
             summary="Streams wait for copies to the GPU",
-            told=f"{{{{ $value | humanizePercentage }}}} of the time between tokens goes to copies to the device "
+            text=f"{{{{ $value | humanizePercentage }}}} of the time between tokens goes to copies to the device "
             f"({model}).",
         ),
         _alert(
@@ -180,7 +180,7 @@ def _latency(parameters: Parameters) -> list[Rule]:
             severity=TICKET,
             dashboard="jitter",
             summary="Streams wait for the front end",
-            told=f"{{{{ $value | humanizePercentage }}}} of the time between tokens goes to the front end ({model}).",
+            text=f"{{{{ $value | humanizePercentage }}}} of the time between tokens goes to the front end ({model}).",
         ),
     ]
 
@@ -200,7 +200,7 @@ def _lifecycle(parameters: Parameters) -> list[Rule]:
             severity=TICKET,
             dashboard="rollout",
             summary="A server takes long to become ready",
-            told=f"{pod} has been starting for more than {parameters.start_s} s, half of what a start may take.",
+            text=f"{pod} has been starting for more than {parameters.start_s} s, half of what a start may take.",
         ),
         _alert(
             parameters,
@@ -210,7 +210,7 @@ def _lifecycle(parameters: Parameters) -> list[Rule]:
             severity=TICKET,
             dashboard="rollout",
             summary="A server takes long to drain, and may cut streams",
-            told=f"{pod} has been draining for more than {parameters.drain_s} s, half of what a drain may take.",
+            text=f"{pod} has been draining for more than {parameters.drain_s} s, half of what a drain may take.",
         ),
         _alert(
             parameters,
@@ -220,7 +220,7 @@ def _lifecycle(parameters: Parameters) -> list[Rule]:
             severity=PAGE,
             dashboard="rollout",
             summary="Prometheus does not reach a server, or knows none",
-            told="Target {{ $labels.job }} {{ $labels.instance }} does not answer, or there is no target of that job.",
+            text="Target {{ $labels.job }} {{ $labels.instance }} does not answer, or there is no target of that job.",
         ),
     ]
 
@@ -235,5 +235,5 @@ def _xid(parameters: Parameters) -> Rule:
         severity=TICKET,
         dashboard="gpu",
         summary="A GPU reported an error",
-        told="GPU {{ $labels.gpu }} of {{ $labels.Hostname }} reported XID {{ $value }}.",
+        description="GPU {{ $labels.gpu }} of {{ $labels.Hostname }} reported XID {{ $value }}.",
     )

@@ -1,7 +1,7 @@
-"""Rows of panels turned into a dashboard: ids, places, variables, links and annotations; knows no panel's content."""
+"""Makes a dashboard's JSON from rows of panels: ids, places, variables, links and annotations."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import dashboard
@@ -9,7 +9,7 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
 
-from monitoring.panels import DATASOURCE, WIDTH, Placed
+from monitoring.panels import DATASOURCE, WIDTH, Placed, Query
 from monitoring.promql import Queries, foreign
 
 TAG = "roseinfer"
@@ -26,21 +26,16 @@ IN_POD = 'pod=~"$pod"'
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """A row of a dashboard: a title and what stands below it, left to right and line by line."""
-
-    title: str
-    panels: Sequence[Placed]
-
-
-@dataclass(frozen=True, slots=True)
 class Board:
-    """A dashboard before it is JSON. `name` is that of its file and, after `roseinfer-`, of its address."""
+    """A dashboard before it is JSON: the panels of each row, left to right and line by line, by the row's title.
+
+    `name` is that of its file and, after `roseinfer-`, of its address.
+    """
 
     name: str
     title: str
     description: str
-    sections: Sequence[Section]
+    rows: Mapping[str, Sequence[Placed]]
     variables: Sequence[Builder[models.VariableModel]] = ()
 
 
@@ -66,23 +61,31 @@ def render(board: Board) -> str:
             .keep_time(True)
         )
     )
-    _place(built, board.sections)
+    _place(built, board.rows)
     return json.dumps(built.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 
-def _place(built: dashboard.Dashboard, sections: Sequence[Section]) -> None:
+def _place(built: dashboard.Dashboard, rows: Mapping[str, Sequence[Placed]]) -> None:
     panel_id, top = 1, 0
-    for section in sections:
-        heading = dashboard.Row(section.title).id(panel_id)
+    for title, panels in rows.items():
+        heading = dashboard.Row(title).id(panel_id)
         built.with_row(heading.grid_pos(models.GridPos(x=0, y=top, w=WIDTH, h=1)))
         panel_id, top, left, line_height = panel_id + 1, top + 1, 0, 0
-        for placed in section.panels:
+        for placed in panels:
             if left + placed.width > WIDTH:
                 left, top, line_height = 0, top + line_height, 0
             position = models.GridPos(x=left, y=top, w=placed.width, h=placed.height)
             built.with_panel(placed.builder.id(panel_id).grid_pos(position))
             panel_id, left, line_height = panel_id + 1, left + placed.width, max(line_height, placed.height)
         top += line_height
+
+
+def quantiles(name: str, *shares: float, exemplar: float | None = None, **matchers: str) -> list[Query]:
+    """A query for each of the shares; that of `exemplar` also shows the kept traces."""
+    return [
+        Query(SHOWN.quantile(share, name, **matchers), f"p{share * 100:g}", exemplar=share == exemplar)
+        for share in shares
+    ]
 
 
 def choices(name: str, label: str, expression: str, description: str) -> dashboard.QueryVariable:

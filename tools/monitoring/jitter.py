@@ -1,7 +1,7 @@
 """The dashboard that leads from a jump of the 99th percentile to its cause, its step and its trace."""
 
-from monitoring.board import SHOWN, Board, Section, text_box
-from monitoring.panels import Query, heat, lines, prose, rows
+from monitoring.board import SHOWN, Board, text_box
+from monitoring.panels import Placed, Query, heat, lines, prose, rows
 from roseinfer.observe.gaps.causes import CAUSES, Place
 
 TIMELINE = ("Timeline of the server", "${operations}/debug/timeline")
@@ -35,156 +35,149 @@ def board() -> Board:
         "jitter",
         "Jitter",
         "From a jump of p99 to its cause, its step and its trace. Read it from top to bottom.",
-        [_jump(), _causes(), _which(), _suspects()],
+        {
+            "1. Is there a jump?": _jump(),
+            "2. What did the time go to?": _causes(),
+            "3. Which step, which request?": _which(),
+            "4. Suspects, on the same axis of time": _suspects(),
+        },
         VARIABLES,
     )
 
 
-def _jump() -> Section:
+def _jump() -> list[Placed]:
     p50, p99 = SHOWN.quantile(0.5, ITL), SHOWN.quantile(0.99, ITL)
-    return Section(
-        "1. Is there a jump?",
-        [
-            lines(
-                "Inter-token latency",
-                "s",
-                "Gaps between tokens in the engine. p99 leaves p50: go on to 2. Both rise: load or a slower device, "
-                "see roseinfer / Engine. Diamonds are kept traces; the menu of a point opens the timeline.",
-                Query(p50, "p50"),
-                Query(p99, "p99", exemplar=True),
-                Query(SHOWN.quantile(0.999, ITL), "p99.9"),
-                width=12,
-                links=LINKS,
-            ),
-            lines(
-                "What clients see beyond it",
-                "s",
-                "p99 of gaps between socket writes, less p99 in the engine. Above 0, the way out jitters: event_loop, "
-                "detokenize or client_backpressure. Below 0, tokens that were due together share a write.",
-                Query(f"{SHOWN.quantile(0.99, GAP)} - {p99}", "p99 of writes - p99 of tokens"),
-                width=6,
-                links=LINKS,
-            ),
-            lines(
-                "p99 / p50",
-                "short",
-                "How many times the usual gap the slowest hundredth is. The alert starts at 5. Compare servers and "
-                "days with it: it does not depend on the model's speed.",
-                Query(f"{p99} / {p50}", "inter-token latency"),
-                width=6,
-                limit=5,
-                links=LINKS,
-            ),
-        ],
-    )
+    return [
+        lines(
+            "Inter-token latency",
+            "s",
+            "Gaps between tokens in the engine. p99 leaves p50: go on to 2. Both rise: load or a slower device, "
+            "see roseinfer / Engine. Diamonds are kept traces; the menu of a point opens the timeline.",
+            Query(p50, "p50"),
+            Query(p99, "p99", exemplar=True),
+            Query(SHOWN.quantile(0.999, ITL), "p99.9"),
+            width=12,
+            links=LINKS,
+        ),
+        lines(
+            "What clients see beyond it",
+            "s",
+            "p99 of gaps between socket writes, less p99 in the engine. Above 0, the way out jitters: event_loop, "
+            "detokenize or client_backpressure. Below 0, tokens that were due together share a write.",
+            Query(f"{SHOWN.quantile(0.99, GAP)} - {p99}", "p99 of writes - p99 of tokens"),
+            width=6,
+            links=LINKS,
+        ),
+        lines(
+            "p99 / p50",
+            "short",
+            "How many times the usual gap the slowest hundredth is. The alert starts at 5. Compare servers and "
+            "days with it: it does not depend on the model's speed.",
+            Query(f"{p99} / {p50}", "inter-token latency"),
+            width=6,
+            limit=5,
+            links=LINKS,
+        ),
+    ]
 
 
-def _causes() -> Section:
+def _causes() -> list[Placed]:
     table = "\n".join(f"| `{cause}` | {cause.row.remedy} |" for cause in CAUSES)
     slow = SHOWN.series("slow_gaps_total")
-    return Section(
-        "2. What did the time go to?",
-        [
-            lines(
-                "Slow gaps by cause",
-                "ops",
-                "Gaps a second that were several times the usual length, by the cause that was the furthest above "
-                "what it usually is. The colour that grows with p99 is the answer; what changes it stands below.",
-                Query(f"{SHOWN.total('slow_gaps_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
-                width=12,
-                is_stacked=True,
-                are_bars=True,
-                links=LINKS,
-            ),
-            lines(
-                "Streams waiting, by cause",
-                "short",
-                "Seconds of all gaps for each second: how many streams wait for a cause at any moment. decode is the "
-                "work itself. Any other colour of the same size is time that could be saved.",
-                Query(f"{SHOWN.total('gap_seconds_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
-                width=12,
-                is_stacked=True,
-                links=LINKS,
-            ),
-            rows(
-                "Slow gaps in this range",
-                "short",
-                "How many in the whole range that is shown, the most frequent cause first. Begin with the first line.",
-                Query(f"sort_desc(round(sum by (cause) (increase({slow}[$__range])), 1) > 0 or on () vector(0))"),
-                width=8,
-            ),
-            prose("What changes it", f"| cause | what changes it |\n|---|---|\n{table}\n", width=16),
-        ],
-    )
+    return [
+        lines(
+            "Slow gaps by cause",
+            "ops",
+            "Gaps a second that were several times the usual length, by the cause that was the furthest above "
+            "what it usually is. The colour that grows with p99 is the answer; what changes it stands below.",
+            Query(f"{SHOWN.total('slow_gaps_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
+            width=12,
+            is_stacked=True,
+            are_bars=True,
+            links=LINKS,
+        ),
+        lines(
+            "Streams waiting, by cause",
+            "short",
+            "Seconds of all gaps for each second: how many streams wait for a cause at any moment. decode is the "
+            "work itself. Any other colour of the same size is time that could be saved.",
+            Query(f"{SHOWN.total('gap_seconds_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
+            width=12,
+            is_stacked=True,
+            links=LINKS,
+        ),
+        rows(
+            "Slow gaps in this range",
+            "short",
+            "How many in the whole range that is shown, the most frequent cause first. Begin with the first line.",
+            Query(f"sort_desc(round(sum by (cause) (increase({slow}[$__range])), 1) > 0 or on () vector(0))"),
+            width=8,
+        ),
+        prose("What changes it", f"| cause | what changes it |\n|---|---|\n{table}\n", width=16),
+    ]
 
 
-def _which() -> Section:
-    return Section(
-        "3. Which step, which request?",
-        [
-            heat(
-                "Every gap",
-                "s",
-                "How many gaps of which length. A second band is a kind of step that is slower: its distance from the "
-                "first is what its cause costs. Diamonds are kept traces.",
-                Query(SHOWN.increase_by_bucket(ITL), exemplar=True),
-                links=LINKS,
-            ),
-            prose("From a jump to its cause", WAY),
-        ],
-    )
+def _which() -> list[Placed]:
+    return [
+        heat(
+            "Every gap",
+            "s",
+            "How many gaps of which length. A second band is a kind of step that is slower: its distance from the "
+            "first is what its cause costs. Diamonds are kept traces.",
+            Query(SHOWN.increase_by_bucket(ITL), exemplar=True),
+            links=LINKS,
+        ),
+        prose("From a jump to its cause", WAY),
+    ]
 
 
-def _suspects() -> Section:
+def _suspects() -> list[Placed]:
     def shares(place: Place) -> list[Query]:
         causes = [cause for cause in CAUSES if cause.row.place == place]
         total = SHOWN.total("gap_seconds_total")
         return [Query(f"{SHOWN.total('gap_seconds_total', cause=cause)} / {total}", cause) for cause in causes]
 
-    return Section(
-        "4. Suspects, on the same axis of time",
-        [
-            lines(
-                "Prompts of others",
-                "percentunit",
-                "Share of all gaps that went to prompts of newcomers and to growing batches. It follows prompt "
-                "tokens: a lower scheduler.max_prefill_tokens spreads them.",
-                *shares("prompts"),
-            ),
-            lines(
-                "Memory",
-                "percentunit",
-                "Share of all gaps that went to preemption or to waiting for a turn. Above 0: more KV blocks, or "
-                "fewer scheduler.max_active_seqs.",
-                *shares("memory"),
-            ),
-            lines(
-                "Host and copies",
-                "percentunit",
-                "Share of all gaps that went to the engine's host: bookkeeping, copies, graphs, sampling. What "
-                "changes each stands in the table above.",
-                *shares("host"),
-            ),
-            lines(
-                "The way out",
-                "percentunit",
-                "Share of all gaps that went to the front end or to clients. client_backpressure alone: the client, "
-                "or a proxy that buffers.",
-                *shares("delivery"),
-            ),
-            lines(
-                "Unexplained",
-                "percentunit",
-                "Share of all gaps that nothing recorded explains: most often another process had the processor. Look "
-                "at CPU throttling on roseinfer / Rollout, at pinning and at neighbours.",
-                *shares("other"),
-            ),
-            lines(
-                "Newcomers",
-                "none",
-                "Prompt tokens a second and new requests a second, for comparison with the first two panels.",
-                Query(SHOWN.total("prompt_tokens_total"), "prompt tokens"),
-                Query(SHOWN.total("requests_received_total"), "requests"),
-            ),
-        ],
-    )
+    return [
+        lines(
+            "Prompts of others",
+            "percentunit",
+            "Share of all gaps that went to prompts of newcomers and to growing batches. It follows prompt "
+            "tokens: a lower scheduler.max_prefill_tokens spreads them.",
+            *shares("prompts"),
+        ),
+        lines(
+            "Memory",
+            "percentunit",
+            "Share of all gaps that went to preemption or to waiting for a turn. Above 0: more KV blocks, or "
+            "fewer scheduler.max_active_seqs.",
+            *shares("memory"),
+        ),
+        lines(
+            "Host and copies",
+            "percentunit",
+            "Share of all gaps that went to the engine's host: bookkeeping, copies, graphs, sampling. What "
+            "changes each stands in the table above.",
+            *shares("host"),
+        ),
+        lines(
+            "The way out",
+            "percentunit",
+            "Share of all gaps that went to the front end or to clients. client_backpressure alone: the client, "
+            "or a proxy that buffers.",
+            *shares("delivery"),
+        ),
+        lines(
+            "Unexplained",
+            "percentunit",
+            "Share of all gaps that nothing recorded explains: most often another process had the processor. Look "
+            "at CPU throttling on roseinfer / Rollout, at pinning and at neighbours.",
+            *shares("other"),
+        ),
+        lines(
+            "Newcomers",
+            "none",
+            "Prompt tokens a second and new requests a second, for comparison with the first two panels.",
+            Query(SHOWN.total("prompt_tokens_total"), "prompt tokens"),
+            Query(SHOWN.total("requests_received_total"), "requests"),
+        ),
+    ]

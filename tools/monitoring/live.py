@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a server with these rules loaded, and what can be asked of it; knows no dashboard."""
+"""Runs a real Prometheus with our rules, which scrapes a server, and queries it."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""The service levels that are promised, as what is good and what is counted; knows no alert and no panel.
+"""The service level objectives: which events are good, and which are counted.
 
 An objective of latency has a bound of its histogram's buckets as its threshold, so the share of good events is exact.
 """

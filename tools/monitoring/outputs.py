@@ -1,4 +1,4 @@
-"""Dashboards, rules and the demand query turned into the contents of files; knows where each belongs."""
+"""Makes the contents of all generated files: dashboards, rules and autoscaling queries, by path."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One panel's queries, unit and words turned into Grafana's builders; knows no metric and no place on a dashboard."""
+"""Builds a panel for Grafana from its queries, unit and description."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A dashboard's JSON and a Prometheus turned into one picture, which says of itself that it is not Grafana."""
+"""Draws a dashboard with a Prometheus's data as one picture, which says that it is not Grafana."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""Names of the catalogue turned into PromQL; refuses what no server exposes. Knows no dashboard and no alert.
+"""Makes PromQL from names of the catalogue of metrics, and refuses names and labels that no server exposes.
 
 A name is written without its prefix, `step_seconds_bucket` for `roseinfer_step_seconds_bucket`. A matcher is a keyword:
 `phase="decode"`, and with alternatives `code="overloaded|not_ready"`, each of which must be a value of that label.
@@ -6,12 +6,63 @@ A name is written without its prefix, `step_seconds_bucket` for `roseinfer_step_
 
 from dataclasses import dataclass
 
-from monitoring.foreign import FOREIGN
 from roseinfer.observe.metrics.catalogue import CATALOGUE, InfoAtScrape, Row
 from roseinfer.observe.metrics.histogram import TOKEN_S, WAIT_S
 
 ROWS = {row.name: row for row in CATALOGUE}
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
+
+# The metrics of others that dashboards and rules read, and the labels of theirs that are used. kube-state-metrics,
+# cAdvisor and NVIDIA's DCGM exporter do not run where the tests run, and the stand-ins of the tests have the same names
+# and labels: compare with the exporters' own documentation when one is added.
+
+_POD = frozenset({"namespace", "pod"})
+_CONTAINER = _POD | {"container"}
+_DEPLOYMENT = frozenset({"namespace", "deployment"})
+_AUTOSCALER = frozenset({"namespace", "horizontalpodautoscaler"})
+
+# With honorLabels the workload is in `pod` and `namespace`, without in `exported_pod` and `exported_namespace`.
+_GPU = _POD | {"exported_pod", "exported_namespace", "gpu", "Hostname", "modelName"}
+
+PROMETHEUS = {
+    "up": frozenset({"job", "instance"}) | _POD,
+    "ALERTS": frozenset({"alertname", "alertstate", "severity"}) | _POD,
+}
+
+KUBERNETES = {
+    "kube_deployment_spec_replicas": _DEPLOYMENT,
+    "kube_deployment_status_replicas_available": _DEPLOYMENT,
+    "kube_deployment_status_replicas_updated": _DEPLOYMENT,
+    "kube_pod_status_ready": _POD | {"condition"},
+    "kube_pod_container_status_restarts_total": _CONTAINER,
+    "kube_pod_container_status_waiting_reason": _CONTAINER | {"reason"},
+    "kube_pod_container_status_last_terminated_reason": _CONTAINER | {"reason"},
+    "kube_pod_container_resource_limits": _CONTAINER | {"resource"},
+    "kube_horizontalpodautoscaler_spec_max_replicas": _AUTOSCALER,
+    "kube_horizontalpodautoscaler_spec_min_replicas": _AUTOSCALER,
+    "kube_horizontalpodautoscaler_status_current_replicas": _AUTOSCALER,
+    "kube_horizontalpodautoscaler_status_desired_replicas": _AUTOSCALER,
+    "container_cpu_usage_seconds_total": _CONTAINER,
+    "container_cpu_cfs_throttled_seconds_total": _CONTAINER,
+    "container_memory_working_set_bytes": _CONTAINER,
+}
+
+GPU = {
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": _GPU,
+    "DCGM_FI_PROF_SM_ACTIVE": _GPU,
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": _GPU,
+    "DCGM_FI_PROF_DRAM_ACTIVE": _GPU,
+    "DCGM_FI_PROF_PCIE_RX_BYTES": _GPU,
+    "DCGM_FI_PROF_PCIE_TX_BYTES": _GPU,
+    "DCGM_FI_DEV_FB_USED": _GPU,
+    "DCGM_FI_DEV_FB_FREE": _GPU,
+    "DCGM_FI_DEV_POWER_USAGE": _GPU,
+    "DCGM_FI_DEV_GPU_TEMP": _GPU,
+    "DCGM_FI_DEV_SM_CLOCK": _GPU,
+    "DCGM_FI_DEV_XID_ERRORS": _GPU,
+}
+
+FOREIGN = PROMETHEUS | KUBERNETES | GPU
 
 
 def row_of(name: str) -> Row:
@@ -25,7 +76,7 @@ def row_of(name: str) -> Row:
 
 
 def own_labels(name: str) -> frozenset[str]:
-    """The labels that our server gives to a series; those of the target come from whoever scrapes it."""
+    """The labels that our server gives to a series; those of the target come from Prometheus."""
     row = row_of(name)
     labels = {row.label.name} if row.label else set()
     labels |= {"model_name"} if row.is_per_model else set()
@@ -46,7 +97,7 @@ def matcher(label: str, value: str) -> str:
 
 
 def foreign(name: str, *matchers: str) -> str:
-    """A selector of somebody else's series, with matchers as PromQL has them; a KeyError if the name is not listed."""
+    """A selector of another project's series, with PromQL's matchers; a KeyError if the name is not listed."""
     labels = FOREIGN[name]
     for each in matchers:
         assert each.partition("=")[0].rstrip("!") in labels, f"{name} has no such label: {each}"

@@ -1,9 +1,8 @@
-"""The JSON of a dashboard turned back into its panels and their queries, with Grafana's variables filled in."""
+"""Reads the committed dashboards: their panels and queries, with Grafana's variables filled in."""
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from monitoring.outputs import FOLDER, ROOT
@@ -32,11 +31,6 @@ class Target:
 def dashboards() -> dict[str, dict[str, Any]]:
     """Name of the file -> its content, as committed."""
     return {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / FOLDER).glob("*.json"))}
-
-
-def load(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
 
 
 def panels(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Objectives and conditions turned into Prometheus's recording rules; knows no alert's words.
+"""Makes Prometheus's recording rules from the objectives.
 
 Each promise is recorded as two rates over five minutes, of good events and of all, and as their ratio over seven
 windows. Ratios of up to six hours are of the raw counters; those of a day and longer are of the recorded rates,

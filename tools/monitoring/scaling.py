@@ -1,4 +1,4 @@
-"""The demand that an autoscaler follows: its query, its threshold and how fast it may act; knows no cluster.
+"""The demand that an autoscaler follows: its query, its threshold and how fast it may act.
 
 `demand` is what dashboards/autoscaling.promql holds, `queue_wait` dashboards/queue_wait.promql. Both are of all servers
 together, so that a KEDA trigger or an HPA's external metric of type AverageValue divides them among the replicas.

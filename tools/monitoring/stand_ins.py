@@ -1,4 +1,4 @@
-"""kube-state-metrics, cAdvisor and DCGM in small, and a collector that forgets: for tests and previews.
+"""Serves invented series of kube-state-metrics, cAdvisor and DCGM, and swallows spans: for tests and previews.
 
 None of the three can run without a cluster or a GPU. The exporter here has their names and labels, and its values are
 invented: they measure nothing.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from monitoring.foreign import GPU, KUBERNETES
+from monitoring.promql import GPU, KUBERNETES
 
 NAMESPACE, POD, DEPLOYMENT = "demo", "roseinfer-7c9d5b7f4-x2k8p", "roseinfer"
 
@@ -87,7 +87,7 @@ class _Server(ThreadingHTTPServer):
     """Says nothing when a client goes away, as Prometheus does at its end."""
 
     def handle_error(self, *_: object) -> None:
-        """Nobody is left to be told."""
+        """The client has gone."""
 
 
 class _Forgetful(BaseHTTPRequestHandler):
@@ -110,7 +110,7 @@ class _Forgetful(BaseHTTPRequestHandler):
 
 @contextmanager
 def exporting() -> Iterator[int]:
-    """The port, on the loopback, of an exporter and of a collector: the one is asked, the other is told."""
+    """Yields the port, on the loopback, of an exporter that is scraped and of a collector that is posted to."""
     begin = time.monotonic()
 
     class Exporter(_Forgetful):
