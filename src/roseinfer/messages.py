@@ -196,7 +196,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_own_fault: bool = False  # on the last with the reason error, where the request's parameters caused it
 
 
-class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):
+class StepOutput(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
     """All that one step has to tell: tokens and finishes together, and the record of the step itself.
 
     A sequence that got its next token and nothing else, as nearly all do in nearly all steps, is one entry of the
@@ -208,6 +208,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, gc=False):
     token_ids: bytes  # the token that each of them got
     outputs: list[TokenOutput]
     record: StepRecord
+    started: list[str] = []  # requests that are in a batch for the first time
 
     def tokens(self) -> Iterator[tuple[int, int]]:
         """Slot and token id of each sequence in the columns."""

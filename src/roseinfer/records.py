@@ -145,6 +145,22 @@ class EngineTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     resumed_ns: int = 0  # the first time in a batch after that
 
 
+class StartEstimate(msgspec.Struct, frozen=True):
+    """In how many seconds a request is predicted to start, with the tenth and the ninetieth percentile."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    num_starts: int  # ends of requests, each the start of another, from which it was made
+
+
+class QueueReport(msgspec.Struct, frozen=True):
+    """The requests that the engine has and has not started."""
+
+    waiting: dict[str, StartEstimate | None] = {}  # by request id, in the order of the queue; None: not known yet
+    is_order_exact: bool = True  # no later request may go first
+
+
 class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A step's tokens on their way from the engine into the front end."""
 

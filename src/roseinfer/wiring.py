@@ -30,7 +30,7 @@ from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.frames import EngineLink
 from roseinfer.engine.link.heartbeat import receive_heartbeat
 from roseinfer.engine.link.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
-from roseinfer.engine.queue_estimate import Backlog
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.messages import EngineInfo, StartupProgress
 from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
@@ -144,10 +144,8 @@ def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
 
 
 def _client(config: Config, observer: Observer) -> AsyncEngine:
-    scheduler = config.scheduler
-    priority_wait_s = scheduler.priority_wait_s if scheduler.admission == "priority" else 0.0
-    backlog = Backlog(scheduler.limits.max_active_seqs, priority_wait_s=priority_wait_s)
-    return AsyncEngine(build_transport(config), observer, config.engine.step_timeout_s, backlog)
+    estimate = QueueEstimate.of(config.scheduler)
+    return AsyncEngine(build_transport(config), observer, config.engine.step_timeout_s, estimate)
 
 
 def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
@@ -201,6 +199,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     observation = Observation(config, __version__, renderer.render, gc_pauses, lambda: output.num_dropped)
     client = _client(config, observation.hub)
     observation.capture.profile = client.profile
+    observation.flight.queue = client.queue_estimate.report
 
     async def handle_metrics(request: web.Request) -> web.Response:
         observation.hub.catch_up()

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from roseinfer.engine.queue_estimate import Backlog
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.messages import Request, SamplingParams
 from roseinfer.records import FinishReason
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, says, serving
@@ -21,8 +21,8 @@ def sequence(name: str, num_prompt_tokens: int = 1, max_tokens: int = 1) -> Requ
 def engine_of_one_place(priority_wait_s: float = 0.0) -> ScriptedEngine:
     """Who comes second waits for three seconds and a half."""
     engine = ScriptedEngine()
-    engine.backlog = Backlog(1, priority_wait_s=priority_wait_s)
-    engine.backlog.measure_place(3_500_000_000)
+    engine.queue_estimate = QueueEstimate(1, priority_wait_s=priority_wait_s)
+    engine.queue_estimate.measure_place(3_500_000_000)
     return engine
 
 
@@ -78,7 +78,7 @@ async def test_who_found_a_place_that_is_gone_when_its_body_has_come_is_refused(
     async with serving(engine, max_queue_wait_s=1) as server:
 
         async def another_is_first() -> None:
-            engine.backlog.add(sequence("another"))
+            engine.queue_estimate.add_request(sequence("another"))
 
         refused = await upload(server, another_is_first)
     assert (refused.status, refused.error["code"], refused.headers["Retry-After"]) == (429, "overloaded", "4")
@@ -90,7 +90,7 @@ async def test_tokens_of_prompts_and_of_what_may_be_generated_are_limited() -> N
     engine = ScriptedEngine(says("a"))
     async with serving(engine, max_inflight_tokens=20) as server:
         alone = await server.complete(max_tokens=100)
-        engine.backlog.add(sequence("another", num_prompt_tokens=4, max_tokens=6))
+        engine.queue_estimate.add_request(sequence("another", num_prompt_tokens=4, max_tokens=6))
         refused = [await server.complete(max_tokens=9), await server.complete(max_tokens=4, n=2)]
         fitting = [await server.complete(max_tokens=8), await server.complete(max_tokens=3, n=2)]
     assert [answer.status for answer in (alone, *fitting)] == [200] * 3, "whoever is alone is served, and whoever fits"
@@ -104,7 +104,7 @@ async def test_tokens_of_prompts_and_of_what_may_be_generated_are_limited() -> N
 def crowd(engine: ScriptedEngine) -> None:
     """Three are before a usual request, and one, which has its place, before an urgent one."""
     for i in range(3):
-        engine.backlog.add(sequence(f"before-{i}"))
+        engine.queue_estimate.add_request(sequence(f"before-{i}"))
 
 
 async def test_where_priorities_count_who_is_to_come_back_is_told_its_own_wait() -> None:

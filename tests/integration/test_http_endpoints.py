@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from roseinfer.engine.queue_estimate import Backlog
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.messages import Request, SamplingParams, TokenOutput
 from roseinfer.records import EngineTimes, FinishReason
 from roseinfer.server.connection.body import INLINE_BYTES
@@ -202,10 +202,12 @@ async def test_the_engines_word_on_a_deadline(stream: bool) -> None:
 @pytest.mark.parametrize("priority_wait_s", [0.0, 1.0])
 async def test_who_waited_too_long_comes_back_when_the_backlog_has_gone(priority_wait_s: float) -> None:
     engine = ScriptedEngine(ends_late(0))
-    engine.backlog = Backlog(1, priority_wait_s=priority_wait_s)
-    engine.backlog.measure_place(3_500_000_000)
+    engine.queue_estimate = QueueEstimate(1, priority_wait_s=priority_wait_s)
+    engine.queue_estimate.measure_place(3_500_000_000)
     for index in range(4):
-        engine.backlog.add(Request(request_id=f"before-{index}", prompt_token_ids=[1], params=SamplingParams()))
+        engine.queue_estimate.add_request(
+            Request(request_id=f"before-{index}", prompt_token_ids=[1], params=SamplingParams())
+        )
     async with serving(engine, max_queue_wait_s=1000) as server:
         queued = await server.complete(queue_timeout_s=1)
     assert (queued.status, queued.headers["Retry-After"]) == (503, str(4 * 3.5)[:2])

@@ -13,6 +13,7 @@ from roseinfer.config.tree import CacheConfig, Config, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ThreadTransport
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import RequestTimeline
@@ -34,7 +35,10 @@ async def running(num_blocks: int = 64, **scheduler: Any) -> AsyncIterator[tuple
         engine.runner.latency_s = STEP_S  # type: ignore[attr-defined]  # the fake's own knob
         return engine
 
-    client = AsyncEngine(ThreadTransport(config, build, check_when_idle=True), Hub([flight]), 30)
+    client = AsyncEngine(
+        ThreadTransport(config, build, check_when_idle=True), Hub([flight]), 30, QueueEstimate.of(config.scheduler)
+    )
+    flight.queue = client.queue_estimate.report
     await client.start(lambda _: None)
     try:
         yield flight, client

@@ -150,7 +150,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     # Its frames, and those of what it came from, know what was asked and it: all would stay until a collection.
     failure.__traceback__ = failure.__context__ = None
     if isinstance(failure, QueueTimeout):
-        failure.retry_after_s = request.app[SERVICE].client.backlog.retry_after_s(priority=0)
+        failure.retry_after_s = request.app[SERVICE].client.queue_estimate.retry_after_s(priority=0)
     _tell(request, failure)
     if exchange is not None and exchange.stream is not None:
         return await _end_stream(request, exchange.stream, failure)

@@ -131,7 +131,8 @@ class Service:
         if len(self._exchanges) > self.config.max_inflight:
             limit = self.config.max_inflight
             message = f"{limit} HTTP requests are being served already, and that is the limit."
-            raise Overloaded(message, retry_after_s=self.client.backlog.retry_after_s(priority=0))  # the usual one
+            retry_after_s = self.client.queue_estimate.retry_after_s(priority=0)  # the usual one
+            raise Overloaded(message, retry_after_s=retry_after_s)
         self._check_wait(MOST_URGENT)
 
     def admit_sequences(self, requests: Sequence[Request]) -> None:
@@ -140,18 +141,20 @@ class Service:
         Others may have gone there since `admit`, while the body came and its text was encoded. As for tokens, of
         prompts and of what may be generated, whoever is alone is served, however many it wants.
         """
-        limit, backlog = self.config.max_inflight_tokens, self.client.backlog
+        limit, estimate = self.config.max_inflight_tokens, self.client.queue_estimate
         num_tokens = sum(len(request.prompt_token_ids) + request.params.max_tokens for request in requests)
-        if limit is not None and backlog.num_sequences and backlog.num_tokens + num_tokens > limit:
-            message = f"{backlog.num_tokens} tokens are being served already; with these it would be more than {limit}."
-            raise Overloaded(message, retry_after_s=backlog.retry_after_s(priority=requests[0].priority))
+        if limit is not None and estimate.num_sequences and estimate.num_tokens + num_tokens > limit:
+            message = (
+                f"{estimate.num_tokens} tokens are being served already; with these it would be more than {limit}."
+            )
+            raise Overloaded(message, retry_after_s=estimate.retry_after_s(priority=requests[0].priority))
         self._check_wait(requests[0].priority)
 
     def _check_wait(self, priority: int) -> None:
-        limit_s, backlog = self.config.max_queue_wait_s, self.client.backlog
-        if (wait_s := backlog.predict_wait_s(priority)) > limit_s:
+        limit_s, estimate = self.config.max_queue_wait_s, self.client.queue_estimate
+        if (wait_s := estimate.predict_wait_s(priority)) > limit_s:
             message = f"The first token would take some {wait_s:.1f} s; {limit_s:g} s is the limit."
-            raise Overloaded(message, retry_after_s=backlog.retry_after_s(limit_s, priority=priority))
+            raise Overloaded(message, retry_after_s=estimate.retry_after_s(limit_s, priority=priority))
 
     def open_exchange(self, request: web.Request, request_id: str) -> Exchange:
         key = request_id

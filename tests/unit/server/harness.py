@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from roseinfer.config.api_keys import parse_keys
 from roseinfer.config.tree import Config, ServerConfig
 from roseinfer.engine.link.heartbeat import Account, Activity
-from roseinfer.engine.queue_estimate import Backlog
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.errors import Conflict, EngineDead, EngineError, NotReady, RoseinferError
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.gaps.attribution import Attribution
@@ -128,7 +128,7 @@ class ScriptedEngine:
         self.opened: list[RequestTimeline] = []
         self.closed: list[RequestTimeline] = []
         self.trouble: str | None = None
-        self.backlog = Backlog(64)
+        self.queue_estimate = QueueEstimate(64)
         self.started = asyncio.Event()  # until it is set, `start` waits
         self.start_error: Exception | None = None
         self.progress: list[StartupProgress] = []

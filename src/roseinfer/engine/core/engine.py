@@ -199,4 +199,4 @@ class Engine:
             watch.times(),  # phases
             NO_TIMES if ahead is watch else ahead.times(),  # ahead
         )
-        return StepOutput(outcome.slots, outcome.token_ids, outputs, record)
+        return StepOutput(outcome.slots, outcome.token_ids, outputs, record, scheduler.pop_started())

@@ -76,6 +76,7 @@ class Scheduler:
         self.leaving: list[Sequence] = []  # ended, but in a step in flight: they still hold slot and blocks
         self._bindings: list[SlotBinding] = []
         self._ended: list[TokenOutput] = []  # last outputs of sequences that ended outside a step
+        self._started: list[str] = []  # requests that were scheduled for the first time
 
     @property
     def num_running(self) -> int:
@@ -132,6 +133,11 @@ class Scheduler:
         ended, self._ended = self._ended, []
         self.counts.num_finished += len(ended)
         return ended
+
+    def pop_started(self) -> list[str]:
+        """Return the ids of requests that were scheduled for the first time since the last call."""
+        started, self._started = self._started, []
+        return started
 
     def _end(self, sequence: Sequence) -> None:
         """End a sequence. Its slot and blocks are freed once no step in flight writes there."""
@@ -305,6 +311,7 @@ class Scheduler:
             sequence.resumed_ns = self._now_ns
         if not sequence.scheduled_ns:
             sequence.scheduled_ns = self._now_ns
+            self._started.append(sequence.request.request_id)
             sequence.num_cached_tokens = len(matched) * self.kv_cache.block_size
             if self.kv_cache.prefix_cache.is_enabled and sequence.scores is None:
                 self.counts.num_prefix_queried_tokens += sequence.num_prompt_tokens

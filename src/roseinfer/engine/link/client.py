@@ -11,7 +11,7 @@ from roseinfer.engine.link.heartbeat import Account, Activity
 from roseinfer.engine.link.mailbox import Mailbox
 from roseinfer.engine.link.transport import Transport
 from roseinfer.engine.prefix_digests import PrefixDigests
-from roseinfer.engine.queue_estimate import Backlog
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.errors import (
     ConfigError,
     Conflict,
@@ -61,11 +61,11 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, transport: Transport, observer: Observer, step_timeout_s: float, backlog: Backlog | None = None
+        self, transport: Transport, observer: Observer, step_timeout_s: float, estimate: QueueEstimate | None = None
     ) -> None:
-        """`backlog` counts what is under way; the default takes no wait to be long."""
+        """Without an `estimate`, no wait is predicted to be long."""
         self.observer = observer
-        self.backlog = backlog or Backlog(_MANY_PLACES)
+        self.queue_estimate = estimate or QueueEstimate(_MANY_PLACES)
         self._transport = transport
         self._step_timeout_ns = int(step_timeout_s * 1e9)
         self._entries: dict[str, _Entry] = {}
@@ -118,7 +118,7 @@ class AsyncEngine:
         if self._dead is not None:
             await self._transport.close()
             self._by_slot.clear()
-            self.backlog.restart()
+            self.queue_estimate.restart()
             self._info, self._num_submitted, self._step_offset = None, 0, self._last_step_id
         self._on_progress = on_progress
         self._started, self._dead = loop.create_future(), loop.create_future()
@@ -191,7 +191,7 @@ class AsyncEngine:
         entry.mailbox, entry.is_in_engine = mailbox, True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
         timeline.max_tokens, timeline.priority = request.params.max_tokens, request.priority
-        self.backlog.add(request)
+        self.queue_estimate.add_request(request)
         if self._prefix_digests is not None:
             timeline.prefix_digests = self._prefix_digests.of(request.prompt_token_ids, request.cache_salt)
         timeline.temperature, timeline.top_p = request.params.temperature, request.params.top_p
@@ -264,6 +264,7 @@ class AsyncEngine:
         advanced = Advanced()
         note_previous = advanced.previous_ns.append
         concluded: list[_Entry] = []
+        self.queue_estimate.note_started(step.started)
         for slot, token_id in step.tokens():
             entry = self._by_slot[slot]
             timeline = entry.timeline
@@ -281,7 +282,7 @@ class AsyncEngine:
                 self._by_slot[output.slot] = entry
             if output.token_ids:
                 if not entry.timeline.token_ns:
-                    self.backlog.note_first_token(output.request_id)
+                    self.queue_estimate.note_first_token(output.request_id)
                 note_previous(entry.timeline.token_ns[-1] if entry.timeline.token_ns else 0)
                 entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
                 entry.timeline.arrivals.extend([arrival] * len(output.token_ids))
@@ -293,7 +294,7 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 self._leave_engine(entry, output.finish_reason)
                 concluded.append(entry)
-        self.backlog.measure_step(record)
+        self.queue_estimate.measure_step(record)
         self.observer.on_step(record, advanced)
         for entry in concluded:
             self._conclude(entry)
@@ -305,7 +306,7 @@ class AsyncEngine:
             never_ran = finish_reason is FinishReason.TIMEOUT and not entry.timeline.scheduled_ns
             entry.timeline.error_code = (QueueTimeout.code or "") if never_ran else _CODES.get(finish_reason, "")
         if finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-            self.backlog.measure_place(entry.timeline.token_ns[-1] - entry.timeline.scheduled_ns)
+            self.queue_estimate.measure_place(entry.timeline.token_ns[-1] - entry.timeline.scheduled_ns)
         self._forget(entry)
         self._lose_slot(entry)
 
@@ -319,7 +320,7 @@ class AsyncEngine:
         entry.is_in_engine = False
         self._num_in_engine -= 1
         timeline = entry.timeline
-        self.backlog.remove(timeline.request_id, timeline.num_prompt_tokens, timeline.max_tokens)
+        self.queue_estimate.remove_request(timeline.request_id, timeline.num_prompt_tokens, timeline.max_tokens)
 
     def _end_profile(self, ended: ProfileEnded) -> None:
         if self._profile is not None and not self._profile.done():

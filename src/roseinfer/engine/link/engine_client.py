@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from roseinfer.engine.link.heartbeat import Account
-from roseinfer.engine.queue_estimate import Backlog
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.errors import EngineError
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenOutput
 from roseinfer.records import RequestTimeline
@@ -24,8 +24,8 @@ class EngineClient(Protocol):
         """What the engine reported when it became ready. Raises NotReady before."""
 
     @property
-    def backlog(self) -> Backlog:
-        """What the engine has been given, and how long the next request would wait."""
+    def queue_estimate(self) -> QueueEstimate:
+        """Predicts how long requests wait."""
 
     @property
     def trouble(self) -> str | None:

@@ -14,13 +14,12 @@ from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
 from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.metrics.metrics import Metrics
-from roseinfer.observe.queue_estimate import QueueDrain
 from roseinfer.observe.recorder.inspection import Inspection
 from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
 from roseinfer.observe.recorder.recording import ClockPair, StructArray, step_of
 from roseinfer.observe.recorder.rendering import Job, Render, render
 from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor
-from roseinfer.records import Advanced, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, QueueReport, RequestTimeline, StepRecord
 from roseinfer.runtime.gc_pauses import GcPauses
 
 
@@ -31,8 +30,8 @@ class Flight(WriteObserver):
         self.recorder = FlightRecorder(config, version)
         self.max_steps = config.observe.recorder_steps
         self.catch_up: Callable[[], None] = lambda: None  # has facts told that wait, before each answer
-        self._drain = QueueDrain()
-        self._inspection = Inspection(self.recorder, self._drain)
+        self.queue: Callable[[], QueueReport] = QueueReport  # reports the requests that wait; set by the wiring
+        self._inspection = Inspection(self.recorder)
         self._origin_ns = time.monotonic_ns()
         self._render = render
         slow_min_ns = int(config.observe.slow_gap_min_ms * 1e6)
@@ -58,7 +57,6 @@ class Flight(WriteObserver):
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self.recorder.on_step(record, advanced)
-        self._drain.note_step(record, advanced)
 
     def on_writes(self, writes: Writes) -> None:
         self.recorder.on_writes(writes)
@@ -97,11 +95,11 @@ class Flight(WriteObserver):
 
     def requests(self) -> dict[str, Any]:
         self.catch_up()
-        return self._inspection.list()
+        return self._inspection.list(self.queue())
 
     def request(self, request_id: str) -> dict[str, Any] | None:
         self.catch_up()
-        return self._inspection.show(request_id)
+        return self._inspection.show(request_id, self.queue())
 
 
 def _steps_json(rows: StructArray, clock: ClockPair) -> bytes:

@@ -1,16 +1,17 @@
-"""Requests in flight and remembered ones into what an operator is told of each. Knows no HTTP and no text."""
+"""The answers of `/debug/requests`: requests in flight and remembered ones, and why one waits."""
 
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from roseinfer.config.tree import Config
 from roseinfer.observe.gaps import intervals
-from roseinfer.observe.queue_estimate import QueueDrain, limit_of
 from roseinfer.observe.recorder.recorder import FlightRecorder
 from roseinfer.observe.recorder.recording import RequestRecord
-from roseinfer.records import BlockedBy, RequestTimeline
+from roseinfer.records import BlockedBy, QueueReport, RequestTimeline, StepRecord
 
 _NS_PER_MS = 1e6
-_NS_PER_S = 1_000_000_000
 _PARTS = (
     ("receive", intervals.receive_ns),
     ("tokenize", intervals.tokenize_ns),
@@ -22,7 +23,7 @@ _PARTS = (
 
 
 def stage_of(timeline: RequestTimeline | RequestRecord) -> str:
-    """Where a request is, as far as the front end knows."""
+    """The stage of a request, as far as the front end sees it."""
     if timeline.end_ns:
         return "finished"
     if timeline.token_ns:
@@ -36,25 +37,65 @@ def stage_of(timeline: RequestTimeline | RequestRecord) -> str:
     return "in_engine"
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The option that keeps requests waiting, and its value."""
+
+    option: str
+    value: int
+    sentence: str
+
+
+def limit_of(step: StepRecord, config: Config) -> Limit | None:
+    """Find the limit that kept the first waiting request out of a step; None when none did."""
+    limits, waiting = config.scheduler.limits, "The first waiting request was left out of the last step because"
+    left = limits.max_num_batched_tokens - step.num_decode_seqs
+    match step.blocked_by:
+        case BlockedBy.NOTHING:
+            return None
+        case BlockedBy.TOKEN_BUDGET if limits.max_prefill_tokens < left:
+            option, value = "scheduler.max_prefill_tokens", limits.max_prefill_tokens
+            reason = f"the prompts before it took the {value} prompt tokens that a step may compute"
+        case BlockedBy.TOKEN_BUDGET:
+            option, value = "scheduler.max_num_batched_tokens", limits.max_num_batched_tokens
+            reason = (
+                f"{step.num_decode_seqs} decoding sequences and {step.num_prefill_tokens} prompt tokens took the "
+                f"budget of {value} tokens a step"
+            )
+        case BlockedBy.PREFILL_SEQS:
+            option, value = config.scheduler.option_of("max_prefill_seqs"), limits.max_prefill_seqs
+            reason = f"{value} requests were admitted before it, which is the most for one step"
+        case BlockedBy.SLOTS:
+            option, value = config.scheduler.option_of("max_active_seqs"), limits.max_active_seqs
+            reason = f"all {value} places of active sequences are taken"
+        case BlockedBy.KV_BLOCKS:
+            option, value = "cache.num_blocks", step.num_total_blocks
+            reason = f"of the {value} KV blocks {step.num_used_blocks} are in use and the rest is too little for it"
+        case BlockedBy.PREFIX:
+            option, value = "scheduler.max_prefix_wait_steps", config.scheduler.max_prefix_wait_steps
+            reason = f"another request is computing the prefix that it needs; it waits {value} steps for that at most"
+    return Limit(option, value, f"{waiting} {reason}.")
+
+
 class Inspection:
-    """Answers about requests, from what the recorder holds and the queue has shown."""
+    """Describes requests from what the recorder holds and what the engine's client reports of the queue."""
 
-    def __init__(self, recorder: FlightRecorder, drain: QueueDrain) -> None:
+    def __init__(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
-        self._drain = drain
 
-    def list(self) -> dict[str, Any]:
+    def list(self, queue: QueueReport) -> dict[str, Any]:
         """Requests in flight, in the order of arrival, and whether the places of those that wait are exact."""
         now_ns = self._recorder.clock_pair.monotonic_ns
-        places = self._places()
+        places = {request_id: place for place, request_id in enumerate(queue.waiting)}
+        step = self._recorder.last_step
         return {
             "now_ns": now_ns,
-            "num_waiting": self._num_waiting(),
-            "is_place_exact": self._is_place_exact,
+            "num_waiting": 0 if step is None else step.num_waiting,
+            "is_place_exact": queue.is_order_exact,
             "requests": [
                 {
                     "id": timeline.request_id,
-                    "stage": self._stage(timeline, places),
+                    "stage": _stage_in(timeline, queue),
                     "age_ms": (now_ns - timeline.recv_ns) / _NS_PER_MS,
                     "num_prompt_tokens": timeline.num_prompt_tokens,
                     "num_generated_tokens": len(timeline.token_ns),
@@ -65,19 +106,18 @@ class Inspection:
             ],
         }
 
-    def show(self, request_id: str) -> dict[str, Any] | None:
-        """All that is known of a request, and why it waits if it does; None for an unknown one."""
+    def show(self, request_id: str, queue: QueueReport) -> dict[str, Any] | None:
+        """Describe a request in full, and why it waits if it does; None for an unknown one."""
         record = self._recorder.find(request_id)
         if record is None:
             return None
         now_ns = self._recorder.clock_pair.monotonic_ns
-        places = self._places()
         timeline = self._timeline_of(record)
         gaps = intervals.stream_gaps_ns(timeline)
         per_token_ns = intervals.time_per_output_token_ns(timeline)
         return {
             "id": request_id,
-            "stage": self._stage(record, places),
+            "stage": _stage_in(record, queue),
             "age_ms": ((record.end_ns or now_ns) - record.recv_ns) / _NS_PER_MS,
             "times_ms": _times(timeline, now_ns),
             "time_to_first_token_ms": _ms(intervals.time_to_first_token_ns(timeline)),
@@ -91,7 +131,7 @@ class Inspection:
             "is_streamed": record.is_streamed,
             "finish_reason": record.finish_reason,
             "error_code": record.error_code or None,
-            "waiting": self._waiting(request_id, places, now_ns),
+            "waiting": self._waiting(request_id, queue),
         }
 
     def _timeline_of(self, record: RequestRecord) -> RequestTimeline:
@@ -108,60 +148,29 @@ class Inspection:
             end_ns=record.end_ns,
         )
 
-    def _stage(self, timeline: RequestTimeline | RequestRecord, places: dict[str, int]) -> str:
-        stage = stage_of(timeline)
-        if stage != "in_engine":
-            return stage
-        return "waiting" if timeline.request_id in places else "prefilling"
-
-    def _num_waiting(self) -> int:
-        step = self._recorder.last_step
-        return step.num_waiting if step is not None else 0
-
-    @property
-    def _is_place_exact(self) -> bool:
-        """By the other policies a request that comes later may go first."""
-        return self._recorder.config.scheduler.admission == "fifo"
-
-    def _turn_ns(self, timeline: RequestTimeline) -> int:
-        """Where it stands in the queue: as `engine/core/admission.py` has it, but of when it left for the engine."""
-        config = self._recorder.config.scheduler
-        level_ns = int(config.priority_wait_s * _NS_PER_S) if config.admission == "priority" else 0
-        return timeline.tokenized_ns + timeline.priority * level_ns
-
-    def _places(self) -> dict[str, int]:
-        """Request id -> how many requests are before it, for those that wait.
-
-        Of the requests without a token that the engine had by the end of its last step, the last ones in the queue's
-        order are those that wait; whatever came later waits too. That is a guess by `priority` and `pack`: a patient
-        one may be computed since before the urgent one came that waits.
-        """
-        entered = [timeline for timeline in self._recorder.in_flight if stage_of(timeline) == "in_engine"]
-        entered.sort(key=self._turn_ns)
-        step = self._recorder.last_step
-        told_ns = step.start_ns if step is not None else 0
-        known = [timeline.request_id for timeline in entered if timeline.tokenized_ns < told_ns]
-        computed = set(known[: max(0, len(known) - self._num_waiting())])
-        waiting = [timeline.request_id for timeline in entered if timeline.request_id not in computed]
-        return {request_id: place for place, request_id in enumerate(waiting)}
-
-    def _waiting(self, request_id: str, places: dict[str, int], now_ns: int) -> dict[str, Any] | None:
-        if request_id not in places:
+    def _waiting(self, request_id: str, queue: QueueReport) -> dict[str, Any] | None:
+        if request_id not in queue.waiting:
             return None
-        num_before = places[request_id]
-        step, config = self._recorder.last_step, self._recorder.config
-        limit = None if step is None else limit_of(step, config)
-        estimate = self._drain.estimate(num_before, now_ns)
+        step = self._recorder.last_step
+        limit = None if step is None else limit_of(step, self._recorder.config)
+        estimate = queue.waiting[request_id]
         sentence = limit.sentence if limit else "No limit held anything back in the last step: its turn comes next."
         return {
-            "num_before": num_before,
-            "is_place_exact": self._is_place_exact,
+            "num_before": list(queue.waiting).index(request_id),
+            "is_place_exact": queue.is_order_exact,
             "blocked_by": step.blocked_by if step is not None else BlockedBy.NOTHING,
             "option": limit.option if limit else None,
             "value": limit.value if limit else None,
             "sentence": sentence,
-            "estimate": asdict(estimate) if estimate else None,
+            "estimate": msgspec.structs.asdict(estimate) if estimate else None,
         }
+
+
+def _stage_in(timeline: RequestTimeline | RequestRecord, queue: QueueReport) -> str:
+    stage = stage_of(timeline)
+    if stage != "in_engine":
+        return stage
+    return "waiting" if timeline.request_id in queue.waiting else "prefilling"
 
 
 def _times(timeline: RequestTimeline, now_ns: int) -> dict[str, float]:

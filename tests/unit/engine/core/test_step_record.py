@@ -22,6 +22,7 @@ def test_each_fact_is_in_its_field() -> None:
     counts = StepCounts(**COUNTS, blocked_by=BlockedBy.SLOTS)
     engine.scheduler = SimpleNamespace(
         pop_ended=list,
+        pop_started=list,
         counts=counts,
         num_running=1,
         num_waiting=2,

@@ -120,7 +120,7 @@ async def test_an_engine_that_is_started_again_has_no_step_under_way(
     client: AsyncEngine, transport: ManualTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restarts: list[None] = []
-    monkeypatch.setattr(client.backlog, "restart", lambda: restarts.append(None))
+    monkeypatch.setattr(client.queue_estimate, "restart", lambda: restarts.append(None))
     transport.kill()
     assert restarts == []
     await client.start(lambda _: None)
@@ -201,7 +201,7 @@ async def test_what_an_engine_said_before_it_was_given_up_is_not_heard_after_it(
             await task
     client.close_timeline(timelines[0])
     assert told.events[2:] == [("finish", FinishReason.ERROR)] * 2
-    assert (client.num_unfinished, client.backlog.num_sequences, client.backlog.num_tokens) == (0, 0, 0)
+    assert (client.num_unfinished, client.queue_estimate.num_sequences, client.queue_estimate.num_tokens) == (0, 0, 0)
 
 
 async def test_tokens_go_to_whoever_took_the_slot_last(client: AsyncEngine, transport: ManualTransport) -> None:
