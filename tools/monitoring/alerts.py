@@ -235,5 +235,5 @@ def _xid(parameters: Parameters) -> Rule:
         severity=TICKET,
         dashboard="gpu",
         summary="A GPU reported an error",
-        description="GPU {{ $labels.gpu }} of {{ $labels.Hostname }} reported XID {{ $value }}.",
+        text="GPU {{ $labels.gpu }} of {{ $labels.Hostname }} reported XID {{ $value }}.",
     )
