@@ -1,4 +1,4 @@
-"""A person at a terminal: one prompt continued, or a conversation. Text in, text out; knows no HTTP and no tensors."""
+"""`roseinfer generate` and `roseinfer chat`: continues a prompt, or holds a conversation, at a terminal."""
 
 import argparse
 import sys
@@ -26,7 +26,7 @@ Ctrl-C stops an answer.
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to answer. `max_tokens` None: as many as are usual and fit."""
+    """How to generate. Without `max_tokens`, the default as far as the context has room."""
 
     params: SamplingParams
     max_tokens: int | None
@@ -34,20 +34,20 @@ class Sampling:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Sampling":
-        """From the flags that `generate` and `chat` share."""
+        """Read the flags that `generate` and `chat` share."""
         params = SamplingParams(
             temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k, seed=arguments.seed
         )
         return cls(params, arguments.max_tokens, tuple(arguments.stop))
 
     def params_for(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """A number that was asked for stands, fitting or not; the usual one gives way to the context."""
+        """The default number of tokens is cut to the context; a number that was asked for is not."""
         room = max(1, max_model_len - num_prompt_tokens)
         return msgspec.structs.replace(self.params, max_tokens=self.max_tokens or min(_DEFAULT_MAX_TOKENS, room))
 
 
 def start(config: Config) -> LLM:
-    """The model, with a sign of life while it loads."""
+    """Load the model, showing progress."""
     with show_loading(config.model.path) as on_progress:
         return LLM(config=config, on_progress=on_progress)
 
@@ -96,7 +96,7 @@ def chat(config: Config, system: str | None, sampling: Sampling) -> int:
 def _turn(
     llm: LLM, template: ChatTemplate, messages: list[dict[str, str]], line: str, sampling: Sampling
 ) -> list[dict[str, str]]:
-    """The conversation after one more question; as it was when the question could not be asked."""
+    """The conversation after one more question; unchanged when the question was refused."""
     asked = [*messages, {"role": "user", "content": line}]
     answer: list[str] = []
     try:
@@ -119,7 +119,7 @@ def _answer(llm: LLM, prompt: list[int], sampling: Sampling, pieces: list[str]) 
 
 
 def _read() -> str | None:
-    """One line from the person; None when there are no more. Ctrl-C empties the line."""
+    """One line of input; None at its end. Ctrl-C empties the line."""
     prompt = "> " if sys.stdin.isatty() else ""
     try:
         return input(prompt).strip()

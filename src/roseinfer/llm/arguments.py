@@ -1,6 +1,6 @@
-"""Turns what a program gave `LLM` into what a request holds, or says which argument cannot be one.
+"""Checks the arguments of `LLM` and brings them into one form.
 
-Knows no tokenizer and no model: what those allow beyond the kinds of values says `messages.py:check_request`.
+What the model allows beyond that, `messages.py:check_request` checks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text or one list of token ids is a list of one. Raises InvalidRequest for what holds no prompts."""
+    """A list of prompts; one text or one list of token ids becomes a list of one. Raises InvalidRequest."""
     if isinstance(given, str):
         return [given]
     if not _has_an_order(given):
@@ -30,7 +30,7 @@ def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_prompt(given: Prompt, name: str) -> str | list[int]:
-    """Raises InvalidRequest, calling it `name`, for what is no text and no list; what is in a list is not looked at."""
+    """A prompt as text or list, whose items are not checked. Raises InvalidRequest that calls it `name`."""
     if isinstance(given, str):
         check_text(given, name)
         return given
@@ -40,7 +40,7 @@ def as_prompt(given: Prompt, name: str) -> str | list[int]:
 
 
 def as_stops(given: str | Sequence[str]) -> tuple[str, ...]:
-    """One text is a list of one. Raises InvalidRequest for what is no text, or an empty one."""
+    """Stop strings; one text becomes a tuple of one. Raises InvalidRequest for an empty text or another type."""
     if not isinstance(given, str) and not _has_an_order(given):
         raise InvalidRequest(f"`stop`: expected a text or a list of texts; got {shown(given)}.", param="stop")
     named = [("stop", given)] if isinstance(given, str) else [(f"stop[{i}]", text) for i, text in enumerate(given)]
@@ -52,20 +52,20 @@ def as_stops(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def check_params(given: SamplingParams | None) -> None:
-    """Raises InvalidRequest for what are no parameters, or ask for what `LLM` does not tell."""
+    """Raises InvalidRequest for what are no parameters, and for log-probabilities of prompts."""
     if given is None:
         return
     if not isinstance(given, SamplingParams):
         raise InvalidRequest(f"`params`: expected SamplingParams; got {shown(given)}.", param="params")
     if given.num_prompt_logprobs is not None:
         raise InvalidRequest(
-            "`num_prompt_logprobs`: `LLM` does not tell how a prompt was scored; a server does, for `echo`.",
+            "`num_prompt_logprobs`: `LLM` has no log-probabilities of prompts; a server has, for `echo`.",
             param="num_prompt_logprobs",
         )
 
 
 def check_settings(config: object, observers: object, **numbers: int | None) -> None:
-    """What `LLM` is started with. `tokenize_workers` is at least 0, `max_inflight` 1 or None. Raises ConfigError."""
+    """Check the arguments of the constructor; `max_inflight` is at least 1 or None. Raises ConfigError."""
     if not isinstance(config, Config):
         raise ConfigError(f"expected a Config; got {shown(config)}.", param="config")
     if not isinstance(observers, Sequence) or not all(isinstance(observer, Observer) for observer in observers):
@@ -79,5 +79,5 @@ def check_settings(config: object, observers: object, **numbers: int | None) -> 
 
 
 def _has_an_order(given: object) -> TypeGuard[Iterable[Any]]:
-    """It is a list, or like one. A mapping or a set can be gone through too, but not as whoever gave it meant."""
+    """It is a list, or like one. A mapping or a set is iterable too, but is no list of prompts."""
     return isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping | AbstractSet)

@@ -1,7 +1,7 @@
-"""Turns token ids into text as they come, and finds stop strings in it. Knows no vocabulary but a table of bytes.
+"""Turns token ids into text as they come, and matches stop strings in it.
 
-A token is a run of bytes, so text is an incremental UTF-8 decoding of their concatenation: at most three bytes (a
-character's beginning) are ever pending, whatever the model says, and nothing is decoded twice.
+A token is a run of bytes, and text is the incremental UTF-8 decoding of their concatenation: at most three bytes, the
+beginning of a character, are pending at any time, and nothing is decoded twice.
 """
 
 import codecs
@@ -12,8 +12,8 @@ class Detokenizer:
     """The text of one sequence.
 
     `token_bytes` maps an id to the bytes it adds to the text. The text ends before the stop string that is complete
-    first (of two complete at once, before the longer), or with `includes_stop` behind it, and characters that could
-    begin one are held back until they cannot, so the result does not depend on how the ids were grouped.
+    first (of two complete at once, before the longer), or with `includes_stop` behind it. Characters that could begin
+    a stop string are held back until they cannot, so the result does not depend on how the ids were grouped.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take tokens and return the text that has become certain. After a stop string is found it stays empty."""
+        """Decode tokens and return the text that has become certain; empty after a stop string."""
         return self._release(self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
 
     def flush(self) -> str:
-        """No more tokens will come: return what was held back; a character cut short becomes U+FFFD."""
+        """End the text and return what was held back. A character cut short becomes U+FFFD."""
         text = self._release(self._decoder.decode(b"", final=True))
         held, self._held = self._held, ""
         return text + held
@@ -63,7 +63,7 @@ class Detokenizer:
 
 
 def text_offsets(token_bytes: Callable[[int], bytes], token_ids: Iterable[int]) -> list[int]:
-    """How many characters of a text stand before each of its tokens, and last how many there are."""
+    """Characters of the text before each token, and last how many the text has."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, num_chars = [], 0
     for token_id in token_ids:

@@ -1,13 +1,14 @@
-"""Turns a conversation into the prompt text its model was trained on. Knows no tokens.
+"""Renders a conversation with the model's chat template into the prompt text it was trained on.
 
-The template is the model's own, never the client's; it still runs in Jinja's immutable sandbox, with an output cap.
-A client may set variables that the template reads and the server does not give it.
+The template is the model's own, never the client's; it still runs in Jinja's immutable sandbox, with a cap on its
+output. A client may set variables that the template reads and the server does not give it.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated, Any
 
 import jinja2
 import msgspec
@@ -15,14 +16,30 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import Meta
 
 from roseinfer.errors import ConfigError, InvalidRequest
-from roseinfer.text.template_variables import FIELD
-from roseinfer.text.tokenizer_config import TokenizerConfig, read_json
+from roseinfer.text.tokenizer import TokenizerConfig, read_json
+
+VARIABLES_FIELD = "chat_template_kwargs"
+MAX_VARIABLES = 32
+MAX_VARIABLE_LEVELS = 16  # lists and objects within each other: enough for a JSON schema
+MAX_VARIABLE_BYTES = 16 * 1024  # all names and values together, as JSON
+
+VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}(?!\n)$")]  # as a name of a function
+TemplateVariables = Annotated[
+    dict[VariableName, Any],
+    Meta(
+        max_length=MAX_VARIABLES,
+        description='Variables of the chat template, such as `{"enable_thinking": false}`; see "Template variables" in '
+        f"http-api.md. At most {MAX_VARIABLE_BYTES} bytes as JSON and {MAX_VARIABLE_LEVELS} levels deep; null is a "
+        "value.",
+    ),
+]
 
 MAX_PROMPT_CHARS = 4 * 1024 * 1024  # twice the largest default body: more is a template that multiplies its input
 
-# Clients send these to every model. Without such a switch one reasons always or never, and neither value says which.
+# Clients send these to every model. A model without such a switch always reasons or never does.
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # beside the special tokens, by name
@@ -30,6 +47,29 @@ _NO_VARIABLES: Mapping[str, object] = {}
 
 # What messages of another shape than a template expects may raise in it, besides its own refusals.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Check the bounds that no type expresses. Raises InvalidRequest that names the field."""
+    num_bytes = len(msgspec.json.encode(variables))  # what was decoded is not too deep to be encoded
+    if num_bytes > MAX_VARIABLE_BYTES:
+        raise InvalidRequest(
+            f"`{VARIABLES_FIELD}`: {num_bytes} bytes as JSON; at most {MAX_VARIABLE_BYTES} are taken.",
+            param=VARIABLES_FIELD,
+        )
+    for name, value in variables.items():
+        level: list[Any] = [value]
+        for _ in range(MAX_VARIABLE_LEVELS):
+            level = [inner for outer in level for inner in _within(outer)]
+        if any(isinstance(inner, list | dict) for inner in level):
+            param = f"{VARIABLES_FIELD}.{name}"
+            raise InvalidRequest(f"`{param}`: Nested deeper than {MAX_VARIABLE_LEVELS} levels.", param=param)
+
+
+def _within(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _raise_exception(message: str) -> None:
@@ -52,7 +92,7 @@ def _to_json(
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` … `{% endgeneration %}` marks for training what the assistant says: to us, what it holds."""
+    """`{% generation %}` … `{% endgeneration %}` marks the assistant's text for training; here it is its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -62,7 +102,7 @@ class _GenerationBlocks(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As the authors of templates expect it: `apply_chat_template` of the transformers library."""
+    """The environment that authors of templates expect: that of `apply_chat_template` in the transformers library."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlocks]
     )
@@ -72,14 +112,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _NamedTemplate(msgspec.Struct):
-    """One of several templates, of which `default` is the one to chat with."""
+    """One of several templates; the one called `default` is for chat."""
 
     name: str
     template: str
 
 
 def _compile(source: str, param: str) -> jinja2.Template:
-    """Raises ConfigError that blames the option `param`."""
+    """Raises ConfigError that names the option `param`."""
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
@@ -87,7 +127,7 @@ def _compile(source: str, param: str) -> jinja2.Template:
 
 
 def read_chosen_template(path: str | None) -> str | None:
-    """The source in the file that `server.chat_template` names, if it names one. Raises ConfigError; needs no model."""
+    """The source in the file that `server.chat_template` names, if any. Raises ConfigError."""
     if path is None:
         return None
     try:
@@ -135,13 +175,13 @@ class ChatTemplate:
     def render_closed(
         self, messages: Iterable[Mapping[str, object]], variables: Mapping[str, object] = _NO_VARIABLES
     ) -> str:
-        """The conversation alone, with nobody asked to speak."""
+        """The conversation alone, without the assistant's next turn."""
         return self._render(variables, messages=list(messages), tools=None, add_generation_prompt=False)
 
     def _check(self, variables: Mapping[str, object]) -> None:
-        """What is misspelt would do nothing, and nobody would know. Raises InvalidRequest that names the variable."""
+        """Refuse variables without effect, such as misspelt ones. Raises InvalidRequest that names the variable."""
         for name in variables:
-            param = f"{FIELD}.{name}"
+            param = f"{VARIABLES_FIELD}.{name}"
             if name in self._given:
                 raise InvalidRequest(f"`{param}`: The server gives the template this variable itself.", param=param)
             if name not in self._variables and name not in SWITCHES:
@@ -162,7 +202,7 @@ class ChatTemplate:
                     )
                 pieces.append(piece)
         except _REFUSALS as error:
-            refused = f"the messages with `{FIELD}`" if variables else "the messages"
+            refused = f"the messages with `{VARIABLES_FIELD}`" if variables else "the messages"
             raise InvalidRequest(f"The chat template refused {refused}: {error}.", param="messages") from None
         return "".join(pieces)
 

@@ -1,4 +1,4 @@
-"""Turns text into token ids, and a token id into the bytes it stands for. Knows no requests.
+"""Turns text into token ids, and a token id into the bytes it stands for.
 
 Any vocabulary of the two families that matter is a table from id to bytes: byte-level ones (GPT-2, Llama 3, Qwen) spell
 each byte as one printable character, SentencePiece ones (Llama 2, Mistral) write a space as U+2581 and odd bytes as
@@ -7,8 +7,9 @@ each byte as one printable character, SentencePiece ones (Llama 2, Mistral) writ
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,17 +22,61 @@ from roseinfer.errors import ConfigError, InvalidRequest, PromptName, PromptTooL
 from roseinfer.messages import CALL_TAGS
 from roseinfer.runtime import memory
 from roseinfer.runtime.niceness import be_nicer_in_this_thread
-from roseinfer.text.token_lengths import most_chars_per_token
-from roseinfer.text.tokenizer_config import TokenizerConfig
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
 LONG_CHARS = 128 * 1024  # encoding takes a few hundred bytes of memory for each token: longer texts wait for each other
 _LONG_NICENESS = 10  # more than the event loop, which so has ten times the weight where processors are too few
+_SPACE = " "
+_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})  # pre-tokenizers that drop no character
 
 T = TypeVar("T")
 
 
-class _TokenizerFile(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """What `tokenizer_config.json` says beside the vocabulary."""
+
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # text by name: `bos_token`, `eos_token`, ...
+    adds_bos: bool | None = None  # before a text; None: as the post-processor of tokenizer.json does
+    adds_eos: bool = False  # after a text; counts where `adds_bos` is not None
+    chat_template: object = None  # as it stands there, unchecked
+
+    @classmethod
+    def load(cls, directory: Path) -> "TokenizerConfig":
+        """Read the file, if there is one. Raises ConfigError when it is no JSON object."""
+        config = read_json(directory / "tokenizer_config.json")
+        named = read_json(directory / "special_tokens_map.json") | config  # older checkpoints name them there
+        adds_bos = config.get("add_bos_token")
+        return cls(
+            special_tokens={name: text for name in named if (text := _token_text(name, named[name])) is not None},
+            adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
+            adds_eos=config.get("add_eos_token") is True,
+            chat_template=config.get("chat_template"),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of the checkpoint; empty where there is no file. Raises ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except ValueError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}.", param="model.path") from None
+
+
+def _token_text(name: str, value: object) -> str | None:
+    """The text of a `*_token` entry, which is a string or an object with `content`; None for other entries."""
+    if not name.endswith("_token"):
+        return None
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+class _DecoderFile(msgspec.Struct):
+    """What of tokenizer.json decides how a token spells its bytes."""
+
     decoder: dict[str, Any] | None = None
 
 
@@ -47,7 +92,7 @@ class Tokenizer:
         self._inner = inner
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
-        # For what needs no GIL alone: whoever has that at a lower priority keeps everybody waiting.
+        # Only for work without the GIL: a thread that holds it at a lower priority makes all others wait.
         nicer = partial(be_nicer_in_this_thread, _LONG_NICENESS)
         self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="long-encode", initializer=nicer)
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
@@ -74,7 +119,7 @@ class Tokenizer:
         """Read the content of a `tokenizer.json`; without a `config`, nothing else is said of it."""
         try:
             inner = tokenizers.Tokenizer.from_buffer(content)
-            decoder = msgspec.json.decode(content, type=_TokenizerFile).decoder
+            decoder = msgspec.json.decode(content, type=_DecoderFile).decoder
         except ValueError as error:
             raise ConfigError(f"tokenizer.json cannot be read: {error}.", param="model.path") from None
         if config is not None and config.adds_bos is not None:
@@ -82,7 +127,7 @@ class Tokenizer:
         return cls(inner, _spelling(decoder), content)
 
     def check_length(self, texts: Sequence[str], max_model_len: int, names: Sequence[PromptName]) -> None:
-        """Raise PromptTooLong for a text that is so long that it need not be encoded to know that it does not fit."""
+        """Raise PromptTooLong for a text that cannot fit, whatever its tokens are."""
         if self._most_chars_per_token is None:
             return
         for name, text in zip(names, texts, strict=True):
@@ -96,7 +141,7 @@ class Tokenizer:
     async def encode_prompts(
         self, texts: Sequence[str], max_model_len: int, names: Sequence[PromptName], *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """Token ids of each text. Raises PromptTooLong for one, called so in errors, that does not fit."""
+        """Token ids of each text. Raises PromptTooLong that names the text that does not fit."""
         self.check_length(texts, max_model_len, names)
         return await self.for_text(sum(map(len, texts)), self._encode, texts, add_special_tokens, max_model_len, names)
 
@@ -105,16 +150,18 @@ class Tokenizer:
         return await self.for_text(sum(map(len, texts)), self._encode, texts, add_special_tokens)
 
     def encode_here(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The same of one text, in this thread: for work that `for_text` does."""
+        """As `encode`, of one text in this thread: for use in work that `for_text` runs."""
         return self._encode([text], add_special_tokens)[0]
 
     async def for_text(self, num_chars: int, work: Callable[..., T], *arguments: object) -> T:
-        """Do what takes so long as encoding so many characters: here, or in a thread if it is more than a moment."""
+        """Run work that takes as long as encoding so many characters: here if that is about a millisecond."""
         if num_chars <= INLINE_CHARS:
             return work(*arguments)
         if num_chars <= LONG_CHARS:
             return await self.off_loop(work, *arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._long_pool, _leaving_nothing, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._long_pool, _and_give_memory_back, work, *arguments
+        )
 
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
         """Run text work that takes more than about a millisecond on one of two threads."""
@@ -127,26 +174,24 @@ class Tokenizer:
         max_model_len: int | None = None,
         names: Sequence[PromptName] = (),
     ) -> list[list[int]]:
-        """With a `max_model_len` the texts have `names`, and no list is made of what does not fit."""
+        """Raises PromptTooLong with a `max_model_len`, which needs `names`; no list of ids is made then."""
         _check_characters(texts)
         if sum(map(len, texts)) <= INLINE_CHARS:
             return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
         if sum(map(len, texts)) <= LONG_CHARS:
             encodings = self._encode_batches(texts, add_special_tokens)
         else:
-            self._encode_batches(
-                [""], add_special_tokens
-            )  # the library's threads, if they must start, start in this one
+            self._encode_batches([""], add_special_tokens)  # the library starts its threads here, at this priority
             encodings = self._long_encoder.submit(self._encode_batches, texts, add_special_tokens).result()
         if max_model_len is not None:
             _check_num_tokens(encodings, max_model_len, names)
         return [encoding.ids for encoding in encodings]
 
     def _encode_batches(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
-        """Each text as a batch of its own: of several the library would encode some in threads of its own.
+        """Encode each text as a batch of its own: a batch of several would use the library's threads on all cores.
 
-        Those would be on all cores, and are as nice for ever as the thread that encoded the first batch. "fast" leaves
-        out the offsets, which nobody asks for and which take most of the time and the memory.
+        Those keep the priority of the thread that encoded the first batch. "fast" leaves out the offsets, which are
+        not needed and take most of the time and the memory.
         """
         encode = self._inner.encode_batch_fast
         return [encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
@@ -160,14 +205,14 @@ class Tokenizer:
         return b"" if token_id in self.special_ids else self.spell(token_id)
 
     def tagged_text_bytes(self, token_id: int) -> bytes:
-        """The same, but the tags of calls are spelled where the vocabulary marks them special, as that of Hermes 3 may.
+        """As `text_bytes`, but the tags of calls have their text where the vocabulary marks them special (Hermes 3).
 
-        For texts that a grammar rules or that are searched for calls.
+        For texts that follow a grammar or are searched for calls.
         """
         return b"" if token_id in self._silent_ids else self.spell(token_id)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the tokens say together, special ones nothing."""
+        """The text of the tokens; special ones add none."""
         return b"".join(map(self.text_bytes, token_ids)).decode(errors="replace")
 
     def close(self) -> None:
@@ -175,7 +220,7 @@ class Tokenizer:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _leaving_nothing(work: Callable[..., T], *arguments: object) -> T:
+def _and_give_memory_back(work: Callable[..., T], *arguments: object) -> T:
     try:
         return work(*arguments)
     finally:
@@ -201,7 +246,7 @@ def _check_num_tokens(
 
 
 def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.TemplateProcessing:
-    """Puts BOS before and EOS after a text as the configuration says, instead of what tokenizer.json does."""
+    """Puts BOS before and EOS after a text as tokenizer_config.json says, instead of tokenizer.json."""
     wanted = {"bos_token": config.adds_bos, "eos_token": config.adds_eos}
     texts = {name: config.special_tokens[name] for name in wanted if wanted[name] and name in config.special_tokens}
     token_ids = {text: inner.token_to_id(text) for text in texts.values()}
@@ -217,7 +262,7 @@ def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.T
 
 
 def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-    kinds = set(_decoder_kinds(decoder))
+    kinds = _kinds(decoder, "decoders")
     if "ByteLevel" in kinds:
         return _byte_level_bytes
     if kinds & {"ByteFallback", "Metaspace"}:
@@ -226,12 +271,6 @@ def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
         "tokenizer.json: neither a byte-level nor a SentencePiece vocabulary, so tokens are not bytes.",
         param="model.path",
     )
-
-
-def _decoder_kinds(decoder: dict[str, Any] | None) -> Sequence[str]:
-    if decoder is None:
-        return []
-    return [decoder["type"], *(kind for part in decoder.get("decoders", ()) for kind in _decoder_kinds(part))]
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -256,3 +295,68 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     if found := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(found[1], 16)])
     return piece.replace("\u2581", " ").encode()
+
+
+class _Model(msgspec.Struct):
+    type: str | None = None
+    byte_fallback: bool = False
+
+
+class _AddedToken(msgspec.Struct):
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What of tokenizer.json decides whether text can vanish."""
+
+    model: _Model
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    added_tokens: list[_AddedToken] = []
+
+
+def most_chars_per_token(content: bytes, pieces: Iterable[bytes]) -> int | None:
+    """Most characters that one token stands for: the length of the longest piece; None where text may vanish.
+
+    A text of more than so many for each token of the context cannot fit, and is not encoded to find that out.
+
+    Text vanishes in normalizers that fold or strip, in pre-tokenizers that remove, around added tokens that take the
+    space beside them, and where a character can become unknown: where the vocabulary has not every single byte.
+    """
+    try:
+        file = msgspec.json.decode(content, type=_TokenizerFile)
+    except ValueError:  # of an older form
+        return None
+    known = set(pieces)
+    is_certain = (
+        file.model.type == "BPE"
+        and (file.model.byte_fallback or "ByteLevel" in _kinds(file.pre_tokenizer, "pretokenizers"))
+        and all(bytes([byte]) in known for byte in range(256))
+        and all(_keeps(part) for part in _parts(file.normalizer, "normalizers"))
+        and all(_drops_nothing(part) for part in _parts(file.pre_tokenizer, "pretokenizers"))
+        and not any(token.lstrip or token.rstrip for token in file.added_tokens)
+    )
+    return max(map(len, known)) if is_certain else None
+
+
+def _kinds(step: dict[str, Any] | None, sequence: str) -> set[str]:
+    return {part["type"] for part in _parts(step, sequence)}
+
+
+def _parts(step: dict[str, Any] | None, sequence: str) -> list[dict[str, Any]]:
+    """The parts of a step that is a sequence, at any depth, or the step alone."""
+    if step is None:
+        return []
+    return [leaf for part in step[sequence] for leaf in _parts(part, sequence)] if sequence in step else [step]
+
+
+def _keeps(normalizer: dict[str, Any]) -> bool:
+    """It only adds text, or writes spaces as SentencePiece does."""
+    is_about_spaces = normalizer["type"] == "Replace" and normalizer.get("pattern") == {"String": _SPACE}
+    return normalizer["type"] == "Prepend" or (is_about_spaces and normalizer.get("content") == "\u2581")
+
+
+def _drops_nothing(pre_tokenizer: dict[str, Any]) -> bool:
+    kind = pre_tokenizer["type"]
+    return kind in _KEEPING or (kind == "Split" and pre_tokenizer.get("behavior") != "Removed")

@@ -22,7 +22,7 @@ from roseinfer.server.openai.structured import check_grammar, requested_grammar,
 from roseinfer.server.service import SERVICE, TextModel
 from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.logprobs import ScoredToken
-from roseinfer.text.template_variables import FIELD
+from roseinfer.text.templates import VARIABLES_FIELD
 from roseinfer.text.tokenizer import INLINE_CHARS
 from roseinfer.text.tool_calls import CallPart, Parts, ToolCallParser, ToolUse, find_format, in_pieces
 
@@ -70,7 +70,7 @@ async def _encode_messages(
     else:
         text = await tokenizer.off_loop(template.render, messages, tools, variables)
     # The template writes all of these into the prompt, so what is too long may be any of them.
-    written = {"tools": tools, FIELD: variables}
+    written = {"tools": tools, VARIABLES_FIELD: variables}
     name = PromptName("messages", tuple(field for field, value in written.items() if value))
     [token_ids] = await tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
     return EncodedPrompt(token_ids, name)

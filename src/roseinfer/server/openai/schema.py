@@ -38,7 +38,7 @@ from roseinfer.server.openai.schema_structured import (
     ToolChoice,
 )
 from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
-from roseinfer.text.template_variables import TemplateVariables, check_variables
+from roseinfer.text.templates import TemplateVariables, check_variables
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64

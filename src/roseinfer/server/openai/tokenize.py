@@ -16,7 +16,7 @@ from roseinfer.server.connection.body_budget import PLACE
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
 from roseinfer.server.openai.schema import Message, ModelBody, earlier_arguments
 from roseinfer.server.service import SERVICE, TextModel
-from roseinfer.text.template_variables import FIELD, TemplateVariables, check_variables
+from roseinfer.text.templates import VARIABLES_FIELD, TemplateVariables, check_variables
 from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
 
 # Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose
@@ -54,7 +54,7 @@ class TokenizeBody(ModelBody, frozen=True, kw_only=True):
         if self.messages is None and not self.add_generation_prompt:
             raise InvalidRequest("`add_generation_prompt` needs `messages`.", param="add_generation_prompt")
         if self.messages is None and self.chat_template_kwargs:
-            raise InvalidRequest(f"`{FIELD}` needs `messages`.", param=FIELD)
+            raise InvalidRequest(f"`{VARIABLES_FIELD}` needs `messages`.", param=VARIABLES_FIELD)
 
     def json_texts(self) -> Iterable[tuple[str, str]]:
         return earlier_arguments(self.messages or ())

@@ -20,7 +20,7 @@ from roseinfer.config.tree import StructuredConfig
 from roseinfer.errors import InvalidRequest, NotReady, Overloaded
 from roseinfer.messages import Grammar
 from roseinfer.runtime import child_process
-from roseinfer.text.grammar import bounds, checker
+from roseinfer.text.grammar import checker, source
 from roseinfer.text.grammar.checker import GrammarChecker
 from tests.unit.text.grammar import vocabulary as checkpoint
 
@@ -120,9 +120,9 @@ def test_a_hostile_grammar_is_refused_by_its_field_and_the_next_one_is_checked(
 
 
 def test_depth_is_counted_as_it_is() -> None:
-    assert bounds._json_depth(json.dumps(nested(10))) == 11
-    assert bounds._json_depth(json.dumps(hidden(10))) == 11
-    assert bounds._bracket_depth(r"((\)\)(") == 3
+    assert source._json_depth(json.dumps(nested(10))) == 11
+    assert source._json_depth(json.dumps(hidden(10))) == 11
+    assert source._bracket_depth(r"((\)\)(") == 3
 
 
 def test_what_takes_too_long_is_ended_with_its_process(tmp_path: Path) -> None:
