@@ -52,7 +52,7 @@ from roseinfer.observe.tracing.spans import Span
 from roseinfer.observe.tracing.tracing import Tracing
 from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, Observer, RequestTimeline, StepRecord
 from roseinfer.runtime.gc_pauses import GcPauses
-from roseinfer.runtime.niceness import be_nicer
+from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.runtime.stopwatch import UNWATCHED, Phases, Stopwatch
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.instruments import Instruments
@@ -294,7 +294,7 @@ class Observed:
         self.service.open(TextModel.load(Path(self.client.info.checkpoint_dir), None))
         gc.collect()
         gc.freeze()
-        be_nicer(self.config.server.nice)  # as the program does, once its engine is there; the load inherits it
+        be_nicer(FRONT_END_NICENESS)  # as the program does, once its engine is there; the load inherits it
 
         async def handle_metrics(_: web.Request) -> web.Response:
             page, _content_type = await asyncio.to_thread(self.metrics.render, "")

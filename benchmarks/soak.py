@@ -32,8 +32,10 @@ from benchmarks.probes_under_load import Probes
 from benchmarks.servers import free_port, wait_ready
 from benchmarks.soak_clients import Clients
 from roseinfer.config.tree import Config
+from roseinfer.observe.recorder.recorder import STEPS_PER_REQUEST, WRITES_PER_STEP
 from roseinfer.observe.recorder.recording import STEP_DTYPE, WRITE_DTYPE
 from roseinfer.text.grammar.checker import VERDICT_CACHE_BYTES
+from roseinfer.text.grammar.compiler import CACHE_BYTES
 
 IDLE_TIMEOUT_S = 15.0  # slow readers may hold theirs until the server notices that they have gone
 WARM_UP_SHARE = 0.2
@@ -45,12 +47,10 @@ SIZES = ("front_end_mib", "engine_mib")
 NUM_LOOKS = 10
 FLOOD_ROUNDS = 2
 PROBE_INTERVAL_S = 0.05
-GRAMMAR_CACHE_MIB = 4
 CONTEXT_TOKENS = 1024  # of the embedded model
 OPTIONS = {
     "--max-num-seqs": 16,
     "--server.max-inflight": 256,
-    "--structured.cache-mib": GRAMMAR_CACHE_MIB,
     "--log-level": "error",
 }
 
@@ -107,10 +107,10 @@ def memories_mib() -> dict[str, float]:
     observe = Config().observe
     remembered = {
         "front end: recorded steps": observe.recorder_steps * STEP_DTYPE.itemsize,
-        "front end: recorded writes": observe.recorder_writes * WRITE_DTYPE.itemsize,
-        "front end: recorded requests": observe.recorder_requests * CONTEXT_TOKENS * 9,
+        "front end: recorded writes": WRITES_PER_STEP * observe.recorder_steps * WRITE_DTYPE.itemsize,
+        "front end: recorded requests": observe.recorder_steps // STEPS_PER_REQUEST * CONTEXT_TOKENS * 9,
         "front end: verdicts on grammars": VERDICT_CACHE_BYTES,
-        "engine: compiled grammars": GRAMMAR_CACHE_MIB << 20,
+        "engine: compiled grammars": CACHE_BYTES,
     }
     return {what: num_bytes / 2**20 for what, num_bytes in remembered.items()}
 

@@ -120,6 +120,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     repetition_penalty: RepetitionPenalty = 1.0
 
 
+# What each level of `priority` is worth of waiting under the admission policy of that name: the whole range of 200
+# levels delays a request by little more than three minutes.
+PRIORITY_WAIT_S = 1.0
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """What was asked: one prompt to continue. What becomes of it is the engine's `Sequence`."""
 

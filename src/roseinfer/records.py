@@ -34,6 +34,11 @@ class LifecycleState(StrEnum):
     FAILED = "failed"
 
 
+# Steps for which a request waits for a prefix block that another one is computing: longer than any sound leader takes
+# for a block, and a bound should one never publish it.
+MAX_PREFIX_WAIT_STEPS = 64
+
+
 class BlockedBy(StrEnum):
     """The limit that kept the first waiting request out of a step."""
 

@@ -38,7 +38,7 @@ from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime import memory
 from roseinfer.runtime.gc_pauses import GcPauses
-from roseinfer.runtime.niceness import be_nicer
+from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.runtime.stopwatch import Phases
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
     runner.warm_up(limits.max_num_batched_tokens)
     clock.enter(LifecycleState.WARMUP, "grammar", "reading the vocabulary for structured output")
-    grammars = _build_grammars(config, runner.info)
+    grammars = _build_grammars(runner.info)
     clock.stop()
     info = msgspec.structs.replace(runner.info, startup_s=clock.elapsed_s)
     scheduler = Scheduler(
@@ -112,7 +112,7 @@ def _pipeline_depth(config: Config, info: EngineInfo) -> int:
     return config.runner.pipeline_depth
 
 
-def _build_grammars(config: Config, info: EngineInfo) -> Grammars | None:
+def _build_grammars(info: EngineInfo) -> Grammars | None:
     """Read here and not when a request first needs it, since the library holds the interpreter meanwhile.
 
     None for a checkpoint whose vocabulary cannot be read: it serves token ids, and its front end refuses grammars.
@@ -125,7 +125,7 @@ def _build_grammars(config: Config, info: EngineInfo) -> Grammars | None:
     except (OSError, ValueError) as error:
         _log.warning("no structured output: the vocabulary cannot be read: %s", error)
         return None
-    return GrammarCompiler(vocabulary, config.structured.cache_mib << 20)
+    return GrammarCompiler(vocabulary)
 
 
 def build_transport(config: Config) -> Transport:
@@ -215,7 +215,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     instruments = Instruments(handle_metrics, observation.ledger, debug_routes, checker)
 
     # Once, when the engine is there, which would have inherited it; a later one comes from a thread that is not nicer.
-    become_nicer = cache(partial(be_nicer, config.server.nice if config.engine.transport == "process" else 0))
+    become_nicer = cache(partial(be_nicer, FRONT_END_NICENESS if config.engine.transport == "process" else 0))
 
     def on_ready(url: str) -> None:
         observation.set_engine_info(client.info)

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from roseinfer.config.sources import load
 from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
+from roseinfer.observe.tracing.tracing import FLUSH_TIMEOUT_S
 from tests.chart.helm_process import Object, Rendered
 
 Check = Callable[[Rendered], list[str]]
@@ -66,7 +67,7 @@ def grace_outlasts_the_stop(release: Rendered) -> list[str]:
     config = configured(release)
     before = release.server.get("lifecycle", {}).get("preStop", {})
     slept = before.get("sleep", {}).get("seconds") or float(before.get("exec", {}).get("command", ["", 0])[1])
-    needed = slept + config.server.drain_timeout_s + config.tracing.flush_timeout_s + FAREWELL_S
+    needed = slept + config.server.drain_timeout_s + FLUSH_TIMEOUT_S + FAREWELL_S
     grace = release.pod["spec"]["terminationGracePeriodSeconds"]
     return [] if grace > needed else [f"the grace period is {grace} s and stopping takes {needed} s"]
 

@@ -18,7 +18,7 @@ MISTAKES = [  # values, what the message has to contain
     ("{config: {cache: {block_size: 7}}}", "at '/config/cache/block_size'"),
     ("{config: {model: {dtype: int4}}}", "at '/config/model/dtype'"),
     ("{config: {scheduler: {max_num_seqs: many}}}", "at '/config/scheduler/max_num_seqs'"),
-    ("{config: {tracing: {flush_timeout_s: 9}}}", "at '/config/tracing/flush_timeout_s'"),
+    ("{config: {tracing: {flush_timeout_s: 1}}}", "flush_timeout_s"),
     ("{gpu: {count: 2}}", "at '/gpu/count'"),
     ("{gpu: {resourceName: gpu}}", "at '/gpu/resourceName'"),
     ("{resources: {limits: {memory: lots}}}", "at '/resources/limits/memory'"),

@@ -46,7 +46,7 @@ def test_a_server_explains_itself(
 ) -> None:
     captures, ops_port = tmp_path / "captures", free_port()
     server = start_server(
-        *("--ops-port", str(ops_port), "--observe.capture-dir", str(captures), "--observe.capture-after-s", "0.1"),
+        *("--ops-port", str(ops_port), "--observe.capture-dir", str(captures)),
         *("--observe.capture-rules", "1 ttft over 0.001 ms in 10 s", "--observe.capture-profile-steps", "3"),
     )
     url = f"http://127.0.0.1:{ops_port}"

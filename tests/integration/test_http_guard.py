@@ -26,8 +26,10 @@ HIGH_WATER_BYTES = 64 * 1024  # asyncio's: a write that leaves more in the buffe
 
 
 @asynccontextmanager
-async def connected(server: Server) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+async def connected(
+    server: Server, own_address: str = "127.0.0.1"
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=(own_address, 0))
     try:
         yield reader, writer
     finally:
@@ -148,9 +150,12 @@ async def test_a_slow_reader_that_reads_is_left_alone() -> None:
 
 
 async def test_more_connections_than_the_cap_are_closed_at_once_and_the_rest_are_served() -> None:
-    async with serving(ScriptedEngine(says("a")), max_connections=10) as server, AsyncExitStack() as stack:
-        held = [await stack.enter_async_context(connected(server)) for _ in range(10)]
-        async with connected(server) as (reader, _):
+    async with (
+        serving(ScriptedEngine(says("a")), least_connections=10, max_inflight=1) as server,
+        AsyncExitStack() as stack,
+    ):
+        held = [await stack.enter_async_context(connected(server, f"127.0.0.{1 + i % 2}")) for i in range(10)]
+        async with connected(server, "127.0.0.3") as (reader, _):
             assert await closed(reader) == b""
         reader, writer = held[3]
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -170,12 +175,10 @@ async def server_takes(server: Server) -> bool:
 
 
 async def test_one_address_cannot_take_them_all() -> None:
-    async with (
-        serving(ScriptedEngine(), max_connections=10, max_connections_per_peer=2) as server,
-        connected(server),
-        connected(server),
-        connected(server) as (reader, _),
-    ):
+    async with serving(ScriptedEngine(), least_connections=8, max_inflight=1) as server, AsyncExitStack() as stack:
+        for _ in range(4):
+            await stack.enter_async_context(connected(server))
+        reader, _ = await stack.enter_async_context(connected(server))
         assert await closed(reader) == b""
         with socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)) as other:
             other.setblocking(False)
@@ -300,4 +303,4 @@ def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
     assert guard.Guard(ServerConfig(), lambda _: None).max_connections == 100 - guard.SPARE_DESCRIPTORS
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 200))
-    assert guard.Guard(ServerConfig(), lambda _: None).max_connections == ServerConfig().max_connections
+    assert guard.Guard(ServerConfig(), lambda _: None).max_connections == guard.LEAST_CONNECTIONS

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from roseinfer.server.connection import connection
 from tests.integration.live_server import closed
 from tests.integration.test_http_keys import running, write_certificate
 
@@ -24,7 +25,17 @@ class Secured(NamedTuple):
 
 
 @asynccontextmanager
-async def secured(directory: Path, monkeypatch: pytest.MonkeyPatch, **server: Any) -> AsyncIterator[Secured]:
+async def secured(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    head_timeout_s: float,
+    max_connections: int = 100,
+    **server: Any,
+) -> AsyncIterator[Secured]:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", head_timeout_s)
+    monkeypatch.setattr(connection, "LEAST_CONNECTIONS", max_connections)
+    monkeypatch.setattr(connection, "CONNECTIONS_PER_REQUEST", 0)
     certificate, key = write_certificate(directory, "here")
     async with running(directory, monkeypatch, tls_cert_file=certificate, tls_key_file=key, **server) as url:
         yield Secured(int(url.rpartition(":")[2]), ssl.create_default_context(cafile=certificate))
@@ -67,7 +78,7 @@ async def test_who_never_shakes_hands_has_the_time_of_a_head(
 
 async def test_handshakes_that_are_not_over_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
-        secured(tmp_path, monkeypatch, head_timeout_s=NEVER_S, max_connections=3) as server,
+        secured(tmp_path, monkeypatch, head_timeout_s=NEVER_S, max_connections=6) as server,
         AsyncExitStack() as stack,
     ):
         held = AsyncExitStack()
@@ -81,7 +92,7 @@ async def test_handshakes_that_are_not_over_count(tmp_path: Path, monkeypatch: p
 
 
 async def test_a_handshake_may_take_as_long_as_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not asyncio's minute, and no constant of ours."""
+    """Not asyncio's minute."""
     loop, allowed_s = asyncio.get_running_loop(), list[float]()
     start_tls = loop.start_tls
 
@@ -105,7 +116,7 @@ async def test_a_refused_handshake_gives_its_place_back(tmp_path: Path, monkeypa
 
 async def test_a_request_that_comes_with_the_handshake_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client may send its part of the handshake's end and its first request at once."""
-    async with secured(tmp_path, monkeypatch) as server:
+    async with secured(tmp_path, monkeypatch, head_timeout_s=NEVER_S) as server:
         assert b" 200 " in await asyncio.to_thread(_ask_at_once, server)
 
 

@@ -75,15 +75,6 @@ class CacheConfig:
     prefix_caching: Annotated[
         bool, Meta(description="Share the KV blocks of equal prompt prefixes between requests of one cache salt.")
     ] = _option(True)
-    salt_share: Annotated[
-        float,
-        Meta(
-            ge=0.5,
-            le=1,
-            description="Share of the cached blocks that one cache salt may hold while others hold some: beyond it, "
-            "its own blocks are evicted first. Half, so that one tenant cannot flood the cache, and two can share it.",
-        ),
-    ] = _option(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +130,9 @@ class SchedulerConfig:
         Literal["fifo", "pack", "priority"],
         Meta(
             description="`fifo`: in order of arrival. `pack`: the shortest prompts of the look-ahead window first. "
-            "`priority`: the lowest `priority` first, and those that have waited longer before them."
+            "`priority`: the lowest `priority` first, each level counting as a second of waiting."
         ),
     ] = _option("fifo")
-    priority_wait_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Under `priority`, seconds of waiting that are worth one level: nobody is overtaken by what "
-            "arrives later than this times the difference of their levels. At one second the whole range of 200 "
-            "levels delays a request by little more than three minutes.",
-        ),
-    ] = _option(1.0)
     lookahead: Annotated[int, Meta(ge=1, description="Waiting requests among which `pack` chooses.")] = _option(64)
     fifo_every: Annotated[
         int,
@@ -160,14 +142,6 @@ class SchedulerConfig:
             "none starves.",
         ),
     ] = _option(8)
-    max_prefix_wait_steps: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Most steps for which a request waits for a prefix block that another request is computing. "
-            "0 turns the waiting off.",
-        ),
-    ] = _option(64)
 
     @property
     def limits(self) -> Limits:
@@ -255,7 +229,7 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The engine's place and its watchdog."""
+    """Where the engine runs, and what follows when it fails."""
 
     transport: Annotated[
         Literal["process", "thread"],
@@ -275,18 +249,9 @@ class EngineConfig:
         Meta(
             description="When the engine dies or hangs. `exit`: code 70, and whoever supervises the process starts a "
             "new one, which is the only state known to be clean. `restart`: a new engine in the same process, ports "
-            "staying open; needs the transport `process`."
+            "staying open, once in ten minutes; needs the transport `process`."
         ),
     ] = _option("exit")
-    max_restarts: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Under `restart`, starts of a new engine in `restart_window_s`; past them the process exits. "
-            "One: what kills two engines in succession will kill a third.",
-        ),
-    ] = _option(1)
-    restart_window_s: Annotated[float, Meta(gt=0, description="Seconds for which a restart counts.")] = _option(600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,15 +292,6 @@ class ServerConfig:
         str | None,
         Meta(description="File with a Jinja chat template, instead of the checkpoint's."),
     ] = _option(None, flag="--chat-template")
-    nice: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=19,
-            description="How much nicer than the engine the front end is to the system's scheduler: the engine's "
-            "threads wait for each other many times in a step, and a front end that takes one's core stops them all.",
-        ),
-    ] = _option(5)
     max_inflight: Annotated[
         int,
         Meta(
@@ -397,14 +353,6 @@ class ServerConfig:
             "it for dead: a quarter of the usual 60 s. 0 sends none.",
         ),
     ] = _option(15.0)
-    head_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Longest time for the head of a request, from the connection, whose TLS handshake is part of "
-            "it, or from its first byte.",
-        ),
-    ] = _option(10.0)
     body_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest time for the body; then 408. 2 MiB in it is a slow telephone line.")
     ] = _option(30.0)
@@ -416,18 +364,6 @@ class ServerConfig:
         float,
         Meta(gt=0, description="Longest time that a client leaves a full buffer unread; then its request is aborted."),
     ] = _option(30.0)
-    max_connections: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Connections of one port at once, and never more than the process may open; one more is closed "
-            "at once. Eight times `max_inflight`, since most of those that balancers keep are idle.",
-        ),
-    ] = _option(2048)
-    max_connections_per_peer: Annotated[
-        int,
-        Meta(ge=1, description="The same of one address: half of all, because a proxy in front is one address."),
-    ] = _option(1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,22 +379,6 @@ class StructuredConfig:
             "properties half a second. Clients wait for each other's.",
         ),
     ] = _option(2.0)
-    compile_memory_mib: Annotated[
-        int,
-        Meta(
-            ge=64,
-            description="Most memory that compiling a grammar may take, in a process of its own, else 400. 512 is ten "
-            "times what the largest schema takes that compiles in time.",
-        ),
-    ] = _option(512)
-    cache_mib: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Compiled grammars to keep in the engine, least recently used out first; 32 are some 200, or "
-            "28 with expressions or lengths, which grow with use. The newest always stays.",
-        ),
-    ] = _option(32)
     tool_format: Annotated[
         Literal["auto", "hermes", "llama3_json"],
         Meta(
@@ -492,20 +412,14 @@ class ObserveConfig:
         False
     )
     recorder_steps: Annotated[
-        int, Meta(ge=16, le=1 << 20, description="Engine steps that the flight recorder remembers, 360 bytes each.")
-    ] = _option(8192)
-    recorder_writes: Annotated[
-        int, Meta(ge=16, le=1 << 24, description="Socket writes that it remembers, 57 bytes each.")
-    ] = _option(65536)
-    recorder_requests: Annotated[
         int,
         Meta(
             ge=16,
             le=1 << 20,
-            description="Finished requests that it remembers, about nine bytes for each token; those in flight come "
-            "on top, and an eighth as many that were refused.",
+            description="Engine steps that the flight recorder remembers, 360 bytes each; for each of them 8 socket "
+            "writes, 57 bytes each; and for each 8 steps a finished request, about nine bytes for each of its tokens.",
         ),
-    ] = _option(1024)
+    ] = _option(8192)
     capture_rules: Annotated[
         tuple[str, ...],
         Meta(
@@ -521,12 +435,6 @@ class ObserveConfig:
         float,
         Meta(gt=0, description="Most MiB that captures take: the oldest are deleted first, the newest never is."),
     ] = _option(1024.0)
-    capture_after_s: Annotated[
-        float, Meta(ge=0, description="Seconds after a breach that its capture also covers.")
-    ] = _option(2.0)
-    capture_cooldown_s: Annotated[
-        float, Meta(ge=0, description="Least seconds between two breaches that are captured.")
-    ] = _option(60.0)
     capture_profile_steps: Annotated[
         int,
         Meta(
@@ -562,9 +470,3 @@ class TracingConfig:
         int,
         Meta(ge=0, description="Beside slow ones, one engine step in this number is traced; 0: slow ones only."),
     ] = _option(1000)
-    queue_spans: Annotated[
-        int, Meta(ge=1, description="Spans that may wait for the collector; more are dropped, and counted.")
-    ] = _option(4096)
-    flush_timeout_s: Annotated[
-        float, Meta(ge=0, le=2, description="Longest time that the exit waits for spans to be delivered.")
-    ] = _option(1.0)

@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from roseinfer.config.tree import SchedulerConfig
-from roseinfer.messages import MOST_URGENT, Request
+from roseinfer.messages import MOST_URGENT, PRIORITY_WAIT_S, Request
 from roseinfer.records import BlockedBy, QueueReport, StartEstimate, StepRecord
 
 MAX_RETRY_AFTER_S = 60
@@ -101,7 +101,7 @@ class QueueEstimate:
         """The estimate for an engine with this scheduler."""
         return cls(
             config.limits.max_active_seqs,
-            priority_wait_s=config.priority_wait_s if config.admission == "priority" else 0.0,
+            priority_wait_s=PRIORITY_WAIT_S if config.admission == "priority" else 0.0,
             is_order_exact=config.admission == "fifo",
         )
 

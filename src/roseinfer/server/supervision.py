@@ -10,6 +10,8 @@ from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import EngineError
 
 LOOK_INTERVAL_S = 0.5
+MAX_RESTARTS = 1  # what kills two engines in succession will kill a third
+RESTART_WINDOW_S = 600.0  # for which a restart counts
 _LOOKS_BEFORE_THE_END = 2  # one alone may fall between two stamps
 
 
@@ -32,15 +34,14 @@ class Restarts:
     """How often the engine may still be started again: so many times in any window of so many seconds."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = config.max_restarts if config.on_failure == "restart" else 0
-        self._window_s = config.restart_window_s
+        self._limit = MAX_RESTARTS if config.on_failure == "restart" else 0
         self._clock = clock
         self._taken: deque[float] = deque()
 
     def take(self) -> bool:
         """Whether to start it again now; if so, that counts."""
         now_s = self._clock()
-        while self._taken and now_s - self._taken[0] >= self._window_s:
+        while self._taken and now_s - self._taken[0] >= RESTART_WINDOW_S:
             self._taken.popleft()
         if len(self._taken) >= self._limit:
             return False

@@ -54,7 +54,6 @@ def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.Monkey
         "server.max_body_bytes": 1024,
         "scheduler.max_num_batched_tokens": 1024,
         "observe.slow_gap_factor": 1.5,
-        "server.nice": 7,
     }
     value = bounded.get(option.path, value)
     expected = (value,) if isinstance(option.default, tuple) else value

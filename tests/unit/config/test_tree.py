@@ -28,9 +28,9 @@ def another_value(path: str) -> Any:
         case bool():
             return not option.default
         case float():
-            return 0.75 if option.path == "cache.salt_share" else option.default / 2
+            return option.default / 2
         case int():
-            return option.default + (1 if option.path == "server.nice" else 1024) if option.default else 16
+            return option.default + 1024 if option.default else 16
         case tuple():
             return ("one", "another")
         case _:

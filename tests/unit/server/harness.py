@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import tokenizers
@@ -26,6 +27,7 @@ from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgres
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
 from roseinfer.server.app import build_app, build_runner
+from roseinfer.server.connection import connection
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.connection.listener import GuardedRunner
 from roseinfer.server.instruments import Instruments
@@ -345,6 +347,8 @@ async def serving(
     is_ready: bool = True,
     keys: list[str] | None = None,
     observer: Observer | None = None,
+    head_timeout_s: float = connection.HEAD_TIMEOUT_S,
+    least_connections: int = connection.LEAST_CONNECTIONS,
     **server: Any,
 ) -> AsyncIterator[Server]:
     """The API port over a scripted engine, on a free port of the loopback."""
@@ -355,14 +359,15 @@ async def serving(
     if is_ready:
         engine.started.set()
         service.open(text or text_model())
-    runner = build_runner(build_app(service, INSTRUMENTS), 0.5)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession() as session:
-            yield Server(engine, service, url, session, runner, listener)
-    finally:
-        await runner.cleanup()
-        service.close()
+    with mock.patch.multiple(connection, HEAD_TIMEOUT_S=head_timeout_s, LEAST_CONNECTIONS=least_connections):
+        runner = build_runner(build_app(service, INSTRUMENTS), 0.5)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            async with aiohttp.ClientSession() as session:
+                yield Server(engine, service, url, session, runner, listener)
+        finally:
+            await runner.cleanup()
+            service.close()
     assert len(engine.closed) == len(engine.opened), "every opened timeline is closed, exactly once"

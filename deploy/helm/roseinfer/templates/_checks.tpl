@@ -2,15 +2,14 @@
 What may not be: each contradiction between values ends the rendering with the values' names.
 
 After the sleep before SIGTERM come the drain, the farewell to what is left (less than five seconds) and the delivery
-of spans. The grace period has to outlast their sum, or the kubelet cuts streams that were promised to end.
+of spans (less than two). The grace period has to outlast their sum, or the kubelet cuts streams that were promised to end.
 */}}
 {{- define "roseinfer.drainSeconds" -}}
 {{- include "roseinfer.option" (dict "context" . "section" "server" "name" "drain_timeout_s" "default" 25) | float64 | ceil | int }}
 {{- end }}
 
 {{- define "roseinfer.stopSeconds" -}}
-{{- $flush := include "roseinfer.option" (dict "context" . "section" "tracing" "name" "flush_timeout_s" "default" 2) | float64 | ceil | int }}
-{{- add .Values.lifecycle.preStopSeconds (include "roseinfer.drainSeconds" .) $flush 5 }}
+{{- add .Values.lifecycle.preStopSeconds (include "roseinfer.drainSeconds" .) 7 }}
 {{- end }}
 
 {{- define "roseinfer.graceSeconds" -}}
@@ -19,7 +18,7 @@ of spans. The grace period has to outlast their sum, or the kubelet cuts streams
 {{- if kindIs "invalid" $grace }}
 {{- add $needed 5 }}
 {{- else if le ($grace | int) $needed }}
-{{- fail (printf "lifecycle.terminationGracePeriodSeconds is %d and must be above %d: lifecycle.preStopSeconds, the drain, config.tracing.flush_timeout_s and 5 s for the farewell" ($grace | int) $needed) }}
+{{- fail (printf "lifecycle.terminationGracePeriodSeconds is %d and must be above %d: lifecycle.preStopSeconds, the drain and 7 s for the farewell and the delivery of spans" ($grace | int) $needed) }}
 {{- else }}
 {{- $grace | int }}
 {{- end }}

@@ -1,6 +1,6 @@
 {{/* Parts of the serving pod. */}}
 
-{{- define "roseinfer.cli.health_check" -}}
+{{- define "roseinfer.probe" -}}
 httpGet:
   path: {{ .path }}
   port: ops

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from roseinfer.config.tree import SchedulerConfig
 from roseinfer.engine.core.sequence import Sequence
 from roseinfer.engine.core.waiting_queue import Turn
-from roseinfer.messages import Request
+from roseinfer.messages import PRIORITY_WAIT_S, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ def make_policy(config: SchedulerConfig) -> AdmissionPolicy:
 
 
 def make_turn(config: SchedulerConfig) -> Turn:
-    """Orders newcomers: each level of priority counts as having arrived `priority_wait_s` later.
+    """Orders newcomers: each level of priority counts as having arrived `PRIORITY_WAIT_S` later.
 
-    So a request is overtaken only by those that arrive within `priority_wait_s` times the difference of their levels
+    So a request is overtaken only by those that arrive within `PRIORITY_WAIT_S` times the difference of their levels
     after it, and its wait is bounded. The order of two requests never changes. Without priorities it is FIFO.
     """
-    wait_ns = int(config.priority_wait_s * 1e9) if config.admission == "priority" else 0
+    wait_ns = int(PRIORITY_WAIT_S * 1e9) if config.admission == "priority" else 0
 
     def turn(request: Request, inbox_ns: int) -> int:
         return inbox_ns + request.priority * wait_ns

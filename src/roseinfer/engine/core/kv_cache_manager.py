@@ -7,6 +7,10 @@ from roseinfer.engine.core.batch import IndexArray
 from roseinfer.engine.core.prefix_cache import PrefixCache
 from roseinfer.engine.core.sequence import Sequence, SlotTable
 
+# Of the cached blocks, the share that one cache salt may hold while others hold some. Half: one tenant cannot flood the
+# cache, and two can share it.
+_SALT_SHARE = 0.5
+
 
 class KVCacheManager:
     """Owner of the block pool, the prefix cache and the slot table. A resident is a sequence that holds a slot."""
@@ -14,7 +18,7 @@ class KVCacheManager:
     def __init__(self, cache: CacheConfig, *, num_slots: int, num_blocks: int, max_model_len: int) -> None:
         self.block_size = cache.block_size
         self.prefix_cache = PrefixCache(
-            num_blocks, cache.block_size, is_enabled=cache.prefix_caching, tenant_share=cache.salt_share
+            num_blocks, cache.block_size, is_enabled=cache.prefix_caching, tenant_share=_SALT_SHARE
         )
         self.pool = self.prefix_cache.pool
         self.table = SlotTable(num_slots, max_model_len, cache.block_size)

@@ -34,7 +34,7 @@ from roseinfer.engine.core.steps import (
 )
 from roseinfer.engine.core.waiting_queue import CompilingQueue, WaitingQueue
 from roseinfer.messages import Request, TokenOutput
-from roseinfer.records import BlockedBy, FinishReason
+from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, FinishReason
 
 
 class Scheduler:
@@ -63,7 +63,6 @@ class Scheduler:
         self._table = self.kv_cache.table
         self._policy = make_policy(config)
         self._window = max(config.lookahead, self.limits.max_prefill_seqs)
-        self._max_prefix_wait_steps = config.max_prefix_wait_steps
         self._admission_turn = 0
         self._now_ns = 0  # when the last scheduled step began
         self.sequences: dict[str, Sequence] = {}  # every unfinished one by request id
@@ -294,8 +293,8 @@ class Scheduler:
         self.counts.blocked_by = self.counts.blocked_by or blocked_by
 
     def _waits_for_prefix(self, sequence: Sequence, num_matched: int) -> bool:
-        """Whether to wait for a block that another sequence is computing; at most `max_prefix_wait_steps` times."""
-        if sequence.num_prefix_wait_steps >= self._max_prefix_wait_steps:
+        """Whether to wait for a block that another sequence is computing; at most `MAX_PREFIX_WAIT_STEPS` times."""
+        if sequence.num_prefix_wait_steps >= MAX_PREFIX_WAIT_STEPS:
             return False
         if not self.kv_cache.is_prefix_pending(sequence, num_matched):
             return False

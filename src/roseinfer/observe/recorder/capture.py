@@ -289,6 +289,8 @@ def _join_rows(before: StructArray, after: StructArray, field: str) -> StructArr
 # --- captures ---------------------------------------------------------------------------------------------------------
 
 
+AFTER_S = 2.0  # of what follows a breach are captured
+COOLDOWN_S = 60.0  # from a breach to the next one that is captured
 PROFILE_TIMEOUT_S = 30.0  # for the steps that are to be profiled to come, and for their trace to be written
 
 _log = logging.getLogger(__name__)
@@ -329,6 +331,7 @@ class BreachCapture(WriteObserver):
         recorder: Recorder,
         clock: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        cooldown_s: float = COOLDOWN_S,
     ) -> None:
         """Raises ConfigError for a rule that makes no sense, or rules without a place for captures."""
         settings = self._settings = config.observe
@@ -348,6 +351,7 @@ class BreachCapture(WriteObserver):
         self.facts = manifest_facts(config, version)  # of the server, as manifests have them
         self._clock = clock
         self._sleep = sleep
+        self._cooldown_ns = int(cooldown_s * 1e9)
         self._rests_until_ns = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -398,7 +402,7 @@ class BreachCapture(WriteObserver):
     # --- captures ---------------------------------------------------------------------------------------------------
 
     def _begin(self, breach: Breach) -> None:
-        self._rests_until_ns = breach.now_ns + int(self._settings.capture_cooldown_s * 1e9)
+        self._rests_until_ns = breach.now_ns + self._cooldown_ns
         for window in self._windows:
             window.clear()
         before = self._recorder.capture(trigger=breach.rule.text)
@@ -409,7 +413,7 @@ class BreachCapture(WriteObserver):
         directory = new_directory(self._parent, "breach")
         try:
             traced = asyncio.ensure_future(self._trace(directory))
-            await self._sleep(self._settings.capture_after_s)
+            await self._sleep(AFTER_S)
             after = self._recorder.capture(trigger=breach.rule.text)
             manifest = {
                 "rule": breach.rule.text,

@@ -9,7 +9,7 @@ from roseinfer.config.tree import Config
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.recorder.recorder import FlightRecorder
 from roseinfer.observe.recorder.recording import RequestRecord
-from roseinfer.records import BlockedBy, QueueReport, RequestTimeline, StepRecord
+from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, QueueReport, RequestTimeline, StepRecord
 
 _NS_PER_MS = 1e6
 _PARTS = (
@@ -72,8 +72,11 @@ def limit_of(step: StepRecord, config: Config) -> Limit | None:
             option, value = "cache.num_blocks", step.num_total_blocks
             reason = f"of the {value} KV blocks {step.num_used_blocks} are in use and the rest is too little for it"
         case BlockedBy.PREFIX:
-            option, value = "scheduler.max_prefix_wait_steps", config.scheduler.max_prefix_wait_steps
-            reason = f"another request is computing the prefix that it needs; it waits {value} steps for that at most"
+            option, value = config.scheduler.option_of("max_prefill_tokens"), limits.max_prefill_tokens
+            reason = (
+                f"another request is computing the prefix that it needs, {value} tokens a step at most; it waits "
+                f"{MAX_PREFIX_WAIT_STEPS} steps for that at most"
+            )
     return Limit(option, value, f"{waiting} {reason}.")
 
 

@@ -33,6 +33,9 @@ from roseinfer.records import Advanced, FinishReason, RequestTimeline, StepRecor
 NUM_INTERRUPTIONS = 4096
 _SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: nothing that names a key or a host
 
+# What is remembered beside each engine step: so many socket writes, and a finished request for so many steps.
+WRITES_PER_STEP = 8
+STEPS_PER_REQUEST = 8
 _REJECTED_DIVISOR = 8  # for so many finished requests that are remembered, one that was refused is too
 
 _Ended = tuple[int, str, bytes]
@@ -125,6 +128,7 @@ class FlightRecorder(WriteObserver):
 
     def __init__(self, config: Config, version: str, clock: Callable[[], int] = time.monotonic_ns) -> None:
         observe = config.observe
+        num_requests = observe.recorder_steps // STEPS_PER_REQUEST
         self.config = config
         self.engine_info: EngineInfo | None = None
         self.last_step: StepRecord | None = None
@@ -132,11 +136,11 @@ class FlightRecorder(WriteObserver):
         self._clock = clock
         self._in_flight: dict[str, RequestTimeline] = {}
         # Finished ones as msgpack: a tenth of the memory, and nothing that a garbage collection would walk through.
-        self._finished: deque[_Ended] = deque(maxlen=observe.recorder_requests)
+        self._finished: deque[_Ended] = deque(maxlen=num_requests)
         # Apart, so that a flood of them pushes out none that had tokens.
-        self._rejected: deque[_Ended] = deque(maxlen=-(-observe.recorder_requests // _REJECTED_DIVISOR))
+        self._rejected: deque[_Ended] = deque(maxlen=-(-num_requests // _REJECTED_DIVISOR))
         self._steps = Ring(STEP_DTYPE, observe.recorder_steps)
-        self._writes = Ring(WRITE_DTYPE, observe.recorder_writes)
+        self._writes = Ring(WRITE_DTYPE, WRITES_PER_STEP * observe.recorder_steps)
         self._interruptions = Ring(INTERRUPTION_DTYPE, NUM_INTERRUPTIONS)
         self._interrupted: deque[tuple[int, int, int]] = deque(maxlen=NUM_INTERRUPTIONS)  # not yet in the ring
 

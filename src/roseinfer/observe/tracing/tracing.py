@@ -92,6 +92,8 @@ class Sampler:
         return TraceContext(trace_id, self.new_span_id(), parent_span_id, is_kept)
 
 
+FLUSH_TIMEOUT_S = 1.0  # longest time that the exit waits for spans to be delivered
+QUEUE_SPANS = 4096  # that may wait for the collector: what an outage of seconds leaves
 _MAX_RECENT_STEPS = 256  # in which a slow gap is looked up that has just been found
 _NUM_STEP_STAMPS = 1 << 16  # steps back to which a token finds the id of its step
 
@@ -117,7 +119,6 @@ class Tracing(Observer):
         numbers: random.Random,
     ) -> None:
         """`attributes` are those of all request spans, `numbers` where ids come from."""
-        self._flush_timeout_s = config.flush_timeout_s
         self._attributes = attributes
         self._export = export
         self._metrics = metrics
@@ -149,7 +150,7 @@ class Tracing(Observer):
 
     def close(self) -> None:
         """Deliver what was told, as far as the flush timeout allows."""
-        self._export.close(self._flush_timeout_s)
+        self._export.close(FLUSH_TIMEOUT_S)
 
     def on_start(self, timeline: RequestTimeline) -> None:
         self._contexts[timeline.request_id] = self._sampler.begin(timeline)
@@ -252,7 +253,7 @@ def make_tracing(config: Config, version: str, metrics: Metrics, attribution: At
     export = SpanExport(
         Collector(config.tracing.endpoint),
         encoder,
-        config.tracing.queue_spans,
+        QUEUE_SPANS,
         on_lost=lambda trace_id: metrics.forget_exemplars(hex_of(trace_id)),
     )
     metrics.watch_dropped_spans(lambda: export.num_dropped)

@@ -25,6 +25,10 @@ from roseinfer.server.middleware import error_response, request_id_of
 
 MAX_LINE_BYTES = 8190  # of the request line, and of one header
 MAX_HEADERS = 128
+# Connections of one port at once, and never more than the process may open: most of those that balancers keep are idle.
+LEAST_CONNECTIONS = 2048
+CONNECTIONS_PER_REQUEST = 8  # of `server.max_inflight`
+HEAD_TIMEOUT_S = 10.0  # from the connection, whose TLS handshake is part of it, or from the first byte
 SPARE_DESCRIPTORS = 64  # of the process's own files
 HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
 _CHECKS_IN_A_DEADLINE = 4
@@ -137,7 +141,7 @@ class Connection(web.RequestHandler):
         if self._is_answering:
             return None
         if self._head_since is not None:
-            return "the head of a request" if now - self._head_since > config.head_timeout_s else None
+            return "the head of a request" if now - self._head_since > HEAD_TIMEOUT_S else None
         return "the next request" if now - self._idle_since > config.idle_timeout_s else None
 
     @property
@@ -204,8 +208,11 @@ class Guard:
         """`on_refusal` is told the code of each answer to a head that no handler gets."""
         self._config = config
         self.on_refusal = on_refusal
-        self.handshake_timeout_s = config.head_timeout_s  # it is part of the head
-        self.max_connections = min(config.max_connections, _spare_descriptors())
+        self.handshake_timeout_s = HEAD_TIMEOUT_S  # it is part of the head
+        wanted = max(LEAST_CONNECTIONS, CONNECTIONS_PER_REQUEST * config.max_inflight)
+        self.max_connections = min(wanted, _spare_descriptors())
+        # Of one address: half of all, because a proxy in front is one address.
+        self._max_connections_of_peer = max(1, wanted // 2)
         self._connections: set[Connection] = set()
         self._by_peer: Counter[str] = Counter()
         self._num_refused = 0
@@ -217,7 +224,7 @@ class Guard:
         """Whether there is room for one more, in all and from its address."""
         if (
             len(self._connections) >= self.max_connections
-            or self._by_peer[connection.peer] >= self._config.max_connections_per_peer
+            or self._by_peer[connection.peer] >= self._max_connections_of_peer
         ):
             self._num_refused += 1
             return False
@@ -243,7 +250,7 @@ class Guard:
 
     async def _watch(self) -> None:
         config = self._config
-        shortest = min(config.head_timeout_s, config.idle_timeout_s, config.write_timeout_s)
+        shortest = min(HEAD_TIMEOUT_S, config.idle_timeout_s, config.write_timeout_s)
         while True:
             await asyncio.sleep(min(LONGEST_CHECK_S, shortest / _CHECKS_IN_A_DEADLINE))
             self._check(asyncio.get_running_loop().time())

@@ -30,6 +30,7 @@ from roseinfer.text.grammar.source import check_bounds
 MAX_WAITING = 32  # checks that wait for their turn; most take a millisecond
 START_TIMEOUT_S = 60.0  # of the child, which reads the vocabulary first
 VERDICT_CACHE_BYTES = 8 << 20
+COMPILE_MEMORY_BYTES = 512 << 20  # ten times what the largest schema takes that compiles in time
 _VERDICT_BYTES = 512  # beside its texts
 _NICER_BY = 5  # levels of nice(2): its imports and a stranger's grammar wait for the streams
 
@@ -111,7 +112,7 @@ class GrammarChecker:
         shutting down or does not know its engine yet.
         """
         info = self._info()
-        setup = Setup(info.checkpoint_dir, info.vocab_size, info.eos_token_ids, self._config.compile_memory_mib << 20)
+        setup = Setup(info.checkpoint_dir, info.vocab_size, info.eos_token_ids, COMPILE_MEMORY_BYTES)
         try:
             problem = self._child.request(setup, timeout_s=START_TIMEOUT_S).refusal
         except (EOFError, TimeoutError):

@@ -16,6 +16,8 @@ _BYTES_PER_SOURCE_BYTE = 32  # and what longer ones take more
 # And what those with expressions or lengths gain while they are followed; at worst five times it.
 _GROWTH_BYTES = 1 << 20
 
+CACHE_BYTES = 32 << 20  # some 200 grammars, or 28 with expressions or lengths, which grow with use
+
 
 class GrammarCache:
     """Compiled grammars, least recently used first, up to a number of bytes. One thread uses it.
@@ -58,7 +60,7 @@ def entry_bytes(grammar: Grammar) -> int:
 class GrammarCompiler:
     """`engine/core/constraint.py:Grammars` with one thread."""
 
-    def __init__(self, vocabulary: Vocabulary, cache_bytes: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, cache_bytes: int = CACHE_BYTES) -> None:
         self._vocabulary = vocabulary
         self._cache = GrammarCache(cache_bytes)
         self._thread = ThreadPoolExecutor(1, "grammar")

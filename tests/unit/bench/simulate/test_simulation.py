@@ -19,7 +19,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.messages import StepOutput
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.records import Advanced, FinishReason
+from roseinfer.records import MAX_PREFIX_WAIT_STEPS, Advanced, FinishReason
 
 MS = 1_000_000
 COSTS = CostModel(2 * MS, 0.1 * MS, 0.05 * MS, 0.0, 0.5 * MS)
@@ -189,7 +189,7 @@ LIMITS: list[dict[str, Any]] = [
     {"max_num_seqs": 2, "max_prefill_seqs": 6, "max_prefill_tokens": 5},
     {"admission": "pack", "fifo_every": 3, "lookahead": 4, "num_blocks": 24},
     {"prefix_caching": False, "num_blocks": 18, "max_num_batched_tokens": 24},
-    {"max_num_seqs": 3, "max_prefill_seqs": 2, "max_active_seqs": 7, "max_prefix_wait_steps": 2},
+    {"max_num_seqs": 3, "max_prefill_seqs": 2, "max_active_seqs": 7},
 ]
 
 requests = st.builds(
@@ -266,6 +266,6 @@ def check_fairness(setup: Setup, planned: Sequence[PlannedRequest], decisions: S
                 assert number - last_turn.get(name, number) <= longest_turn, "a decoding sequence lost its turn"
                 last_turn[name] = number
         total = sum(request.num_prompt_tokens + request.max_tokens for request in planned)
-        bound = total + num_preempted * setup.max_model_len + setup.scheduler.max_prefix_wait_steps
+        bound = total + num_preempted * setup.max_model_len + MAX_PREFIX_WAIT_STEPS
         for name in decision.admitted:
             assert number - arrived.pop(name, number) <= bound

@@ -21,7 +21,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"max_num_seqs": 2, "max_prefill_seqs": 6, "max_prefill_tokens": 5},
     {"admission": "pack", "fifo_every": 3, "lookahead": 4, "num_blocks": 24},
     {"prefix_caching": False, "num_blocks": 18, "max_num_batched_tokens": 24},
-    {"max_num_seqs": 3, "max_prefill_seqs": 2, "max_prefix_wait_steps": 2},
+    {"max_num_seqs": 3, "max_prefill_seqs": 2},
 ]
 
 

@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
+from roseinfer.engine.core import scheduler
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.prefix_cache import PrefixCache
 from tests.unit.engine.harness import make_engine, make_request, run_alone, run_to_end
@@ -126,8 +127,9 @@ def test_eight_long_prompts_at_once_compute_what_they_share_once(
     assert transcript.tokens == alone
 
 
-def test_waiting_for_a_prefix_is_bounded() -> None:
-    engine = make_engine(max_prefix_wait_steps=3)
+def test_waiting_for_a_prefix_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PREFIX_WAIT_STEPS", 3)
+    engine = make_engine()
     cache = engine.scheduler.kv_cache.prefix_cache
     chain = cache.new_chain("")
     cache.extend(chain, np.array(PREFIX, np.int32))

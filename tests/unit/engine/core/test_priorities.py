@@ -1,9 +1,12 @@
 """Priorities: who comes first, and how long it can take at the most for whoever comes last."""
 
+from unittest import mock
+
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roseinfer.engine.core import admission
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.invariants import assert_invariants
@@ -63,7 +66,8 @@ def test_nobody_is_overtaken_by_what_comes_later_than_the_bound(arrivals: list[t
     """One second a step, one sequence at a time: a request of level p is passed only by requests of a level q < p that
     came less than (p - q) * wait_s after it, however many come.
     """
-    engine = make_engine(admission="priority", max_num_seqs=1, priority_wait_s=wait_s)
+    with mock.patch.object(admission, "PRIORITY_WAIT_S", wait_s):
+        engine = make_engine(admission="priority", max_num_seqs=1)
     clock = timed(engine)
     came: dict[str, tuple[float, int]] = {}
     started: list[str] = []

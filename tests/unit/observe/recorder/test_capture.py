@@ -129,7 +129,9 @@ class FakeRecorder:
 class World:
     """A capture over a clock of its own: streams write, time passes, and the waiting after a breach is a switch."""
 
-    def __init__(self, parent: Path, *rules: str, profile: Any = None, model: str = "m", **settings: Any) -> None:
+    def __init__(
+        self, parent: Path, *rules: str, profile: Any = None, model: str = "m", cooldown_s: float = 60, **settings: Any
+    ) -> None:
         self.parent = parent
         self.now_ns = 1000 * S
         self.recorder = FakeRecorder(settings.pop("size", 100))
@@ -143,6 +145,7 @@ class World:
             self.recorder,
             clock=lambda: self.now_ns,
             sleep=self._sleep,
+            cooldown_s=cooldown_s,
         )
         self.capture.profile = profile or self._no_profile
         self._num_steps = 0
@@ -226,10 +229,10 @@ async def test_a_clean_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_it_rests_after_a_capture(tmp_path: Path) -> None:
-    world = World(tmp_path, "1 gap over 60 ms in 10 s", capture_cooldown_s=30)
+    world = World(tmp_path, "1 gap over 60 ms in 10 s")
     world.gap(70)
     assert len(await world.settle()) == 1
-    world.now_ns += 29 * S
+    world.now_ns += 59 * S
     world.gap(70)
     assert len(await world.settle()) == 1
     world.now_ns += 1 * S
@@ -238,7 +241,7 @@ async def test_it_rests_after_a_capture(tmp_path: Path) -> None:
 
 
 async def test_what_broke_a_rule_once_does_not_break_it_again(tmp_path: Path) -> None:
-    world = World(tmp_path, "2 gaps over 60 ms in 1000 s", capture_cooldown_s=0)
+    world = World(tmp_path, "2 gaps over 60 ms in 1000 s", cooldown_s=0)
     world.gap(70)
     world.gap(70)
     assert len(await world.settle()) == 1
@@ -253,7 +256,7 @@ async def test_the_oldest_captures_make_room(tmp_path: Path) -> None:
         tmp_path,
         "1 gap over 60 ms in 10 s",
         model="m" * 10_000,
-        capture_cooldown_s=0,
+        cooldown_s=0,
         capture_max_mib=0.06,
     )
     names: list[Path] = []
@@ -291,7 +294,7 @@ async def test_the_manifest_of_a_profile_by_hand_has_the_keys_of_a_breach(tmp_pa
 
 
 async def test_the_newest_capture_is_never_deleted(tmp_path: Path) -> None:
-    world = World(tmp_path, "1 gap over 60 ms in 10 s", capture_cooldown_s=0, capture_max_mib=1e-6)
+    world = World(tmp_path, "1 gap over 60 ms in 10 s", cooldown_s=0, capture_max_mib=1e-6)
     for _ in range(2):
         world.gap(70)
         [directory] = await world.settle()
@@ -316,7 +319,7 @@ def finish_late(world: World) -> RequestTimeline:
 )
 async def test_each_kind_of_rule(tmp_path: Path, breach: Callable[[World], None]) -> None:
     world = World(
-        tmp_path, "1 ttft over 2 s in 30 s", "1 gap over 2 s in 30 s", "1 slow gap of gc in 30 s", capture_cooldown_s=0
+        tmp_path, "1 ttft over 2 s in 30 s", "1 gap over 2 s in 30 s", "1 slow gap of gc in 30 s", cooldown_s=0
     )
     breach(world)
     assert len(await world.settle()) == 1
@@ -371,7 +374,7 @@ async def test_a_disk_that_refuses_costs_the_capture_and_no_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "taken").write_text("a file where the directory should go")
-    world = World(tmp_path / "taken", "1 gap over 60 ms in 10 s", capture_cooldown_s=0)
+    world = World(tmp_path / "taken", "1 gap over 60 ms in 10 s", cooldown_s=0)
     world.gap(70)
     world.after.set()
     await asyncio.wait(captures_under_way())

@@ -11,9 +11,7 @@ from tests.unit.observe.facts import ENGINE, MS, make_step
 
 CONFIG = Config(
     cache=CacheConfig(num_blocks=100),
-    scheduler=SchedulerConfig(
-        max_num_seqs=8, max_prefill_seqs=6, max_active_seqs=16, max_num_batched_tokens=64, max_prefix_wait_steps=5
-    ),
+    scheduler=SchedulerConfig(max_num_seqs=8, max_prefill_seqs=6, max_active_seqs=16, max_num_batched_tokens=64),
 )
 
 
@@ -28,7 +26,7 @@ def blocked(blocked_by: BlockedBy, **counts: int) -> StepRecord:
         (BlockedBy.PREFILL_SEQS, "scheduler.max_prefill_seqs", 6, "6 requests were admitted"),
         (BlockedBy.SLOTS, "scheduler.max_active_seqs", 16, "all 16 places"),
         (BlockedBy.KV_BLOCKS, "cache.num_blocks", 100, "of the 100 KV blocks 97 are in use"),
-        (BlockedBy.PREFIX, "scheduler.max_prefix_wait_steps", 5, "5 steps"),
+        (BlockedBy.PREFIX, "scheduler.max_num_batched_tokens", 64, "64 steps"),
     ],
 )
 def test_each_limit_has_its_option(blocked_by: BlockedBy, option: str, value: int, words: str) -> None:

@@ -82,23 +82,23 @@ def test_a_snapshot_can_be_saved(tmp_path: Path) -> None:
 
 
 def test_the_oldest_facts_are_forgotten() -> None:
-    recorder = make_recorder(recorder_steps=16, recorder_writes=16, recorder_requests=16)
-    for number in range(40):
+    recorder = make_recorder(recorder_steps=128)
+    for number in range(1100):
         timeline = make_timeline(request_id=f"r-{number}", serial=number)
         recorder.on_start(timeline)
         recorder.on_step(make_step(step_id=number), Advanced())
         recorder.on_writes(writes_of((timeline, delivered(number))))
         recorder.on_finish(timeline)
     recording = recorder.snapshot()
-    newest = list(range(24, 40))
-    assert recording.steps["step_id"].tolist() == newest
-    assert recording.writes["serial"].tolist() == newest
-    assert recording.meta.num_forgotten_writes == 24
-    assert [request.serial for request in recording.requests] == newest
+    newest = list(range(1100))
+    assert recording.steps["step_id"].tolist() == newest[-128:]
+    assert recording.writes["serial"].tolist() == newest[-1024:]
+    assert recording.meta.num_forgotten_writes == 1100 - 1024
+    assert [request.serial for request in recording.requests] == newest[-16:]
 
 
 def test_a_flood_of_refused_requests_pushes_out_none_that_had_tokens() -> None:
-    recorder = make_recorder(recorder_requests=16)
+    recorder = make_recorder(recorder_steps=128)
     refused = {"finish_reason": FinishReason.REJECTED, "token_ns": [], "write_ns": []}
     for number in range(116):
         is_real = number < 16
@@ -190,7 +190,7 @@ def test_interruptions_are_in_the_order_of_their_starts() -> None:
 
 def test_a_step_leaves_nothing_allocated() -> None:
     """Nor does a write: whatever the number of steps, memory stays where it was when the rings were made."""
-    recorder = make_recorder(recorder_steps=256, recorder_writes=1024)
+    recorder = make_recorder(recorder_steps=128)
     timeline, record, delivery = make_timeline(), make_step(step_id=1), delivered(7)
     recorder.on_start(timeline)
 

@@ -386,7 +386,7 @@ def test_closing_flushes_and_the_environment_changes_nothing(monkeypatch: pytest
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", other.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x=y")
         monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-        (tracing,) = build(endpoint=collector.url, ratio=1.0, flush_timeout_s=2.0)
+        (tracing,) = build(endpoint=collector.url, ratio=1.0)
         tracing.on_start(timeline := make_timeline())
         tracing.on_finish(timeline)
         tracing.close()

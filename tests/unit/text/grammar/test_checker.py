@@ -141,8 +141,9 @@ def test_what_takes_too_long_is_ended_with_its_process(tmp_path: Path) -> None:
         made.close()
 
 
-def test_what_takes_too_much_memory_ends_its_process_alone(tmp_path: Path) -> None:
-    made = make_checker(tmp_path, compile_timeout_s=60, compile_memory_mib=64)
+def test_what_takes_too_much_memory_ends_its_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "COMPILE_MEMORY_BYTES", 64 << 20)
+    made = make_checker(tmp_path, compile_timeout_s=60)
     try:
         assert is_alive(made)
         child = made._child.process
