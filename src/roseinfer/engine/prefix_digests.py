@@ -1,7 +1,7 @@
-"""Prompts into digests that say which of them share a prefix, and nothing else. Knows no cache and no engine.
+"""Digests of prompts, which show which of them share a prefix and nothing else.
 
-Eight bytes for each full block, of the block and all before it. They are keyed with a secret of this process, so nobody
-can hash a guessed prompt and compare: digests of two processes have nothing in common.
+A digest is eight bytes for each full block, of the block and all before it, keyed with a secret of this process: a
+guessed prompt cannot be hashed and compared, and digests of two processes have nothing in common.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ _ID_BYTES = array("i").itemsize
 
 
 class PrefixDigests:
-    """Digests under one secret, which nobody can ask for."""
+    """Digests under one secret."""
 
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:
         self._block_bytes = block_size * _ID_BYTES
@@ -22,9 +22,9 @@ class PrefixDigests:
         self._last: tuple[Sequence[int], str, bytes] = ((), "", b"")
 
     def of(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> bytes:
-        """Of each full block; prompts of different salts share none, as in the prefix cache.
+        """The digests of a prompt's full blocks; prompts of different salts share none, as in the prefix cache.
 
-        The choices of a request have one and the same prompt, which is digested once.
+        The prompt of several choices is one list, which is digested once.
         """
         prompt, salt_of_prompt, digests_of_prompt = self._last
         if prompt is prompt_token_ids and salt_of_prompt == cache_salt:

@@ -1,4 +1,4 @@
-"""The front end's side of the engine: streams of token outputs by request id, and the timelines that go with them."""
+"""The engine's client: sends requests, routes token outputs to their streams, and reports facts to observers."""
 
 import asyncio
 import time
@@ -39,23 +39,23 @@ from roseinfer.messages import (
 from roseinfer.records import Advanced, Arrival, FinishReason, Invariant, Observer, RequestTimeline, Violation
 
 _MANY_PLACES = 1 << 20
-PAUSE_FACTOR = 10  # a collection, a capture of a graph or a profile's writing may take so many times what a step may
+PAUSE_FACTOR = 10  # a collection, a graph's capture or a profile may take this many step timeouts
 _CODES = {FinishReason.ERROR: SequenceFailed.code or "", FinishReason.TIMEOUT: RequestTimeout.code or ""}
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One opened timeline, and which of its two sides have ended."""
+    """An open timeline, and which of its two sides have ended."""
 
     timeline: RequestTimeline
     mailbox: Mailbox | None = None  # while `generate` runs it
     is_in_engine: bool = False
-    slot: int | None = None  # under which `StepOutput.tokens` tells of it
+    slot: int | None = None  # that stands for it in `StepOutput.tokens`
     is_closed: bool = False
 
 
 class AsyncEngine:
-    """`EngineClient` over a transport: the one place where a step's output is taken apart and handed out.
+    """`EngineClient` over a transport, and the one place where a step's output is taken apart.
 
     Everything runs on one event loop, so there is no lock; a step costs one wake-up for each stream it advanced.
     """
@@ -90,7 +90,7 @@ class AsyncEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that the engine has not told the end of."""
+        """Requests whose end the engine has not reported."""
         return self._num_in_engine
 
     @property
@@ -104,12 +104,12 @@ class AsyncEngine:
     @property
     def account(self) -> Account:
         account = self._transport.heartbeat.read()
-        if not self._num_in_engine:  # it may stand still wherever it is: nobody waits
+        if not self._num_in_engine:  # no request waits for it, so it may stand still
             return account
         now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
         if account.activity in {Activity.GC, Activity.CAPTURING, Activity.PROFILING}:
             limit_ns *= PAUSE_FACTOR
-        elif account.activity is Activity.IDLE:  # though it should be doing something, and since it should be
+        elif account.activity is Activity.IDLE:  # though there is work, since the work came
             since_ns = max(since_ns, self._last_progress_ns)
         return Account(Activity.STUCK, account.since_ns) if now_ns - since_ns > limit_ns else account
 
@@ -171,7 +171,7 @@ class AsyncEngine:
                 self._submit(request, timeline, mailbox)
                 unfinished.add(request.request_id)
             while unfinished:
-                outputs = await mailbox.take()
+                outputs = await mailbox.take_outputs()
                 unfinished.difference_update(out.request_id for out in outputs if out.finish_reason is not None)
                 yield outputs
         finally:
@@ -216,11 +216,11 @@ class AsyncEngine:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
-        if self._dead is not None and self._dead.done():  # it was given up: whom this tells of has been counted out
+        if self._dead is not None and self._dead.done():  # it was given up, and its requests have ended
             return
         try:
             self._handle(event)
-        except BaseException:  # a mistake of ours: whoever waits must not wait for ever
+        except BaseException:  # a mistake of ours: no request must wait for ever
             self._go_down(EngineFailed("The engine's output could not be handled."))
             raise
 
@@ -233,7 +233,7 @@ class AsyncEngine:
                 self._on_progress(event)
             case EngineInfo():
                 assert self._started is not None
-                if not self._started.done():  # whoever waited may have been cancelled by a signal
+                if not self._started.done():  # the start may have been cancelled by a signal
                     self._started.set_result(event)
             case ProfileEnded():
                 self._end_profile(event)
@@ -243,7 +243,7 @@ class AsyncEngine:
                 self._go_down(event.as_error())
 
     def _disagreements(self, engine: IdleReport) -> Iterator[Violation]:
-        """The engine has nothing to do: nor may anybody here wait for it, unless what it should do is on its way."""
+        """Find requests that wait here for an idle engine, unless a command to it is under way."""
         if engine.num_added != self._num_submitted:
             return
         if self._num_in_engine:
@@ -252,7 +252,7 @@ class AsyncEngine:
             yield Violation(Invariant.REQUESTS, f"{len(self._by_slot)} slots are remembered of requests that ended")
 
     def _route(self, step: StepOutput) -> None:
-        """The only loop over the outputs of a step: whatever must touch each of them does it here."""
+        """Route a step's outputs. This is the only loop over them: what must touch each of them does it here."""
         record = step.record
         if self._step_offset:
             record = msgspec.structs.replace(record, step_id=record.step_id + self._step_offset)
@@ -273,11 +273,11 @@ class AsyncEngine:
             timeline.arrivals.append(arrival)
             advanced.append(timeline)
             if entry.mailbox is not None:
-                entry.mailbox.put(TokenOutput(timeline.request_id, [token_id]))
+                entry.mailbox.put_output(TokenOutput(timeline.request_id, [token_id]))
         for output in step.outputs:
             entry = self._entries[output.request_id]
             if output.slot is not None:
-                self._lose_slot(entry)  # it was preempted, and came back in another
+                self._drop_slot(entry)  # it was preempted, and came back in another
                 entry.slot = output.slot
                 self._by_slot[output.slot] = entry
             if output.token_ids:
@@ -290,7 +290,7 @@ class AsyncEngine:
             if output.times is not None:
                 entry.timeline.stamp(output.times)
             if entry.mailbox is not None:
-                entry.mailbox.put(output)
+                entry.mailbox.put_output(output)
             if output.finish_reason is not None:
                 self._leave_engine(entry, output.finish_reason)
                 concluded.append(entry)
@@ -308,15 +308,15 @@ class AsyncEngine:
         if finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
             self.queue_estimate.measure_place(entry.timeline.token_ns[-1] - entry.timeline.scheduled_ns)
         self._forget(entry)
-        self._lose_slot(entry)
+        self._drop_slot(entry)
 
-    def _lose_slot(self, entry: _Entry) -> None:
-        """A preempted one may have lost it already: to one that has it now, or to one that has left since."""
+    def _drop_slot(self, entry: _Entry) -> None:
+        """Forget the entry's slot, unless it was preempted and another has or had the slot since."""
         if entry.slot is not None and self._by_slot.get(entry.slot) is entry:
             del self._by_slot[entry.slot]
 
     def _forget(self, entry: _Entry) -> None:
-        """The engine does not have it any more."""
+        """Note that the engine no longer has the request."""
         entry.is_in_engine = False
         self._num_in_engine -= 1
         timeline = entry.timeline
@@ -330,7 +330,7 @@ class AsyncEngine:
         self._go_down(EngineDead(reason))
 
     def _go_down(self, error: EngineError | ConfigError) -> None:
-        """Tell whoever waits for the start, for an output or for the end."""
+        """Fail everything that waits for the start, for an output or for the end."""
         assert self._started is not None
         assert self._dead is not None
         if self._dead.done():

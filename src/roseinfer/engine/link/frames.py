@@ -1,6 +1,6 @@
-"""Frames on a stream socket: a four-byte little-endian length, then one msgspec struct as msgpack. Never pickle.
+"""Frames on a stream socket: a four-byte little-endian length, then one msgspec struct as msgpack.
 
-The engine's end is here, without an event loop: reads and writes that do not block, and one place to sleep.
+`EngineLink` is the engine's end, without an event loop: reads and writes that do not block, and one place to sleep.
 """
 
 import select
@@ -16,22 +16,22 @@ from roseinfer.messages import Command, Event, Request, SamplingParams
 _HEADER_BYTES = 4
 _READ_BYTES = 1 << 18
 _MAX_FRAME_BYTES = 1 << 30
-_MAX_OUTBOX_BYTES = 64 << 20  # some ten thousand steps; a front end that far behind is not coming back soon
+_MAX_OUTBOX_BYTES = 64 << 20  # some ten thousand steps
 
 
 class SameParams(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """A request whose parameters are those of the request before it, but for the seed, which is the one it has here."""
+    """A request with the parameters of the request before it, except for the seed, which is its own."""
 
     request: Request
 
 
 class SamePrompt(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """As `SameParams`, and its prompt is that of the request before it too: it has none here."""
+    """As `SameParams`, and with the prompt of the request before it; it has none here."""
 
     request: Request
 
 
-Sent = Command | SameParams | SamePrompt  # what goes over, of which `CommandDecoder` makes commands again
+Sent = Command | SameParams | SamePrompt  # what goes over; `CommandDecoder` makes commands of it
 
 
 def encode_frame(message: Event | Sent | bytes) -> bytes:
@@ -40,24 +40,24 @@ def encode_frame(message: Event | Sent | bytes) -> bytes:
 
 
 class CommandEncoder:
-    """Commands into frames for one engine.
+    """Encodes commands for one engine.
 
     An HTTP request is up to 512 sequences, which follow one another and differ in prompt and seed alone. Their grammar,
-    of up to 256 KiB, and their biases go over once, and so does a prompt of which there are several choices.
+    of up to 256 KiB, and their biases are sent once, and so is a prompt with several choices.
     """
 
     def __init__(self) -> None:
-        self._params: SamplingParams | None = None  # of the last request that went over, with no seed
+        self._params: SamplingParams | None = None  # of the last request, with no seed
         self._prompt: list[int] = []  # of the same request
 
     def encode(self, command: Command) -> bytes:
-        """Raises what msgspec does for a message that cannot be encoded; the next one does not refer to it."""
+        """Encode a command. Raises as msgspec does; the next command then does not refer to this one."""
         if not isinstance(command, Request):
             return encode_frame(command)
         params = command.params
         # `LLM` takes a list of stop tokens too, which no tuple equals.
         seedless = replace(params, seed=0, stop_token_ids=tuple(params.stop_token_ids))
-        has_same_prompt = command.prompt_token_ids is self._prompt  # one list, not an equal one: nobody compares those
+        has_same_prompt = command.prompt_token_ids is self._prompt  # the same list: comparing takes too long
         if seedless == self._params:
             command = replace(command, params=SamplingParams(seed=params.seed))
             if has_same_prompt:
@@ -65,42 +65,42 @@ class CommandEncoder:
             frame = encode_frame(SameParams(command))
         else:
             frame = encode_frame(command)
-            # With a copy of what belongs to the caller, who may change it before the next request.
+            # With a copy of the caller's dict, which may change before the next request.
             self._params = replace(seedless, logit_bias=dict(params.logit_bias))
         self._prompt = command.prompt_token_ids
         return frame
 
 
 class CommandDecoder:
-    """Payloads of `CommandEncoder` into commands, in their order. What went over once they share."""
+    """Decodes the payloads of a `CommandEncoder`, in their order."""
 
     def __init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(Sent)
         self._last: Request | None = None
 
     def decode(self, payload: bytes) -> Command:
-        """Raises ValueError or RecursionError for what no peer of ours would send."""
+        """Decode a payload. Raises ValueError or RecursionError for what no peer of ours would send."""
         sent: Sent = self._decoder.decode(payload)
         if isinstance(sent, SameParams | SamePrompt):
             if self._last is None:
                 raise ValueError("a request refers to the one before it, and none came")
             request = sent.request
-            whose = self._last if isinstance(sent, SamePrompt) else request
+            prompt = (self._last if isinstance(sent, SamePrompt) else request).prompt_token_ids
             params = replace(self._last.params, seed=request.params.seed)
-            sent = replace(request, params=params, prompt_token_ids=whose.prompt_token_ids)
+            sent = replace(request, params=params, prompt_token_ids=prompt)
         if isinstance(sent, Request):
             self._last = sent
         return sent
 
 
 class FrameBuffer:
-    """Bytes as they come in, complete frames as they go out."""
+    """Splits incoming bytes into frames."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes. Raises ValueError for a length that no peer of ours would send."""
+        """Return the payloads that `data` completes. Raises ValueError for a length that no peer of ours would send."""
         self._pending += data
         payloads = []
         offset = 0
@@ -120,7 +120,7 @@ class FrameBuffer:
 class EngineLink:
     """The engine's end of the link: `Inbox` and `Outbox` of `engine/loop.py` over one socket.
 
-    Sends go into an ordered outbox and from there to the kernel as far as it takes them; a front end that does not
+    Sends go into an ordered outbox, and from there to the kernel as far as it takes them. A front end that does not
     read costs memory up to a bound and then stops the stepping, but never blocks the engine inside a send.
     """
 
@@ -130,7 +130,7 @@ class EngineLink:
         self._decoder = CommandDecoder()
         self._buffer = FrameBuffer()
         self._received: deque[bytes] = deque()
-        self._frames: deque[bytes] = deque()  # those not begun, and first what is left of the one begun
+        self._frames: deque[bytes] = deque()  # the first may be the rest of one begun
         self._outbox_bytes = 0
 
     @property
@@ -148,7 +148,7 @@ class EngineLink:
         self._flush()
 
     def _flush(self) -> None:
-        """Hand the kernel as much as it takes. Raises EOFError when nobody will ever read it."""
+        """Give the kernel as much as it takes. Raises EOFError when the other side has gone."""
         while self._frames:
             frame = self._frames[0]
             try:
@@ -174,14 +174,14 @@ class EngineLink:
         return commands
 
     def receive_bytes(self) -> bytes:
-        """Wait for one payload that is not a command: the configuration, which comes first."""
+        """Wait for the first payload, which is no command but the configuration."""
         while not self._received:
             self._sleep(None)
             self._exchange()
         return self._received.popleft()
 
     def drain(self, timeout_s: float) -> None:
-        """Give the other side up to `timeout_s` to take what is left in the outbox, then send no more."""
+        """Give the other side up to `timeout_s` to take what is left in the outbox, then close for sending."""
         deadline = time.monotonic() + timeout_s
         self._flush()
         while self._frames and (left_s := deadline - time.monotonic()) > 0:
@@ -193,12 +193,12 @@ class EngineLink:
         self._poll(select.POLLIN | (select.POLLOUT if self._frames else 0), timeout_s)
 
     def _poll(self, events: int, timeout_s: float | None) -> None:
-        poller = select.poll()  # not select(), which knows no descriptor above 1023
+        poller = select.poll()  # not select(), which takes no descriptor above 1023
         poller.register(self._socket, events)
         poller.poll(None if timeout_s is None else timeout_s * 1e3)
 
     def _exchange(self) -> None:
-        """Send and read as much as goes without waiting. Raises EOFError when the other side has gone."""
+        """Send and read as much as is possible without waiting. Raises EOFError when the other side has gone."""
         self._flush()
         while True:
             try:

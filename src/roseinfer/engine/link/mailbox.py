@@ -1,18 +1,18 @@
-"""Outputs as they come into lists that a reader takes. Knows not whose they are."""
+"""A bounded mailbox of token outputs between the engine's client and one reader."""
 
 import asyncio
 
 from roseinfer.errors import RoseinferError, SlowReader
 from roseinfer.messages import TokenOutput
 
-MAX_TAKEN = 256  # outputs: with twenty log-probabilities each, some milliseconds until others have their turn
-MAX_WAITING = 1 << 20  # tokens and log-probabilities that nobody has taken: a hundred megabytes
+MAX_TAKEN = 256  # outputs: with twenty log-probabilities each, some milliseconds of the event loop
+MAX_WAITING = 1 << 20  # tokens and log-probabilities that were not taken: a hundred megabytes
 
 
 class Mailbox:
-    """Outputs on their way to one `generate` call: a list to take from, and one wake-up for all in it.
+    """Outputs for one `generate` call: a list to take, and one wake-up for all in it.
 
-    The engine waits for no reader, so what one does not take is kept, up to a bound; then all of it is dropped.
+    The engine waits for no reader. What a reader does not take is kept up to a bound; then all of it is dropped.
     """
 
     __slots__ = ("_arrived", "_error", "_has_more", "_num_waiting", "_outputs")
@@ -24,7 +24,7 @@ class Mailbox:
         self._error: RoseinferError | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, output: TokenOutput) -> None:
+    def put_output(self, output: TokenOutput) -> None:
         if isinstance(self._error, SlowReader):
             return
         self._outputs.append(output)
@@ -38,10 +38,10 @@ class Mailbox:
         self._error = error
         self._arrived.set()
 
-    async def take(self) -> list[TokenOutput]:
-        """What is due, at least one and at most MAX_TAKEN. Raises the error once everything before it was taken.
+    async def take_outputs(self) -> list[TokenOutput]:
+        """Take what is due, at least one output and at most MAX_TAKEN. Raises the error once all before it was taken.
 
-        Others have their turn before the rest of what was too much for one list is taken.
+        Other tasks have their turn before the rest of what was too much for one list is taken.
         """
         if self._has_more:
             await asyncio.sleep(0)
@@ -57,7 +57,7 @@ class Mailbox:
 
 
 def _size(output: TokenOutput) -> int:
-    """Tokens and log-probabilities; those of a prompt are bounded when it is asked for."""
+    """Tokens and log-probabilities; those of a prompt are bounded by its request."""
     if output.logprobs is None:
         return len(output.token_ids)
     return sum(2 + len(scores.top_logprobs) for scores in output.logprobs)

@@ -1,6 +1,6 @@
-"""Where the engine runs, and how frozen messages get there and back: a thread, or a process of its own.
+"""Transports: run the engine in a thread or in a process of its own, and carry messages there and back.
 
-Both carry the same messages in the same order and keep the same promises, so one set of contract tests holds both.
+Both carry the same messages in the same order; one set of contract tests covers both.
 """
 
 import asyncio
@@ -25,13 +25,7 @@ from roseinfer.messages import Command, Event, Shutdown, StartupProgress
 from roseinfer.runtime.child_process import end_process, start_process
 
 BuildEngine = Callable[[Config, Callable[[StartupProgress], None]], Engine]
-_ENGINE_COMMAND = (
-    "-P",
-    "-m",
-    "roseinfer",
-    "engine",
-    "--fd",
-)  # -P: a file in the current directory is no module of ours
+_ENGINE_COMMAND = ("-P", "-m", "roseinfer", "engine", "--fd")  # -P: import nothing from the current directory
 _CLOSE_TIMEOUT_S = 1.5  # less than the server gives `close` as a whole
 
 
@@ -46,13 +40,13 @@ class Transport(Protocol):
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """What the engine says that it is doing, from `start` on."""
+        """What the engine is doing, from `start` on."""
 
     def send(self, command: Command) -> None:
-        """Pass a command on, in order, without blocking. Nothing happens when the engine is gone."""
+        """Send a command, in order, without blocking. Ignored when the engine is gone."""
 
     def kill(self) -> None:
-        """End an engine that does not answer, as far as that is possible; it is dead when `on_death` says so."""
+        """End an engine that does not answer, as far as that is possible; it is dead once `on_death` is called."""
 
     async def close(self) -> None:
         """Stop the engine and wait until it is gone. Idempotent."""
@@ -78,20 +72,17 @@ class QueueInbox:
 
 
 class CallbackOutbox:
-    """`Outbox` of `engine/loop.py` for a thread: every event is handed to a callable that does not block."""
+    """`Outbox` of `engine/loop.py` for a thread: passes every event to a callable that does not block."""
 
     depth = 0
     is_full = False
 
     def __init__(self, deliver: Callable[[Event], None]) -> None:
-        self._deliver = deliver
-
-    def send(self, event: Event) -> None:
-        self._deliver(event)
+        self.send = deliver
 
 
 class ThreadTransport:
-    """The engine in a thread of this process: one debugger, one profiler, one GIL. For tests and debugging."""
+    """Runs the engine in a thread of this process, with its GIL. For tests, debuggers and profilers."""
 
     def __init__(self, config: Config, build_engine: BuildEngine, *, check_when_idle: bool = False) -> None:
         self._config = config
@@ -105,19 +96,19 @@ class ThreadTransport:
     async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
 
-        def tell_death() -> None:
+        def report_death() -> None:
             if not self._is_closing:
                 on_death("the engine's thread has ended")
 
         def post(callback: Callable[..., None], *args: Event) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: nobody is listening any more
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(callback, *args)
 
         def run() -> None:
             try:
                 self._run(lambda event: post(on_event, event))
             finally:
-                post(tell_death)
+                post(report_death)
 
         self._thread = threading.Thread(target=run, name="roseinfer-engine", daemon=True)
         self._thread.start()
@@ -131,7 +122,7 @@ class ThreadTransport:
         self._inbox.put(command)
 
     def kill(self) -> None:
-        """A thread cannot be ended from outside: it is left behind."""
+        """Do nothing: a thread cannot be ended from outside."""
 
     async def close(self) -> None:
         self._is_closing = True
@@ -141,13 +132,13 @@ class ThreadTransport:
 
 
 class ProcessTransport:
-    """The engine in a child process with its own interpreter, over an inherited socketpair: no file, no port.
+    """Runs the engine in a child process with its own interpreter, over an inherited socketpair: no file, no port.
 
-    End-of-file on the link is the death notice. The child has a session of its own, so that Ctrl-C does not reach it,
-    and dies with its parent. `command` starts it and is given the descriptor number as its last argument.
+    End-of-file on the link means that the child has died. It has a session of its own, so that Ctrl-C does not reach
+    it, and dies with its parent. `command` starts it, with the descriptor number as its last argument.
 
-    After `close` it may be started again. All children are started by one thread, which is as nice as this process was
-    when the first was: a niceness is a thread's own, and a child inherits it.
+    After `close` it may be started again. All children are started by one thread, which keeps the niceness that this
+    process had at the first start: a niceness belongs to a thread, and a child inherits it.
     """
 
     def __init__(self, config: Config, command: tuple[str, ...] = _ENGINE_COMMAND) -> None:
@@ -168,14 +159,14 @@ class ProcessTransport:
 
     async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
         ours, theirs = socket.socketpair()
-        page = SharedHeartbeat()
-        self.heartbeat, self._is_closing = page.heartbeat, False
+        shared = SharedHeartbeat()
+        self.heartbeat, self._is_closing = shared.heartbeat, False
         with theirs:
             start = partial(self._start_child, theirs.fileno())
             self._process = await asyncio.get_running_loop().run_in_executor(self._starter, start)
-        page.send(ours)
+        shared.send(ours)
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._encoder = CommandEncoder()  # a new engine has not seen what the one before it was sent
+        self._encoder = CommandEncoder()  # a new engine has not seen what the last one was sent
         self._writer.write(encode_frame(msgspec.msgpack.encode(self._config)))
         self._reading = asyncio.create_task(self._read(reader, on_event, on_death), name="engine-link")
         self._reading.add_done_callback(_report)
@@ -193,7 +184,7 @@ class ProcessTransport:
                 while data := await reader.read(1 << 18):
                     for frame in buffer.feed(data):
                         on_event(decoder.decode(frame))
-        finally:  # a mistake of ours must not leave streams waiting for an engine that nobody listens to
+        finally:  # a mistake of ours must not leave streams waiting for ever
             if not self._is_closing:
                 on_death(f"the engine process {await self._wait_exit()}")
 
@@ -228,6 +219,6 @@ class ProcessTransport:
 
 
 def _report(task: "asyncio.Task[None]") -> None:
-    """Tell the event loop of a mistake at once, not when the task is collected."""
+    """Report an error of the task to the event loop at once, not when the task is collected."""
     if not task.cancelled() and (error := task.exception()) is not None:
         task.get_loop().call_exception_handler({"message": "reading from the engine failed", "exception": error})
