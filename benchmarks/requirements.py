@@ -14,7 +14,7 @@ from benchmarks.figures import Spread
 REFERENCE = "transformers float32"
 PRECISIONS = ("float32", "bfloat16", "int8")
 LOAD_WORKLOADS = ("W1x32", "W3", "W4", "W4b")
-SAME_PRECISION = {"q8": "int8"}  # how peers call a precision of ours
+SAME_PRECISION = {"q8": "int8"}  # a peer's name of a precision
 HOST_BUDGET_US = 40.0
 MEMORY_BUDGET_GB = 2.2
 SEEDS_WORKLOAD, BASE_SETTING = "64 requests, 20 ms apart", "captured first, pinned"  # of benchmarks/gpu/streams.py

@@ -111,7 +111,7 @@ def measure_bandwidth(budget_s: float) -> tuple[dict[str, float], dict[str, str]
         rates = {name: mib * 2**20 / median_s(read, budget_s) for name, read in read_patterns(mib * 2**20).items()}
         best[str(mib)] = max(rates, key=lambda name: rates[name])
         bandwidths[str(mib)] = rates[best[str(mib)]]
-        tell(f"read {mib} MiB: " + ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.items()) + " GB/s")
+        say(f"read {mib} MiB: " + ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.items()) + " GB/s")
     return bandwidths, best
 
 
@@ -152,7 +152,7 @@ def measure_peak(precision: str, budget_s: float) -> tuple[float, str]:
             plain = median_s(partial(torch.mm, rows, other), budget_s)
             rates[f"{shape}, not packed"] = 2 * num_rows * inputs * outputs / plain
     best = max(rates, key=lambda name: rates[name])
-    tell(f"{precision} GEMM: " + ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in rates.items()) + " GFLOP/s")
+    say(f"{precision} GEMM: " + ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in rates.items()) + " GFLOP/s")
     return rates[best], best
 
 
@@ -168,11 +168,11 @@ def measure_step_gemms(precision: str, budget_s: float) -> dict[str, float]:
                 multiply(rows[width])
 
         times[str(num_rows)] = median_s(sweep, budget_s) * 1e3
-    tell(f"{precision} GEMMs of a step: " + ", ".join(f"{rows} rows {ms:.1f} ms" for rows, ms in times.items()))
+    say(f"{precision} GEMMs of a step: " + ", ".join(f"{rows} rows {ms:.1f} ms" for rows, ms in times.items()))
     return times
 
 
-def tell(line: str) -> None:
+def say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
@@ -213,8 +213,8 @@ def measure_gpu(budget_s: float) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    tell(f"{gpu['name']}: copy {', '.join(f'{rate / 1e9:.0f}' for rate in bandwidth.values())} GB/s")
-    tell(f"bfloat16 {peak / 1e12:.1f} TFLOP/s")
+    say(f"{gpu['name']}: copy {', '.join(f'{rate / 1e9:.0f}' for rate in bandwidth.values())} GB/s")
+    say(f"bfloat16 {peak / 1e12:.1f} TFLOP/s")
     return {"bandwidth": bandwidth, "peak": {"bfloat16": peak}, "gpu": gpu}
 
 

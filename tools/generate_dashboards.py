@@ -1,4 +1,4 @@
-"""The monitoring package's files written into the repository, or compared with it; knows no file's content.
+"""Writes the dashboards, rules and autoscaling queries into the repository, or compares them with it.
 
 `python tools/generate_dashboards.py` writes dashboards, rules and the demand query into dashboards/ and, where the
 chart is, into its files/; with `--check` it writes nothing and names the stale ones.

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from monitoring.live import Prometheus, free_port, scraping
+from monitoring.live import Prometheus, scraping
 from monitoring.outputs import ROOT
 from monitoring.preview import picture, write
 from monitoring.queries import dashboards
 from monitoring.stand_ins import exporting
+from roseinfer.bench.load.launcher import free_port
 
 IMAGES = ROOT / "docs" / "images"
 NOTE = "embedded model on a CPU, {seconds:.0f} s of load; values of Kubernetes and of GPUs are invented"

@@ -20,7 +20,7 @@ from benchmarks.random_gpt2 import NUM_POSITIONS
 
 PREFILL_TOKENS = 8192  # in one step, so that all sequences begin to decode within a few steps of each other
 NUM_SPARE_TOKENS = 32
-Measured = dict[str, list[float]]  # "step" and, where the subject knows them, its phases: seconds of each step
+Measured = dict[str, list[float]]  # "step" and, of an engine, its phases: seconds of each step
 
 
 class EngineSubject:

@@ -1,1 +1,1 @@
-"""The catalogue of metrics turned into dashboards, rules and the query that scales; knows no server and no cluster."""
+"""Generates dashboards, rules and the autoscaling queries from the catalogue of metrics, and previews them."""

@@ -1,7 +1,6 @@
 """Runs a real Prometheus with our rules, which scrapes a server, and queries it."""
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,19 +13,14 @@ from typing import Any
 
 from monitoring.outputs import FOLDER, ROOT
 from monitoring.stand_ins import NAMESPACE, POD
+from roseinfer.bench.load.launcher import free_port
+from roseinfer.runtime.child_process import end_process
 
 START_TIMEOUT_S = 60.0
 RULE_FILES = [str(ROOT / FOLDER / "rules" / name) for name in ("recording.yaml", "alerts.yaml")]
 
 Sample = tuple[float, float]
 """Unix seconds and a value."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Prometheus:
@@ -113,15 +107,8 @@ def scraping(directory: Path, server_port: int | None, exporter_port: int | None
         yield prometheus
     finally:
         process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process, 10)
 
 
 def _job(name: str, port: int, labels: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "job_name": name,
-        "static_configs": [{"targets": [f"127.0.0.1:{port}"], "labels": dict(labels)}],
-    }
+    return {"job_name": name, "static_configs": [{"targets": [f"127.0.0.1:{port}"], "labels": dict(labels)}]}

@@ -12,7 +12,7 @@ from roseinfer.observe.metrics.histogram import TOKEN_S, WAIT_S
 ROWS = {row.name: row for row in CATALOGUE}
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
 
-# The metrics of others that dashboards and rules read, and the labels of theirs that are used. kube-state-metrics,
+# The metrics of others that dashboards and rules read, and the labels that are used. kube-state-metrics,
 # cAdvisor and NVIDIA's DCGM exporter do not run where the tests run, and the stand-ins of the tests have the same names
 # and labels: compare with the exporters' own documentation when one is added.
 

@@ -27,7 +27,7 @@ def demand(over: Queries) -> str:
 def queue_wait(over: Queries) -> str:
     """The guard beside it: seconds that all but one in twenty wait at most, times the servers that are ready.
 
-    0 when nobody came; like the demand, no element where no server is scraped. The autoscaler divides an AverageValue
+    0 without requests; like the demand, no element where no server is scraped. The autoscaler divides an AverageValue
     among the replicas, which the product undoes: as many are asked for as by the wait alone and the type Value, beside
     which KEDA before 2.18 refuses a fallback.
     """

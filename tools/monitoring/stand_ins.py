@@ -91,7 +91,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Forgetful(BaseHTTPRequestHandler):
-    """Takes whatever is posted, as a collector would, and answers with an empty message."""
+    """Accepts every POST, as a collector would, and answers with an empty message."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
