@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.repo.tree import ROOT, SOURCE, name_of, python_files, tree_of
 
-# Names that say nothing: what is a thing called that manages, or helps, or is a base?
+# Names that say nothing, except the KV cache manager, which is the term of the field.
 EMPTY_NAME = re.compile(
-    r"(?i:(^|_)utils?(_|$)|utilities|helper|(?<!kv_cache_)manager|mixin)|Util|^_?Base([A-Z_]|$)|Base$|^_?Abstract"
+    r"(?i:(^|_)utils?(_|$)|utilities|helper|(?<!kv_cache_)(?<!KVCache)manager|mixin)|Util|^_?Base([A-Z_]|$)|Base$|^_?Abstract"
 )
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle", "joblib"}
