@@ -255,7 +255,7 @@ async def test_it_is_live_until_it_is_paused(chromium: str) -> None:
     flight = make_flight()
     async with page(flight, chromium) as browser:
         num_steps = await browser.evaluate("timeline.data.steps.length")
-        last = flight.recorder.last_step
+        last = flight.last_step
         assert last is not None
         flight.on_step(msgspec.structs.replace(last, step_id=last.step_id + 1), Advanced())
         await browser.wait_for(f"timeline.data.steps.length === {num_steps + 1}")
@@ -268,7 +268,7 @@ async def test_it_is_live_until_it_is_paused(chromium: str) -> None:
 
 async def test_a_saved_recording_is_shown(chromium: str, tmp_path: Path) -> None:
     path = tmp_path / "saved.npz"
-    make_flight(num_streams=3).recorder.snapshot().save(path)
+    make_flight(num_streams=3).snapshot().save(path)
     async with page(make_flight(num_streams=5), chromium) as browser:
         await browser.choose_file("#file", path)
         await browser.wait_for("timeline.data.requests.size === 4")

@@ -126,7 +126,7 @@ async def live(
     flight.listen(pauses, metrics, attribution.interruptions)
     client = AsyncEngine(transport, hub, 30.0)
     await client.start(lambda _: None)
-    flight.set_engine_info(client.info)
+    flight.engine_info = client.info
     attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
     service = Service(config, client, hub, None, attribution.ledger)
     service.open(text_model())

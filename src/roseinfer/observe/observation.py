@@ -75,7 +75,7 @@ class Observation:
         """Raises ConfigError for a rule that makes no sense."""
         observe = config.observe
         self.flight = Flight(config, version, render)
-        self.capture = BreachCapture(config, version, self.flight.recorder)
+        self.capture = BreachCapture(config, version, self.flight)
         self.metrics = Metrics(
             config.served_model_name, version, CollectorRegistry(), num_dropped_log_lines, gc_pauses.take
         )
@@ -94,7 +94,7 @@ class Observation:
     def set_engine_info(self, info: EngineInfo) -> None:
         """The engine is ready: what it turned out to be."""
         self.metrics.set_engine_info(info)
-        self.flight.set_engine_info(info)
+        self.flight.engine_info = info
         self.attribution.set_graphs(has_graphs=bool(info.graph_sizes))
         for observer in self._tracing:
             observer.set_engine_info(info)

@@ -17,8 +17,8 @@ class Story:
 
     def __init__(self, flight: Flight) -> None:
         self.flight = flight
-        flight.set_engine_info(ENGINE)
-        self.now_ns = flight.recorder.clock_pair.monotonic_ns - 10_000 * MS
+        flight.engine_info = ENGINE
+        self.now_ns = flight.clock_pair.monotonic_ns - 10_000 * MS
         flight._origin_ns = self.now_ns
         self.step_id = 0
         self.num_arrived = 0
@@ -78,9 +78,9 @@ class Story:
 
 def add_waiting(flight: Flight) -> None:
     """A request that has no place among the active ones."""
-    last = flight.recorder.last_step
+    last = flight.last_step
     assert last is not None
-    now_ns = flight.recorder.clock_pair.monotonic_ns
+    now_ns = flight.clock_pair.monotonic_ns
     timeline = RequestTimeline(request_id="patient", recv_ns=now_ns, parsed_ns=now_ns, is_streamed=True, max_tokens=9)
     flight.on_start(timeline)
     timeline.tokenized_ns, timeline.num_prompt_tokens = now_ns + 1, 5

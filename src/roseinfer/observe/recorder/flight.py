@@ -1,4 +1,4 @@
-"""The recorder and its views as one object: what `/debug/*` is told. Knows no HTTP."""
+"""Answers `/debug/*`: steps, requests, recordings, traces and the timeline page's data."""
 
 import io
 import time
@@ -9,29 +9,27 @@ from typing import Any
 import msgspec
 
 from roseinfer.config.tree import Config
-from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
-from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.inspection import Inspection
 from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
 from roseinfer.observe.recorder.recording import ClockPair, StructArray, step_of
 from roseinfer.observe.recorder.rendering import Job, Render, render
 from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor
-from roseinfer.records import Advanced, QueueReport, RequestTimeline, StepRecord
+from roseinfer.records import QueueReport
 from roseinfer.runtime.gc_pauses import GcPauses
 
 
-class Flight(WriteObserver):
-    """The observer that remembers, and the answers that it gives."""
+class Flight(FlightRecorder):
+    """The recorder, and the answers of `/debug/*` from what it remembers."""
 
     def __init__(self, config: Config, version: str, render: Render = render) -> None:
-        self.recorder = FlightRecorder(config, version)
+        super().__init__(config, version)
         self.max_steps = config.observe.recorder_steps
         self.catch_up: Callable[[], None] = lambda: None  # has facts told that wait, before each answer
         self.queue: Callable[[], QueueReport] = QueueReport  # reports the requests that wait; set by the wiring
-        self._inspection = Inspection(self.recorder)
+        self._inspection = Inspection(self)
         self._origin_ns = time.monotonic_ns()
         self._render = render
         slow_min_ns = int(config.observe.slow_gap_min_ms * 1e6)
@@ -41,50 +39,33 @@ class Flight(WriteObserver):
         """Hear of what interrupts the front end, and let `interruptions` know too."""
 
         def note(cause: Cause, start_ns: int, end_ns: int) -> None:
-            self.recorder.note_interruption(cause, start_ns, end_ns)
+            self.note_interruption(cause, start_ns, end_ns)
             interruptions.add(start_ns, end_ns, cause)
 
         gc_pauses.listeners.append(partial(note, Cause.GC))
         metrics.render_listeners.append(partial(note, Cause.SCRAPE))
 
-    def set_engine_info(self, info: EngineInfo) -> None:
-        self.recorder.engine_info = info
-
-    # --- facts ------------------------------------------------------------------------------------------------------
-
-    def on_start(self, timeline: RequestTimeline) -> None:
-        self.recorder.on_start(timeline)
-
-    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
-        self.recorder.on_step(record, advanced)
-
-    def on_writes(self, writes: Writes) -> None:
-        self.recorder.on_writes(writes)
-
-    def on_finish(self, timeline: RequestTimeline) -> None:
-        self.recorder.on_finish(timeline)
-
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def steps(self, limit: int) -> Callable[[], bytes]:
         self.catch_up()
-        return partial(_steps_json, self.recorder.steps(limit), self.recorder.clock_pair)
+        return partial(_steps_json, self.newest_steps(limit), self.clock_pair)
 
     def recording(self, since_ns: int = 0) -> Callable[[], bytes]:
         self.catch_up()
-        return partial(_archive_of, self.recorder.capture_since(since_ns), is_compressed=True)
+        return partial(_archive_of, self.capture_since(since_ns), is_compressed=True)
 
     def trace(self, limit: int) -> Callable[[], bytes]:
         self.catch_up()
-        return self._rendering(self.recorder.capture(limit), self._job(kind="trace"))
+        return self._rendering(self.capture(limit), self._job(kind="trace"))
 
     def timeline(self, limit: int, since_step: int, since_ns: int) -> Callable[[], bytes]:
         self.catch_up()
-        last = self.recorder.last_step
+        last = self.last_step
         num_steps = min(limit, max(0, (last.step_id if last else 0) - since_step))
         since = Cursor(since_step, since_ns)
         job = self._job(kind="timeline", origin_ns=self._origin_ns, num_steps=num_steps, since=since)
-        return self._rendering(self.recorder.capture(num_steps + CONTEXT_STEPS), job)
+        return self._rendering(self.capture(num_steps + CONTEXT_STEPS), job)
 
     def view(self, content: bytes) -> bytes:
         """The page's data of a saved recording. Raises InvalidRequest for bytes that are none."""

@@ -202,7 +202,7 @@ class FlightRecorder(WriteObserver):
         found: StructArray = writes[writes["serial"] == serial]
         return found
 
-    def steps(self, num_steps: int) -> StructArray:
+    def newest_steps(self, num_steps: int) -> StructArray:
         """The newest steps, oldest first."""
         return self._steps.newest(num_steps)
 

@@ -51,9 +51,9 @@ def test_asking_often_tells_the_same_as_asking_once(every: int) -> None:
 def test_a_write_that_comes_late_is_told_when_it_has_come() -> None:
     flight = make_flight(num_streams=2, num_steps=20)
     cursor = ask(flight)["next"]
-    timeline = flight.recorder.in_flight[0]
+    timeline = flight.in_flight[0]
     tokens_ns = timeline.token_ns[-5]
-    late_ns = flight.recorder.clock_pair.monotonic_ns + 50 * US
+    late_ns = flight.clock_pair.monotonic_ns + 50 * US
     arrival = Arrival(tokens_ns, tokens_ns + US, tokens_ns + 2 * US)
     delivery = Delivery(arrival, tokens_ns + 3 * US, tokens_ns + 4 * US, late_ns, was_paused=True, index=0)
     flight.on_writes(writes_of((timeline, delivery)))
