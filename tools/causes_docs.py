@@ -22,7 +22,11 @@ def page() -> str:
 
 def script() -> str:
     """The page's words: cause -> title, meaning, advice."""
-    words = {cause: [row.title, row.meaning, row.remedy] for cause in CAUSES for row in [cause.row]}
+    words = {
+        cause: [row.title or cause.replace("_", " "), row.meaning, row.remedy]
+        for cause in CAUSES
+        for row in [cause.row]
+    }
     lines = [f"  {cause}: {json.dumps([text.replace('`', '') for text in texts])},\n" for cause, texts in words.items()]
     return f"// Generated from {SOURCE} by `make docs`.\nexport const CAUSES = {{\n{''.join(lines)}}};\n"
 

@@ -1,1 +1,1 @@
-"""What a person asks of a server's facts: why the gaps between tokens are as they are, and what is going on now."""
+"""`roseinfer explain` and `roseinfer top`: why gaps between tokens are as they are, and what a server does now."""

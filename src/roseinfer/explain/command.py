@@ -1,4 +1,4 @@
-"""What `roseinfer explain` does with its arguments. Knows no recording's contents."""
+"""Runs `roseinfer explain`."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ from roseinfer.observe.recorder.recording import Recording
 
 
 def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    """Print the explanation. Raises InvalidRequest for a source that holds none."""
+    """Prints the explanation. Raises InvalidRequest for a source that holds no recording."""
     _check_plot(arguments.plot)
     recording, ledgers = read_evidence(arguments.source, read_key(loaded.config))
     clock: Timing = _clock_of(recording, arguments.clock) if ledgers is None else "ledger"
@@ -39,7 +39,7 @@ def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _check_plot(path: Path | None) -> None:
-    """Before a server is asked whose last seconds would be others by then. Raises ConfigError."""
+    """Checks that a plot can be written, before a server is asked for its last seconds. Raises ConfigError."""
     if path is not None:
         from roseinfer.explain.plot import require_matplotlib
 
@@ -48,11 +48,11 @@ def _check_plot(path: Path | None) -> None:
 
 
 def _clock_of(recording: Recording, wanted: Timing) -> Timing:
-    """Where nothing was streamed, as in a simulation, no gap is the wire's, whatever was asked for."""
+    """Returns the clock asked for, or `engine` where nothing was streamed, as in a simulation."""
     return wanted if any(request.is_streamed for request in recording.requests) else "engine"
 
 
 def read_key(config: Config) -> str | None:
-    """The first key of the key file, if one is configured. Raises ConfigError."""
+    """Returns the first key of the key file, if one is configured. Raises ConfigError."""
     path = config.server.api_key_file
     return None if path is None else read_keys(Path(path))[0].key

@@ -38,14 +38,14 @@ def is_url(source: str) -> bool:
 
 
 class Evidence(NamedTuple):
-    """What an explanation is made from; `ledgers` are there where nothing was recorded."""
+    """What an explanation is made from; `ledgers` instead of recorded gaps where nothing was recorded."""
 
     recording: Recording
     ledgers: list[Gap] | None = None
 
 
 def read_evidence(source: str, api_key: str | None = None) -> Evidence:
-    """Raises InvalidRequest, with the source as its `param`, for whatever holds nothing that we can read."""
+    """Reads a URL or a path. Raises InvalidRequest, with the source as its `param`, if it holds nothing readable."""
     try:
         return Evidence(_fetch(source, api_key)) if is_url(source) else _read(Path(source))
     except RoseinferError as error:
@@ -53,7 +53,7 @@ def read_evidence(source: str, api_key: str | None = None) -> Evidence:
 
 
 def get(url: str, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:
-    """The body of a GET. Raises InvalidRequest that says what answered, if anything did."""
+    """Returns the body of a GET. Raises InvalidRequest that says what answered, if anything did."""
     headers: Mapping[str, str] = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         # The scheme is http or https: `is_url` has looked.
@@ -66,12 +66,12 @@ def get(url: str, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> 
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(reason, OSError) and reason.strerror:
             reason = reason.strerror
-        _origin(url)  # what is no URL is told as that
+        _origin(url)  # raises for what is no URL
         raise InvalidRequest(f"does not answer: {reason}.", param=url) from None
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> str:
-    """What the server said, or what its status usually means."""
+    """Says what the server answered, or what its status usually means."""
     path = urllib.parse.urlsplit(url).path
     said = ""
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -83,7 +83,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
 
 
 def _origin(url: str) -> str:
-    """Scheme, host and port. Raises InvalidRequest for what is no URL."""
+    """Returns scheme, host and port. Raises InvalidRequest for what is no URL."""
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError as error:
@@ -128,7 +128,7 @@ class _Settings(msgspec.Struct):
 
 
 class BenchResult(msgspec.Struct):
-    """What is read of a result file."""
+    """The fields of a result file that are read."""
 
     format: str
     requests: list[_Row]
@@ -137,7 +137,7 @@ class BenchResult(msgspec.Struct):
 
     @classmethod
     def read(cls, path: Path) -> "BenchResult":
-        """Raises InvalidRequest for a file that cannot be read, is no result, or one of another version."""
+        """Reads a file. Raises InvalidRequest if it cannot be read, is no result, or has another version."""
         try:
             result = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
@@ -151,7 +151,7 @@ class BenchResult(msgspec.Struct):
         return result
 
     def gaps(self) -> list[Gap]:
-        """One for each request with a ledger and at least two tokens, in the order of their ends."""
+        """Returns a gap for each request with a ledger and at least two tokens, in the order of their ends."""
         parts = {serial: found for serial, row in enumerate(self.requests) if (found := _parts_of(row))}
         usual = {cause: median(found.get(cause, 0) for found in parts.values()) for cause in Cause if parts}
         gaps = []
@@ -162,7 +162,7 @@ class BenchResult(msgspec.Struct):
         return sorted(gaps, key=lambda gap: gap.end_ns)
 
     def as_recording(self) -> Recording:
-        """The requests' names, and nothing else: no step was recorded."""
+        """Returns a recording of the requests' names, and nothing else: no step was recorded."""
         clock = ClockPair(0, 0)
         return Recording(
             meta=RecordingMeta(version="", model_name=self.settings.model, clock=clock, engine=None),
@@ -174,7 +174,7 @@ class BenchResult(msgspec.Struct):
 
 
 def _parts_of(row: _Row) -> dict[Cause, int]:
-    """What the average gap of a request went to, in nanoseconds; nothing for a request without one."""
+    """Returns what the average gap of a request went to, in nanoseconds; nothing for a request without gaps."""
     if row.ledger is None or row.ledger.num_output_tokens < 2:
         return {}
     num_gaps = row.ledger.num_output_tokens - 1

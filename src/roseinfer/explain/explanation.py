@@ -73,7 +73,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timing) -> Explanation:
-    """Raises InvalidRequest if there is no gap."""
+    """Explains gaps that end with tokens or writes of a recording. Raises InvalidRequest if there is none."""
     if not gaps:
         raise InvalidRequest("there is no gap between two tokens in it, so there is nothing to explain.", param=source)
     parts = Parts(gaps)

@@ -1,4 +1,4 @@
-"""The flags of `roseinfer explain` and `roseinfer top`. Imports nothing heavy."""
+"""Adds the flags of `roseinfer explain` and `roseinfer top`; imports nothing heavy, since every command does it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ _Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 def add_explain(parser: Parser) -> None:
-    """Flags of `explain`."""
+    """Adds the flags of `explain`."""
     parser.add_argument(
         "source",
         type=url_or_path,
@@ -39,7 +39,7 @@ def _add_key_flag(parser: Parser) -> None:
 
 
 def add_top(parser: Parser) -> None:
-    """Flags of `top`."""
+    """Adds the flags of `top`."""
     parser.add_argument("url", metavar="URL", help="operations port of a running server, such as http://127.0.0.1:8001")
     parser.add_argument("--once", action="store_true", help="print one frame, of the --interval from now on, and leave")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""An operations port into samples of what its server is doing. Knows not how they are shown."""
+"""Asks an operations port what its server is doing, for `roseinfer top`."""
 
 import time
 import urllib.parse
@@ -15,7 +15,7 @@ _TIMEOUT_S = 5.0
 
 
 class LiveRequest(msgspec.Struct, frozen=True):
-    """One request in flight, as `/debug/requests` tells it."""
+    """One request in flight, as `/debug/requests` lists it."""
 
     id: str
     stage: str
@@ -27,7 +27,7 @@ class LiveRequest(msgspec.Struct, frozen=True):
 
 
 class LiveStep(msgspec.Struct, frozen=True):
-    """One engine step, as `/debug/steps` tells it."""
+    """One engine step, as `/debug/steps` lists it."""
 
     step_id: int
     start_ns: int
@@ -39,7 +39,7 @@ class LiveStep(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What a server said at one moment."""
+    """What a server answered at one moment."""
 
     at_s: float  # on this host's monotonic clock
     page: Page
@@ -69,7 +69,7 @@ class _Request(msgspec.Struct):
 
 
 class LiveServer:
-    """What can be asked of a server through its operations port."""
+    """A client of one operations port."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         """Raises InvalidRequest for what is no URL."""
@@ -80,7 +80,7 @@ class LiveServer:
         self._api_key = api_key
 
     def sample(self) -> Sample:
-        """Raises InvalidRequest when the server does not answer, or not like one of ours."""
+        """Asks once. Raises InvalidRequest if the server does not answer, or not like one of ours."""
         page = Page.parse(self._get("/metrics").decode(errors="replace"))
         at_s = time.monotonic()  # of the page, which all rates are of
         listed = self._ask("/debug/requests", _Requests)
@@ -95,7 +95,7 @@ class LiveServer:
             found = self._ask(f"/debug/requests/{urllib.parse.quote(first.id, safe='')}", _Request)
         except InvalidRequest:  # it may have ended by now
             return ""
-        return "" if found.waiting is None else _told(found.waiting)
+        return "" if found.waiting is None else _reason_of(found.waiting)
 
     def _ask(self, path: str, kind: Any) -> Any:
         try:
@@ -110,7 +110,7 @@ class LiveServer:
             raise InvalidRequest(error.message, param=self.url) from None
 
 
-def _told(waiting: _Waiting) -> str:
-    """The limit and the reason, which is what a narrow line has room for."""
+def _reason_of(waiting: _Waiting) -> str:
+    """Returns the limit and the reason, for which a narrow line has room."""
     reason = waiting.sentence.partition(" because ")[2] or waiting.sentence
     return reason if waiting.option is None else f"{waiting.option} = {waiting.value}: {reason}"

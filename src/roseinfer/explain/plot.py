@@ -1,4 +1,4 @@
-"""Gaps into a picture: their distribution on a logarithmic scale, and what the tail went to. Needs the extra `plot`."""
+"""Draws the distribution of gaps, and what its tail went to; needs the extra `plot`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _NUM_BINS = 80
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where it is not installed."""
+    """Raises ConfigError where matplotlib is not installed."""
     try:
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
@@ -26,7 +26,7 @@ def require_matplotlib() -> None:
 
 
 def write_plot(path: Path, explanation: Explanation, gaps: Sequence[Gap]) -> None:
-    """A PNG file. Raises ConfigError for a path that cannot be written."""
+    """Writes a PNG file. Raises ConfigError for a path that cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

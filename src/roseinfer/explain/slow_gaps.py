@@ -101,7 +101,7 @@ class _Reader:
 
 
 def _is_read_in(request: RequestRecord, step: StepRecord) -> bool:
-    """Whether the step can have computed tokens of the request's prompt, first time or again."""
+    """Returns whether the step can have computed tokens of the request's prompt, first time or again."""
     if not request.scheduled_ns or request.scheduled_ns > step.start_ns:
         return False
     is_first = not request.token_ns or request.token_ns[0] >= step.tokens_ns

@@ -16,7 +16,7 @@ _CLOCKS = {
 
 
 def lines(explanation: Explanation) -> Iterator[str]:
-    """The whole report."""
+    """Yields the lines of the whole report."""
     found = explanation
     yield (
         f"{found.num_gaps} gaps {_CLOCKS[found.clock]}, of {found.num_requests} requests in {found.span_s:.3g} s, "

@@ -29,7 +29,7 @@ _PLAIN_SIZE = (80, 24)  # where there is no terminal
 
 
 def run_top(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    """Show one server until q or Ctrl-C; with `--once` one frame. Raises InvalidRequest when it does not answer."""
+    """Shows one server until q or Ctrl-C; with `--once` one frame. Raises InvalidRequest when it does not answer."""
     server = LiveServer(arguments.url, read_key(loaded.config))
     if arguments.once:
         _show_once(server, arguments.interval)
@@ -41,7 +41,7 @@ def run_top(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _show_once(server: LiveServer, interval_s: float) -> None:
-    """Rates need two samples: a server counts, and does not know how much it had counted a second ago."""
+    """Prints one frame from two samples: rates are differences of counters."""
     first = server.sample()
     sys.stderr.write(f"asking again in {interval_s:g} s: rates and percentiles are of what comes in between\n")
     sys.stderr.flush()
@@ -60,15 +60,15 @@ def _show_live(server: LiveServer, interval_s: float, window_s: float) -> None:
             live.update(render([*samples], where, console.width, console.height - 1), refresh=True)
             if pressed(interval_s) == "q":
                 return
-            where = _take(server, samples, window_s)
+            where = _add_sample(server, samples, window_s)
 
 
 def _hint(server: LiveServer) -> Text:
     return Text.assemble(server.url, ("  q leaves", "dim"))
 
 
-def _take(server: LiveServer, samples: deque[Sample], window_s: float) -> Text:
-    """One more sample, and none older than the window; what to say beside it."""
+def _add_sample(server: LiveServer, samples: deque[Sample], window_s: float) -> Text:
+    """Adds a sample, drops those older than the window, and returns what to say beside it."""
     try:
         samples.append(server.sample())
     except InvalidRequest as error:
@@ -80,7 +80,7 @@ def _take(server: LiveServer, samples: deque[Sample], window_s: float) -> Text:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits for a key, at most so many seconds; the terminal hands over keys as they come."""
+    """Yields a function that waits for a key, at most so many seconds; the terminal hands over keys as they come."""
     import termios
     import tty
 
@@ -102,7 +102,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def render(samples: Sequence[Sample], where: Text, width: int, height: int) -> RenderableType:
-    """The samples of the last seconds, oldest first, at least one; `where` they come from ends the first line."""
+    """Renders samples, oldest first, at least one; `where` they come from ends the first line."""
     newest, oldest = samples[-1], samples[0]
     seconds = newest.at_s - oldest.at_s
     head = [
@@ -167,8 +167,8 @@ def _latency(heading: str, name: str, newest: Sample, oldest: Sample, **labels: 
 def _slow_gaps(newest: Sample, oldest: Sample, seconds: float) -> Text:
     counts = scrape.grown_by_label(newest.page, oldest.page, "roseinfer_slow_gaps_total", "cause")
     most = sorted(counts.items(), key=lambda item: -item[1])[:_MOST_CAUSES]
-    told = ", ".join(f"{cause} {count:.0f}" for cause, count in most) or f"none in {seconds:.3g} s"
-    return Text.assemble(("slow gaps    ", "dim"), told)
+    shown = ", ".join(f"{cause} {count:.0f}" for cause, count in most) or f"none in {seconds:.3g} s"
+    return Text.assemble(("slow gaps    ", "dim"), shown)
 
 
 def _last_step(sample: Sample) -> Text:
@@ -187,7 +187,7 @@ def _blocker(sample: Sample) -> Text:
 
 
 def _requests(sample: Sample, width: int, height: int) -> RenderableType:
-    """A table of at most `height` lines: those that compute first, then those that wait, in their order."""
+    """Returns a table of at most `height` lines: requests that compute first, then those that wait, in their order."""
     table = Table(box=None, width=width, pad_edge=False, header_style="dim")
     table.add_column("request", ratio=1, min_width=4, no_wrap=True, overflow="ellipsis")
     table.add_column("stage", no_wrap=True)

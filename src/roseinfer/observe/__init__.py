@@ -1,1 +1,1 @@
-"""FACTS. Turns records and timelines into metrics, logs and ranges; imported by nobody but the wiring."""
+"""FACTS: what is made of records and timelines: metrics, logs, traces, causes of gaps, and recordings."""

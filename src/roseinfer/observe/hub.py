@@ -50,18 +50,18 @@ class Writes:
         return len(self.timelines)
 
     def add(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        """One more. The timeline holds its stamp already, and nobody has asked for columns."""
+        """Adds a write whose stamp the timeline already holds. Call it before `columns`."""
         self.timelines.append(timeline)
         self.deliveries.append(delivery)
 
     def columns(self) -> dict[str, Column]:
-        """Each of COLUMNS, `(num_writes,)`; made once, for all who ask, and not while a write waits to return."""
+        """Returns each of COLUMNS, `(num_writes,)`; made once, and not while a write waits to return."""
         if not self._columns:
             self._columns = self._own() | self._of_arrivals()
         return self._columns
 
     def _own(self) -> dict[str, Column]:
-        """What each write has for itself. By way of a list: an `array` takes its values three times as slowly."""
+        """Returns what each write has for itself. By way of a list: an `array` takes values three times as slowly."""
         values: list[int] = []
         for timeline, delivery in zip(self.timelines, self.deliveries, strict=True):
             index = delivery.index
@@ -78,7 +78,7 @@ class Writes:
         return _columns(_OWN, values)
 
     def _of_arrivals(self) -> dict[str, Column]:
-        """What all writes with the tokens of one step share; they mostly come one after the other."""
+        """Returns what all writes with the tokens of one step share; they mostly come one after the other."""
         values, counts = list[int](), list[int]()
         last: Arrival | None = None
         for delivery in self.deliveries:
@@ -97,16 +97,16 @@ def _columns(names: tuple[str, ...], values: list[int]) -> dict[str, Column]:
 
 
 class WriteObserver(Observer):
-    """An observer that is told writes, together: after the steps that made their tokens, before ends of requests."""
+    """An observer that gets writes together: after the steps that made their tokens, before ends of requests."""
 
     def on_writes(self, writes: Writes) -> None:
-        """These writes have returned since it was told last."""
+        """Takes the writes that returned since the last call."""
 
 
 logger = logging.getLogger(__name__)
 
 MAX_DELAY_S = 0.2
-MAX_STEPS = 8  # that wait: telling so many keeps the event loop for about a millisecond
+MAX_STEPS = 8  # that wait: delivering so many keeps the event loop for about a millisecond
 MAX_ENDS = 16  # that wait, for the same reason
 
 _FACTS = ("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish", "on_rest")
@@ -116,7 +116,7 @@ _What = ParamSpec("_What")
 
 
 class Listeners(Generic[_What]):
-    """Some who want to hear of one thing. None of them can fail whoever tells it."""
+    """Callbacks for one event. A callback that raises is dropped; the caller never fails."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[_What, None]] = []
@@ -124,26 +124,28 @@ class Listeners(Generic[_What]):
     def append(self, listener: Callable[_What, None]) -> None:
         self._listeners.append(listener)
 
-    def __call__(self, *told: _What.args, **named: _What.kwargs) -> None:
+    def __call__(self, *arguments: _What.args, **named: _What.kwargs) -> None:
         for listener in self._listeners.copy():
             try:
-                listener(*told, **named)
+                listener(*arguments, **named)
             except Exception:
                 logger.exception("%r failed and is dropped; the other listeners go on", listener)
                 self._listeners.remove(listener)
 
 
 class Hub(Observer):
-    """The observer that stands for all others. Each hears at once that a request begins; of what was told to wait it
-    hears the steps, then the writes, all of them together, then the ends of requests.
+    """The observer that passes facts on to all others.
+
+    They hear at once that a request begins; of the facts that waited they get the steps, then the writes, all of them
+    together, then the ends of requests.
     """
 
     def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0) -> None:
-        """With `max_delay_s`, facts wait so long at most; they then have to come on an event loop."""
+        """With `max_delay_s`, facts wait so long at most; they must then come on an event loop."""
         self.spent_ns = 0  # by all observers
         self._max_delay_s = max_delay_s
         self._observers = [(observer, _heard_by(observer)) for observer in observers]
-        self._facts: _Facts = []  # steps, and writes one by one, not told yet
+        self._facts: _Facts = []  # steps, and writes one by one, that wait
         self._num_steps = 0  # of them
         self._writes = Writes()  # likewise
         self._ends: dict[str, RequestTimeline] = {}  # likewise, by request id
@@ -156,15 +158,15 @@ class Hub(Observer):
 
     def on_lifecycle(self, state: LifecycleState) -> None:
         self.catch_up()
-        self._tell([("on_lifecycle", (state,))])
+        self._deliver([("on_lifecycle", (state,))])
 
     def on_start(self, timeline: RequestTimeline) -> None:
         if timeline.request_id in self._ends:  # the client uses its id again
             self.catch_up()
-        self._tell([("on_start", (timeline,))])
+        self._deliver([("on_start", (timeline,))])
 
     def on_refusal(self, code: str) -> None:
-        self._tell([("on_refusal", (code,))])
+        self._deliver([("on_refusal", (code,))])
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         self._facts.append(("on_step", (record, advanced)))
@@ -195,10 +197,10 @@ class Hub(Observer):
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         self.catch_up()
-        self._tell([("on_rest", (violations,))])
+        self._deliver([("on_rest", (violations,))])
 
     def catch_up(self) -> None:
-        """Tell what waits."""
+        """Delivers what waits."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -210,9 +212,9 @@ class Hub(Observer):
             facts += [("on_finish", (timeline,)) for timeline in self._ends.values()]
             self._ends = {}
         if facts:
-            self._tell(facts)
+            self._deliver(facts)
 
-    def _tell(self, facts: _Facts) -> None:
+    def _deliver(self, facts: _Facts) -> None:
         began_ns = time.monotonic_ns()
         for entry in self._observers.copy():
             observer, listeners = entry
@@ -228,7 +230,7 @@ class Hub(Observer):
 
 
 def _heard_by(observer: Observer) -> dict[str, Callable[..., None]]:
-    """What it hears. Of what it leaves as `Observer` has it, nothing is told: there are many writes."""
+    """Returns the methods that the observer overrides; it gets nothing else, since there are many writes."""
     heard = {
         name: getattr(observer, name) for name in _FACTS if getattr(type(observer), name) is not getattr(Observer, name)
     }

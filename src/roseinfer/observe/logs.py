@@ -1,4 +1,4 @@
-"""Log records and facts in, lines out; knows nothing of what prompts or completions say, and never writes them.
+"""Writes the log: JSON or text lines, one for each request that ended, and summaries; never prompts or completions.
 
 One line is one event: control characters are escaped, so nothing that a client sends can forge a line. Lines go
 through a bounded queue to a thread of their own: a reader of stderr that stalls costs lines, which are counted, and no
@@ -32,12 +32,12 @@ _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"
 
 
 def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
-    """What the caller passed as `extra`, unset values left out."""
+    """Returns what the caller passed as `extra`, unset values left out."""
     return {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS and value is not None}
 
 
 def escape(text: str) -> str:
-    """The text on one line: whatever is not printable (line ends, terminal escapes, bidi marks) as ASCII escapes."""
+    """Returns the text on one line: what is not printable (line ends, terminal escapes, bidi marks) is escaped."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
@@ -47,7 +47,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ts, level, logger, message, then the extra fields, `request_id` among them."""
+    """Formats one JSON object a line: ts, level, logger, message, then the extra fields, `request_id` among them."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
@@ -68,7 +68,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for a person at a terminal: time, level, message, fields; a traceback follows, indented."""
+    """Formats a line for a person at a terminal: time, level, message, fields; a traceback follows, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
@@ -85,7 +85,7 @@ def _word(value: object) -> str:
 
 
 class _Line(logging.LogRecord):
-    """A record that is nothing but its line: what the thread needs, while a copy of a whole record takes 10 µs."""
+    """A record with nothing but its line: all that the thread needs, while copying a whole record takes 10 µs."""
 
     def __init__(self, text: str) -> None:
         self.msg, self.args = text, None
@@ -137,19 +137,19 @@ class LogOutput(QueueListener):
         return self.handler.num_dropped + self._num_unwritten
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Write one line. Runs in the listener's thread."""
+        """Writes one line. Runs in the listener's thread."""
         rest = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))
         try:
             while rest:
                 try:
                     rest = rest[os.write(self._fd, rest) :]
-                except BlockingIOError:  # whoever shares the terminal or pipe made it non-blocking
+                except BlockingIOError:  # another process on the terminal or pipe made it non-blocking
                     select.select([], [self._fd], [])
         except OSError:
             self._num_unwritten += 1
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued and end the thread; what takes longer than the timeout stays unwritten. Idempotent."""
+        """Writes what is queued and ends the thread; what takes longer than the timeout stays unwritten. Idempotent."""
         logging.getLogger().removeHandler(self.handler)
         thread, self._thread = self._thread, None
         if thread is None:
@@ -159,7 +159,7 @@ class LogOutput(QueueListener):
 
 
 def configure(config: ObserveConfig, stream: TextIO) -> LogOutput:
-    """Send all logging of this process to the stream's file descriptor; the caller closes what is returned.
+    """Sends all logging of this process to the stream's file descriptor; the caller closes what is returned.
 
     Our own loggers speak from `config.log_level` on, those of libraries from warning on.
     """
@@ -223,7 +223,7 @@ class Logs(Observer):
             "queue_ms": _ms(intervals.queue_wait_ns(timeline)),
             "duration_ms": _ms(intervals.request_duration_ns(timeline)),
         }
-        # By hand, since looking for the caller costs, and because it is told a little after it happened.
+        # By hand, since looking for the caller costs, and because the fact comes a little after it happened.
         record = requests.makeRecord(requests.name, level, __file__, 0, "request ended", (), None, extra=fields)
         if timeline.end_ns:
             record.created = time.time() - (time.monotonic_ns() - timeline.end_ns) / NS_PER_S

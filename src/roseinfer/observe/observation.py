@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Integrity(Observer):
-    """How often the invariants were checked, how often each did not hold, and what was said of it last."""
+    """Counts checks of the invariants, and violations of each, with the last detail."""
 
     def __init__(self) -> None:
         self.num_checks = 0
@@ -45,7 +45,7 @@ class Integrity(Observer):
             )
 
     def report(self) -> dict[str, Any]:
-        """As JSON can say it: every invariant, broken or not."""
+        """Returns every invariant, broken or not, as JSON values."""
         return {
             "num_checks": self.num_checks,
             "last_check_unix_s": self.last_check_unix_s,
@@ -62,7 +62,7 @@ class Integrity(Observer):
 
 
 class Observation:
-    """All observers of a server. `hub` is told the facts; the others answer for what they made of them."""
+    """All observers of a server: `hub` gets the facts, the others answer questions about them."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Observation:
         self.metrics.watch(self.attribution, lambda: self.hub.spent_ns)
 
     def set_engine_info(self, info: EngineInfo) -> None:
-        """The engine is ready: what it turned out to be."""
+        """Takes what the engine, which is now ready, turned out to be."""
         self.metrics.set_engine_info(info)
         self.flight.engine_info = info
         self.attribution.set_graphs(has_graphs=bool(info.graph_sizes))
@@ -105,7 +105,7 @@ class Observation:
         return self.attribution.ledger(timeline, until_ns)
 
     def close(self) -> None:
-        """Tell what waits, and deliver what was told, as far as the flush timeout of tracing allows."""
+        """Delivers what waits to the observers, and spans as far as the flush timeout of tracing allows."""
         self.hub.catch_up()
         for observer in self._tracing:
             observer.close()

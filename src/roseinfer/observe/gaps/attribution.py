@@ -28,20 +28,20 @@ Totals = tuple[int, ...]
 _NUM_RECENT = 1024  # steps that a late write, or a sequence that was left out for long, may ask for
 _FEW = 16
 _LEARN_EVERY = 16  # writes at least between two from which the usual parts of a wire gap are learned
-_LESSON_EVERY = 512  # where more are told together
+_LESSON_EVERY = 512  # where more come together
 _NOTHING: Totals = (0,) * len(CAUSES)
 _INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 
 
 class _Account(msgspec.Struct, gc=False):
-    """What is kept of a request from its first token to its end."""
+    """The account of a request from its first token to its end."""
 
     base: Totals  # the shared totals from which on its gaps were those of all
     own_ns: dict[Cause, int]  # of its gaps up to there
 
 
 class Attribution(WriteObserver):
-    """The observer that names causes. `on_slow_gap` are told of each slow gap as soon as it has ended."""
+    """The observer that names causes; calls `on_slow_gap` with each slow gap as soon as it has ended."""
 
     def __init__(self, *, slow_factor: float = SLOW_FACTOR, slow_min_ms: float = SLOW_MIN_NS / 1e6) -> None:
         self.on_slow_gap: Listeners[Gap, RequestTimeline] = Listeners()
@@ -58,24 +58,22 @@ class Attribution(WriteObserver):
         self._accounts: dict[str, _Account] = {}
 
     def set_graphs(self, *, has_graphs: bool) -> None:
-        """The engine is ready: whether its decode steps run in CUDA graphs."""
+        """Notes whether the engine, which is now ready, runs decode steps in CUDA graphs."""
         self._splitter = GapSplitter(has_graphs=has_graphs)
 
     # --- Observer -----------------------------------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
-        """See Observer."""
-        gap = self._splitter.take(record)
+        gap = self._splitter.split_step(record)
         if gap is not None:
             self._share(gap)
         if record.num_generated_tokens:
             self._remember(record.tokens_ns)
-            self._take_tokens(gap, advanced)
+            self._count_tokens(gap, advanced)
         if record.num_finished:
             self._settle(record.tokens_ns, advanced)
 
     def on_writes(self, writes: Writes) -> None:
-        """See WriteObserver."""
         columns, begin = writes.columns(), 0
         while begin < len(writes):  # as long as little is known, a few at a time are judged by those before them
             end = len(writes) if self._usual_wire.is_settled else min(begin + _FEW, len(writes))
@@ -98,29 +96,30 @@ class Attribution(WriteObserver):
             self._num_unlearned = 0
             is_ordinary[::-_LESSON_EVERY] = False
         is_ordinary = self._count_plain(columns, is_ordinary)
-        usual.take_all(gaps_ns[is_ordinary])
+        usual.learn_durations(gaps_ns[is_ordinary])
         for at in np.flatnonzero(is_gap & ~is_ordinary).tolist():
-            self._take_write(timelines[at], deliveries[at])
+            self._attribute_write(timelines[at], deliveries[at])
 
     def _count_plain(self, columns: dict[str, Column], is_candidate: Mask) -> Mask:
-        """Count the tokens' way to the socket for those of the candidates on whose way nothing special happened, as is
-        so for nearly all: a thirtieth of the time that `delivery_segments` takes, with the same result. Returns which.
+        """Counts the deliveries of those candidates that nothing special delayed, and returns which they are.
+
+        They are nearly all. It takes a thirtieth of the time that `delivery_segments` takes, with the same result.
         """
         tokens_ns, resumed_ns = columns["tokens_ns"], columns["resumed_ns"]
         at_ns = np.maximum(columns["start_ns"], tokens_ns)
-        told_ns = np.maximum(at_ns, columns["sent_ns"])
+        sent_ns = np.maximum(at_ns, columns["sent_ns"])
         is_plain: Mask = is_candidate & (columns["was_delayed"] == 0) & (columns["was_paused"] == 0)
-        is_plain &= (told_ns <= resumed_ns) & (told_ns >= self.interruptions.quiet_since_ns)
+        is_plain &= (sent_ns <= resumed_ns) & (sent_ns >= self.interruptions.quiet_since_ns)
         detokenize_ns, totals = columns["encoded_ns"] - resumed_ns, self.total_ns
         whole_ns = columns["written_ns"] - at_ns
-        schedule_ns = told_ns - at_ns
+        schedule_ns = sent_ns - at_ns
         schedule, detokenize = int(schedule_ns @ is_plain), int(detokenize_ns @ is_plain)
         totals[Cause.SCHEDULE] += schedule
         totals[Cause.DETOKENIZE] += detokenize
         totals[Cause.EVENT_LOOP] += int(whole_ns @ is_plain) - schedule - detokenize
         return is_plain
 
-    def _take_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+    def _attribute_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
         index, usual = delivery.index, self._usual_wire
         start_ns, tokens_ns = timeline.write_ns[index - 1], delivery.arrival.tokens_ns
         on_its_way = delivery_segments(delivery, start_ns, self.interruptions)
@@ -131,21 +130,22 @@ class Attribution(WriteObserver):
         if timeline.is_streamed and usual.is_slow(gap_ns):
             step = self._recent.ended_at(tokens_ns)
             step_id = 0 if step is None else step.step_id
-            self._tell(usual.gap(timeline.serial, index, start_ns, delivery.written_ns, step_id, segments), timeline)
-        usual.take(gap_ns, segments)
+            self._report_slow(
+                usual.gap(timeline.serial, index, start_ns, delivery.written_ns, step_id, segments), timeline
+            )
+        usual.learn_gap(gap_ns, segments)
 
     def on_finish(self, timeline: RequestTimeline) -> None:
-        """See Observer."""
         self._accounts.pop(timeline.request_id, None)
 
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def ledger(self, timeline: RequestTimeline, until_ns: int) -> dict[str, object]:
-        """The request's time up to a moment, in parts that add up to it. Only until its end has been told."""
+        """Returns the request's ledger up to a moment. Call it before the end of the request."""
         return ledger_json(timeline, self.decode_ns(timeline), until_ns)
 
     def decode_ns(self, timeline: RequestTimeline) -> dict[Cause, int]:
-        """What the time between its first and its newest token went to; adds up to that time."""
+        """Returns what the time between its first and its newest token went to; adds up to that time."""
         tokens, account = timeline.token_ns, self._accounts.get(timeline.request_id)
         if len(tokens) < 2:
             return {}
@@ -157,7 +157,7 @@ class Attribution(WriteObserver):
         return parts
 
     def _account_until(self, account: _Account, tokens_ns: int) -> dict[Cause, int]:
-        """Its gaps up to a token, as far as that token's step is remembered."""
+        """Returns the parts of its gaps up to a token, as far as that token's step is remembered."""
         parts = defaultdict(int, account.own_ns)
         for cause, then, now in zip(CAUSES, account.base, self._shared_at.get(tokens_ns, account.base), strict=True):
             if now > then:
@@ -178,7 +178,7 @@ class Attribution(WriteObserver):
         if len(self._shared_at) > _NUM_RECENT:
             del self._shared_at[next(iter(self._shared_at))]
 
-    def _take_tokens(self, gap: StepGap | None, advanced: Advanced) -> None:
+    def _count_tokens(self, gap: StepGap | None, advanced: Advanced) -> None:
         if advanced.num_newcomers:
             for timeline in advanced.newcomers:
                 self._accounts[timeline.request_id] = _Account(self._shared, {})
@@ -189,23 +189,23 @@ class Attribution(WriteObserver):
         if is_slow or num_shared + advanced.num_newcomers < len(advanced):
             for timeline, previous_ns in zip(advanced, advanced.previous_ns, strict=True):
                 if previous_ns and previous_ns != start_ns:
-                    self._take_own(timeline, previous_ns, gap)
+                    self._attribute_own(timeline, previous_ns, gap)
                 elif previous_ns and is_slow and not timeline.is_streamed:
                     self._judge(timeline, previous_ns, gap, gap.segments)
         if num_shared:
             for cause, duration in gap.segments:
                 self.total_ns[cause] += duration * num_shared
-            self._usual.take(gap.duration_ns, gap.segments)
+            self._usual.learn_gap(gap.duration_ns, gap.segments)
 
     def _settle(self, tokens_ns: int, advanced: Advanced) -> None:
-        """Some got their last token: a slow client may ask for its ledger when their steps are long forgotten."""
+        """Closes the accounts of requests that got their last token, before the steps they shared are forgotten."""
         for timeline in advanced:
             is_over = timeline.finish_reason is not None and timeline.token_ns[-1] == tokens_ns
             if is_over and (account := self._accounts.get(timeline.request_id)):
                 account.own_ns, account.base = self._account_until(account, tokens_ns), self._shared
 
-    def _take_own(self, timeline: RequestTimeline, start_ns: int, gap: StepGap) -> None:
-        """A request that got no token in the step before, but earlier."""
+    def _attribute_own(self, timeline: RequestTimeline, start_ns: int, gap: StepGap) -> None:
+        """Attributes the gap of a request whose token before did not come in the step before."""
         segments = segments_since(start_ns, gap, timeline.preempted_ns, timeline.resumed_ns)
         account = self._accounts[timeline.request_id]
         own_ns = defaultdict(int, self._account_until(account, start_ns))
@@ -217,18 +217,18 @@ class Attribution(WriteObserver):
             self._judge(timeline, start_ns, gap, segments)
 
     def _waited(self, timeline: RequestTimeline, start_ns: int, tokens_ns: int) -> Segments:
-        """What the engine did from a moment on until it had the token."""
+        """Returns what the engine did from a moment on until it had the token."""
         if start_ns >= tokens_ns:
             return ()
         return self._recent.since(timeline, start_ns, tokens_ns) or ((Cause.UNKNOWN, tokens_ns - start_ns),)
 
     def _judge(self, timeline: RequestTimeline, start_ns: int, gap: StepGap, segments: Segments) -> None:
-        """The request's gap that ended with this step was slow."""
+        """Reports a request's slow gap that ended with this step."""
         index = bisect_left(timeline.token_ns, gap.end_ns)
         found = self._usual.gap(timeline.serial, index, start_ns, gap.end_ns, gap.step_id, segments)
-        self._tell(found, timeline)
+        self._report_slow(found, timeline)
 
-    def _tell(self, gap: Gap, timeline: RequestTimeline) -> None:
+    def _report_slow(self, gap: Gap, timeline: RequestTimeline) -> None:
         self.num_slow_gaps[gap.cause] += 1
         self.on_slow_gap(gap, timeline)
 
@@ -240,7 +240,7 @@ _COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 def ledger_parts_ns(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], until_ns: int) -> dict[str, int]:
-    """Parts of the time from the request's first byte to `until_ns`, in their order; together they are all of it.
+    """Splits the time from the request's first byte to `until_ns` into parts, in their order, that add up to it.
 
     `decode_ns` says what the time from its first token to its newest went to, and adds up to it. A request that was
     cut short has the parts it lived through, the last of them up to the end.
@@ -263,7 +263,7 @@ def ledger_parts_ns(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], u
     at_ns = tokens[-1]
     arrival = timeline.arrival
     if timeline.finish_reason is not None and timeline.finish_reason not in _COMPLETE:
-        return parts | {"cut_short": until_ns - at_ns}  # waiting for a token that never came, or was not told
+        return parts | {"cut_short": until_ns - at_ns}  # waiting for a token that never came, or was not delivered
     if arrival is not None and arrival.tokens_ns == at_ns:
         parts["engine_outbox"] = arrival.sent_ns - at_ns
         at_ns = arrival.sent_ns
@@ -271,7 +271,7 @@ def ledger_parts_ns(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], u
 
 
 def ledger_json(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], until_ns: int) -> dict[str, object]:
-    """The ledger as a client gets it: docs/http-api.md says what each part is."""
+    """Returns the ledger as a client gets it; docs/causes.md says what each part is."""
     tokens = timeline.token_ns
     return {
         "total_ns": until_ns - timeline.recv_ns,

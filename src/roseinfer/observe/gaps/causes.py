@@ -19,7 +19,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A cause, and what people read about it."""
 
     name: str
-    title: str  # on the timeline page
+    title: str = ""  # on the timeline page; empty: the name
     meaning: str  # what the time went to, as a phrase
     option: str = ""  # path of the option that changes it; empty where none does
     advice: str  # what to change, and its price
@@ -49,7 +49,6 @@ class Cause(StrEnum):
 
     DECODE = Row(
         name="decode",
-        title="decode",
         meaning="computing a step of decoding rows, up to one and a half times what recent steps of that size took",
         option="scheduler.max_num_seqs",
         advice="Fewer sequences in a step make it shorter, and throughput smaller. A faster device, a smaller "
@@ -60,7 +59,6 @@ class Cause(StrEnum):
     )
     PREFILL_OF_OTHERS = Row(
         name="prefill_of_others",
-        title="prefill of others",
         meaning="prompt tokens of other requests, computed in the same step",
         option="scheduler.max_prefill_tokens",
         advice="A smaller value cuts the prompts of newcomers into shorter pieces: every stream waits less for them, "
@@ -72,7 +70,6 @@ class Cause(StrEnum):
     )
     BATCH_GROWTH = Row(
         name="batch_growth",
-        title="batch growth",
         meaning="more decoding rows than in the step before; with more than were ever seen, at most in proportion",
         option="scheduler.max_num_seqs",
         advice="A smaller value bounds how much a step can grow when more sequences decode; the others wait for a row.",
@@ -82,7 +79,6 @@ class Cause(StrEnum):
     )
     GRAPH_CAPTURE = Row(
         name="graph_capture",
-        title="graph capture",
         meaning="capturing a CUDA graph while streams waited",
         option="runner.cuda_graphs",
         advice="`startup` captures every size before the port is ready, so that no stream waits for a capture.",
@@ -93,7 +89,6 @@ class Cause(StrEnum):
     )
     GRAPH_MISS = Row(
         name="graph_miss",
-        title="graph miss",
         meaning="a decode step that no CUDA graph could hold, as far as it took longer than usual",
         option="runner.cuda_graphs",
         advice="`startup` captures all sizes that a step of decoding rows can have. Steps with prompt tokens, and "
@@ -185,7 +180,6 @@ class Cause(StrEnum):
     )
     ENGINE_OUTBOX = Row(
         name="engine_outbox",
-        title="engine outbox",
         meaning="the token waited in the engine behind others that the front end had not read; or the engine stood "
         "still because the front end had stopped reading",
         advice="The front end read late: look at its other causes. It needs a core of its own beside the engine's; "
@@ -196,7 +190,6 @@ class Cause(StrEnum):
     )
     DETOKENIZE = Row(
         name="detokenize",
-        title="detokenize",
         meaning="turning tokens into text and frames",
         option="server.stream_interval",
         advice="A larger value makes text for several tokens at once; streams advance in jumps.",
@@ -206,7 +199,6 @@ class Cause(StrEnum):
     )
     EVENT_LOOP = Row(
         name="event_loop",
-        title="event loop",
         meaning="the front end's event loop was busy with something else, other streams among it",
         option="server.stream_interval",
         advice="A larger value means fewer writes for the front end; streams advance in jumps. A smaller "
@@ -236,7 +228,6 @@ class Cause(StrEnum):
     )
     PROFILER = Row(
         name="profiler",
-        title="profiler",
         meaning="a profiler was recording, and the step took longer than usual",
         option="observe.capture_profile_steps",
         advice="Fewer steps, or 0, profile less of what is served; a profile that was asked for by hand ends by "
@@ -247,7 +238,6 @@ class Cause(StrEnum):
     )
     UNKNOWN = Row(
         name="unknown",
-        title="unknown",
         meaning="nothing that is recorded explains it",
         advice="Most often another process had the processor. Look outside: other work on these cores, CPU quota, "
         "pinning, frequency changes.",

@@ -1,4 +1,4 @@
-"""The way of a token from the engine to the socket, into causes; knows no step."""
+"""Attributes the way of a token from the engine to the socket to causes."""
 
 import math
 from bisect import bisect_right
@@ -16,14 +16,14 @@ _MAX_INTERRUPTIONS = 512
 
 
 class Interruptions(Protocol):
-    """When the front end's interpreter did something else than serve."""
+    """The times in which the front end's interpreter did something else than serve."""
 
     def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
-        """Those that overlap the interval, cut to it, in the order of time and none twice over."""
+        """Returns those that overlap the interval, cut to it, in the order of time, with no moment in two of them."""
 
 
 class LiveInterruptions:
-    """The newest of a living server. They may be told in any thread, also by the garbage collector."""
+    """The newest of a running server. Any thread may report them, also the garbage collector."""
 
     def __init__(self) -> None:
         self._known: deque[Interruption] = deque(maxlen=_MAX_INTERRUPTIONS)  # in the order of their ends
@@ -31,11 +31,11 @@ class LiveInterruptions:
         self._last_end_ns = 0
 
     def begin(self, start_ns: int, cause: Cause) -> None:
-        """It is under way: until `add` tells of it, every moment from here on is its own."""
+        """Notes one that has begun: until `add` ends it, every moment from here on belongs to it."""
         self._under_way.add((start_ns, cause))
 
     def add(self, start_ns: int, end_ns: int, cause: Cause) -> None:
-        """It is over."""
+        """Notes one that is over."""
         self._known.append((start_ns, end_ns, cause))
         # In this order: at no moment may another thread find it neither under way nor over.
         self._last_end_ns = max(self._last_end_ns, end_ns)
@@ -43,15 +43,14 @@ class LiveInterruptions:
 
     @property
     def quiet_since_ns(self) -> float:
-        """From when on nothing was interrupted; infinite while something is."""
+        """The moment from which on nothing was interrupted; infinite while something is."""
         return math.inf if self._under_way else self._last_end_ns
 
     def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
-        """See Interruptions."""
         if start_ns >= self.quiet_since_ns:
             return ()
         # Copies, since another one may come meanwhile. Lists: to make a tuple may collect garbage while it reads, and
-        # the collection is told here.
+        # the collector reports here.
         found = [(begin, end_ns, cause) for begin, cause in list(self._under_way) if begin < end_ns]
         for interruption in reversed(list(self._known)):
             if interruption[1] <= start_ns:
@@ -61,14 +60,13 @@ class LiveInterruptions:
 
 
 class RecordedInterruptions:
-    """All of a recording."""
+    """Those of a recording."""
 
     def __init__(self, known: Iterable[Interruption]) -> None:
         self._apart = apart(known)
         self._ends = [end for _, end, _ in self._apart]
 
     def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
-        """See Interruptions."""
         first = last = bisect_right(self._ends, start_ns)
         while last < len(self._apart) and self._apart[last][0] < end_ns:
             last += 1
@@ -76,8 +74,9 @@ class RecordedInterruptions:
 
 
 def apart(known: Iterable[Interruption]) -> list[Interruption]:
-    """Interruptions in the order of time, none of which overlaps another. What began later takes its time from the
-    one around it: a collection stops a scrape too.
+    """Returns interruptions in the order of time of which no two overlap.
+
+    What began later takes its time from the one around it: a collection stops a scrape too.
     """
     pieces: list[Interruption] = []
     for begin, end, cause in sorted(known):
@@ -100,18 +99,18 @@ def _cut(pieces: Iterable[Interruption], start_ns: int, end_ns: int) -> list[Int
 
 
 def delivery_segments(delivery: Delivery, start_ns: int, interruptions: Interruptions) -> list[tuple[Cause, int]]:
-    """The way of a token to its write, from `start_ns` on or from when it was known, whichever is later.
+    """Splits the way of a token to its write, from `start_ns` or from when it was known, whichever is later.
 
     Only what the front end's interpreter did can be interrupted there: not the engine, nor the waiting for a client.
     """
     arrival = delivery.arrival
-    told_ns = max(arrival.tokens_ns, arrival.sent_ns - arrival.gc_ns)
+    handed_over_ns = max(arrival.tokens_ns, arrival.sent_ns - arrival.gc_ns)
     reading = Cause.ENGINE_OUTBOX if arrival.was_held else Cause.EVENT_LOOP
     writing = Cause.CLIENT_BACKPRESSURE if delivery.was_paused else Cause.EVENT_LOOP
     segments: list[tuple[Cause, int]] = []
     at = max(start_ns, arrival.tokens_ns)
     for cause, stop, is_ours in (
-        (Cause.SCHEDULE, told_ns, False),
+        (Cause.SCHEDULE, handed_over_ns, False),
         (Cause.GC, arrival.sent_ns, False),
         (reading, arrival.read_ns, True),
         (Cause.EVENT_LOOP, delivery.resumed_ns, True),

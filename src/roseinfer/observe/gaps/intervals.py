@@ -52,13 +52,13 @@ def engine_time_to_first_token_ns(timeline: RequestTimeline) -> int | None:
 
 
 def time_per_output_token_ns(timeline: RequestTimeline) -> float | None:
-    """Mean gap between tokens; None below two tokens."""
+    """Returns the mean gap between tokens; None below two tokens."""
     stamps = timeline.token_ns
     return (stamps[-1] - stamps[0]) / (len(stamps) - 1) if len(stamps) > 1 else None
 
 
 def stream_gaps_ns(timeline: RequestTimeline) -> list[int]:
-    """Between each write and the one before it."""
+    """Returns the gaps between each write and the one before it."""
     return [later - earlier for earlier, later in pairwise(timeline.write_ns)]
 
 

@@ -1,4 +1,4 @@
-"""Gaps between tokens in, their causes out: of a whole recording here, of a living server in `attribution.py`.
+"""Finds the gaps between the tokens of each request of a recording, and their causes; `attribution.py` does it live.
 
 An engine gap lies between two tokens of a request, known on the host. A wire gap lies between two socket writes of a
 stream: its moments before the token was known that made the second write due are those of engine gaps, later ones are
@@ -61,14 +61,14 @@ class Usual:
 
     @property
     def is_settled(self) -> bool:
-        """So many gaps were seen that a few more change little."""
+        """Whether so many gaps were seen that a few more change little."""
         return self._num_seen >= _NUM_USUAL
 
     def is_slow(self, gap_ns: int) -> bool:
         return gap_ns > self.threshold_ns
 
-    def take(self, gap_ns: int, segments: Iterable[tuple[Cause, int]] = ()) -> None:
-        """Learn from one more gap."""
+    def learn_gap(self, gap_ns: int, segments: Iterable[tuple[Cause, int]] = ()) -> None:
+        """Learns from one more gap."""
         self._gaps[self._num_seen % _NUM_USUAL] = gap_ns
         self._count(1)
         if segments and not self.is_slow(gap_ns):
@@ -78,27 +78,27 @@ class Usual:
                 usual = self._parts.get(cause, 0.0)
                 self._parts[cause] = usual + (parts.get(cause, 0) - usual) / min(self._num_lessons, 32)
 
-    def take_all(self, gaps_ns: npt.NDArray[np.int64]) -> None:
-        """Learn how long gaps are, and not what of."""
+    def learn_durations(self, gaps_ns: npt.NDArray[np.int64]) -> None:
+        """Learns the lengths of gaps, and not their parts."""
         newest, end = gaps_ns[-_NUM_USUAL:], self._num_seen + len(gaps_ns)
         self._gaps[np.arange(end - len(newest), end) % _NUM_USUAL] = newest
         self._count(len(gaps_ns))
 
     def _count(self, num_gaps: int) -> None:
-        """So many are in the ring."""
+        """Counts gaps put into the ring; now and then finds the median anew."""
         self._num_seen += num_gaps
         if self._num_seen >= self._median_at:
             self._median_at = self._num_seen + min(1 + self._num_seen // 16, _MEDIAN_EVERY)
             self.threshold_ns = max(self._factor * float(np.median(self._gaps[: self._num_seen])), self._min_ns)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
-        """Name a gap by what is unusual about it."""
+        """Returns a gap, with the cause that is unusual about it."""
         parts = parts_of(segments)
         is_slow = self.is_slow(end_ns - start_ns)
         return Gap(serial, index, start_ns, end_ns, step_id, parts, self.dominant(parts), is_slow)
 
     def dominant(self, parts: dict[Cause, int]) -> Cause:
-        """The cause whose part is the furthest above what it usually is."""
+        """Returns the cause whose part is the furthest above what it usually is."""
         return max(parts, key=lambda cause: parts[cause] - self._parts.get(cause, 0.0), default=Cause.UNKNOWN)
 
 
@@ -109,7 +109,7 @@ def gaps_of(
     slow_factor: float = SLOW_FACTOR,
     slow_min_ns: int = SLOW_MIN_NS,
 ) -> list[Gap]:
-    """Every gap whose steps are in the recording, in the order of their ends.
+    """Returns every gap whose steps are in the recording, in the order of their ends.
 
     By the clock `wire`, streamed requests have the gaps between their writes; the others have those between tokens.
     """
@@ -124,7 +124,7 @@ def gaps_of(
     for piece in pieces:
         usual = usuals[piece.is_wire]
         gaps.append(usual.gap(*piece[1:]))
-        usual.take(piece.end_ns - piece.start_ns, piece.segments)
+        usual.learn_gap(piece.end_ns - piece.start_ns, piece.segments)
     return gaps
 
 
@@ -145,15 +145,15 @@ class _Reader:
         engine = recording.meta.engine
         splitter = GapSplitter(has_graphs=bool(engine and engine.graph_sizes))
         steps = [step_of(row) for row in recording.steps]
-        told = {step.tokens_ns: (step.late_gc_ns, step.outbox_depth > 0) for step in steps}
-        taken = [splitter.take(step) for step in steps]
+        sending = {step.tokens_ns: (step.late_gc_ns, step.outbox_depth > 0) for step in steps}
+        taken = [splitter.split_step(step) for step in steps]
         self._steps = StepGaps([gap for gap in taken if gap is not None])
         self._interruptions = RecordedInterruptions(
             (int(row["start_ns"]), int(row["end_ns"]), CAUSES[int(row["cause"])]) for row in recording.interruptions
         )
         self._deliveries: dict[int, list[Delivery]] = defaultdict(list)
         for serial, tokens, sent, read, resumed, encoded, written, was_paused in recording.writes.tolist():
-            arrival = Arrival(tokens, sent, read, *told.get(tokens, (0, False)))
+            arrival = Arrival(tokens, sent, read, *sending.get(tokens, (0, False)))
             deliveries = self._deliveries[serial]
             deliveries.append(Delivery(arrival, resumed, encoded, written, was_paused, len(deliveries)))
 

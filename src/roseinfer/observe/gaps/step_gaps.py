@@ -1,9 +1,9 @@
-"""Steps in, the causes of the engine's gaps between tokens out; knows no request's text, metric or page.
+"""Splits the engine's gaps between tokens into causes, step by step.
 
-Whoever got a token in two steps that follow each other shares its gap with all others that did, so it is split once a
-step, into segments in the order of time: the engine's bookkeeping, what preceded the computing, the computing itself,
-sampling. Computing is `decode` as far as recent steps of that size took so long (`StepCosts`), and beyond that what
-made the step different: prompt tokens of others, more rows, no graph, a profiler.
+All requests that got a token both in a step and in the one before share the gap, so it is split once a step, into
+segments in the order of time: the engine's bookkeeping, what preceded the computing, the computing itself, sampling.
+Computing is `decode` as far as recent steps of that size took so long (`StepCosts`), and beyond that what made the step
+different: prompt tokens of others, more rows, no graph, a profiler.
 """
 
 from bisect import bisect_left
@@ -45,8 +45,8 @@ class GapSplitter:
         self._has_graphs = has_graphs
         self._last: StepRecord | None = None  # with tokens
 
-    def take(self, record: StepRecord) -> StepGap | None:
-        """The gap that the step ends; None for a step without tokens, and for the first one."""
+    def split_step(self, record: StepRecord) -> StepGap | None:
+        """Returns the gap that the step ends; None for a step without tokens, and for the first one."""
         if not record.num_generated_tokens:
             return None
         last, self._last = self._last, record
@@ -86,7 +86,7 @@ class GapSplitter:
         return tuple(segment for segment in segments if segment[1] > 0)
 
     def _split_compute(self, record: StepRecord, last: StepRecord, compute_ns: int) -> list[tuple[Cause, int]]:
-        """The computing of a step into what is usual for its decode rows, and what made it different."""
+        """Splits the computing of a step into what is usual for its decode rows, and what made it different."""
         expected = self.costs.expected_ns(rows_of(record), record.num_context_tokens)
         if record.kind == "mixed":
             decode = self._decode_of_mixed(record, compute_ns)
@@ -107,7 +107,7 @@ class GapSplitter:
         ]
 
     def _decode_of_mixed(self, record: StepRecord, compute_ns: int) -> int:
-        """What the decode rows of a step with prompt tokens would have taken without them."""
+        """Returns what the decode rows of a step with prompt tokens would have taken without them."""
         context = record.num_context_tokens * record.num_decode_seqs
         context //= record.num_decode_seqs + record.num_prefill_seqs
         expected = self.costs.expected_ns(record.num_decode_seqs, context)
@@ -117,7 +117,7 @@ class GapSplitter:
         return min(expected, compute_ns)
 
     def _growth_ns(self, record: StepRecord, last: StepRecord, compute_ns: int, expected_ns: int) -> int:
-        """What the step takes longer because it has more decode rows than the one before.
+        """Returns what the step takes longer because it has more decode rows than the one before.
 
         With more rows than were ever seen, no expectation says how much longer; it cannot be more than in proportion.
         """
@@ -135,17 +135,17 @@ class GapSplitter:
 
 
 def _is_device_bound(record: StepRecord, total_ns: int) -> bool:
-    """Whether a device that works ahead of its host took all of a gap: what the host did meanwhile delayed nothing."""
+    """Returns whether a device that works ahead took all of a gap: what the host did meanwhile delayed nothing."""
     return record.pipeline_depth > 0 and record.phases.wait > _DEVICE_BOUND * total_ns
 
 
 def _host_phases(record: StepRecord) -> PhaseTimes:
-    """What the host did in the gap that the step ends: with a pipeline, it launched the next one."""
+    """Returns what the host did in the gap that the step ends: with a pipeline, it launched the next one."""
     return record.ahead if record.pipeline_depth else record.phases
 
 
 def _compute_ns(record: StepRecord, total_ns: int) -> int:
-    """How much of the gap went to computing."""
+    """Returns how much of the gap went to computing."""
     if _is_device_bound(record, total_ns):
         return total_ns
     host = _host_phases(record)
@@ -153,7 +153,7 @@ def _compute_ns(record: StepRecord, total_ns: int) -> int:
 
 
 class Tokens(Protocol):
-    """What must be known of a request: its timeline, or its record."""
+    """What is read of a request: of its timeline, or of its record."""
 
     @property
     def token_ns(self) -> Sequence[int]: ...
@@ -166,14 +166,14 @@ class Tokens(Protocol):
 
 
 class StepGaps:
-    """Gaps of steps, to be looked up by when their tokens were known."""
+    """Gaps of steps, found by when their tokens were known."""
 
     def __init__(self, gaps: Iterable[StepGap] = ()) -> None:
         self._gaps = list(gaps)  # in the order of their ends
         self._ends = [gap.end_ns for gap in self._gaps]
 
     def add(self, gap: StepGap, max_gaps: int) -> None:
-        """One more, the newest. At least the newest `max_gaps` are remembered, and at most twice as many."""
+        """Adds the newest gap; keeps at least the newest `max_gaps`, and at most twice as many."""
         self._gaps.append(gap)
         self._ends.append(gap.end_ns)
         if len(self._gaps) >= 2 * max_gaps:
@@ -184,7 +184,7 @@ class StepGaps:
         return self._gaps[at] if at < len(self._ends) and self._ends[at] == tokens_ns else None
 
     def between(self, request: Tokens, index: int) -> Segments | None:
-        """Segments from the request's token before `index` to that token; None when the steps are not here."""
+        """Returns the segments from the token before `index` to that token; None when the steps are not here."""
         start_ns = request.token_ns[index - 1]
         gap = self.ended_at(request.token_ns[index])
         if gap is None or start_ns > gap.start_ns:
@@ -194,7 +194,7 @@ class StepGaps:
         return segments_since(start_ns, gap, request.preempted_ns, request.resumed_ns)
 
     def since(self, request: Tokens, start_ns: int, tokens_ns: int) -> Segments | None:
-        """Segments from a moment on to the token known at `tokens_ns`; None when the steps are not here."""
+        """Returns the segments from a moment to the token known at `tokens_ns`; None when the steps are not here."""
         segments: list[tuple[Cause, int]] = []
         at = bisect_left(request.token_ns, tokens_ns)
         if at == len(request.token_ns):  # a recording whose writes and tokens do not fit together
@@ -209,7 +209,7 @@ class StepGaps:
 
 
 def segments_since(start_ns: int, gap: StepGap, preempted_ns: int, resumed_ns: int) -> Segments:
-    """The engine gap of a request whose token before came at `start_ns`, earlier than in the step before.
+    """Returns the engine gap of a request whose token before came at `start_ns`, earlier than in the step before.
 
     `preempted_ns` and `resumed_ns` are the request's own.
     """
@@ -222,7 +222,7 @@ def segments_since(start_ns: int, gap: StepGap, preempted_ns: int, resumed_ns: i
 
 
 def parts_of(segments: Iterable[tuple[Cause, int]]) -> dict[Cause, int]:
-    """The same by cause, without those that took no time."""
+    """Adds segments up by cause, without those that took no time."""
     parts: dict[Cause, int] = defaultdict(int)
     for cause, duration in segments:
         if duration > 0:
@@ -231,7 +231,7 @@ def parts_of(segments: Iterable[tuple[Cause, int]]) -> dict[Cause, int]:
 
 
 def after(segments: Segments, skipped_ns: int) -> Segments:
-    """What is left of the segments when their first nanoseconds are cut off."""
+    """Returns the segments without their first nanoseconds."""
     left: list[tuple[Cause, int]] = []
     for cause, duration in segments:
         cut = min(duration, skipped_ns)

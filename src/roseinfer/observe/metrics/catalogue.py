@@ -24,7 +24,7 @@ from roseinfer.records import Advanced, FinishReason, Invariant, LifecycleState,
 
 @dataclass(frozen=True, slots=True)
 class AtStep:
-    """Values taken from each step and the timelines it advanced; `label` is asked only when there are values."""
+    """Values from each step and the timelines it advanced; `label` is called only when there are values."""
 
     values: Callable[[StepRecord, Advanced], Sequence[float]]
     label: Callable[[StepRecord], str] = lambda _: ""
@@ -32,14 +32,14 @@ class AtStep:
 
 @dataclass(frozen=True, slots=True)
 class AtWrites:
-    """Values taken from socket writes, some dozens of them at a time."""
+    """Values from socket writes, some dozens of them at a time."""
 
     values: Callable[[Writes], npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
 class AtFinish:
-    """Values taken from each request when it has ended; `label` is asked only when there are values."""
+    """Values from each request when it has ended; `label` is called only when there are values."""
 
     values: Callable[[RequestTimeline], Sequence[float]]
     label: Callable[[RequestTimeline], str] = lambda _: ""
@@ -47,7 +47,7 @@ class AtFinish:
 
 @dataclass(frozen=True, slots=True)
 class AtScrape:
-    """Value by label value, computed when somebody asks."""
+    """Value by label value, computed at a scrape."""
 
     values: Callable[[ServerState], Mapping[str, float]]
 

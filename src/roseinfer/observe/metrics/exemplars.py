@@ -1,7 +1,7 @@
-"""Kept traces into the exemplars of histograms: which value, in which bucket, came with which trace and step.
+"""Keeps the exemplars of histograms: which value, in which bucket, came with which trace and step.
 
-An exemplar names a trace that can be found, so whoever puts one here has decided to keep the trace. Of each bucket
-the newest stays. Knows no metrics library and no spans.
+An exemplar must name a trace that can be found, so it is put here once its trace is kept. Of each bucket the newest
+stays.
 """
 
 from bisect import bisect_left
@@ -54,18 +54,18 @@ class ExemplarShelf:
             self.newest[index] = exemplar
 
     def forget(self, trace_id: str) -> None:
-        """The trace will not be found after all."""
+        """Removes the exemplars of a trace that will not be found after all."""
         self.newest = [None if kept and kept.trace_id == trace_id else kept for kept in self.newest]
 
 
 def of_gap(timeline: RequestTimeline, index: int, step_id: int | None) -> Exemplar:
-    """The inter-token latency that ended with token `index` >= 1."""
+    """Returns the exemplar of the inter-token latency that ended with token `index` >= 1."""
     start_ns, end_ns = timeline.token_ns[index - 1], timeline.token_ns[index]
     return Exemplar((end_ns - start_ns) / NS_PER_S, end_ns, timeline.trace_id, step_id)
 
 
 def of_request(timeline: RequestTimeline, step_id_of: StepIdOf) -> Iterator[tuple[str, Exemplar]]:
-    """Metric and exemplar for each bucket in which a request that has ended was counted."""
+    """Yields metric and exemplar for each bucket in which a request that has ended was counted."""
     tokens = timeline.token_ns
     first_token_ns = intervals.time_to_first_token_ns(timeline)
     if first_token_ns is not None:
@@ -81,7 +81,7 @@ def of_request(timeline: RequestTimeline, step_id_of: StepIdOf) -> Iterator[tupl
 
 
 def _newest_in_each_bucket(token_ns: Sequence[int]) -> list[int]:
-    """Index of the token that ended the last gap of each bucket that has one."""
+    """Returns the index of the token that ended the last gap of each bucket that has one."""
     if len(token_ns) < 2:
         return []
     buckets = np.searchsorted(np.asarray(TOKEN_S), np.diff(np.asarray(token_ns, np.int64)) / NS_PER_S, side="left")

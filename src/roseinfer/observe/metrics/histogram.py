@@ -38,7 +38,7 @@ class Histogram:
         self.total = 0.0
 
     def add(self, values: Sequence[float]) -> int:
-        """Count the values; returns how many were refused because they are negative or not finite.
+        """Counts the values; returns how many were refused because they are negative or not finite.
 
         A negative latency is a mistake in a stamp. Clamping it to zero would make the mistake look like speed, and
         one NaN would make the sum NaN for the life of the process.
@@ -55,7 +55,7 @@ class Histogram:
         return 0
 
     def add_array(self, values: npt.NDArray[np.float64]) -> int:
-        """The same for many values, all of them different."""
+        """Counts many values, all of them different; returns how many were refused."""
         is_taken = (values >= 0.0) & (values < math.inf)
         taken = values[is_taken]
         for index, count in enumerate(np.bincount(np.searchsorted(self._edges, taken)).tolist()):
@@ -70,13 +70,13 @@ class Histogram:
         return twin
 
     def cumulative_counts(self) -> list[int]:
-        """Per bound, how many values were at most that large; the last one is the number of values."""
+        """Returns per bound how many values were at most that large; the last is the number of values."""
         return list(accumulate(self.counts))
 
     def quantile(self, q: float) -> float | None:
-        """The q-quantile, linear within its bucket as in PromQL's `histogram_quantile`; None without values.
+        """Returns the q-quantile, linear within its bucket as in PromQL's `histogram_quantile`; None without values.
 
-        A value above the last bound is told as that bound.
+        A value above the last bound counts as that bound.
         """
         cumulative = self.cumulative_counts()
         if not cumulative[-1]:

@@ -38,7 +38,7 @@ def _codes(root: type[RoseinferError]) -> Iterator[str]:
 PHASES = ("prefill", "decode", "mixed")  # of a step that had rows
 OTHER = "other"  # an error that was not foreseen
 ERROR_TYPES = (*sorted({*_codes(EngineError)} - {EngineError.code}), OTHER)  # which is of `LLM` alone
-# Whoever reads slowly has been told a part of the answer. Of the rest each can be told before the engine is asked.
+# A slow reader has got a part of its answer; each of the others can be refused before the engine is asked.
 _EARLY = (RequestError, CapacityError, EngineDead, QueueTimeout)
 _REFUSALS = {code for root in _EARLY for code in _codes(root)} - {SlowReader.code}
 REJECTION_CODES = (*sorted(_REFUSALS), OTHER)
@@ -50,7 +50,7 @@ MODEL_FIELDS = (
 
 @dataclass(slots=True)
 class ServerState:
-    """The last of each fact: what gauges are read from when somebody scrapes."""
+    """The last of each fact, which gauges are read from at a scrape."""
 
     version: str
     lifecycle: LifecycleState = LifecycleState.STARTING
@@ -87,7 +87,7 @@ def batch_size(step: StepRecord, _: Advanced) -> Sequence[float]:
 
 
 def token_gaps_s(step: StepRecord, advanced: Advanced) -> list[float]:
-    """Inter-token latency of each of the step's tokens; none where it is the first of its request."""
+    """Returns the inter-token latency of each of the step's tokens; none where it is the first of its request."""
     tokens_ns, stamps = step.tokens_ns, advanced.previous_ns
     newest_ns = max(stamps, default=0)
     if newest_ns and (count := stamps.count(newest_ns)) + advanced.num_newcomers == len(stamps):
@@ -102,7 +102,7 @@ def prefilled_tokens(_: StepRecord, advanced: Advanced) -> Sequence[float]:
 
 
 def counted(count_of: Callable[[StepRecord], int]) -> Callable[[StepRecord, Advanced], Sequence[float]]:
-    """The count as a step's one value, or no value where it is 0, as most are."""
+    """Makes of a count a step's one value, or no value where it is 0, as most are."""
 
     def values(step: StepRecord, _: Advanced) -> Sequence[float]:
         count = count_of(step)
@@ -126,7 +126,7 @@ def stream_gaps_s(writes: Writes) -> npt.NDArray[np.float64]:
 
 
 def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[[RequestTimeline], Sequence[float]]:
-    """The interval in seconds as the one value of a request, or no value."""
+    """Makes of an interval the one value of a request, in seconds, or no value."""
 
     def values(timeline: RequestTimeline) -> Sequence[float]:
         interval = interval_ns(timeline)

@@ -1,4 +1,4 @@
-"""Facts in, a Prometheus page out; knows nothing of HTTP, and which metrics there are is the catalogue's matter.
+"""Counts facts and renders the Prometheus page of the metrics in `catalogue.py`.
 
 Facts come on the event loop, a page may be rendered in any thread. One lock covers each fact and the copy that a scrape
 takes, so a page shows one moment: every histogram's count is its +Inf bucket, and the series agree with each other. It
@@ -43,7 +43,7 @@ Bucket = tuple[str, float] | tuple[str, float, MetricExemplar]
 
 
 class Metrics(Collector, WriteObserver):
-    """The observer that counts, and the collector that tells. Every series exists at 0 before the first request."""
+    """The observer that counts, and the collector of its counts. Every series exists at 0 before the first request."""
 
     def __init__(
         self,
@@ -57,8 +57,10 @@ class Metrics(Collector, WriteObserver):
         self._registry = registry
         self._num_dropped_log_lines = num_dropped_log_lines
         self._take_gc_pauses_ns = take_gc_pauses_ns
-        self.render_start_listeners: list[Callable[[int], None]] = []  # told when a page begins
-        self.render_listeners: list[Callable[[int, int], None]] = []  # told when each page began and was done
+        self.render_start_listeners: list[Callable[[int], None]] = []  # called with the moment when a page begins
+        self.render_listeners: list[
+            Callable[[int, int], None]
+        ] = []  # called with the moments when a page began and was done
         self._spent_ns: Callable[[], int] = lambda: 0
         self._render_ns = 0
         self._lock = threading.Lock()
@@ -86,28 +88,28 @@ class Metrics(Collector, WriteObserver):
         registry.register(self)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int]) -> None:
-        """Tell what `attribution` finds, and it when a scrape begins; and what all observers together have spent."""
+        """Exposes what `attribution` finds and what observers have spent; reports scrapes to `attribution`."""
         self._state.gap_ns, self._state.num_slow_gaps = attribution.total_ns, attribution.num_slow_gaps
         self._spent_ns = spent_ns
         self.render_start_listeners.append(partial(attribution.interruptions.begin, cause=Cause.SCRAPE))
 
     def set_engine_info(self, info: EngineInfo) -> None:
-        """The engine is ready: what it turned out to be."""
+        """Takes what the engine, which is now ready, turned out to be."""
         with self._lock:
             self._state.engine = info
 
     def watch_dropped_spans(self, num_dropped: Callable[[], int]) -> None:
-        """Spans are exported: how many of them were lost."""
+        """Exposes how many spans were lost."""
         self._num_dropped_spans = num_dropped
 
     def put_exemplars(self, found: Iterable[tuple[str, Exemplar]]) -> None:
-        """Show where observed values came from: each names a metric, and a trace that is kept."""
+        """Shows where observed values came from: each names a metric, and a trace that is kept."""
         with self._lock:
             for name, exemplar in found:
                 self._shelves[name][exemplar.label_value].put(exemplar)
 
     def forget_exemplars(self, trace_id: str) -> None:
-        """The trace is not kept after all."""
+        """Removes the exemplars of a trace that is not kept after all."""
         with self._lock:
             for shelves in self._shelves.values():
                 for shelf in shelves.values():
@@ -121,7 +123,7 @@ class Metrics(Collector, WriteObserver):
             if state in {LifecycleState.STARTING, LifecycleState.FAILED}:
                 self._state.last_step = None  # a dead engine runs nothing, whatever its last step said
 
-    def on_start(self, timeline: RequestTimeline) -> None:  # noqa: ARG002 - that it came is all that is told
+    def on_start(self, timeline: RequestTimeline) -> None:  # noqa: ARG002 - it is only counted
         with self._lock:
             self._state.num_received += 1
 
@@ -161,7 +163,7 @@ class Metrics(Collector, WriteObserver):
                 cell.add([pause_ns / NS_PER_S for pause_ns in pauses_ns])
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The page in the format that the Accept header asks for, OpenMetrics or Prometheus text, and its content type.
+        """Returns the page in the format that the Accept header asks for, OpenMetrics or Prometheus text, and its type.
 
         May be called in any thread, and calls its listeners there; two at once are allowed, if wasteful.
         """
@@ -182,7 +184,7 @@ class Metrics(Collector, WriteObserver):
         return page, content_type
 
     def collect(self) -> Iterator[Metric]:
-        """One family after the other, all of one moment."""
+        """Yields one family after the other, all of one moment."""
         for row, values, exemplars in self._snapshot():
             yield _family(row, values, self._model_name, exemplars)
             # Offers the interpreter to the event loop. Under endless scrapes another thread woke 5 ms late at p99 with
@@ -202,7 +204,7 @@ class Metrics(Collector, WriteObserver):
             return [(row, self._values(row), self._exemplars(row)) for row in CATALOGUE]
 
     def _exemplars(self, row: Row) -> Exemplars:
-        """Nothing for a metric without."""
+        """Returns the exemplars of a metric by label value; nothing for a metric without."""
         return {
             child: [
                 None if found is None else MetricExemplar(found.labels, found.value_s, self._unix_s(found.at_ns))
@@ -212,7 +214,7 @@ class Metrics(Collector, WriteObserver):
         }
 
     def _unix_s(self, at_ns: int) -> float:
-        """The same for the same stamp, always: a scraper would take another time for another exemplar."""
+        """Returns always the same for the same stamp: a scraper would take another time for another exemplar."""
         return (at_ns + self._clock_offset_ns) / NS_PER_S
 
     def _values(self, row: Row) -> Values:
@@ -236,7 +238,7 @@ def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
 
 
 def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> Metric:
-    """The family of one row. `values` are by label value, or, for an info, the labels of its one series."""
+    """Returns the family of one row. `values` are by label value or, for an info, the labels of its one series."""
     labels = {"model_name": model_name} if row.is_per_model else {}
     constant = list(labels.values())
     names = [*labels, row.label.name] if row.label else list(labels)

@@ -1,4 +1,4 @@
-"""Metrics pages back into numbers: what holds now, and what happened between two of them. Knows no HTTP."""
+"""Parses metrics pages: what holds now, and what happened between two of them."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Page:
 
     @classmethod
     def parse(cls, text: str) -> "Page":
-        """Raises InvalidRequest for a page that is none of ours."""
+        """Parses a page. Raises InvalidRequest if it is none of ours."""
         samples: dict[str, dict[Labels, float]] = {}
         model_name = ""
         try:
@@ -38,29 +38,29 @@ class Page:
         return cls(samples, model_name)
 
     def value(self, name: str, **labels: str) -> float:
-        """0 for what is not on the page."""
+        """Returns a sample; 0 for what is not on the page."""
         return self.samples.get(name, {}).get(frozenset(labels.items()), 0.0)
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The samples of one name that differ in one label."""
+        """Returns the samples of one name that differ in one label."""
         found = self.samples.get(name, {})
         return {dict(labels)[label]: value for labels, value in found.items() if label in dict(labels)}
 
 
 def grown(newer: Page, older: Page, name: str, **labels: str) -> float:
-    """How much a counter grew; all of it if the server began anew in between."""
+    """Returns how much a counter grew; all of it if the server began anew in between."""
     now, then = newer.value(name, **labels), older.value(name, **labels)
     return now - then if now >= then else now
 
 
 def grown_by_label(newer: Page, older: Page, name: str, label: str) -> dict[str, float]:
-    """How much each child of a counter grew, without those that did not."""
+    """Returns how much each child of a counter grew, without those that did not."""
     growth = {child: grown(newer, older, name, **{label: child}) for child in newer.by_label(name, label)}
     return {child: count for child, count in growth.items() if count > 0}
 
 
 def between(newer: Page, older: Page, name: str, **labels: str) -> Histogram:
-    """The observations of a histogram's series that came between two pages; `labels` are all but `le`."""
+    """Returns the observations of a histogram's series that came between two pages; `labels` are all but `le`."""
     bounds = {float(bound): bound for bound in newer.by_label(f"{name}_bucket", "le")}
     ladder = sorted(bounds)
     histogram = Histogram([bound for bound in ladder if bound < math.inf])

@@ -75,7 +75,7 @@ class Window:
         self._events: deque[tuple[int, str, str]] = deque(maxlen=rule.count)
 
     def add(self, now_ns: int, request_id: str, trace_id: str) -> dict[str, str] | None:
-        """One more event: id and trace id of all requests that break the rule together; None if it is not broken."""
+        """Adds an event; returns request id -> trace id of those that break the rule together, None if unbroken."""
         self._events.append((now_ns, request_id, trace_id))
         while self._events[0][0] < now_ns - self.rule.window_ns:
             self._events.popleft()
@@ -88,12 +88,12 @@ class Window:
 
 
 def parse_rules(texts: Sequence[str]) -> list[Rule]:
-    """Raises ConfigError with the option, the rule's number and the place in it."""
+    """Parses rules. Raises ConfigError with the option, the rule's number and the place in it."""
     return [_Sentence(number, text).rule() for number, text in enumerate(texts, 1)]
 
 
 class _Sentence:
-    """One rule while it is read, word by word."""
+    """Parses one rule, word by word."""
 
     def __init__(self, number: int, text: str) -> None:
         self._number = number
@@ -174,15 +174,15 @@ _NAME = re.compile(r"\d{8}T\d{6}\.\d{6}Z-(breach|profile)-[0-9a-f]{6}")  # so th
 
 
 def new_directory(parent: Path, kind: str) -> Path:
-    """A path that does not exist yet; `kind` is `breach` or `profile`."""
+    """Returns a path that does not exist yet; `kind` is `breach` or `profile`."""
     moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     return parent.absolute() / f"{moment}-{kind}-{secrets.token_hex(3)}"
 
 
 def profile_directory(capture_dir: str, max_mib: float) -> Path:
-    """Where a profile that somebody asked for goes: beside the captures or, without a place for them, in /tmp.
+    """Returns where a profile asked for by hand goes: beside the captures or, without a place for them, in /tmp.
 
-    Beside the captures it counts as one of them, so there is made room for it first.
+    Beside the captures it counts as one of them, so room is made for it first.
     """
     if capture_dir:
         with contextlib.suppress(OSError):  # no directory yet, or one that a breach is just deleting from
@@ -191,7 +191,7 @@ def profile_directory(capture_dir: str, max_mib: float) -> Path:
 
 
 def manifest_facts(config: Config, version: str) -> dict[str, Any]:
-    """What a manifest says of the server itself: model, configuration without secrets, versions."""
+    """Returns what a manifest says of the server itself: model, configuration without secrets, versions."""
     installed = {distribution.name for distribution in map(_find, _PACKAGES) if distribution is not None}
     driver = _DRIVER.read_text(encoding="ascii", errors="replace").partition("\n")[0] if _DRIVER.is_file() else None
     return {
@@ -215,16 +215,16 @@ def _find(package: str) -> importlib.metadata.Distribution | None:
 
 
 def write_capture(directory: Path, recording: Recording, manifest: Mapping[str, Any]) -> None:
-    """The manifest comes last, and whole: a directory that has one is complete. Raises OSError."""
+    """Writes a capture, its manifest last and whole: a directory that has one is complete. Raises OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     recording.save(directory / RECORDING_NAME)
     _write_manifest(directory, manifest)
 
 
 def write_profile_manifest(server: Mapping[str, Any], directory: Path, num_steps: int) -> None:
-    """That of a profile that somebody asked for, whose trace has been written: `server` is what `manifest_facts` says.
+    """Writes the manifest of a profile asked for by hand, with the keys of a breach's, once its trace is written.
 
-    It has the keys of a breach's, so that whoever reads one reads the other. Raises OSError.
+    `server` is what `manifest_facts` says. Raises OSError.
     """
     manifest = {
         "rule": None,
@@ -239,7 +239,7 @@ def write_profile_manifest(server: Mapping[str, Any], directory: Path, num_steps
 
 
 def profile_of(num_steps: int) -> dict[str, Any]:
-    """What a manifest says of a profile that was written."""
+    """Returns what a manifest says of a profile that was written."""
     return {"num_steps": num_steps, "trace": TRACE_NAME}
 
 
@@ -250,7 +250,7 @@ def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def make_room(parent: Path, max_bytes: float) -> list[Path]:
-    """Delete the oldest captures until the rest fits, but never the newest; returns what went. Raises OSError."""
+    """Deletes the oldest captures until the rest fits, but never the newest; returns what went. Raises OSError."""
     captures = sorted(path for path in parent.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
     sizes = {path: _size(path) for path in captures}
     total, gone = sum(sizes.values()), []
@@ -268,7 +268,7 @@ def _size(directory: Path) -> int:
 
 
 def join_recordings(before: Recording, after: Recording) -> Recording:
-    """Everything that either of two recordings of one server knows, the later one's word counting."""
+    """Returns all that either of two recordings of one server knows; where both do, the later one counts."""
     requests = {request.serial: request for request in (*before.requests, *after.requests)}
     return Recording(
         meta=after.meta,
@@ -280,7 +280,7 @@ def join_recordings(before: Recording, after: Recording) -> Recording:
 
 
 def _join_rows(before: StructArray, after: StructArray, field: str) -> StructArray:
-    """Rows in the order of a field that grows with them."""
+    """Joins rows in the order of a field that grows with them."""
     if not len(after):
         return before
     return np.concatenate((before[before[field] < after[field][0]], after))
@@ -300,11 +300,11 @@ class Snapshot(Protocol):
     """A copy of what was remembered."""
 
     def recording(self) -> Recording:
-        """It takes milliseconds, in any thread."""
+        """Makes a recording of it, in milliseconds; in any thread."""
 
 
 class Recorder(Protocol):
-    """Whoever remembers: `observe/recorder/recorder.py`."""
+    """What captures need of `FlightRecorder`."""
 
     def capture(self, num_steps: int | None = None, trigger: str = "") -> Snapshot: ...
 
@@ -322,7 +322,7 @@ class Breach(msgspec.Struct, frozen=True):
 
 
 class BreachCapture(WriteObserver):
-    """The observer that watches the rules. Attach `on_slow_gap` to whoever finds slow gaps."""
+    """The observer that watches the rules. `on_slow_gap` must be called with each slow gap."""
 
     def __init__(
         self,
@@ -357,32 +357,32 @@ class BreachCapture(WriteObserver):
 
     @property
     def observers(self) -> list[Observer]:
-        """Itself when there are rules; else nobody need tell it of each write."""
+        """Itself when there are rules; else it needs no facts."""
         return [self] if self._windows else []
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
-        """Gaps and first tokens of requests that are not streamed."""
+        """Measures gaps and first tokens of requests that are not streamed."""
         for timeline, previous_ns in zip(advanced, advanced.previous_ns, strict=True):
             if not timeline.is_streamed:
                 self._measure(timeline, previous_ns, record.tokens_ns)
 
     def on_writes(self, writes: Writes) -> None:
-        """Those of streams."""
+        """Measures those of streams."""
         for timeline, delivery in zip(writes.timelines, writes.deliveries, strict=True):
             if timeline.is_streamed:
                 previous_ns = timeline.write_ns[delivery.index - 1] if delivery.index else 0
                 self._measure(timeline, previous_ns, delivery.written_ns)
 
     def on_slow_gap(self, gap: Gap, timeline: RequestTimeline) -> None:
-        """See Attribution."""
+        """Counts a gap that attribution found to be slow."""
         for window in self._windows:
             if window.rule.subject == "slow gap" and window.rule.cause in {None, gap.cause}:
                 self._count(window, timeline)
 
     def _measure(self, timeline: RequestTimeline, previous_ns: int, now_ns: int) -> None:
-        """What came now ends a gap, or is the first of its request."""
+        """Counts a duration that ended now: a gap or, for the first token of a request, its TTFT."""
         subject, start_ns = ("gap", previous_ns) if previous_ns else ("ttft", timeline.recv_ns)
         duration_ns = now_ns - start_ns
         if duration_ns <= self._least_ns[subject]:
@@ -432,7 +432,7 @@ class BreachCapture(WriteObserver):
             self._task = None
 
     async def _trace(self, directory: Path) -> dict[str, Any] | None:
-        """Have the next steps profiled, if that is wanted, and say what became of it."""
+        """Has the next steps profiled, if that is configured, and returns what became of it."""
         num_steps = self._settings.capture_profile_steps
         if not num_steps or self.profile is None:
             return None
@@ -448,7 +448,7 @@ class BreachCapture(WriteObserver):
         return profile_of(ended.num_steps)
 
     def _write(self, directory: Path, before: Snapshot, after: Snapshot, manifest: dict[str, Any]) -> None:
-        """In a thread."""
+        """Writes the capture; called in a thread."""
         recording = join_recordings(before.recording(), after.recording())
         write_capture(directory, recording, manifest)
         for gone in make_room(self._parent, self._settings.capture_max_mib * MIB):

@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 def chrome_trace(recording: Recording, gaps: Sequence[Gap] = ()) -> bytes:
-    """The trace of a recording; times count from its first stamp."""
+    """Returns the trace of a recording; times count from its first stamp."""
     origin_ns = recording.first_ns
     steps = [step_of(row) for row in recording.steps]
     events = [*_names(recording, steps), *_steps(steps), *_interruptions(recording)]
@@ -42,7 +42,7 @@ def chrome_trace(recording: Recording, gaps: Sequence[Gap] = ()) -> bytes:
 
 
 def assign_lanes(requests: Sequence[RequestRecord]) -> dict[int, int]:
-    """Serial -> lane, from 0: the first lane that is free when the request comes."""
+    """Returns serial -> lane, from 0: the first lane that is free when the request comes."""
     free_ns: list[int] = []  # per lane: the end of its last request
     lanes: dict[int, int] = {}
     for request in requests:
@@ -118,7 +118,7 @@ def _request(request: RequestRecord, lane: int) -> Iterator[Event]:
 
 
 def _flows(requests: Sequence[RequestRecord], lanes: dict[int, int], steps: Sequence[StepRecord]) -> Iterator[Event]:
-    """An arrow from a step to each request whose first token it made."""
+    """Yields an arrow from a step to each request whose first token it made."""
     by_tokens_ns = {step.tokens_ns: step for step in steps}
     for request in requests:
         step = by_tokens_ns.get(request.token_ns[0]) if request.token_ns else None

@@ -27,7 +27,7 @@ class Flight(FlightRecorder):
     def __init__(self, config: Config, version: str, render: Render = render) -> None:
         super().__init__(config, version)
         self.max_steps = config.observe.recorder_steps
-        self.catch_up: Callable[[], None] = lambda: None  # has facts told that wait, before each answer
+        self.catch_up: Callable[[], None] = lambda: None  # delivers facts that wait, before each answer
         self.queue: Callable[[], QueueReport] = QueueReport  # reports the requests that wait; set by the wiring
         self._inspection = Inspection(self)
         self._origin_ns = time.monotonic_ns()
@@ -36,7 +36,7 @@ class Flight(FlightRecorder):
         self._job = partial(Job, slow_factor=config.observe.slow_gap_factor, slow_min_ns=slow_min_ns)
 
     def listen(self, gc_pauses: GcPauses, metrics: Metrics, interruptions: LiveInterruptions) -> None:
-        """Hear of what interrupts the front end, and let `interruptions` know too."""
+        """Records what interrupts the front end, and adds it to `interruptions`."""
 
         def note(cause: Cause, start_ns: int, end_ns: int) -> None:
             self.note_interruption(cause, start_ns, end_ns)
@@ -68,7 +68,7 @@ class Flight(FlightRecorder):
         return self._rendering(self.capture(num_steps + CONTEXT_STEPS), job)
 
     def view(self, content: bytes) -> bytes:
-        """The page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
+        """Returns the page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
         return self._render(self._job(kind="view"), content)
 
     def _rendering(self, capture: Capture, job: Job) -> Callable[[], bytes]:

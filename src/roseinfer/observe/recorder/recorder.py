@@ -1,4 +1,4 @@
-"""Facts into rings of fixed size, and the rings into a recording whenever somebody asks. Knows no text and no HTTP.
+"""The flight recorder: keeps the last steps, writes and requests in rings of fixed size, and makes recordings of them.
 
 Always on: the cost of a step is one row, of a write another, and none of it stays allocated. Facts come on the event
 loop and snapshots are taken there, so there is no lock; interruptions may come from any thread and wait in a queue.
@@ -60,7 +60,7 @@ class Ring:
         self.num_added += 1
 
     def extend(self, rows: StructArray) -> None:
-        """Add them in their order; of more than there is room for, the newest stay."""
+        """Adds rows in their order; of more than there is room for, the newest stay."""
         size, begin = len(self._rows), self.num_added
         self.num_added += len(rows)
         begin, rows = max(begin, self.num_added - size), rows[-size:]
@@ -71,7 +71,7 @@ class Ring:
             self._rows[: len(rows) - until_end] = rows[until_end:]
 
     def newest(self, num_rows: int | None = None) -> StructArray:
-        """A copy of so many rows, or of all there are, oldest first."""
+        """Returns a copy of so many rows, or of all there are, oldest first."""
         count = len(self) if num_rows is None else min(num_rows, len(self))
         size = len(self._rows)
         start, stop = (self.num_added - count) % size, self.num_added % size
@@ -80,7 +80,7 @@ class Ring:
         return np.concatenate((self._rows[start:], self._rows[:stop]))
 
     def since(self, field: str, value: int) -> StructArray:
-        """A copy of the newest rows, from the first on whose `field` is greater; the field must grow with the rows."""
+        """Returns a copy of the rows from the first on whose `field` is greater; the field must grow with the rows."""
         size, low, high = len(self._rows), self.num_added - len(self), self.num_added
         column = self._rows[field]
         while low < high:
@@ -93,7 +93,7 @@ class Ring:
 
 
 def _since(begin_ns: int, ended: Sequence[_Ended]) -> Iterator[bytes]:
-    """The records of those that ended no earlier, the newest first."""
+    """Yields the records of requests that ended no earlier, the newest first."""
     for end_ns, _, content in reversed(ended):
         if end_ns < begin_ns:
             break
@@ -112,7 +112,7 @@ class Capture:
     interruptions: StructArray
 
     def recording(self) -> Recording:
-        """May be called in any thread."""
+        """Makes the recording; may be called in any thread."""
         requests = [*map(_decode, self.finished), *self.in_flight]
         return Recording(
             meta=self.meta,
@@ -147,7 +147,7 @@ class FlightRecorder(WriteObserver):
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
-        """The front end did something else meanwhile. May be called in any thread, also by the garbage collector."""
+        """Notes that the front end did something else. May be called in any thread, also by the garbage collector."""
         self._interrupted.append((start_ns, end_ns, CAUSES.index(cause)))
 
     def on_start(self, timeline: RequestTimeline) -> None:
@@ -157,7 +157,7 @@ class FlightRecorder(WriteObserver):
         self.last_step = record
         self._steps.add(step_row(record))
         if self._interrupted:
-            self._take_interruptions()
+            self._store_interruptions()
 
     def on_writes(self, writes: Writes) -> None:
         rows, columns = np.empty(len(writes), WRITE_DTYPE), writes.columns()
@@ -170,7 +170,7 @@ class FlightRecorder(WriteObserver):
         ended = self._rejected if timeline.finish_reason is FinishReason.REJECTED else self._finished
         ended.append((timeline.end_ns, timeline.request_id, _encode(RequestRecord.of(timeline))))
 
-    def _take_interruptions(self) -> None:
+    def _store_interruptions(self) -> None:
         while self._interrupted:
             self._interruptions.add(self._interrupted.popleft())
 
@@ -178,7 +178,7 @@ class FlightRecorder(WriteObserver):
 
     @property
     def in_flight(self) -> list[RequestTimeline]:
-        """Those that have not ended, in the order of arrival."""
+        """The requests that have not ended, in the order of arrival."""
         return list(self._in_flight.values())
 
     @property
@@ -186,7 +186,7 @@ class FlightRecorder(WriteObserver):
         return ClockPair(self._clock(), time.time_ns())
 
     def find(self, request_id: str) -> RequestRecord | None:
-        """What is known of a request: of the one in flight, or else of the one that ended last under this id."""
+        """Returns the request in flight, or else the one that ended last under this id."""
         if found := self._in_flight.get(request_id):
             return RequestRecord.of(found)
         newest = (
@@ -197,17 +197,17 @@ class FlightRecorder(WriteObserver):
         return None if found_ended is None else _decode(found_ended[2])
 
     def writes_of(self, serial: int) -> StructArray:
-        """Those of one request that are still remembered."""
+        """Returns the writes of one request that are still remembered."""
         writes = self._writes.newest()
         found: StructArray = writes[writes["serial"] == serial]
         return found
 
     def newest_steps(self, num_steps: int) -> StructArray:
-        """The newest steps, oldest first."""
+        """Returns the newest steps, oldest first."""
         return self._steps.newest(num_steps)
 
     def capture(self, num_steps: int | None = None, trigger: str = "") -> Capture:
-        """A copy of everything since the first of the newest `num_steps` steps, or of all there is.
+        """Returns a copy of everything since the first of the newest `num_steps` steps, or of all there is.
 
         A request counts when it ended later than that step began, or has not ended.
         """
@@ -215,7 +215,7 @@ class FlightRecorder(WriteObserver):
         return self._captured(steps, 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0]), trigger)
 
     def capture_since(self, begin_ns: int) -> Capture:
-        """The same of what ended later than a moment of the monotonic clock: what ended before is not forgotten."""
+        """Returns a copy of what ended later than a moment of the monotonic clock."""
         capture = self._captured(self._steps.since("end_ns", begin_ns), begin_ns, trigger="")
         has_older = len(capture.writes) < len(self._writes)  # so that all since then are there
         num_forgotten = 0 if has_older else capture.meta.num_forgotten_writes
@@ -223,7 +223,7 @@ class FlightRecorder(WriteObserver):
         return replace(capture, meta=meta)
 
     def _captured(self, steps: StructArray, begin_ns: int, trigger: str) -> Capture:
-        self._take_interruptions()
+        self._store_interruptions()
         finished = [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)]
         interruptions = self._interruptions.newest()
         writes = self._writes.since("written_ns", begin_ns)
@@ -237,7 +237,7 @@ class FlightRecorder(WriteObserver):
         )
 
     def snapshot(self, trigger: str = "") -> Recording:
-        """Everything that is remembered; `trigger` says why it is saved, if a rule does it."""
+        """Returns a recording of all that is remembered; `trigger` says why it is saved, if a rule does it."""
         return self.capture(trigger=trigger).recording()
 
     def _meta(self, trigger: str, num_forgotten_writes: int) -> RecordingMeta:

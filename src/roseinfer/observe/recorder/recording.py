@@ -1,4 +1,4 @@
-"""What a server did, as numbers in one file: steps, requests and writes, never text or token ids.
+"""The recording file: what a server did, as numbers: steps, requests and writes, never text or token ids.
 
 A recording is a NumPy archive, `numpy.load(path)["steps"]`, so it can be read without us. All stamps are those of
 `time.monotonic_ns()` on the recorded host; `meta.clock` places them on the calendar.
@@ -109,7 +109,7 @@ class RecordingMeta(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineInfo | None
     config: dict[str, dict[str, Any]] = {}  # sections scheduler, cache, runner and engine of the configuration
     trigger: str = ""  # why it was saved, if a rule did it
-    num_forgotten_writes: int | None = None  # made before those that it holds; None where nobody counted them
+    num_forgotten_writes: int | None = None  # made before those that it holds; None where they were not counted
     begin_ns: int = 0  # what had ended by then was left out, and was not forgotten; 0: nothing was
 
 
@@ -131,14 +131,14 @@ class Recording:
         return min(stamps, default=0)
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
+        """Writes the file, whole or not at all. Raises OSError."""
         scratch = path.with_name(f".{path.name}.part")
         with scratch.open("wb") as file:
             self.write(file)
         scratch.replace(path)
 
     def write(self, file: BinaryIO, *, is_compressed: bool = True) -> None:
-        """Write the archive into an open file."""
+        """Writes the archive into an open file."""
         save = np.savez_compressed if is_compressed else np.savez
         # One after the other, so that other threads have their turn in between.
         requests = b"[" + b",".join(msgspec.json.encode(request) for request in self.requests) + b"]"
@@ -153,8 +153,9 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path, name: str = "") -> "Recording":
-        """Raises InvalidRequest for a file that is no recording, or one of another version; `name` is what errors call
-        it, the path if that is empty.
+        """Reads a file, which errors call by `name`, or by its path.
+
+        Raises InvalidRequest if it is no recording, or one of another version.
         """
         name = name or str(path)
         try:
@@ -165,7 +166,7 @@ class Recording:
 
     @classmethod
     def read(cls, file: BinaryIO, name: str = "The file") -> "Recording":
-        """The recording in an open file, which errors call by the given name. Trusts nothing in it."""
+        """Reads an open file, which errors call by `name`, and trusts nothing in it. Raises InvalidRequest."""
         arrays = _arrays_in(file, name)
         try:
             found = msgspec.json.decode(arrays["meta"].tobytes(), type=_Versioned).format_version
@@ -198,7 +199,7 @@ class Recording:
 
 
 def _arrays_in(file: BinaryIO, name: str) -> dict[str, npt.NDArray[Any]]:
-    """The archive's arrays by name. Raises InvalidRequest for anything else, also for a bomb."""
+    """Returns the archive's arrays by name. Raises InvalidRequest for anything else, also for a bomb."""
     try:
         with zipfile.ZipFile(file) as archive:
             num_bytes = sum(entry.file_size for entry in archive.infolist())
@@ -221,14 +222,14 @@ class _Versioned(msgspec.Struct):
 
 
 def step_row(record: StepRecord) -> tuple[Any, ...]:
-    """The record as a row of STEP_DTYPE."""
+    """Returns the record as a row of STEP_DTYPE."""
     blocked_by = _BLOCKED_BY_INDEX[record.blocked_by]
     times = (*_phases_of(record.phases), *_phases_of(record.ahead))
     return (*_counts_of(record), *times, blocked_by, record.is_profiled)
 
 
 def step_of(row: np.void) -> StepRecord:
-    """The record of a row."""
+    """Returns the record of a row."""
     times = [int(row[name]) for name in _TIMES]
     counts = {name: int(row[name]) for name in _COUNTS}
     return StepRecord(

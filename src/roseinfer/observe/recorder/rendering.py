@@ -39,7 +39,7 @@ Render = Callable[[Job, bytes], bytes]
 
 
 def render(job: Job, archive: bytes) -> bytes:
-    """Do the job here. Raises InvalidRequest for bytes that are no recording."""
+    """Renders in this process. Raises InvalidRequest for bytes that are no recording."""
     find_gaps = partial(gaps_of, slow_factor=job.slow_factor, slow_min_ns=job.slow_min_ns)
     recording = Recording.read(io.BytesIO(archive))
     if job.kind == "trace":
@@ -59,7 +59,7 @@ class RenderProcess:
         self._child = ChildProcess("roseinfer.observe.recorder.rendering", niceness=_NICER_BY)
 
     def render(self, job: Job, archive: bytes) -> bytes:
-        """Render a recording; blocks, so not for an event loop. Raises as `render` does, and NotReady after `close`."""
+        """Renders a recording; blocks, so not on an event loop. Raises as `render` does, and NotReady after `close`."""
         try:
             answer = self._child.request(job, archive)
         except EOFError:  # it had just left, or died: once more with a new one
@@ -69,7 +69,7 @@ class RenderProcess:
         return answer.payload
 
     def close(self) -> None:
-        """End the child and the job under way, for which a server's exit would wait. Idempotent."""
+        """Ends the child and the job under way, for which a server's exit would wait. Idempotent."""
         self._child.close()
 
 

@@ -1,4 +1,4 @@
-"""A recording into what the timeline page draws, as JSON; with a cursor, only what is new. Knows no HTTP.
+"""Writes what the timeline page draws of a recording, as JSON; with a cursor, only what is new.
 
 Times are nanoseconds since an origin, so that they are exact as JavaScript's numbers. Steps and gaps are rows, to be
 read with the lists of names beside them: a page of 500 steps by 64 requests has 30,000 gaps.
@@ -29,7 +29,7 @@ _STEP_FIELDS = (
 _GAP_FIELDS = ("serial", "index", "start_ns", "end_ns", "step_id", "cause", "is_slow", "parts")
 _REQUEST_STAMPS = ("recv_ns", "parsed_ns", "tokenized_ns", "inbox_ns", "scheduled_ns", "end_ns", "preempted_ns")
 _REQUEST_COUNTS = ("num_prompt_tokens", "num_cached_tokens", "max_tokens", "num_preemptions", "error_code")
-_TOLD_LATE_NS = 2_000_000_000  # a request may be told of that long after its end: the page knows it by its serial
+_LATE_NS = 2_000_000_000  # a request may be sent that long after its end: the page knows it by its serial
 _CAUSE_INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 
 GapsOf = Callable[[Recording], Sequence[Gap]]
@@ -45,7 +45,7 @@ class Cursor(msgspec.Struct, frozen=True):
 def timeline_json(
     recording: Recording, gaps_of: GapsOf, origin_ns: int, num_steps: int | None = None, since: Cursor | None = None
 ) -> bytes:
-    """The page's data: the newest `num_steps` steps and what happened meanwhile, less what the cursor knows.
+    """Returns the page's data: the newest `num_steps` steps and what happened meanwhile, less what the cursor knows.
 
     Without a cursor it is a saved recording, and all of it. What comes before the steps is context for the causes.
     """
@@ -68,7 +68,7 @@ def timeline_json(
         "requests": [
             _request(request, origin_ns, known_ns, first_writes.get(request.serial, 0))
             for request in recording.requests
-            if not request.end_ns or request.end_ns > seen_ns - _TOLD_LATE_NS
+            if not request.end_ns or request.end_ns > seen_ns - _LATE_NS
         ],
         "gap_fields": _GAP_FIELDS,
         "gaps": [
@@ -86,7 +86,7 @@ def timeline_json(
 
 
 def _with_lessons(recording: Recording, num_before: int) -> Recording:
-    """The recording with fewer writes: of a request's writes long before the shown steps, only the last.
+    """Returns the recording with fewer writes: of a request's writes long before the shown steps, only the last.
 
     To name the cause of a gap takes some 15 microseconds, and the page asks every second.
     """
@@ -102,7 +102,7 @@ def _with_lessons(recording: Recording, num_before: int) -> Recording:
 
 
 def _first_writes(recording: Recording) -> dict[int, int]:
-    """Serial -> the first write that is remembered of each request."""
+    """Returns serial -> the first write that is remembered of each request."""
     serials, rows = np.unique(recording.writes["serial"], return_index=True)
     return dict(zip(serials.tolist(), recording.writes["written_ns"][rows].tolist(), strict=True))
 
@@ -151,7 +151,7 @@ def _request(request: RequestRecord, origin_ns: int, known_ns: int, first_write_
 
 
 def _gap_row(gap: Gap, origin_ns: int) -> tuple[Any, ...]:
-    """The parts are flat: cause, nanoseconds, cause, nanoseconds."""
+    """Returns a row whose parts are flat: cause, nanoseconds, cause, nanoseconds."""
     parts = [number for cause, length_ns in gap.parts.items() for number in (_CAUSE_INDEX[cause], length_ns)]
     stamps = (gap.start_ns - origin_ns, gap.end_ns - origin_ns)
     return (gap.serial, gap.index, *stamps, gap.step_id, _CAUSE_INDEX[gap.cause], int(gap.is_slow), parts)

@@ -1,6 +1,6 @@
-"""Spans on their way to a collector: a bounded queue, a thread, an HTTP request. Knows nothing of what spans say.
+"""Sends spans to a collector: a bounded queue, a thread, HTTP requests.
 
-Whoever has spans never waits: what finds no room, or cannot be delivered, is dropped and counted. The thread gives the
+Callers never wait: what finds no room, or cannot be delivered, is dropped and counted. The thread gives the
 interpreter away after each few spans, so that the event loop waits for it no longer than some hundred microseconds.
 """
 
@@ -72,7 +72,7 @@ class Collector:
 
 
 def _pause_s(headers: Message) -> float:
-    """Seconds that Retry-After asks for; a date counts as nothing asked."""
+    """Returns the seconds that Retry-After asks for; 0 for a date."""
     asked = headers.get("Retry-After", "")
     return float(asked) if asked.isascii() and asked.isdigit() else 0.0
 
@@ -81,7 +81,7 @@ def _parse(endpoint: str) -> SplitResult:
     try:
         parts = urlsplit(endpoint)
         is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-        # As the thread, which nobody watches, will do it when it looks the name up and asks for the path.
+        # As the thread will do it, where an error would be seen too late.
         (parts.hostname or "").encode("idna"), parts.path.encode("ascii")
     except ValueError:
         is_usable = False
@@ -91,7 +91,7 @@ def _parse(endpoint: str) -> SplitResult:
 
 
 class SpanExport:
-    """The queue and its thread. `put` belongs to the event loop, `close` to whoever ends the process."""
+    """The queue and its thread. `put` belongs to the event loop."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class SpanExport:
         return self._num_dropped
 
     def put(self, spans: Sequence[Span]) -> bool:
-        """Queue the spans of one trace, all or none; whether there was room."""
+        """Queues the spans of one trace, all or none; returns whether there was room."""
         with self._changed:
             if self._num_queued + len(spans) > self._max_queued_spans or self._closing.is_set():
                 self._num_dropped += len(spans)
@@ -133,7 +133,7 @@ class SpanExport:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Deliver what is queued, if that takes no longer than the timeout. Idempotent."""
+        """Delivers what is queued, if that takes no longer than the timeout. Idempotent."""
         with self._changed:
             self._closing.set()
             self._changed.notify()
@@ -145,7 +145,7 @@ class SpanExport:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while batch := self._take():
+        while batch := self._next_batch():
             num_spans = sum(map(len, batch))
             num_lost = self._deliver(self._encode(batch), num_spans)
             with self._changed:
@@ -156,8 +156,8 @@ class SpanExport:
                     self._on_lost(trace[0].trace_id)
         self._collector.close()
 
-    def _take(self) -> list[Sequence[Span]]:
-        """Traces for one request, at least one, or nothing when it is time to end; they count as queued until sent."""
+    def _next_batch(self) -> list[Sequence[Span]]:
+        """Returns traces for one request, or none when it is time to end; they count as queued until sent."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing.is_set())
             self._changed.wait_for(self._is_worth_sending, GATHER_S)
@@ -179,7 +179,7 @@ class SpanExport:
         return b"".join(pieces)
 
     def _deliver(self, body: bytes, num_spans: int) -> int:
-        """Post, and again while that can help; returns how many spans are lost. Closing ends the pauses."""
+        """Posts, and again while that can help; returns how many spans are lost. Closing ends the pauses."""
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:

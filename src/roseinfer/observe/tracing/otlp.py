@@ -1,7 +1,7 @@
-"""Spans into the bytes of an OTLP request; knows no network. The messages are OpenTelemetry's own.
+"""Encodes spans as an OTLP request, in OpenTelemetry's own messages.
 
-The messages are filled here and not by OpenTelemetry's SDK: that makes spans while code runs, and its exporter takes
-addresses and headers from the environment, whatever it is told.
+OpenTelemetry's SDK does not fill them: it makes spans while code runs, and its exporter takes addresses and headers
+from the environment.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _HAS_IS_REMOTE, _IS_REMOTE = (
 
 
 class Encoder:
-    """Makes requests of spans of one process, whose monotonic stamps `clock` places on the calendar."""
+    """Encodes spans of one process, whose monotonic stamps `clock` places on the calendar."""
 
     def __init__(self, resource: Mapping[str, Value], version: str, clock: ClockPair) -> None:
         self._resource = resource_pb2.Resource(attributes=_attributes(resource))
@@ -32,7 +32,7 @@ class Encoder:
         self._offset_ns = clock.unix_ns - clock.monotonic_ns
 
     def encode(self, spans: Iterable[Span]) -> bytes:
-        """An ExportTraceServiceRequest. Several may be joined: to protobuf that is one request with all spans."""
+        """Returns an ExportTraceServiceRequest. Several may be joined: protobuf reads one request with all spans."""
         scope_spans = trace_pb2.ScopeSpans(scope=self._scope, spans=map(self._span, spans))
         resource_spans = trace_pb2.ResourceSpans(resource=self._resource, scope_spans=[scope_spans])
         request = trace_service_pb2.ExportTraceServiceRequest(resource_spans=[resource_spans])
@@ -90,7 +90,7 @@ def _value(value: Value) -> common_pb2.AnyValue:
 
 
 def num_rejected(answer: bytes) -> int:
-    """Spans that the collector says it did not take, in the body of an answer with status 200."""
+    """Returns the spans that a collector says it did not take, in the body of an answer with status 200."""
     try:
         response = trace_service_pb2.ExportTraceServiceResponse.FromString(answer)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""The names that OpenTelemetry gives to attributes, in one place; knows nothing of who sets them.
+"""OpenTelemetry's semantic conventions: the names of the attributes that spans have.
 
 Those of generative AI are in development there and have changed before, so the version is frozen here; a test compares
 each with the constants of the package `opentelemetry-semantic-conventions`. Names that begin `roseinfer.` are ours.

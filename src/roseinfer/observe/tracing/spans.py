@@ -60,7 +60,7 @@ class TraceContext:
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """A child to be."""
+    """A child span to be made."""
 
     name: str
     start_ns: int
@@ -74,7 +74,7 @@ _REQUEST_PARTS = ("receive", "tokenize", "submit", "queue", "prefill", "decode",
 
 
 def request_parts(timeline: RequestTimeline) -> Iterator[Part]:
-    """What a request went through, part after part, without a hole from its first byte to its last write.
+    """Yields what a request went through, part after part, without a hole from its first byte to its last write.
 
     The part in which it ended goes to its end. `write` is from the last token to the last write.
     """
@@ -101,7 +101,7 @@ def request_parts(timeline: RequestTimeline) -> Iterator[Part]:
 def request_spans(
     timeline: RequestTimeline, context: TraceContext, attributes: Mapping[str, Value], new_id: NewId
 ) -> list[Span]:
-    """The span of a request that has ended, and its children. `attributes` are what all requests share."""
+    """Returns the span of a request that has ended, and its children. `attributes` are what all requests share."""
     is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
     operation, model = timeline.operation or "generate", attributes[semconv.GEN_AI_REQUEST_MODEL]
     whole = Span(
@@ -134,12 +134,12 @@ def _children(parent: Span, parts: Iterator[Part] | Sequence[Part], new_id: NewI
 
 
 def _request_attributes(timeline: RequestTimeline) -> dict[str, Value]:
-    """What is known of the request; what is not is left out."""
+    """Returns what is known of the request."""
     gaps = [later - earlier for earlier, later in pairwise(timeline.token_ns)]
     first_token_ns = intervals.time_to_first_token_ns(timeline)
     per_token_ns = intervals.time_per_output_token_ns(timeline)
     reason = timeline.finish_reason
-    told: dict[str, Value | None] = {
+    known: dict[str, Value | None] = {
         semconv.GEN_AI_OPERATION_NAME: timeline.operation or None,
         semconv.GEN_AI_REQUEST_MAX_TOKENS: timeline.max_tokens or None,
         semconv.GEN_AI_REQUEST_TEMPERATURE: timeline.temperature,
@@ -157,7 +157,7 @@ def _request_attributes(timeline: RequestTimeline) -> dict[str, Value]:
         "roseinfer.time_per_output_token_s": None if per_token_ns is None else per_token_ns / NS_PER_S,
         "roseinfer.longest_inter_token_latency_s": max(gaps) / NS_PER_S if gaps else None,
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _preemption_events(timeline: RequestTimeline) -> Iterator[SpanEvent]:
@@ -215,7 +215,7 @@ def step_spans(
 def startup_spans(
     trace_id: int, entered_ns: tuple[int, int, int], stages_s: Mapping[str, float], new_id: NewId
 ) -> list[Span]:
-    """How the server became ready; `entered_ns`: when it began, began to load, and was ready.
+    """Returns the spans of the start-up; `entered_ns`: when the server began, began to load, and was ready.
 
     The engine's stages are laid one after the other from where the loading began.
     """

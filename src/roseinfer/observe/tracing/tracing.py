@@ -47,7 +47,7 @@ class Parent(msgspec.Struct, frozen=True, gc=False):
 
 
 def parse_traceparent(header: str) -> Parent | None:
-    """The parent that the header names; None for a header that is empty or not in the form of the standard."""
+    """Returns the parent that the header names; None if it is empty or not in the form of the standard."""
     found = _TRACEPARENT.fullmatch(header)
     if found is None or found["version"] == "ff" or (found["version"] == "00" and found["rest"]):
         return None
@@ -58,27 +58,27 @@ def parse_traceparent(header: str) -> Parent | None:
 
 
 def hex_of(trace_id: int) -> str:
-    """As headers, logs and exemplars write it."""
+    """Formats a trace id as headers, logs and exemplars have it."""
     return f"{trace_id:032x}"
 
 
 class Sampler:
-    """Gives ids, and decides by chance."""
+    """Gives ids to traces and spans, and decides by chance which traces to keep."""
 
     def __init__(self, ratio: float, numbers: random.Random) -> None:
         self._bound = round(ratio * 2**64)
         self._numbers = numbers
 
     def new_trace_id(self) -> int:
-        """128 random bits, not all of them 0."""
+        """Returns 128 random bits, not all of them 0."""
         return self._numbers.getrandbits(128) or 1
 
     def new_span_id(self) -> int:
-        """64 random bits, not all of them 0."""
+        """Returns 64 random bits, not all of them 0."""
         return self._numbers.getrandbits(64) or 1
 
     def begin(self, timeline: RequestTimeline) -> TraceContext:
-        """The context of a request that has just begun, whose timeline learns its trace id.
+        """Returns the context of a request that has just begun, and writes its trace id into the timeline.
 
         The caller's decision holds, else the low 64 bits of the trace id decide: so all of a trace is decided alike.
         """
@@ -99,10 +99,10 @@ _NUM_STEP_STAMPS = 1 << 16  # steps back to which a token finds the id of its st
 
 
 class SpanSink(Protocol):
-    """Whoever takes spans: the export."""
+    """What takes spans: `SpanExport`."""
 
     def put(self, spans: Sequence[Span]) -> bool:
-        """Take all of them, or none; whether it took them."""
+        """Takes all of them, or none; returns whether it took them."""
 
     def close(self, timeout_s: float) -> None: ...
 
@@ -127,7 +127,7 @@ class Tracing(Observer):
         self._step_interval = config.step_interval
         self._contexts: dict[str, TraceContext] = {}
         self._recent: deque[tuple[StepRecord, Advanced]] = deque(maxlen=_MAX_RECENT_STEPS)
-        self._told_step_ids: deque[int] = deque(maxlen=_MAX_RECENT_STEPS)  # and those to be told once they are known
+        self._exported_step_ids: deque[int] = deque(maxlen=_MAX_RECENT_STEPS)  # or due once known
         self._stamps = array("q", bytes(8 * _NUM_STEP_STAMPS))  # tokens_ns of step i at i modulo the size
         self._last_step_id = 0
         self._entered_ns: dict[LifecycleState, int] = {}
@@ -138,7 +138,7 @@ class Tracing(Observer):
         self._entered_ns.setdefault(state, time.monotonic_ns())
 
     def set_engine_info(self, info: EngineInfo) -> None:
-        """The server has become ready: tell of its start, once."""
+        """Exports the spans of the start-up, once the server is ready."""
         entered_ns = self._entered_ns
         ready_ns = entered_ns.get(LifecycleState.READY, time.monotonic_ns())
         start_ns = entered_ns.get(LifecycleState.STARTING, ready_ns)
@@ -149,7 +149,7 @@ class Tracing(Observer):
         )
 
     def close(self) -> None:
-        """Deliver what was told, as far as the flush timeout allows."""
+        """Delivers spans, as far as the flush timeout allows."""
         self._export.close(FLUSH_TIMEOUT_S)
 
     def on_start(self, timeline: RequestTimeline) -> None:
@@ -160,14 +160,14 @@ class Tracing(Observer):
         self._stamps[step_id % _NUM_STEP_STAMPS] = record.tokens_ns
         self._last_step_id = step_id
         self._recent.append((record, advanced))
-        if step_id in self._told_step_ids:
-            self._tell_step(record, advanced, is_slow=True)
+        if step_id in self._exported_step_ids:
+            self._export_step(record, advanced, is_slow=True)
         elif self._step_interval and step_id % self._step_interval == 0:
-            self._told_step_ids.append(step_id)
-            self._tell_step(record, advanced, is_slow=False)
+            self._exported_step_ids.append(step_id)
+            self._export_step(record, advanced, is_slow=False)
 
     def note_slow_gap(self, gap: Gap, timeline: RequestTimeline) -> None:
-        """The attribution has found a slow gap: the request is kept, and the step that ended the gap is told."""
+        """Keeps the trace of a request with a slow gap, and exports the step that ended the gap."""
         context = self._contexts.get(timeline.request_id)
         if context is None:
             return
@@ -196,23 +196,23 @@ class Tracing(Observer):
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def _is_slow(self, timeline: RequestTimeline) -> bool:
-        """It ended badly, or was late with its first token, streamed or not. Slow gaps were told before."""
+        """Returns whether it ended badly, or was late with its first token; slow gaps came before."""
         firsts_ns = (timeline.write_ns if timeline.is_streamed else timeline.token_ns)[:1]
         is_late = any(first_ns - timeline.recv_ns > self._slow_ttft_ns for first_ns in firsts_ns)
         has_failed = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
         return is_late or has_failed or timeline.error_code == QueueTimeout.code  # also before the engine heard of it
 
     def _note_slow_step(self, step_id: int) -> None:
-        """Tell of the step, once however many gaps it ended; if it is not known yet, when it is."""
-        if step_id in self._told_step_ids:
+        """Exports the step, once however many gaps it ended; if it is not known yet, when it is."""
+        if step_id in self._exported_step_ids:
             return
-        self._told_step_ids.append(step_id)
+        self._exported_step_ids.append(step_id)
         for record, advanced in reversed(self._recent):
             if record.step_id == step_id:
-                self._tell_step(record, advanced, is_slow=True)
+                self._export_step(record, advanced, is_slow=True)
                 return
 
-    def _tell_step(self, record: StepRecord, advanced: Advanced, *, is_slow: bool) -> None:
+    def _export_step(self, record: StepRecord, advanced: Advanced, *, is_slow: bool) -> None:
         contexts = [self._contexts.get(timeline.request_id) for timeline in advanced]
         links = [(context.trace_id, context.span_id) for context in contexts if context is not None]
         trace_id = self._sampler.new_trace_id()
@@ -224,7 +224,7 @@ class Tracing(Observer):
         return self._stamps[step_id % _NUM_STEP_STAMPS]
 
     def _step_id_of(self, tokens_ns: int) -> int | None:
-        """The step whose tokens were known then. Step ids have no holes and their stamps grow, so it is looked up."""
+        """Returns the step whose tokens were known then; step ids have no holes, and their stamps grow."""
         known = range(max(1, self._last_step_id - _NUM_STEP_STAMPS + 1), self._last_step_id + 1)
         index = bisect_left(known, tokens_ns, key=self._stamp_of)
         if index < len(known) and self._stamp_of(known[index]) == tokens_ns:
@@ -233,7 +233,7 @@ class Tracing(Observer):
 
 
 def make_tracing(config: Config, version: str, metrics: Metrics, attribution: Attribution) -> list[Tracing]:
-    """The observer that traces as configured, its thread running; none without an endpoint. Raises ConfigError."""
+    """Returns the observer that traces, its thread running; none without an endpoint. Raises ConfigError."""
     if config.tracing.endpoint is None:
         return []
     try:

@@ -72,9 +72,9 @@ def test_every_limit_is_explained() -> None:
 def queue_of(arrivals: dict[str, int], waiting: dict[str, StartEstimate | None]) -> Flight:
     """Requests that arrived so many ms before now, and those of them that wait."""
     flight = Flight(Config(), "1.2.3")
-    flight.set_engine_info(ENGINE)
+    flight.engine_info = ENGINE
     flight.queue = lambda: QueueReport(waiting, is_order_exact=False)
-    now_ns = flight.recorder.clock_pair.monotonic_ns
+    now_ns = flight.clock_pair.monotonic_ns
     for request_id, before_ms in arrivals.items():
         at_ns = now_ns - before_ms * MS
         timeline = RequestTimeline(request_id=request_id, recv_ns=at_ns, parsed_ns=at_ns, tokenized_ns=at_ns)

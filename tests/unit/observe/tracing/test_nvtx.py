@@ -2,7 +2,7 @@
 
 import pytest
 
-from roseinfer.observe.tracing.nvtx import RANGES, Attributes, make_marker
+from roseinfer.observe.tracing.nvtx import RANGES, make_marker
 from roseinfer.records import PhaseTimes
 from roseinfer.runtime.stopwatch import Phases
 
@@ -28,8 +28,7 @@ class Tape:
         self.num_prepared += 1
         return Prepared(message, category) if self.is_heard else None
 
-    def push_range(self, attributes: Attributes) -> None:
-        assert isinstance(attributes, Prepared)
+    def push_range(self, attributes: Prepared) -> None:
         self.seen.append((attributes.message, attributes.payload))
 
     def pop_range(self) -> None:
