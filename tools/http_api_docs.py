@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
-from roseinfer.server.connection.long_body import FEW_VALUES
+from roseinfer.server.connection.body import FEW_VALUES
 from roseinfer.server.openai.parsing import UNSERVED
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody, ModelBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.server.connection.body import INLINE_BYTES
-from roseinfer.server.connection.long_body import FEW_VALUES
+from roseinfer.server.connection.body import FEW_VALUES, INLINE_BYTES
 from roseinfer.server.openai.schema import ToolCall
 from roseinfer.text.tokenizer import INLINE_CHARS
 from tests.integration.test_http_tools import HERMES

@@ -33,14 +33,14 @@ async def test_long_bodies_are_held_to_the_end_of_their_answers_and_short_ones_d
     async with serving(engine, max_bodies_mib=1) as server:
         first = asyncio.create_task(ask(server, stream=True))
         await engine.received()
-        assert server.service.room.num_bytes > len(LONG)
+        assert server.service.body_budget.num_bytes > len(LONG)
         assert_refused(await ask(server))
         engine.reply = says("a")
         assert (await server.complete()).status == 200
         engine.say("b", FinishReason.LENGTH)
         assert (await first).events[-1] == "[DONE]"
         assert (await ask(server)).status == 200
-        assert server.service.room.num_bytes == 0
+        assert server.service.body_budget.num_bytes == 0
 
 
 async def test_one_that_is_alone_may_be_longer_than_all_together() -> None:
@@ -56,10 +56,10 @@ async def test_a_body_counts_while_it_comes_and_no_longer_than_its_client_is_the
         async with connected(server) as (_, writer):
             piece = LONG.encode()
             writer.write(HEAD + head + b"\r\n" + (b"%x\r\n" % len(piece) if b"chunked" in head else b"") + piece)
-            while server.service.room.num_bytes < len(LONG):  # noqa: ASYNC110  # the server's, without an event
+            while server.service.body_budget.num_bytes < len(LONG):  # noqa: ASYNC110  # the server's, without an event
                 await asyncio.sleep(0.01)
             assert_refused(await ask(server))
-        while server.service.room.num_bytes:  # noqa: ASYNC110  # the same
+        while server.service.body_budget.num_bytes:  # noqa: ASYNC110  # the same
             await asyncio.sleep(0.01)
         assert (await ask(server)).status == 200
 
@@ -72,7 +72,7 @@ async def test_what_was_declared_and_has_not_come_is_not_held() -> None:
         while len(server.engine.opened) < 8:  # noqa: ASYNC110  # their heads have been read
             await asyncio.sleep(0.01)
         assert (await ask(server)).status == 200
-        assert server.service.room.num_bytes == 0
+        assert server.service.body_budget.num_bytes == 0
 
 
 async def test_a_body_that_comes_in_chunks_is_refused_where_the_room_ends() -> None:
@@ -102,7 +102,7 @@ async def test_what_tokenize_may_answer_counts_too() -> None:
         assert_refused(await tokenize(return_token_strs=True))
         engine.say("b", FinishReason.LENGTH)
         await first
-        assert server.service.room.num_bytes == 0
+        assert server.service.body_budget.num_bytes == 0
 
 
 async def detokenize(server: Server, *token_ids: int) -> Answer:
@@ -118,14 +118,14 @@ async def test_what_detokenize_answers_is_held_until_its_client_has_read_it() ->
             head = HEAD.replace(b"/v1/completions", b"/detokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
             writer.write(head + body)
             assert b" 200 " in await reader.readline()
-            assert server.service.room.num_bytes == len(HUGE_TEXT) * num_tokens + len('{"prompt":""}')
+            assert server.service.body_budget.num_bytes == len(HUGE_TEXT) * num_tokens + len('{"prompt":""}')
             assert_refused(await detokenize(server, HUGE, HUGE))
             assert (await detokenize(server, *b"short")).json == {"prompt": "short"}
             writer.transport.abort()
-        while server.service.room.num_bytes:  # noqa: ASYNC110  # the server's, without an event
+        while server.service.body_budget.num_bytes:  # noqa: ASYNC110  # the server's, without an event
             await asyncio.sleep(0.01)
         assert (await detokenize(server, HUGE, HUGE)).json == {"prompt": HUGE_TEXT * 2}
-        assert server.service.room.num_bytes == 0
+        assert server.service.body_budget.num_bytes == 0
 
 
 @pytest.fixture

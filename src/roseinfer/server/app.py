@@ -52,7 +52,7 @@ def _application(service: Service, routes: list[web.RouteDef]) -> web.Applicatio
     app = web.Application(
         middlewares=[
             middleware.identify,
-            middleware.make_room,
+            middleware.release_body,
             middleware.open_exchange,
             middleware.answer_errors,
             middleware.refuse_odd_heads,

@@ -21,7 +21,7 @@ from roseinfer.errors import (
 )
 from roseinfer.records import LifecycleState
 from roseinfer.server.connection.api_keys import Caller
-from roseinfer.server.connection.body_budget import PLACE, Place
+from roseinfer.server.connection.body_budget import HELD_BYTES, HeldBytes
 from roseinfer.server.exchange import EXCHANGE, is_for_tokens
 from roseinfer.server.openai import event_stream as sse
 from roseinfer.server.openai.schema_answers import error_body, server_timing
@@ -95,13 +95,13 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 @web.middleware
-async def make_room(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What a long body holds is free when its request has its answer."""
-    place = request[PLACE] = Place(request.app[SERVICE].room)
+async def release_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Release what a long body holds when its request has its answer."""
+    held = request[HELD_BYTES] = HeldBytes(request.app[SERVICE].body_budget)
     try:
         return await handler(request)
     finally:
-        place.leave()
+        held.release()
 
 
 @web.middleware

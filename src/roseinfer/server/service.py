@@ -15,8 +15,7 @@ from roseinfer.errors import EngineDead, InvalidRequest, NotReady, Overloaded, R
 from roseinfer.messages import MOST_URGENT, Request
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.connection.api_keys import ApiKeys, Caller
-from roseinfer.server.connection.body_budget import Room
-from roseinfer.server.connection.long_work import LongWork
+from roseinfer.server.connection.body_budget import BodyBudget, LongWork
 from roseinfer.server.exchange import Exchange
 from roseinfer.server.instruments import Ledger
 from roseinfer.text.grammar.checker import GrammarChecker
@@ -76,7 +75,7 @@ class Service:
         self.has_been_ready = False
         self.observer = observer
         self.long_bodies = LongWork("body")  # decoding keeps the GIL, so of long bodies one is decoded at a time
-        self.room = Room(self.config.max_bodies_mib << 20)
+        self.body_budget = BodyBudget(self.config.max_bodies_mib << 20)
         self._ledger = ledger
         self._text_model: TextModel | None = None
         self._exchanges: dict[str, Exchange] = {}

@@ -1,27 +1,40 @@
-"""Turns the bytes of an HTTP request into a validated body. Knows no endpoint."""
+"""Reads the body of a request within its limits of bytes, time and values, and parses it into its struct.
+
+Decoding and checking a value takes some tens of nanoseconds, in which no other thread of the process runs: a body of
+two megabytes can hold a million, and would hold up every stream and probe for a tenth of a second. So the values of a
+long body are counted first, which takes a few milliseconds in steps, and more than the model's context needs are
+refused.
+"""
 
 import asyncio
 import time
+from collections.abc import Iterable
 
+import msgspec
 from aiohttp import web
 
-from roseinfer.errors import BodyTimeout, BodyTooLarge, InvalidRequest, MalformedRequest, NotJSON, UnknownModel
-from roseinfer.server.connection.body_budget import PLACE
-from roseinfer.server.connection.long_body import check_num_values, check_num_values_within
+from roseinfer.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    InvalidRequest,
+    MalformedRequest,
+    NotJSON,
+    PromptTooLong,
+    RequestError,
+    UnknownModel,
+)
+from roseinfer.server.connection.body_budget import HELD_BYTES
 from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.openai.parsing import BodyT, parse_body
 from roseinfer.server.openai.schema import GenerationBody
 from roseinfer.server.service import SERVICE
 
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
+FEW_VALUES = 1 << 16  # beside those of prompts as long as the context: 64 prompts of a thousand token ids
 
 
 async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
-    """Step 2.
-
-    Raises NotJSON, BodyTooLarge, BodyTimeout, MalformedRequest, InvalidRequest, PromptTooLong, UnknownModel or
-    Overloaded.
-    """
+    """Step 2: the validated body. Raises RequestError, UnknownModel or Overloaded."""
     service = request.app[SERVICE]
     _check_media_type(request)
     raw = await read_bytes(request, service.config.max_body_bytes, service.config.body_timeout_s)
@@ -30,9 +43,8 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     else:
         body = await service.long_bodies.do(_parse_long, raw, body_type, service.client.info.max_model_len)
     if body.model not in {None, service.model_name}:
-        raise UnknownModel(
-            f"The model `{body.model}` does not exist here; this is {service.model_name}.", param="model"
-        )
+        message = f"The model `{body.model}` does not exist here; this is {service.model_name}."
+        raise UnknownModel(message, param="model")
     if (exchange := request.get(EXCHANGE)) is not None:
         exchange.timelines[0].parsed_ns = time.monotonic_ns()
         assert isinstance(body, GenerationBody), "an exchange is about tokens"
@@ -44,7 +56,7 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
 
 
 async def refuse_body(request: web.Request) -> None:
-    """For a path that takes none. Raises InvalidRequest for a single byte of it, or BodyTimeout."""
+    """For a path that takes no body. Raises InvalidRequest at its first byte, or BodyTimeout."""
     if not request.body_exists:
         return
     try:
@@ -53,25 +65,10 @@ async def refuse_body(request: web.Request) -> None:
         raise InvalidRequest(f"{request.method} {request.path} takes no body.", param="body") from None
 
 
-def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
-    check_num_values(raw, max_model_len)
-    body = parse_body(raw, body_type)
-    check_num_values_within(body.json_texts(), max_model_len)
-    return body
-
-
-def _check_media_type(request: web.Request) -> None:
-    if request.content_type != "application/json":
-        raise NotJSON("The body must be JSON, with the header Content-Type: application/json.")
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.lower() != "identity":
-        raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
-
-
 async def read_bytes(request: web.Request, limit: int, timeout_s: float, param: str | None = None) -> bytearray:
-    """A body as it came, which holds its room. Raises BodyTooLarge, BodyTimeout, MalformedRequest or Overloaded.
+    """The bytes of a body, which count as held. Raises BodyTooLarge, BodyTimeout, MalformedRequest or Overloaded.
 
-    `param` is what the body is called, where all of it is one thing.
+    `param` names the body in an error, where all of it is one thing.
     """
 
     def too_large() -> BodyTooLarge:  # made where it is raised: in a variable it would keep this frame
@@ -86,7 +83,8 @@ async def read_bytes(request: web.Request, limit: int, timeout_s: float, param: 
                 raw += piece
                 if len(raw) > limit:
                     raise too_large()
-                _hold(request, len(raw))
+                if len(raw) > INLINE_BYTES:  # the number of connections bounds short ones
+                    request[HELD_BYTES].hold(len(raw))
     except TimeoutError:
         raise BodyTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
     except web.RequestPayloadError:
@@ -94,7 +92,66 @@ async def read_bytes(request: web.Request, limit: int, timeout_s: float, param: 
     return raw
 
 
-def _hold(request: web.Request, num_bytes: int) -> None:
-    """Short bodies are bounded by the number of connections."""
-    if num_bytes > INLINE_BYTES:
-        request[PLACE].hold(num_bytes)
+def _check_media_type(request: web.Request) -> None:
+    if request.content_type != "application/json":
+        raise NotJSON("The body must be JSON, with the header Content-Type: application/json.")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
+
+
+def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
+    check_num_values(raw, max_model_len)
+    body = parse_body(raw, body_type)
+    check_num_values_within(body.json_texts(), max_model_len)
+    return body
+
+
+def check_num_values(raw: bytes | bytearray, max_model_len: int) -> None:
+    """Raise PromptTooLong or InvalidRequest where a body holds more values than FEW_VALUES and two contexts."""
+    limit = FEW_VALUES + 2 * max_model_len
+    if _num_separators(raw) > limit and _num_values(raw, limit) > limit:
+        raise _too_many_values(raw, limit, max_model_len)
+
+
+def check_num_values_within(texts: Iterable[tuple[str, str]], max_model_len: int) -> None:
+    """Raise InvalidRequest where the JSON texts in a body, each behind its name, hold as many values together.
+
+    They cannot be counted before the body is decoded: there a bracket may be written as six characters.
+    """
+    limit = FEW_VALUES + 2 * max_model_len
+    raws = {name: text.encode(errors="surrogatepass") for name, text in texts}
+    if sum(map(_num_separators, raws.values())) <= limit:
+        return
+    if sum(_num_values(raw, limit) for raw in raws.values()) > limit:
+        name = max(raws, key=lambda name: len(raws[name]))
+        message = f"`{name}` is too long: all the JSON in the texts of a body holds at most {limit} values."
+        raise InvalidRequest(message, param=name)
+
+
+def _num_separators(json: bytes | bytearray) -> int:
+    """At least the number of values in it, less one, if it is JSON: each but the first follows one of these."""
+    return json.count(b",") + json.count(b"[") + json.count(b"{")
+
+
+def _num_values(raw: bytes | bytearray, limit: int) -> int:
+    """The number of separators outside of texts; any number above the limit stands for more."""
+    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quotation mark begins or ends a text
+    if bare.count(b'"') > 4 * limit:  # each value has a text for a name at most, and may be one
+        return limit + 1
+    return _num_separators(b"".join(bare.split(b'"')[::2]))
+
+
+def _too_many_values(raw: bytes | bytearray, limit: int, max_model_len: int) -> RequestError:
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return InvalidRequest("The body must be a JSON object.")
+    except (ValueError, RecursionError):
+        return InvalidRequest("The body is not valid JSON, or nested too deeply.")
+    name = max(fields, key=lambda name: len(memoryview(fields[name])))
+    head = bytes(memoryview(fields[name])[:64]).translate(None, b" \t\r\n")
+    if name == "prompt" and head[1:2].isdigit():
+        message = f"This model's context is {max_model_len} tokens; those of `prompt` do not fit."
+        return PromptTooLong(message, param=name)
+    return InvalidRequest(f"`{name}` is too long: a body holds at most {limit} values.", param=name)

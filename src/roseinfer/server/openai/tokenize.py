@@ -12,7 +12,7 @@ from msgspec import Meta
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import TokenId
 from roseinfer.server.connection.body import INLINE_BYTES, read_body
-from roseinfer.server.connection.body_budget import PLACE
+from roseinfer.server.connection.body_budget import HELD_BYTES
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
 from roseinfer.server.openai.schema import Message, ModelBody, earlier_arguments
 from roseinfer.server.service import SERVICE, TextModel
@@ -74,7 +74,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     text = await _text(body, text_model)
     if len(text) > INLINE_CHARS:
         num_bytes = len(text) * (1 if text.isascii() else 4)
-        request[PLACE].hold(num_bytes * (ID_BYTES + (SPELLING_BYTES if body.return_token_strs else 0)))
+        request[HELD_BYTES].hold(num_bytes * (ID_BYTES + (SPELLING_BYTES if body.return_token_strs else 0)))
     add_special_tokens = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
     work = (text_model.tokenizer, text, add_special_tokens, max_model_len, body.return_token_strs)
     return await _tell(request, await text_model.tokenizer.for_text(len(text), _tokenized, *work))
@@ -123,7 +123,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     """The text that token ids stand for, special tokens spelled out. Raises InvalidRequest or Overloaded."""
     content = await _detokenized(request)
     if len(content) > INLINE_BYTES:  # shorter answers are bounded by the number of connections, as shorter bodies are
-        request[PLACE].hold(len(content))
+        request[HELD_BYTES].hold(len(content))
     return await _tell(request, content)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from roseinfer.server.connection import long_work
-from roseinfer.server.connection.long_work import LongWork
+from roseinfer.server.connection import body_budget
+from roseinfer.server.connection.body_budget import LongWork
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(long_work, "time", clock)
+    monkeypatch.setattr(body_budget, "time", clock)
     monkeypatch.setattr(asyncio, "sleep", clock.rest)
     return clock
 

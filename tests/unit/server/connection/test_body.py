@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest, PromptTooLong, RequestError
-from roseinfer.server.connection import long_body
-from roseinfer.server.connection.long_body import FEW_VALUES, check_num_values, check_num_values_within
+from roseinfer.server.connection.body import FEW_VALUES, _num_values, check_num_values, check_num_values_within
 
 CONTEXT = 100
 MANY = FEW_VALUES + 2 * CONTEXT + 1
@@ -96,7 +95,7 @@ def num_values(value: Any) -> int:
 def test_the_count_is_of_separators_outside_texts(value: Any, is_ascii: bool) -> None:
     """Each value but the first follows one, unless it is the first in an object or a list, which is one itself."""
     raw = json.dumps(value, ensure_ascii=is_ascii).encode(errors="surrogatepass")
-    assert long_body._num_values(raw, 1000) == separators(value)
+    assert _num_values(raw, 1000) == separators(value)
     assert num_values(value) - 1 <= separators(value) <= 2 * num_values(value)
 
 
