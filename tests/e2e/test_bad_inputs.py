@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.bad_inputs import BASE, Case, cases
 from tests.e2e.server import Server
-from tests.integration.test_http_guard import ODD_HEADS
+from tests.integration.test_http_connections import ODD_HEADS
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ import pytest
 
 from roseinfer.records import FinishReason
 from tests.integration.live_server import closed
-from tests.integration.test_http_guard import BODY, HEAD, connected
+from tests.integration.test_http_connections import BODY, HEAD, connected
 from tests.integration.test_http_idle import NEVER_S, answer_to
 from tests.unit.server.harness import ScriptedEngine, Server, serving
 

@@ -10,7 +10,7 @@ import pytest
 
 from roseinfer.records import FinishReason
 from tests.integration.live_server import closed
-from tests.integration.test_http_guard import BODY, HEAD, connected
+from tests.integration.test_http_connections import BODY, HEAD, connected
 from tests.unit.server.harness import ScriptedEngine, serving
 
 PROBE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"

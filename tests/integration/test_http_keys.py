@@ -139,7 +139,7 @@ async def test_a_file_that_changes_behind_its_reading_breaks_no_handshake(tmp_pa
     read = pair.read()
     write_certificate(tmp_path, "new")
     (tmp_path / "tls.key").write_text("half of a")
-    pair.take(read)
+    pair.replace(read)
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=pair.context)
     async with server:
         _, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), ssl=trust)

@@ -18,7 +18,7 @@ from roseinfer.records import EngineTimes, FinishReason, RequestTimeline
 from roseinfer.server.app import build_ops_app, build_runner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.ops import debug, profile
-from tests.integration.test_http_guard import HEAD, connected
+from tests.integration.test_http_connections import HEAD, connected
 from tests.unit.observe.facts import Page, make_metrics
 from tests.unit.observe.flights import make_flight
 from tests.unit.server.harness import ScriptedEngine, Server, metrics_handler, says, serving

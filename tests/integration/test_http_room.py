@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from roseinfer.records import FinishReason
-from tests.integration.test_http_guard import connected
+from tests.integration.test_http_connections import connected
 from tests.unit.server.harness import HUGE, HUGE_TEXT, Answer, ScriptedEngine, Server, says, serving
 
 LONG = "x" * 700_000

@@ -13,7 +13,7 @@ from roseinfer.messages import TokenOutput
 from roseinfer.records import Delivery
 from roseinfer.server.connection.connection import HIGH_WATER_BYTES, Connection
 from roseinfer.server.connection.tls import Certificate
-from tests.integration.test_http_guard import HEAD
+from tests.integration.test_http_connections import HEAD
 from tests.integration.test_http_keys import write_certificate
 from tests.unit.server.harness import HUGE, HUGE_TEXT, ScriptedEngine, Server, serving
 

@@ -4,7 +4,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.server import middleware
-from roseinfer.server.connection.listener import GuardedRunner
+from roseinfer.server.connection.listener import Listener
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.openai import chat, completions, openapi, tokenize
 from roseinfer.server.ops import debug_guard, debug_question, probes
@@ -65,7 +65,7 @@ def _application(service: Service, routes: list[web.RouteDef]) -> web.Applicatio
     return app
 
 
-def build_runner(app: web.Application, shutdown_timeout_s: float) -> GuardedRunner:
-    """The application as it meets the network."""
+def build_runner(app: web.Application, shutdown_timeout_s: float) -> Listener:
+    """The application with its listener."""
     service = app[SERVICE]
-    return GuardedRunner(app, service.config, service.observer.on_refusal, shutdown_timeout_s)
+    return Listener(app, service.config, service.observer.on_refusal, shutdown_timeout_s)

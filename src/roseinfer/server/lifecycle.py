@@ -67,9 +67,9 @@ async def run(
         try:
             async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:
                 if keys is not None and keys.path is not None:
-                    tasks.spawn(keys.files.watch(keys.read, keys.take, WATCH_INTERVAL_S))
+                    tasks.spawn(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
                 if certificate is not None:
-                    tasks.spawn(certificate.files.watch(certificate.read, certificate.take, WATCH_INTERVAL_S))
+                    tasks.spawn(certificate.files.watch(certificate.read, certificate.replace, WATCH_INTERVAL_S))
                 exit_code = await _serve(service, load_text, signals, lambda: on_ready(url), Restarts(config.engine))
         finally:
             await _close(service)

@@ -27,9 +27,8 @@ from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgres
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
 from roseinfer.server.app import build_app, build_runner
-from roseinfer.server.connection import connection
+from roseinfer.server.connection import connection, listener
 from roseinfer.server.connection.api_keys import ApiKeys
-from roseinfer.server.connection.listener import GuardedRunner
 from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service, TextModel
 from roseinfer.text.templates import ChatTemplate
@@ -305,7 +304,7 @@ class Server:
     service: Service
     url: str
     session: aiohttp.ClientSession
-    runner: GuardedRunner
+    runner: listener.Listener
     listener: Listener = field(default_factory=Listener)
 
     @property

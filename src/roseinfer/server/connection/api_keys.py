@@ -42,8 +42,8 @@ class ApiKeys:
         keys = [*self._fixed, *(read_keys(self.path) if self.path else ())]
         return [(key.name, key.digest) for key in keys]
 
-    def take(self, digests: Digests) -> None:
-        """From now on these are good, and no others."""
+    def replace(self, digests: Digests) -> None:
+        """Accept these keys from now on, and no others."""
         self._digests = digests
 
     def caller(self, authorization: str) -> Caller | None:

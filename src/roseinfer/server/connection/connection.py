@@ -1,16 +1,16 @@
-"""Turns sockets into connections that are bounded: in number, and in how long they may take. Knows no routes.
+"""Bounds the number of connections to a port, and the time that each may take for a head, a rest or an answer.
 
-aiohttp bounds the lines of a head but has no deadline for a head, for a reader that stalls, or for the number of
-sockets. `Connection` is aiohttp's own protocol with the moments noted at which something was last owed by the client;
-`Guard` looks at all of them a few times in the shortest deadline and drops those that are late. The deadline of a body
-is `body.py`'s, because an answer is still possible there.
+aiohttp bounds the lines of a head, and has no deadline for a head or for a reader that stalls and no cap on the number
+of sockets. `Connection` is aiohttp's own protocol, which also notes since when its client owes something; `Connections`
+looks at all of them a few times in the shortest deadline and drops those that are late. The deadline of a body is in
+`body.py`, because an answer is still possible there.
 """
 
 import asyncio
 import contextlib
 import logging
 import resource
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from itertools import islice
 from typing import Any
@@ -33,8 +33,8 @@ SPARE_DESCRIPTORS = 64  # of the process's own files
 HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
 _CHECKS_IN_A_DEADLINE = 4
 LONGEST_CHECK_S = 1.0
-# aiohttp's words: it has no class for this. Where a later version says it otherwise, the answer to too many headers
-# becomes a 400, which tests/integration/test_http_guard.py notices.
+# aiohttp's words, as of 3.14.5: it has no class for this. If a later version says it otherwise, the answer to too many
+# headers becomes a 400, which tests/integration/test_http_connections.py notices.
 _TOO_MANY_HEADERS = "Too many headers received"
 
 _log = logging.getLogger(__name__)
@@ -51,24 +51,33 @@ def require_compiled_parser() -> None:
 class Connection(web.RequestHandler):
     """One socket, with what its client owes and since when: a head, the next request, or the reading of an answer."""
 
-    def __init__(self, guard: "Guard", server: web.Server, **options: Any) -> None:
+    def __init__(self, connections: "Connections", server: web.Server, **options: Any) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, **options)
         self.peer = ""
-        self._guard = guard
+        self._connections = connections
+        self._now = loop.time
         self._socket: asyncio.Transport | None = None  # without the TLS that it may carry
         self._head_since: float | None = loop.time()  # None: none has begun
         self._idle_since = loop.time()
-        self._is_answering = False  # while it is, a client may send the next head as slowly as it likes
+        self._is_answering = False  # meanwhile a client may send the next head as slowly as it likes
         self._arriving: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head is complete
         self._begun: StreamReader = EMPTY_PAYLOAD  # the body of the last request that was begun
         self._full_since: float | None = None  # when its write buffer became full, if it still is
 
+    @property
+    def _queue(self) -> "deque[tuple[Any, StreamReader]]":
+        """The requests and errors that aiohttp has parsed and not begun, with their bodies.
+
+        Not public in aiohttp; checked with 3.14.5. The only other such name is in `listener.py:Listener`.
+        """
+        return self._messages
+
     def enter(self, transport: asyncio.Transport) -> bool:
-        """Take a place among the connections; where there is none, the socket is closed."""
+        """Count among the connections; at the cap the socket is closed instead."""
         address = transport.get_extra_info("peername")
         self.peer = str(address[0]) if isinstance(address, tuple) else ""
-        if not self._guard.enter(self):
+        if not self._connections.enter(self):
             transport.abort()
             return False
         self._socket = transport
@@ -77,11 +86,11 @@ class Connection(web.RequestHandler):
     def leave(self) -> None:
         if self._socket is not None:
             self._socket = None
-            self._guard.leave(self)
+            self._connections.leave(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        if self._socket is not None or self.enter(transport):  # behind a handshake it has its place
+        if self._socket is not None or self.enter(transport):  # it counts since its TLS handshake
             super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -90,26 +99,26 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         if data and self._head_since is None and self._arriving.is_eof():  # else it is the rest of a body
-            self._head_since = self._loop.time()
-        num_queued = len(self._messages)
+            self._head_since = self._now()
+        num_queued = len(self._queue)
         super().data_received(data)
-        for message, content in [*islice(self._messages, num_queued, None)]:
+        for message, content in [*islice(self._queue, num_queued, None)]:
             if isinstance(message, RawRequestMessage):
                 self._arriving = content
             elif not self._arriving.is_eof():
                 self._break_body()
 
     def _break_body(self) -> None:
-        """An error was queued behind the request whose body it is in, which aiohttp leaves waiting for the rest."""
-        self._messages.pop()  # with it one request would have two answers
+        """End a body with an error in it: aiohttp queues the error as a request, and waits for the rest of the body."""
+        self._queue.pop()  # with it one request would have two answers
         if self._arriving is not self._begun or self._is_answering:  # else aiohttp only throws the rest of it away
             self._arriving.set_exception(web.RequestPayloadError())
         self._arriving.feed_eof()
-        if not self._messages:
+        if not self._queue:
             self.close()  # behind the answer
 
     def pause_writing(self) -> None:
-        self._full_since = self._loop.time()
+        self._full_since = self._now()
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -118,24 +127,24 @@ class Connection(web.RequestHandler):
         super().resume_writing()
 
     def begin(self, content: StreamReader) -> None:
-        """The head of a request is complete; its body may be on its way, also behind an answer that refuses it."""
+        """Note that a head is complete; its body may be on its way, also behind an answer that refuses it."""
         self._begun, self._head_since, self._is_answering = content, None, True
         if content.exception() is not None:
             self.close()  # behind the answer
 
     def end(self) -> None:
-        """The request has its answer, or never will."""
+        """Note that a request has its answer, or will have none."""
         self._is_answering = False
         self._wait_anew()
 
     def _wait_anew(self) -> None:
-        """From now on the client owes the next request, or the rest of its head where that has begun."""
-        self._idle_since = self._loop.time()
+        """Count from now the time for the next request, or for the rest of its head."""
+        self._idle_since = self._now()
         if self._head_since is not None:
             self._head_since = self._idle_since
 
     def lateness(self, now: float, config: ServerConfig) -> str | None:
-        """What is overdue at a moment of the loop's clock, if anything is."""
+        """What is overdue at the time `now` of the loop, or None."""
         if self._full_since is not None:
             return "the reading of an answer" if now - self._full_since > config.write_timeout_s else None
         if self._is_answering:
@@ -146,25 +155,25 @@ class Connection(web.RequestHandler):
 
     @property
     def num_unsent_bytes(self) -> int:
-        """What was written and the system has not taken: of TLS what waits for the socket's buffer, and that."""
+        """What was written and the system has not taken, in the buffers of TLS too."""
         if self._socket is None or self.transport is None:
             return 0
         num_bytes = self._socket.get_write_buffer_size()
         return num_bytes if self.transport is self._socket else num_bytes + self.transport.get_write_buffer_size()
 
     def drop(self) -> None:
-        """Close without waiting for what is still unread."""
+        """Close without waiting for what the client has not read."""
         if self._socket is not None:
             self._socket.abort()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP, in the form of every other error; aiohttp's own would be plain text."""
+        """Answer what is no HTTP in the form of every other error; aiohttp's own answer is plain text."""
         if request.writer.output_size > 0:
             raise ConnectionError("An answer is already on its way.")
         error: RoseinferError
-        if status >= 500:  # the middlewares let nothing through: this is a mistake of ours
+        if status >= 500:  # the middlewares let nothing through: this is a bug
             _log.error("unexpected error outside a handler", exc_info=exc)
             error = RoseinferError("Something went wrong inside the server.")
         elif isinstance(exc, LineTooLong):
@@ -176,20 +185,20 @@ class Connection(web.RequestHandler):
         return self.refuse(request, error)
 
     def refuse(self, request: web.BaseRequest, error: RoseinferError) -> web.Response:
-        """The answer to a head that no handler gets, with an id as every answer has one."""
+        """Answer a head that no handler gets; every answer has an id."""
         request_id = request_id_of(request)
         facts = {"request_id": request_id, "peer": self.peer, "reason": error.message}
         _log.info("answered without a handler", extra=facts)
-        self._guard.on_refusal(error.told_code)
+        self._connections.on_refusal(error.told_code)
         response = error_response(error, {"X-Request-Id": request_id})
         response.force_close()
         return response
 
 
 def is_behind(request: web.Request, num_bytes: int = 0) -> bool:
-    """The client, or the network, has not taken all that was written; a write, of so many bytes, may wait for it.
+    """Whether the client has not read all that was written, so that a write of `num_bytes` may wait for it.
 
-    That writing is paused says less: a write that waited returns when it is paused no longer.
+    aiohttp's own `writing_paused` is false again when a write that waited returns.
     """
     connection = request.protocol
     assert isinstance(connection, Connection)
@@ -197,15 +206,15 @@ def is_behind(request: web.Request, num_bytes: int = 0) -> bool:
 
 
 def _first_line(text: str) -> str:
-    """What aiohttp says of a head, without the piece of it that it quotes."""
+    """Aiohttp's message about a head, without the piece of it that it quotes."""
     return text.partition("\n")[0].rstrip(" :.") or "malformed"
 
 
-class Guard:
-    """All the connections of one port."""
+class Connections:
+    """All connections of one port, which are capped and watched."""
 
     def __init__(self, config: ServerConfig, on_refusal: Callable[[str], None]) -> None:
-        """`on_refusal` is told the code of each answer to a head that no handler gets."""
+        """`on_refusal` gets the code of each answer to a head that no handler gets."""
         self._config = config
         self.on_refusal = on_refusal
         self.handshake_timeout_s = HEAD_TIMEOUT_S  # it is part of the head
@@ -221,7 +230,7 @@ class Guard:
         return len(self._connections)
 
     def enter(self, connection: Connection) -> bool:
-        """Whether there is room for one more, in all and from its address."""
+        """Count one more, unless there are too many in all or from its address; says whether it counts."""
         if (
             len(self._connections) >= self.max_connections
             or self._by_peer[connection.peer] >= self._max_connections_of_peer
@@ -239,13 +248,13 @@ class Guard:
             del self._by_peer[connection.peer]
 
     async def watching(self, _app: web.Application) -> AsyncIterator[None]:
-        """For `Application.cleanup_ctx`: watch for as long as the application runs."""
+        """Watch for as long as the application runs; for `Application.cleanup_ctx`."""
         task = asyncio.create_task(self._watch())
         yield
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        for connection in [*self._connections]:  # handshakes, of which aiohttp does not know
+        for connection in [*self._connections]:  # those in a handshake, which aiohttp does not have
             connection.drop()
 
     async def _watch(self) -> None:
@@ -266,6 +275,6 @@ class Guard:
 
 
 def _spare_descriptors() -> int:
-    """How many sockets the process may open beside what it needs itself."""
+    """How many sockets the process may open beside its own files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_DESCRIPTORS)

@@ -1,7 +1,7 @@
-"""Turns an application into a port that listens, whose connections are guarded. Knows no routes.
+"""Listens at a port for an application, with bounded connections, over TLS where there is a certificate.
 
-asyncio tells a protocol of a connection with TLS when its handshake is over; with `Handshake` it counts, and its
-deadline runs, from when it was accepted.
+asyncio makes the protocol of a TLS connection when its handshake is over. `Handshake` lets it count, and its deadline
+run, from when it is accepted.
 """
 
 import asyncio
@@ -14,7 +14,13 @@ from aiohttp import web
 
 from roseinfer.config.tree import ServerConfig
 from roseinfer.errors import UnmetExpectation
-from roseinfer.server.connection.connection import LONGEST_CHECK_S, MAX_HEADERS, MAX_LINE_BYTES, Connection, Guard
+from roseinfer.server.connection.connection import (
+    LONGEST_CHECK_S,
+    MAX_HEADERS,
+    MAX_LINE_BYTES,
+    Connection,
+    Connections,
+)
 from roseinfer.server.connection.tls import Certificate
 
 LINGER_S = 5.0  # for the rest of a body that was refused: closing at once would take the answer away with it
@@ -23,7 +29,7 @@ Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Handshake(asyncio.Protocol):
-    """A socket that is to speak TLS, in the place of its connection until it does."""
+    """A socket whose TLS handshake is not over; its connection takes over then."""
 
     def __init__(self, connection: Connection, context: ssl.SSLContext, timeout_s: float) -> None:
         self._connection = connection
@@ -35,11 +41,11 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         if self._connection.enter(transport):
-            transport.pause_reading()  # until there is somebody to understand it
+            transport.pause_reading()  # until TLS reads it
             self._shaking = asyncio.get_running_loop().create_task(self._shake(transport))
 
     def connection_lost(self, _: BaseException | None) -> None:
-        """Before the handshake began; `start_tls` would wait for it all the same."""
+        """The client left before the handshake, which `start_tls` would wait for all the same."""
         self._connection.leave()
         if self._shaking is not None:
             self._shaking.cancel()
@@ -64,24 +70,67 @@ class Handshake(asyncio.Protocol):
             connection.data_received(self._early)
 
 
-class GuardedServer(web.Server):
-    """aiohttp's factory of protocols, making guarded ones."""
+class ConnectionServer(web.Server):
+    """aiohttp's factory of protocols, making bounded connections."""
 
-    def __init__(self, guard: Guard, handle: Handle, options: dict[str, Any], **server_options: Any) -> None:
+    def __init__(self, connections: Connections, handle: Handle, options: dict[str, Any], **server_options: Any):
         super().__init__(_answering(handle), **server_options)
-        self._guard = guard
+        self._open = connections
         self._options = options
 
-    def connection(self) -> Connection:
-        """For one more socket."""
-        return Connection(self._guard, self, **self._options)
+    def __call__(self) -> Connection:
+        return Connection(self._open, self, **self._options)
 
-    def __call__(self) -> web.RequestHandler:
-        return self.connection()
+
+class Listener(web.AppRunner):
+    """An application, and the ports at which it listens."""
+
+    def __init__(
+        self, app: web.Application, config: ServerConfig, on_refusal: Callable[[str], None], shutdown_timeout_s: float
+    ) -> None:
+        super().__init__(app, shutdown_timeout=shutdown_timeout_s)
+        self.connections = Connections(config, on_refusal)
+        app.cleanup_ctx.append(self.connections.watching)
+        self._options: dict[str, Any] = {
+            "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that
+            "access_log": None,  # ours carries the request id
+            "keepalive_timeout": config.idle_timeout_s + LONGEST_CHECK_S,  # ours, unless we are late
+            "lingering_time": LINGER_S,
+            "max_line_size": MAX_LINE_BYTES,
+            "max_field_size": MAX_LINE_BYTES,
+            "max_headers": MAX_HEADERS,
+        }
+
+    async def _make_server(self) -> web.Server:
+        """Called by `setup`. Not public in aiohttp; checked with 3.14.5."""
+        server = await super()._make_server()
+        return ConnectionServer(
+            self.connections,
+            server.request_handler,
+            self._options,
+            request_factory=server.request_factory,
+            handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
+        )
+
+    async def listen(self, host: str, port: int, certificate: Certificate | None) -> asyncio.Server:
+        """Accept connections from now on, by TLS with a certificate. Raises OSError or UnicodeError.
+
+        The caller closes what it returns.
+        """
+        server = self.server
+        assert isinstance(server, ConnectionServer), "listen before setup"
+
+        def accept() -> asyncio.Protocol:
+            connection = server()
+            if certificate is None:
+                return connection
+            return Handshake(connection, certificate.context, self.connections.handshake_timeout_s)
+
+        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=128)
 
 
 def _answering(handle: Handle) -> Handle:
-    """The handler, with its connection told of begin and end.
+    """The handler, between the calls that let its connection note the beginning and the end of a request.
 
     The header Expect is judged here because aiohttp does so before any middleware, and fails at one that is no UTF-8.
     """
@@ -95,55 +144,9 @@ def _answering(handle: Handle) -> Handle:
                 return connection.refuse(request, UnmetExpectation("No such expectation can be met.", param="Expect"))
             response = await handle(request)
             if request.content.exception() is not None:
-                response.force_close()  # nobody can tell where the next request would begin
+                response.force_close()  # where the next request begins is not known
             return response
         finally:
             connection.end()
 
     return answer
-
-
-class GuardedRunner(web.AppRunner):
-    """An application behind a guard."""
-
-    def __init__(
-        self, app: web.Application, config: ServerConfig, on_refusal: Callable[[str], None], shutdown_timeout_s: float
-    ) -> None:
-        super().__init__(app, shutdown_timeout=shutdown_timeout_s)
-        self.guard = Guard(config, on_refusal)
-        app.cleanup_ctx.append(self.guard.watching)
-        self._options: dict[str, Any] = {
-            "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that
-            "access_log": None,  # ours carries the request id
-            "keepalive_timeout": config.idle_timeout_s + LONGEST_CHECK_S,  # ours, unless we are late
-            "lingering_time": LINGER_S,
-            "max_line_size": MAX_LINE_BYTES,
-            "max_field_size": MAX_LINE_BYTES,
-            "max_headers": MAX_HEADERS,
-        }
-
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        return GuardedServer(
-            self.guard,
-            server.request_handler,
-            self._options,
-            request_factory=server.request_factory,
-            handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
-        )
-
-    async def listen(self, host: str, port: int, certificate: Certificate | None) -> asyncio.Server:
-        """Accept connections from now on, with a certificate those that speak TLS. Raises OSError or UnicodeError.
-
-        Whoever calls it closes it.
-        """
-        server = self.server
-        assert isinstance(server, GuardedServer), "listen before setup"
-
-        def accept() -> asyncio.Protocol:
-            connection = server.connection()
-            if certificate is None:
-                return connection
-            return Handshake(connection, certificate.context, self.guard.handshake_timeout_s)
-
-        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=128)

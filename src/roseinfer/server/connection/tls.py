@@ -1,4 +1,4 @@
-"""Turns a certificate and a key, both files, into what a listening socket needs to speak TLS. Knows no HTTP."""
+"""Loads the certificate and the key of the API port, and again when their files change."""
 
 import ssl
 from pathlib import Path
@@ -9,7 +9,7 @@ from roseinfer.runtime.file_watch import WatchedFiles
 
 
 class Certificate:
-    """A TLS context that can be exchanged: connections made from then on get the new one."""
+    """A TLS context that can be replaced: later connections get the new one."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self.paths = (certificate, key)
@@ -18,7 +18,7 @@ class Certificate:
 
     @classmethod
     def configured(cls, config: ServerConfig) -> "Certificate | None":
-        """None without one. Raises ConfigError for files that are no pair of certificate and key."""
+        """The configured certificate, or None. Raises ConfigError for files that are no certificate and its key."""
         if config.tls_cert_file is None and config.tls_key_file is None:
             return None
         if config.tls_cert_file is None or config.tls_key_file is None:
@@ -27,10 +27,7 @@ class Certificate:
         return cls(Path(config.tls_cert_file), Path(config.tls_key_file))
 
     def read(self) -> ssl.SSLContext:
-        """What the files hold now, for `take`. Reads them: not on the event loop.
-
-        Raises ConfigError unless both can be used together.
-        """
+        """The context of what the files hold now, for `replace`. Not for the event loop. Raises ConfigError."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -42,11 +39,11 @@ class Certificate:
             raise ConfigError(message, param="server.tls_cert_file") from None
         return context
 
-    def take(self, context: ssl.SSLContext) -> None:
-        """Use what was read; the files may hold something else already, of which half is written."""
+    def replace(self, context: ssl.SSLContext) -> None:
+        """Use a context that was read; the files may already hold something else, half written."""
         self.context = context
 
 
 def _no_password() -> str:
-    """OpenSSL would ask the terminal for it otherwise."""
-    raise ssl.SSLError("the key is encrypted, and there is nobody to ask for its password")
+    """OpenSSL asks the terminal for a password unless it gets this."""
+    raise ssl.SSLError("the key is encrypted, which is not supported")

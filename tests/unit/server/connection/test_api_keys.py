@@ -87,7 +87,7 @@ def test_what_the_file_holds_now_takes_the_place_of_what_it_held(tmp_path: Path)
     keys = ApiKeys(parse_keys(["stays"], ""), file)
     file.write_text("new")
     assert keys.caller("Bearer old"), "not read yet"
-    keys.take(keys.read())
+    keys.replace(keys.read())
     assert [bool(keys.caller(f"Bearer {key}")) for key in ("old", "new", "stays")] == [False, True, True]
     file.write_text("")
     with pytest.raises(ConfigError):

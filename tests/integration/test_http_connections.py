@@ -14,8 +14,14 @@ from aiohttp import http_parser
 from roseinfer.config.tree import ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
-from roseinfer.server.connection import connection as guard
-from roseinfer.server.connection import listener as guarded_port
+from roseinfer.server.connection.connection import (
+    LEAST_CONNECTIONS,
+    MAX_HEADERS,
+    SPARE_DESCRIPTORS,
+    Connection,
+    Connections,
+    require_compiled_parser,
+)
 from roseinfer.server.openai.openapi import document
 from tests.integration.live_server import closed
 from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, engine_info, says, serving
@@ -217,7 +223,7 @@ ODD_HEADS = {
     "a long header": (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 20_000 + b"\r\n\r\n", 431, "head_too_large"),
     "many headers": (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 500 + b"\r\n", 431, "head_too_large"),
     "one header too many": (
-        b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * guard.MAX_HEADERS + b"\r\n",
+        b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * MAX_HEADERS + b"\r\n",
         431,
         "head_too_large",
     ),
@@ -265,7 +271,7 @@ def test_what_an_odd_head_gets_is_in_the_document() -> None:
 
 async def test_as_many_headers_as_a_head_may_have_are_read() -> None:
     async with serving(ScriptedEngine()) as server, connected(server) as (reader, writer):
-        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * (guard.MAX_HEADERS - 1) + b"\r\n")
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * (MAX_HEADERS - 1) + b"\r\n")
         assert b" 200 " in await reader.readline()
 
 
@@ -278,29 +284,28 @@ async def test_half_closed_after_the_request_is_answered_whole_or_closed() -> No
     assert content == b"" or b'"text":"abc"' in content
 
 
-async def test_the_connections_are_the_guarded_ones() -> None:
-    """`_make_server` of aiohttp's runner is not public: if it is no longer asked, this says so."""
+async def test_the_connections_are_ours() -> None:
     async with serving(ScriptedEngine()) as server, connected(server) as (reader, writer):
         runner = server.runner
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"}")
-        assert isinstance(runner.server, guarded_port.GuardedServer)
-        assert [type(connection) for connection in runner.server.connections] == [guard.Connection]
-        assert len(runner.guard) == 1
+        assert runner.server is not None
+        assert [type(connection) for connection in runner.server.connections] == [Connection]
+        assert len(runner.connections) == 1
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         await reader.read()
-        assert len(runner.guard) == 0
+        assert len(runner.connections) == 0
 
 
 def test_without_the_compiled_parser_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard.require_compiled_parser()
+    require_compiled_parser()
     monkeypatch.setattr(http_parser, "HttpRequestParser", http_parser.HttpRequestParserPy)
     with pytest.raises(ConfigError, match="compiled"):
-        guard.require_compiled_parser()
+        require_compiled_parser()
 
 
 def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
-    assert guard.Guard(ServerConfig(), lambda _: None).max_connections == 100 - guard.SPARE_DESCRIPTORS
+    assert Connections(ServerConfig(), lambda _: None).max_connections == 100 - SPARE_DESCRIPTORS
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 200))
-    assert guard.Guard(ServerConfig(), lambda _: None).max_connections == guard.LEAST_CONNECTIONS
+    assert Connections(ServerConfig(), lambda _: None).max_connections == LEAST_CONNECTIONS
