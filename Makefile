@@ -16,7 +16,7 @@ IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
 
 .NOTPARALLEL:
 .PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu
-.PHONY: bench-streaming docs constraints chart dashboards dashboard-preview loadtest audit soak
+.PHONY: bench-streaming docs counts constraints chart dashboards dashboard-preview loadtest audit soak
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ build/audit-venv/.installed: tools/audit_requirements.txt
 
 docs: setup ## write the generated pages again
 	$(BIN)/python tools/generate_docs.py
+
+counts: setup ## lines, files, options, entries of each folder, the longest function
+	@$(BIN)/python tools/counts.py
 
 dashboards: setup ## write dashboards, rules and the autoscaler's query again, into dashboards/ and the chart
 	$(BIN)/python tools/generate_dashboards.py

@@ -57,6 +57,12 @@ def test_every_import_is_declared() -> None:
     assert for_load <= needed | for_tests, "the tests run it"
 
 
+def test_what_serving_installs_is_imported() -> None:
+    """A dependency that no source imports is no dependency."""
+    needed = {canonicalize_name(wanted.name) for wanted in declared()}
+    assert needed - imported_packages(SOURCE, needed) == set()
+
+
 def test_every_declared_package_is_pinned_within_its_bounds() -> None:
     everything = declared("test", "dev", "loadtest", "plot")
     versions = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins()}

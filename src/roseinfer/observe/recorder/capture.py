@@ -168,7 +168,7 @@ TRACE_NAME = "trace.json"
 MIB = 1 << 20
 
 _SECTIONS = ("model", "cache", "scheduler", "runner", "engine")  # nothing in them is a secret or leads to one
-_PACKAGES = ("torch", "numpy", "transformers", "triton")
+_PACKAGES = ("torch", "numpy", "triton")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NAME = re.compile(r"\d{8}T\d{6}\.\d{6}Z-(breach|profile)-[0-9a-f]{6}")  # so the order of names is that of time
 
