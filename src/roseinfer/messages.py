@@ -1,9 +1,7 @@
-"""What crosses the seam between front end and engine: frozen messages of integers, floats and short strings.
+"""The frozen messages between front end and engine, and the check of what a request may ask for.
 
-Front end to engine: a `Command`. Engine to front end: an `Event`, at most one `StepOutput` for each step.
-Nothing here knows text, tensors or HTTP; the process transport writes these structs as msgpack, never as pickle, and a
-request that shares parameters, or also its prompt, with the one before as `engine/link/frames.py:SameParams` or
-`SamePrompt`, which only the link sees.
+The front end sends a `Command`, the engine an `Event`, at most one `StepOutput` a step. The process transport writes
+them as msgpack; `engine/link/frames.py` shortens requests that share parameters or a prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,7 @@ from roseinfer.runtime.validation import Misfit, convert
 LEAST_DIVISOR = 1e-5  # of logits: a quotient by less could overflow float32
 GREEDY_BELOW = LEAST_DIVISOR  # of temperatures: there the likeliest token has all the mass anyway
 MAX_LOGPROBS = 20
-MAX_PROFILE_STEPS = 200  # nobody is served while the trace of all is written
+MAX_PROFILE_STEPS = 200  # no request is served while the trace is written
 _MAX_INT32 = 2**31 - 1
 
 # What a request may ask for, the same for a body, a flag and a caller of `LLM`.
@@ -43,7 +41,7 @@ LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300, extra_json_schem
 
 
 class Grammar(msgspec.Struct, frozen=True, gc=False):
-    """What a text must be, in one of the languages that `grammar/` compiles (docs/structured-output.md).
+    """The form that a text must have, in a language that `text/grammar/` compiles (docs/structured-output.md).
 
     The source of `choice` is a list of texts as JSON, that of `calls` a `CallGrammar` as JSON.
     """
@@ -56,7 +54,7 @@ CALL_TAGS = ("<tool_call>", "</tool_call>")  # around a call, in the format of H
 
 
 class CallShape(msgspec.Struct, frozen=True):
-    """How the call of one function is written: JSON by the schema, with fixed text before and after it."""
+    """The form of a call of one function: JSON by the schema, with fixed text before and after it."""
 
     before: str
     schema: dict[str, Any]
@@ -74,8 +72,7 @@ class CallGrammar(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How the next token is chosen and when to stop. `check_request` validates it at the edge; the engine trusts it.
 
-    The order is the field's usual one: biases, penalties, temperature, top-k, top-p, min-p; what is left is
-    renormalised.
+    The order is the usual one: biases, penalties, temperature, top-k, top-p, min-p; what is left is renormalised.
     """
 
     temperature: Temperature = 1.0  # below GREEDY_BELOW: the likeliest token
@@ -101,17 +98,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def has_penalties(self) -> bool:
-        """Which token comes next depends on which came before, beyond what the model makes of them."""
+        """Whether some penalty depends on the tokens that came before."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
     def edits_logits(self) -> bool:
-        """A token is not drawn from what the model computed, but from something made of it."""
+        """Whether tokens are drawn from logits other than the model's."""
         return self.has_penalties or bool(self.logit_bias)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What a request means that leaves these out: the checkpoint's own values, else those that change nothing."""
+    """What requests get that leave these out: the checkpoint's values, else those that change nothing."""
 
     temperature: Temperature = 1.0
     top_k: TopK = 0
@@ -126,7 +123,7 @@ PRIORITY_WAIT_S = 1.0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """What was asked: one prompt to continue. What becomes of it is the engine's `Sequence`."""
+    """One prompt to continue. Its state in the engine is a `Sequence`."""
 
     request_id: str
     prompt_token_ids: list[int]  # at least one, each in [0, vocab_size)
@@ -134,21 +131,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     cache_salt: str = ""  # requests share cached prefixes only with requests of the same salt
     deadline_ns: int | None = None  # of the monotonic clock: it ends then, with what it has generated
     queue_deadline_ns: int | None = None  # it ends then if it has not been in a batch yet
-    priority: int = 0  # lower is sooner; heeded by the admission policy `priority`
+    priority: int = 0  # lower goes sooner, under the admission policy `priority`
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """End this request now, wherever it is. Unknown and finished ids are ignored."""
+    """End this request now, in whatever stage. Unknown and finished ids are ignored."""
 
     request_id: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Leave the loop; whatever is still running is dropped."""
+    """End the loop; running requests are dropped."""
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Record the next steps with a profiler and write what it saw into `directory`, which is made if need be."""
+    """Profile the next steps, and write the trace into `directory`, which is made if it does not exist."""
 
     num_steps: int
     directory: str
@@ -178,7 +175,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: bytes  # float64 [tokens, num_likeliest]
 
     def entries(self) -> Iterator[tuple[float, list[int], list[float]]]:
-        """Of each token its log-probability, and ids and log-probabilities of the likeliest in its place."""
+        """Yield each token's log-probability, and ids and log-probabilities of the likeliest in its place."""
         count = self.num_likeliest
         top_ids, top_logprobs = memoryview(self.top_token_ids).cast("i"), memoryview(self.top_logprobs).cast("d")
         for index, logprob in enumerate(memoryview(self.logprobs).cast("d")):
@@ -187,7 +184,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What became due for one request. `finish_reason` is set exactly once, on the last output of a request."""
+    """New output of one request. `finish_reason` is set exactly once, on the last output of a request."""
 
     request_id: str
     token_ids: list[int]
@@ -195,18 +192,18 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the eos or stop token that ended it; it is the last of token_ids
     times: EngineTimes | None = None  # on the first output after a prefill, and on the last
-    slot: int | None = None  # on the first output after a prefill: where `StepOutput.tokens` tells the next ones
-    prompt_logprobs: PromptLogprobs | None = None  # on the first output of all, when asked for
-    grammar_error: str = ""  # on the last with the reason error, where it was the grammar's: for the log
+    slot: int | None = None  # on the first output after a prefill: stands for the request in `StepOutput.tokens`
+    prompt_logprobs: PromptLogprobs | None = None  # on the first output, when asked for
+    grammar_error: str = ""  # on the last with the reason error, where the grammar failed: for the log
     is_own_fault: bool = False  # on the last with the reason error, where the request's parameters caused it
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """All that one step has to tell: tokens and finishes together, and the record of the step itself.
+    """All outputs of one step, and the record of the step.
 
     A sequence that got its next token and nothing else, as nearly all do in nearly all steps, is one entry of the
-    columns `slots` and `token_ids` (int32 in the byte order of this host, which no message leaves). Whatever has more
-    to tell is in `outputs`. No request is in both.
+    columns `slots` and `token_ids` (int32 in the byte order of this host, which no message leaves). The others are in
+    `outputs`. No request is in both.
     """
 
     slots: bytes  # of the sequences: each is the one whose `TokenOutput.slot` named it last
@@ -229,7 +226,7 @@ class StartupProgress(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """The engine is ready, and this is what it turned out to be once every `auto` was resolved."""
+    """The engine is ready; every `auto` is resolved."""
 
     checkpoint_dir: str  # where weights and tokenizer files lie, on this host
     model_type: str
@@ -252,7 +249,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
 
 class EngineFailure(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The engine cannot go on; with `is_config_error`, because of a value the user gave, `param` if it has a name."""
+    """The engine cannot go on; with `is_config_error` because of a value the user gave, `param` if it has a name."""
 
     message: str
     traceback: str = ""
@@ -260,7 +257,7 @@ class EngineFailure(msgspec.Struct, frozen=True, tag=True, gc=False):
     param: str | None = None
 
     def as_error(self) -> EngineError | ConfigError:
-        """What clients may read, with the engine's own words as a note for the log."""
+        """The error for clients, with the engine's own message as a note for the log."""
         if self.is_config_error:
             return ConfigError(self.message, param=self.param)
         error = EngineFailed("The engine failed.")
@@ -269,16 +266,16 @@ class EngineFailure(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class ProfileEnded(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The answer to `Profile`: so many steps were recorded, and are in the directory unless `error` says why not."""
+    """The answer to `Profile`: how many steps were recorded, and why there is no trace, if there is none."""
 
     num_steps: int
     error: str = ""
 
 
 class IdleReport(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The engine has had nothing to do for a while, and has looked whether all is as it must be; once a rest."""
+    """The engine has been idle for a while and has checked its invariants; sent once each time it is idle."""
 
-    num_added: int  # requests that it has been given since its start
+    num_added: int  # requests that came since its start
     violations: list[Violation]
 
 
@@ -292,7 +289,7 @@ def check_request(
     name: PromptName,
     limit_name: str = "max_tokens",
 ) -> None:
-    """Whether the engine can run this: what the server and `LLM` both ask before it hears of a request.
+    """Check that the engine can run a request, for the server and for `LLM`.
 
     Raises InvalidRequest that names the field, the prompt being called `name`, or PromptTooLong, which names
     `limit_name` where the prompt alone would leave room for a token.
@@ -322,7 +319,7 @@ def check_request(
 
 
 def check_value(value: object, expected: Any, name: str = "", note: str = "") -> None:
-    """Whether a value that a program gave is of the type `expected`, as msgspec has it; it is called `name`.
+    """Check that a value is of the type `expected`, as msgspec has it; it is called `name`.
 
     Raises InvalidRequest that names the value, or what in it does not fit.
     """
@@ -334,7 +331,7 @@ def check_value(value: object, expected: Any, name: str = "", note: str = "") ->
 
 
 def check_text(text: str, name: str) -> None:
-    """Whether it is a text, and one that can go to the engine. Raises InvalidRequest that names it."""
+    """Check that a value is a text without lone surrogates. Raises InvalidRequest that names it."""
     check_value(text, str, name)
     try:
         text.encode()

@@ -1,7 +1,7 @@
-"""Facts: what happened in one step, and what happened to one request.
+"""Facts: the record of a step, the timeline of a request, and the observer that receives them.
 
-The hot paths fill these structs and call nobody; `observe/` turns them into metrics, spans and logs.
-All stamps are `time.monotonic_ns()`, which on Linux is one clock for every process of a host.
+The hot paths fill these structs; `observe/` turns them into metrics, spans and logs. All stamps are
+`time.monotonic_ns()`, which on Linux is one clock for every process of a host.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
 
 
 class LifecycleState(StrEnum):
-    """What the server is doing; exactly one holds at any time."""
+    """The states of the server, of which one holds at any time."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -51,17 +51,17 @@ class BlockedBy(StrEnum):
 
 
 class Invariant(StrEnum):
-    """What must hold whenever the engine rests between two steps. A closed set, for metrics."""
+    """What must hold between two steps of the engine. A closed set, for metrics."""
 
     BLOCKS = "blocks"  # used + cached + free is the total, and no block is two of them
     REFCOUNTS = "refcounts"  # a block is counted as often as sequences hold it
-    CACHED_BLOCKS = "cached_blocks"  # what may be evicted is what the prefix cache knows and nobody holds
+    CACHED_BLOCKS = "cached_blocks"  # what may be evicted is what the prefix cache knows and no sequence holds
     PREFIX_CACHE = "prefix_cache"  # blocks and digests name each other
-    PENDING = "pending"  # blocks are announced only while somebody computes them
+    PENDING = "pending"  # blocks are announced only while a sequence computes them
     SLOTS = "slots"  # each slot has one owner or is free, and its tokens fit its blocks
-    STATES = "states"  # each unfinished request is waiting or resident, and never both
-    TURNS = "turns"  # who decodes and who prefills is listed as such
-    ENDED = "ended"  # who has ended holds nothing once no step contains it
+    STATES = "states"  # each unfinished request is waiting or holds a slot, never both
+    TURNS = "turns"  # the lists of decoding and prefilling sequences are right
+    ENDED = "ended"  # an ended sequence holds nothing once no step contains it
     BOUNDED = "bounded"  # what grows with requests shrinks with them
     REQUESTS = "requests"  # front end and engine agree on which requests there are
 
@@ -95,9 +95,9 @@ NO_TIMES = PhaseTimes()
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One engine step, told with its tokens; with a pipeline, after the next one was launched.
+    """One engine step, output with its tokens; with a pipeline, after the next one was launched.
 
-    Counts are of this step; `num_*_blocks`, running and waiting are the state when it is told.
+    Counts are of this step; `num_*_blocks`, running and waiting are the state when it is output.
     """
 
     step_id: int
@@ -120,8 +120,8 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_total_blocks: int
     num_context_tokens: int  # tokens in the KV caches of its rows, its own included
     blocked_by: BlockedBy
-    outbox_depth: int  # messages to the front end that are not yet with the kernel
-    outbox_wait_ns: int  # stood still before it because the front end had stopped reading
+    outbox_depth: int  # messages to the front end that the kernel has not taken yet
+    outbox_wait_ns: int  # that the engine stood still before it, because the front end had stopped reading
     gc_ns: int  # garbage collections between the tokens of the step before and its own
     late_gc_ns: int  # those between its tokens and its end; they count for the next step too
     h2d_bytes: int
@@ -170,10 +170,10 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A step's tokens on their way from the engine into the front end."""
 
     tokens_ns: int
-    sent_ns: int  # the engine had told them: the step's end
+    sent_ns: int  # the engine sent them: the step's end
     read_ns: int  # the front end's event loop had the message
     gc_ns: int = 0  # of the time until they were sent, what collections in the engine took
-    was_held: bool = False  # in the engine's outbox, behind messages that the front end had not taken
+    was_held: bool = False  # in the engine's outbox, behind messages not taken yet
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
@@ -183,17 +183,17 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
     resumed_ns: int  # the request's handler went on
     encoded_ns: int  # text and frames were made
     written_ns: int  # the write returned
-    was_paused: bool  # the socket did not take all: the client, or the network, is behind
+    was_paused: bool  # the socket did not take all: the client or the network is slow
     index: int  # of the write in its request's `write_ns`
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestTimeline:
-    """One request from its first byte to its last, in the words of docs/metrics.md.
+    """One request from its first byte to its last, in the terms of docs/metrics.md.
 
-    The front end owns it: the server stamps its side, `AsyncEngine` copies in what the engine reports, and it is
-    handed to the observers once, when both sides have ended. A stamp of 0 means that the point was not reached.
-    One HTTP request with `n` choices or several prompts has a timeline for each generated sequence.
+    The front end owns it: the server stamps its side, `AsyncEngine` copies in what the engine reports, and the
+    observers get it once, when both sides have ended. A stamp of 0 means that the point was not reached. One HTTP
+    request with `n` choices or several prompts has a timeline for each generated sequence.
     """
 
     request_id: str
@@ -209,7 +209,7 @@ class RequestTimeline:
     num_prompt_tokens: int = 0
     operation: str = ""  # what its endpoint does: `chat` or `text_completion`
     max_tokens: int = 0  # that it may generate; 0 when it never got so far
-    priority: int = 0  # lower goes sooner, where the scheduler looks at it
+    priority: int = 0  # lower goes sooner, under the admission policy `priority`
     temperature: float | None = None  # None when it never got so far
     top_p: float | None = None  # likewise
     prefix_digests: bytes = b""  # eight bytes for each full block of its prompt, of the block and all before it
@@ -229,7 +229,7 @@ class RequestTimeline:
 
     @property
     def arrival(self) -> Arrival | None:
-        """That of the newest token."""
+        """The newest token's."""
         return self.arrivals[-1] if self.arrivals else None
 
     def stamp(self, times: EngineTimes) -> None:
@@ -243,10 +243,10 @@ class RequestTimeline:
 
 
 class Advanced(list[RequestTimeline]):
-    """The timelines that got a token in a step. Facts may be told late: a timeline may hold newer tokens by then."""
+    """The timelines that got a token in a step. Observers may hear of it when they hold newer tokens already."""
 
     def __init__(self, timelines: Iterable[RequestTimeline] = (), previous_ns: Iterable[int] = ()) -> None:
-        """`previous_ns`, one for each of them, is when its token before that was known; 0 when this is its first."""
+        """`previous_ns` has for each of them when its token before was known; 0 when this is its first."""
         super().__init__(timelines)
         self.previous_ns = list(previous_ns)
 
@@ -257,21 +257,18 @@ class Advanced(list[RequestTimeline]):
 
     @property
     def newcomers(self) -> "list[RequestTimeline]":
-        """Those of which it is the first token."""
+        """Those whose first token it is."""
         return [each for each, previous_ns in zip(self, self.previous_ns, strict=True) if not previous_ns]
 
     @classmethod
     def newest(cls, timelines: Iterable[RequestTimeline]) -> Self:
-        """These got the newest tokens that they hold."""
+        """The timelines, each advanced by the newest token that it holds."""
         advanced = list(timelines)
         return cls(advanced, [each.token_ns[-2] if len(each.token_ns) > 1 else 0 for each in advanced])
 
 
 class Observer:
-    """Somebody who is told facts, on the front end's event loop, after the tokens have been routed.
-
-    It hears nothing but what it overrides.
-    """
+    """Receives facts on the front end's event loop, after the tokens have been routed. Subclasses override methods."""
 
     def on_lifecycle(self, state: LifecycleState) -> None:
         """The server entered `state`."""
@@ -280,10 +277,10 @@ class Observer:
         """A request was received."""
 
     def on_refusal(self, code: str) -> None:
-        """An HTTP request was answered with an error of this code before the engine had heard of it."""
+        """An HTTP request was answered with an error of this code before the engine got it."""
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
-        """A step ended, and these have a token of it."""
+        """A step ended, and gave these a token each."""
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
         """A socket write with tokens returned; it is the last entry of `write_ns`."""
@@ -292,4 +289,4 @@ class Observer:
         """A request ended; its timeline will not change any more."""
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
-        """Nothing was going on, and the invariants were checked: these did not hold."""
+        """The engine was idle, and the invariants were checked: these did not hold."""

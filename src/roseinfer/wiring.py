@@ -1,7 +1,6 @@
-"""The composition root: the one file that knows every concrete class and puts them together.
+"""The composition root: builds the engine, its client and the server from the concrete classes.
 
-`build_engine` is what the thread transport calls in its thread and the process transport in its child, so the engine
-starts the same way wherever it runs.
+The thread transport calls `build_engine` in its thread, the process transport in its child.
 """
 
 import asyncio
@@ -45,11 +44,11 @@ _log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LAST_WORDS_TIMEOUT_S = 1.0
-_SWITCH_INTERVAL_S = 0.001  # the event loop waits this long for each thread that is at work; Python's own is five times
+_SWITCH_INTERVAL_S = 0.001  # the event loop waits this long for each busy thread; Python's default is five times that
 
 
 class _StartupClock:
-    """Tells the front end which stage of the start-up begins, and how long each took."""
+    """Reports the stages of the start-up, and measures them."""
 
     def __init__(self, on_progress: Callable[[StartupProgress], None]) -> None:
         self._on_progress = on_progress
@@ -70,9 +69,9 @@ class _StartupClock:
 
 
 def build_engine(config: Config, on_progress: Callable[[StartupProgress], None]) -> Engine:
-    """Load the model and put scheduler and runner together, warm and ready to step.
+    """Load the model and build an engine, warm and ready to step.
 
-    Raises ConfigError for a value the user gave, and whatever loading a model raises otherwise.
+    Raises ConfigError for a value the user gave, and otherwise as loading a model does.
     """
     limits = config.scheduler.limits
     clock = _StartupClock(on_progress)
@@ -103,8 +102,9 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
 
 
 def _pipeline_depth(config: Config, info: EngineInfo) -> int:
-    """A CPU computes while it launches: nothing would overlap, each token would come a step late, and the computing of
-    a step would lie in the gap that the step before ends, whose record does not know what made it long.
+    """The pipeline depth, which is 0 on a CPU.
+
+    A CPU computes while it launches: nothing would overlap, and each token would come a step late.
     """
     if config.runner.pipeline_depth and info.device == "cpu":
         _log.warning("runner.pipeline_depth is 0 on a CPU, where there is nothing to overlap")
@@ -113,7 +113,7 @@ def _pipeline_depth(config: Config, info: EngineInfo) -> int:
 
 
 def _build_grammars(info: EngineInfo) -> Grammars | None:
-    """Read here and not when a request first needs it, since the library holds the interpreter meanwhile.
+    """Read the vocabulary at start-up, since the library holds the interpreter meanwhile.
 
     None for a checkpoint whose vocabulary cannot be read: it serves token ids, and its front end refuses grammars.
     """
@@ -139,7 +139,7 @@ def _checks_when_idle(config: Config) -> bool:
 
 
 def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
-    """An engine client that has not been started, over the configured transport, and those who hear its facts."""
+    """An engine client over the configured transport, not started, that reports facts to the observers."""
     return _client(config, Hub(observers))
 
 
@@ -151,7 +151,10 @@ def _client(config: Config, observer: Observer) -> AsyncEngine:
 def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
     """The child process of `ProcessTransport`: an engine at the other end of the socket `fd`. Returns the exit code."""
     _die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager signals us too; the front end says when we go
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a service manager signals us too; the front end decides when we end
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=fd) as connection:
         try:
@@ -170,7 +173,7 @@ def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
 
 
 def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, however it ends; elsewhere end-of-file has to do."""
+    """Ask Linux to kill this process when its parent ends; elsewhere end-of-file has to do."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -179,8 +182,8 @@ def _die_with_parent() -> None:
 
 
 def serve(config: Config, more_keys: str = "") -> int:
-    """Serve until told to stop; `more_keys` are beside the file's. Returns the exit code. Raises ConfigError."""
-    # Imported here because the engine's process comes through this file too and needs none of it.
+    """Serve until a signal; `more_keys` are added to the file's. Returns the exit code. Raises ConfigError."""
+    # Imported here because the engine's process imports this file too and needs none of them.
     from aiohttp import web
 
     from roseinfer.observe.observation import Observation
@@ -214,7 +217,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     checker = GrammarChecker(config.structured, lambda: client.info)
     instruments = Instruments(handle_metrics, observation.ledger, debug_routes, checker)
 
-    # Once, when the engine is there, which would have inherited it; a later one comes from a thread that is not nicer.
+    # Once, after the engine started, which would inherit it; a later one is started by a thread that is not nicer.
     become_nicer = cache(partial(be_nicer, FRONT_END_NICENESS if config.engine.transport == "process" else 0))
 
     def on_ready(url: str) -> None:
@@ -231,9 +234,9 @@ def serve(config: Config, more_keys: str = "") -> int:
 
 
 def _settle(config: Config, info: EngineInfo, url: str) -> None:
-    """The engine is up, and the start over."""
+    """End the start-up: freeze what it made, and log what serves."""
     gc.collect()
-    gc.freeze()  # what start-up made lives for ever: later collections need not walk it
+    gc.freeze()  # later collections need not walk it
     if info.device == "cpu" and not info.kernels and config.runner.kernels != "off":
         _log.warning("no compiled kernels were found, so plain torch serves; `roseinfer kernels build` makes them")
     facts = msgspec.structs.asdict(info) | {"sampling_defaults": msgspec.structs.asdict(info.sampling_defaults)}
