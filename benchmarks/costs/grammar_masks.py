@@ -14,8 +14,8 @@ import llguidance
 import numpy as np
 
 from roseinfer.messages import Grammar
-from roseinfer.text.grammar import library
-from roseinfer.text.grammar.library import Vocabulary
+from roseinfer.text.grammar import compiler
+from roseinfer.text.grammar.compiler import Vocabulary
 
 PERSON = {
     "type": "object",
@@ -82,7 +82,7 @@ def main() -> None:
     vocabulary = Vocabulary.load(Path(sys.argv[1]), int(sys.argv[2]), [0])
     for name, schema in SCHEMAS.items():
         print(f"{name}: {measure(vocabulary, Grammar('json_schema', json.dumps(schema)))}")
-    library._LIMITS = llguidance.LLParserLimits(max_items_in_row=50_000, verbose_errors=False)  # noqa: SLF001 - only here
+    compiler._LIMITS = llguidance.LLParserLimits(max_items_in_row=50_000, verbose_errors=False)  # noqa: SLF001 - only here
     for num_properties in (100, 490, 1000, 2000, 3000):
         print(f"{num_properties} optional properties: {measure_optional(vocabulary, num_properties)}")
 

@@ -117,8 +117,7 @@ def _build_grammars(info: EngineInfo) -> Grammars | None:
 
     None for a checkpoint whose vocabulary cannot be read: it serves token ids, and its front end refuses grammars.
     """
-    from roseinfer.text.grammar.compiler import GrammarCompiler
-    from roseinfer.text.grammar.library import Vocabulary
+    from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
 
     try:
         vocabulary = Vocabulary.load(Path(info.checkpoint_dir), info.vocab_size, info.eos_token_ids)

@@ -15,7 +15,7 @@ from roseinfer.messages import EngineInfo, Request, TokenOutput
 from roseinfer.records import FinishReason
 from roseinfer.server.service import TextModel
 from roseinfer.text.grammar.checker import GrammarChecker
-from roseinfer.text.grammar.library import Vocabulary
+from roseinfer.text.grammar.compiler import Vocabulary
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.tokenizer import Tokenizer
 from tests.integration.test_http_tools import HERMES, NAMED, told

@@ -51,7 +51,7 @@ def refused(call: Callable[[], object]) -> InvalidRequest:
         ({"params": SamplingParams(repetition_penalty=1e-39)}, "repetition_penalty"),
         ({"params": SamplingParams(repetition_penalty=5e-324)}, "repetition_penalty"),
         ({"params": SamplingParams(frequency_penalty=math.nan)}, "frequency_penalty"),
-        ({"params": SamplingParams(logit_bias={5: math.inf})}, "logit_bias[...]"),
+        ({"params": SamplingParams(logit_bias={5: math.inf})}, "logit_bias.5"),
         ({"params": SamplingParams(max_tokens=2**70)}, "max_tokens"),
         ({"params": SamplingParams(logit_bias={2**70: 1.0})}, "logit_bias"),
         ({"params": SamplingParams(logit_bias={97: 1.0})}, "logit_bias"),

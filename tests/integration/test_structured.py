@@ -19,8 +19,7 @@ from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
 from roseinfer.runtime.stopwatch import Phases
-from roseinfer.text.grammar.compiler import GrammarCompiler
-from roseinfer.text.grammar.library import Vocabulary
+from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
 from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.engine.harness import Transcript, run_to_end
 

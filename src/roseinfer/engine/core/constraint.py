@@ -18,7 +18,7 @@ MaskArray = npt.NDArray[np.uint32]
 
 
 class Matcher(Protocol):
-    """Follows one sequence through its grammar: `text/grammar/library.py`, or a fake in tests."""
+    """Follows one sequence through its grammar: `text/grammar/compiler.py`, or a fake in tests."""
 
     @property
     def is_over(self) -> bool:

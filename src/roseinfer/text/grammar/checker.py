@@ -129,7 +129,7 @@ def _num_bytes(grammar: Grammar, verdict: str) -> int:
 
 def main() -> None:
     """The child: reads the vocabulary, then answers for each grammar what is wrong with it."""
-    from roseinfer.text.grammar.library import Vocabulary  # which the parent never imports
+    from roseinfer.text.grammar.compiler import Vocabulary  # which the parent never imports
 
     setup, _ = receive_request(Setup)
     try:

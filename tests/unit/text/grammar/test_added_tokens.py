@@ -12,7 +12,7 @@ import pytest
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CALL_TAGS, Grammar
-from roseinfer.text.grammar.library import Vocabulary
+from roseinfer.text.grammar.compiler import Vocabulary
 from roseinfer.text.grammar.tokenizer_file import TokenizerFile
 from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.text.grammar import tagged

@@ -1,22 +1,249 @@
-"""Compiled grammars are kept up to a number of bytes, and matchers of one do not see each other."""
+"""Grammars into masks with the library itself: what is allowed, where a text ends, what is refused."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import llguidance
 import numpy as np
 import pytest
 
+from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import Grammar
-from roseinfer.text.grammar.compiler import GrammarCache, GrammarCompiler, entry_bytes
-from roseinfer.text.grammar.library import MAX_FOLLOWED_NS, Compiled, Vocabulary
+from roseinfer.messages import CallGrammar, CallShape, Grammar
+from roseinfer.text.grammar.compiler import (
+    MAX_FOLLOWED_NS,
+    MAX_FORCED_TOKENS,
+    Compiled,
+    GrammarCache,
+    GrammarCompiler,
+    Vocabulary,
+    entry_bytes,
+)
+from roseinfer.text.grammar.tokenizer_file import MAX_TOKEN_CHARS
+from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.text.grammar import vocabulary as checkpoint
+
+DEMO = Path(__file__).parents[4] / "src/roseinfer/demo"
+EOS = checkpoint.EOS
 
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    directory: Path = checkpoint.write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-    return Vocabulary.load(directory, checkpoint.VOCAB_SIZE, [checkpoint.EOS])
+    """Ids 0 to 255 are the bytes; the model has more rows than the vocabulary has tokens."""
+    directory = checkpoint.write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    return Vocabulary.load(directory, checkpoint.VOCAB_SIZE, [EOS])
+
+
+def schema(of: object) -> Grammar:
+    return Grammar("json_schema", json.dumps(of))
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    mask = np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32)
+    matcher.fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def follow(vocabulary: Vocabulary, grammar: Grammar, text: str) -> Matcher:
+    """The matcher behind a text, each byte of which was allowed."""
+    matcher = vocabulary.compile(grammar).matcher()
+    for byte in text.encode():
+        assert byte in allowed(matcher), (text, chr(byte))
+        matcher.accept(byte)
+    return matcher
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (schema({"type": "object"}), '{"a":[1,{"b":null}], "c": "\\n"}'),
+        (schema({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}), '{"n": 12}'),
+        (schema({"enum": ["one", 2, None]}), "null"),
+        (schema({"$ref": "#/$defs/x", "$defs": {"x": {"const": "y"}}}), '"y"'),
+        (Grammar("choice", '["yes", "no", "\\"quoted\\"\\n"]'), '"quoted"\n'),
+        (Grammar("lark", 'start: "a" start "b" | "c"'), "aacbb"),
+        (Grammar("regex", "[a-f]{2}|x"), "af"),
+    ],
+)
+def test_a_text_that_fits_is_allowed_and_is_over_at_its_end(
+    vocabulary: Vocabulary, grammar: Grammar, text: str
+) -> None:
+    matcher = follow(vocabulary, grammar, text)
+    assert matcher.is_over
+    assert not matcher.has_failed
+
+
+def test_the_end_token_is_allowed_where_the_text_may_end_and_nowhere_else(vocabulary: Vocabulary) -> None:
+    grammar = Grammar("regex", "[0-9]{2,4}")
+    assert EOS not in allowed(follow(vocabulary, grammar, "1"))
+    matcher = follow(vocabulary, grammar, "12")
+    assert allowed(matcher) == {EOS, *map(ord, "0123456789")}
+    assert not matcher.is_over
+
+
+def test_there_is_no_free_whitespace_to_go_on_with_for_ever(vocabulary: Vocabulary) -> None:
+    for text in ("", "{", '{"a"', '{"a": ', '{"a": 1'):
+        assert not allowed(follow(vocabulary, schema({"type": "object"}), text)) & set(b"\n\t\r")
+    assert ord(" ") not in allowed(follow(vocabulary, schema({"type": "object"}), '{"a": '))
+
+
+def test_a_client_cannot_turn_the_options_off(vocabulary: Vocabulary) -> None:
+    loose = schema({"type": "object", "x-guidance": {"whitespace_flexible": True}})
+    assert ord(" ") not in allowed(follow(vocabulary, loose, "{"))
+
+
+def test_no_token_is_allowed_that_is_special_or_none(vocabulary: Vocabulary) -> None:
+    anything = allowed(vocabulary.compile(Grammar("regex", "(?s:.)*")).matcher())
+    assert checkpoint.BOS not in anything
+    assert max(anything) < 260  # the model's last forty rows are no tokens
+
+
+def test_a_token_that_is_not_allowed_fails_the_matcher_and_nothing_else(vocabulary: Vocabulary) -> None:
+    compiled = vocabulary.compile(Grammar("regex", "ab"))
+    matcher, other = compiled.matcher(), compiled.matcher()
+    matcher.accept(ord("x"))
+    assert matcher.has_failed
+    assert not matcher.is_over
+    assert allowed(other) == {ord("a")}
+
+
+def test_calls_have_their_schemas_each_with_its_own_definitions(vocabulary: Vocabulary) -> None:
+    def shape(name: str, kind: str) -> CallShape:
+        inner = {"$ref": "#/$defs/v"}
+        fields = {"type": "object", "properties": {"v": inner}, "required": ["v"], "additionalProperties": False}
+        return CallShape(f"<{name} ", fields | {"$defs": {"v": {"type": kind}}}, ">")
+
+    source = json.dumps(
+        {"shapes": [vars_of(shape("f", "integer")), vars_of(shape("g", "boolean"))], "between": "\n", "most": 2}
+    )
+    grammar = Grammar("calls", source)
+    matcher = follow(vocabulary, grammar, '<g {"v": true}>')
+    assert allowed(matcher) == {EOS, ord("\n")}
+    assert follow(vocabulary, grammar, '<g {"v": true}>\n<f {"v":7}>').is_over
+    assert ord("7") not in allowed(follow(vocabulary, grammar, '<g {"v": '))
+
+
+def vars_of(shape: CallShape) -> dict[str, object]:
+    return {"before": shape.before, "schema": shape.schema, "after": shape.after}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        (Grammar("json_schema", "{"), "no JSON object"),
+        (Grammar("json_schema", "3"), "no JSON object"),
+        (schema({"type": "nonsense"}), "nonsense"),
+        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
+        (schema({"type": "string", "pattern": "("}), "The schema cannot be used: an expression in it: unclosed group"),
+        (schema({"not": {"type": "string"}}), "not"),
+        (schema({"$ref": "http://127.0.0.1:1/schema"}), "retrieve"),
+        (schema({"$ref": "#"}), "match"),
+        (
+            Grammar("regex", "(["),
+            r"^The regular expression cannot be used: unclosed .* class \(character 2\)\.$",
+        ),
+        (Grammar("regex", "a\n("), r"^The regular expression cannot be used: unclosed group\.$"),
+        (Grammar("lark", "start: a\na: /(/"), "line 2, column 4: an expression in it: unclosed group"),
+        (Grammar("regex", "(?=a)b"), "look-around"),
+        (
+            Grammar("lark", "start: nothing"),
+            r"^The grammar cannot be used: line 1, column 8: unknown .*\bnothing.\.$",
+        ),
+        (Grammar("lark", "start: start"), "match"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(vocabulary: Vocabulary, grammar: Grammar, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told) as caught:
+        vocabulary.compile(grammar)
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300
+
+
+def wide(num_optional: int, *, is_required: bool = False) -> dict[str, object]:
+    """An object with so many properties that may all come first, or that come one after the other."""
+    properties = {f"p{i}": {"type": "integer"} for i in range(num_optional)}
+    return {"type": "object", "properties": properties, "required": list(properties) if is_required else []}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        pytest.param(schema(wide(600)), id="behind the first bracket"),
+        pytest.param(
+            schema({"type": "object", "properties": {"settings": wide(600)}, "required": ["settings"]}),
+            id="behind text that must come and a blank that may",
+        ),
+        pytest.param(
+            Grammar("lark", f'start: ("<" object)?\nobject: %json {json.dumps(wide(600))}'),
+            id="where the text may also end at once",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_bytes", [True, False])
+def test_what_meets_a_limit_behind_its_first_tokens_is_refused(
+    vocabulary: Vocabulary, grammar: Grammar, *, is_bytes: bool
+) -> None:
+    """The first mask of all of these is well, and whatever the model says, it could not go on."""
+    of_demo = Vocabulary.load(DEMO, 2048, [0])  # its first token is the one that ends the text
+    with pytest.raises(InvalidRequest, match=r"cannot be used: too much may come next .* not required"):
+        (vocabulary if is_bytes else of_demo).compile(grammar)
+
+
+@pytest.mark.parametrize("of", [wide(480), wide(600, is_required=True)])
+def test_many_properties_can_be_used_that_are_fewer_or_required(vocabulary: Vocabulary, of: dict[str, object]) -> None:
+    assert ord("p") in allowed(follow(vocabulary, schema(of), '{"'))
+
+
+@pytest.mark.parametrize("property_name", ["", "a"])
+def test_a_text_that_leaves_no_choice_for_too_long_is_refused(vocabulary: Vocabulary, property_name: str) -> None:
+    """Each mask in it looks at all that is left, and every stream waits for that."""
+
+    def grammar(num_chars: int) -> Grammar:
+        of: dict[str, object] = {"const": "x" * num_chars}
+        if property_name:
+            of = {"type": "object", "properties": {property_name: of}, "required": [property_name]}
+        return schema(of)
+
+    vocabulary.compile(grammar(MAX_FORCED_TOKENS - 20))  # a byte is a token, and brackets and quotes are too
+    with pytest.raises(InvalidRequest, match=rf"no choice for \d+ tokens in a row, .* {MAX_FORCED_TOKENS} at most"):
+        vocabulary.compile(grammar(MAX_FORCED_TOKENS + 1))
+
+
+def decoded(of: Sequence[int], tokenizer: Tokenizer) -> bytes:
+    return b"".join(map(tokenizer.text_bytes, of))
+
+
+def test_the_library_reads_the_bytes_of_tokens_as_the_server_does() -> None:
+    """With one exception that makes no difference: the byte 0xff, which is in no UTF-8, is never allowed."""
+    tokenizer = Tokenizer.load(DEMO)
+    text = '{"naïve": "日本", "n": [1, 2.5e3], "t": true}'
+    [ids] = [tokenizer._inner.encode(text, add_special_tokens=False).ids]
+    assert decoded(ids, tokenizer) == text.encode()
+    matcher = Vocabulary.load(DEMO, 2048, [0]).compile(Grammar("choice", json.dumps([text]))).matcher()
+    mask = np.zeros(64, np.uint32)
+    for token_id in ids:
+        matcher.fill(mask)
+        assert mask[token_id // 32] >> (token_id % 32) & 1
+        matcher.accept(token_id)
+    assert matcher.is_over
+
+
+def test_call_grammars_survive_their_way() -> None:
+    import msgspec
+
+    grammar = CallGrammar([CallShape("a", {"type": "object"}, "b")], ",", 3)
+    assert msgspec.json.decode(msgspec.json.encode(grammar), type=CallGrammar) == grammar
+
+
+def test_a_vocabulary_that_the_library_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """Its tree panics, or takes minutes: the server says so, and serves without grammars."""
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    content["model"]["vocab"]["#" * (MAX_TOKEN_CHARS + 1)] = len(content["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="a token has 256 characters"):
+        Vocabulary.load(tmp_path, 2048, [0])
 
 
 def grammar(i: int) -> Grammar:
@@ -51,7 +278,7 @@ def test_a_grammar_that_grew_to_its_limit_is_compiled_anew_for_the_next_one(
 ) -> None:
     """Matchers of a cached grammar share its states, of which there are so many; 2**12 would be needed here."""
     limits = llguidance.LLParserLimits(max_lexer_states=60, verbose_errors=False)
-    monkeypatch.setattr("roseinfer.text.grammar.library._LIMITS", limits)
+    monkeypatch.setattr("roseinfer.text.grammar.compiler._LIMITS", limits)
     compiler, mask = GrammarCompiler(vocabulary, 1 << 20), np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32)
     exploding, random = Grammar("regex", "(a|b)*a(a|b){12}x"), np.random.default_rng(0)
     matcher = compiler.open(exploding).result()
@@ -69,7 +296,7 @@ def test_a_grammar_that_met_its_limit_in_a_token_is_compiled_anew(
 ) -> None:
     """Without a mask before it, or behind one that was made in time."""
     limits = llguidance.LLParserLimits(max_lexer_states=60, verbose_errors=False)
-    monkeypatch.setattr("roseinfer.text.grammar.library._LIMITS", limits)
+    monkeypatch.setattr("roseinfer.text.grammar.compiler._LIMITS", limits)
     compiled, random = vocabulary.compile(Grammar("regex", "(a|b)*a(a|b){12}x")), np.random.default_rng(0)
     matcher = compiled.matcher()
     while not matcher.has_failed:
@@ -137,7 +364,7 @@ def test_matchers_that_nobody_has_asked_yet_hold_no_copy_of_the_grammar(
             return copied[-1]
 
     compiled = vocabulary.compile(grammar(1))
-    monkeypatch.setattr(compiled, "_template", Counting(compiled._template))
+    monkeypatch.setattr(compiled, "_template", Counting(compiled.template))
     waiting, running = compiled.matcher(), compiled.matcher()
     running.fill(np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32))
     running.accept(ord("a"))
