@@ -364,7 +364,7 @@ def test_matchers_that_nobody_has_asked_yet_hold_no_copy_of_the_grammar(
             return copied[-1]
 
     compiled = vocabulary.compile(grammar(1))
-    monkeypatch.setattr(compiled, "_template", Counting(compiled.template))
+    monkeypatch.setattr(compiled, "template", Counting(compiled.template))
     waiting, running = compiled.matcher(), compiled.matcher()
     running.fill(np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32))
     running.accept(ord("a"))
