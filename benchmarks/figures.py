@@ -1,11 +1,7 @@
-"""Time stamps of streams into figures, and repeats of a figure into median and spread. Knows no engine and no clock.
+"""Computes the figures of a workload from its streams, and median and spread of a figure over its repeats.
 
-    TTFT = first token − submission      TPOT = (last token − first token) / (tokens − 1)
-    ITL  = gaps between neighbouring stamps of one stream, pooled over all streams
-    tokens/s = all tokens / (last token − first submission)
-
-Stamps are the client's: one for each piece that arrived, which may carry several tokens. Percentiles are the engine's
-own benchmarks' (`bench/definitions.py`): linear between the two nearest ranks.
+TTFT, TPOT and ITL are those of `roseinfer.bench.definitions.Observed`, from the client's stamps, one for each piece
+that arrived; tokens/s are all tokens over the time from the first submission to the last token.
 """
 
 import statistics
@@ -14,18 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from roseinfer.bench.definitions import percentile
+from roseinfer.bench.definitions import Observed, percentile
+from roseinfer.bench.load.event_stream import count_tokens
 
 STEADY_SHARE = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One answered request; seconds on one clock."""
-
-    submitted: float
-    pieces: Sequence[float]  # when each piece of the answer arrived, at least one
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,41 +30,43 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
 
-def streams_of(answers: Iterable[Mapping[str, Any]]) -> list[Stream]:
+def stream_of(submitted: float, pieces: Sequence[float], num_tokens: int) -> Observed:
+    """One answered request, of stamps in seconds: when it was sent, and when each piece of the answer arrived."""
+    sent_ns, counts = round(submitted * 1e9), count_tokens(num_tokens, len(pieces), None)
+    token_ns = [round(piece * 1e9) for piece in pieces[: len(counts)]]
+    return Observed(request_id="", intended_ns=sent_ns, sent_ns=sent_ns, token_ns=token_ns, token_counts=counts)
+
+
+def streams_of(answers: Iterable[Mapping[str, Any]]) -> list[Observed]:
     """From the JSON of a driver."""
-    return [Stream(answer["submitted"], answer["pieces"], answer["num_tokens"]) for answer in answers]
+    return [stream_of(answer["submitted"], answer["pieces"], answer["num_tokens"]) for answer in answers]
 
 
-def summarise(streams: Sequence[Stream]) -> dict[str, float]:
+def summarise(streams: Sequence[Observed]) -> dict[str, float]:
     """One repeat of a workload; latencies in milliseconds. Figures that no stream has are left out."""
     tokens = sum(stream.num_tokens for stream in streams)
-    began = min(stream.submitted for stream in streams)
-    ended = max(stream.pieces[-1] for stream in streams)
-    pools = {
-        "ttft": [stream.pieces[0] - stream.submitted for stream in streams],
-        "tpot": [
-            (stream.pieces[-1] - stream.pieces[0]) / (stream.num_tokens - 1)
-            for stream in streams
-            if stream.num_tokens > 1 and len(stream.pieces) > 1
-        ],
-        "itl": [later - earlier for stream in streams for earlier, later in pairwise(stream.pieces)],
-        "steady_itl": steady_gaps(streams),
+    elapsed_ns = max(stream.token_ns[-1] for stream in streams) - min(stream.sent_ns for stream in streams)
+    pools: dict[str, list[float]] = {
+        "ttft": [stream.ttft_ns for stream in streams],
+        "tpot": [tpot for stream in streams if (tpot := stream.tpot_ns) is not None],
+        "itl": [gap for stream in streams for gap in stream.inter_token_latencies_ns()],
+        "steady_itl": steady_gaps_ns(streams),
     }
-    row = {"tokens": float(tokens), "tokens_per_s": tokens / (ended - began)}
+    row = {"tokens": float(tokens), "tokens_per_s": tokens / elapsed_ns * 1e9}
     for name, values in pools.items():
         for percent in (50, 99) if values else ():
-            row[f"{name}_p{percent}_ms"] = percentile(values, percent) * 1e3
+            row[f"{name}_p{percent}_ms"] = percentile(values, percent) / 1e6
     return row
 
 
-def steady_gaps(streams: Sequence[Stream]) -> list[float]:
-    """Gaps that begin and end while at least STEADY_SHARE of the largest number of streams is running.
+def steady_gaps_ns(streams: Sequence[Observed]) -> list[float]:
+    """Inter-token latencies while at least STEADY_SHARE of the largest number of streams is running.
 
     A stream runs from its first piece to its last. While they come and go, gaps are those of other batch sizes and of
     prompts being read, which is the ramp and not the steady state.
     """
     events = sorted(
-        [(s.pieces[0], 1) for s in streams] + [(s.pieces[-1], -1) for s in streams], key=lambda e: (e[0], -e[1])
+        [(s.token_ns[0], 1) for s in streams] + [(s.token_ns[-1], -1) for s in streams], key=lambda e: (e[0], -e[1])
     )
     running, most, levels = 0, 0, []
     for moment, change in events:
@@ -87,10 +77,11 @@ def steady_gaps(streams: Sequence[Stream]) -> list[float]:
     first = enough[0]
     last = next(moment for moment, level in levels if moment >= enough[-1] and level < STEADY_SHARE * most)
     return [
-        later - earlier
+        (later - earlier) / count
         for stream in streams
-        for earlier, later in pairwise(stream.pieces)
+        for (earlier, later), count in zip(pairwise(stream.token_ns), stream.token_counts[1:], strict=True)
         if first <= earlier and later <= last
+        for _ in range(count)
     ]
 
 

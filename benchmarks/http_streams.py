@@ -3,19 +3,21 @@
     roseinfer serve &
     python benchmarks/http_streams.py --streams 64 --max-tokens 128
 
-The client runs in this process, the server in its own, so the generator's Python does not hold up the engine's; on a
+The client runs in this process and the server in its own, so the generator's Python does not hold up the engine's. On a
 machine with two cores the three processes still share them, which is why the two columns are printed side by side.
 """
 
 import argparse
 import asyncio
-import json
-import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.http_client import prepared
+from roseinfer.bench.definitions import Observed, percentile
+from roseinfer.bench.load.client import LoadClient, get
+from roseinfer.bench.load.endpoint import Endpoint
 
 SERIES = {
     "TTFT": "roseinfer_time_to_first_token_seconds",
@@ -28,40 +30,9 @@ SERIES = {
 Buckets = dict[str, dict[float, float]]
 
 
-@dataclass
-class Seen:
-    """One stream as its client saw it; seconds since the request was sent."""
-
-    chunks: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    error: str = ""
-
-
-async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> Seen:
-    seen, start = Seen(), time.perf_counter()
-    try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                seen.error = f"{response.status} {await response.text()}"
-                return seen
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        seen.error = str(event["error"])
-                    elif event.get("usage"):
-                        seen.num_tokens = event["usage"]["completion_tokens"]
-                    else:
-                        seen.chunks.append(time.perf_counter() - start)
-    except aiohttp.ClientError as error:
-        seen.error = repr(error)
-    return seen
-
-
-async def scrape(session: aiohttp.ClientSession, url: str) -> Buckets:
+def scrape(url: str) -> Buckets:
     """Cumulative counts by upper bound of each series."""
-    async with session.get(f"{url}/metrics") as response:
-        page = await response.text()
+    page = asyncio.run(get(f"{url}/metrics", "", "--url")).decode()
     return {
         family.name: {
             float(s.labels["le"]): s.value
@@ -87,40 +58,17 @@ def quantile(before: dict[float, float], after: dict[float, float], share: float
     return lower
 
 
-def percentile(values: list[float], share: float) -> float:
-    return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1] if values else float("nan")
-
-
-async def run(arguments: argparse.Namespace) -> int:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
-        for turn in range(arguments.repeat):
-            before, start = await scrape(session, arguments.url), time.perf_counter()
-            bodies = [
-                {
-                    "prompt": f"{turn} {index} {arguments.prompt}", "max_tokens": arguments.max_tokens, "stream": True,
-                    "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True},
-                }
-                for index in range(arguments.streams)
-            ]  # fmt: skip
-            seen = await asyncio.gather(*(stream(session, arguments.url, body) for body in bodies))
-            wall = time.perf_counter() - start
-            report(turn, seen, wall, before, await scrape(session, arguments.url))
-            if errors := [entry.error for entry in seen if entry.error]:
-                print(f"the first error: {errors[0]}")
-                return 1
-    return 0
-
-
-def report(turn: int, seen: list[Seen], wall: float, before: Buckets, after: Buckets) -> None:
-    firsts = [entry.chunks[0] for entry in seen if entry.chunks]
-    gaps = [b - a for entry in seen for a, b in zip(entry.chunks, entry.chunks[1:], strict=False)]
-    tokens = sum(entry.num_tokens for entry in seen)
-    num_errors = sum(bool(entry.error) for entry in seen)
+def report(turn: int, seen: Sequence[Observed], wall: float, before: Buckets, after: Buckets) -> None:
+    tokens, num_errors = sum(each.num_tokens for each in seen), sum(bool(each.error) for each in seen)
+    pools = {
+        "client TTFT": [each.ttft_ns for each in seen if each.token_ns],
+        "client gap": [gap for each in seen for gap in each.chunk_gaps_ns()],
+    }
     print(f"run {turn + 1}: {len(seen)} streams, {num_errors} errors, {tokens / wall:.0f} tokens/s over {wall:.2f} s")
     print(f"  {'':14} {'p50 ms':>9} {'p99 ms':>9}")
-    for name, values in (("client TTFT", firsts), ("client gap", gaps)):
-        print(f"  {name:14} {percentile(values, 0.5) * 1e3:9.2f} {percentile(values, 0.99) * 1e3:9.2f}")
+    for name, values in pools.items():
+        p50, p99 = (percentile(values, percent) / 1e6 if values else float("nan") for percent in (50, 99))
+        print(f"  {name:14} {p50:9.2f} {p99:9.2f}")
     for name, series in SERIES.items():
         p50, p99 = (quantile(before[series], after[series], share) * 1e3 for share in (0.5, 0.99))
         print(f"  {name:14} {p50:9.2f} {p99:9.2f}")
@@ -133,7 +81,16 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompt", default="The scheduler decides which sequences get a token in the next step.")
     parser.add_argument("--repeat", type=int, default=3)
-    return asyncio.run(run(parser.parse_args()))
+    arguments = parser.parse_args()
+    for turn in range(arguments.repeat):
+        before, start = scrape(arguments.url), time.perf_counter()
+        prompts = [f"{turn} {index} {arguments.prompt}" for index in range(arguments.streams)]
+        seen = LoadClient(Endpoint(arguments.url)).run([prepared(prompt, arguments.max_tokens) for prompt in prompts])
+        report(turn, seen, time.perf_counter() - start, before, scrape(arguments.url))
+        if errors := [each.error for each in seen if each.error]:
+            print(f"the first error: {errors[0]}")
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,16 +8,15 @@ at once; a row has the answers, the resident memory half a second after the last
 
 import argparse
 import asyncio
-import json
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from benchmarks.probes_under_load import HEADERS, resident_mb, served
-from benchmarks.servers import wait_ready
+from benchmarks.servers import resident_mb
+from roseinfer.bench.load.client import LoadClient
+from roseinfer.bench.load.endpoint import Endpoint
+from roseinfer.bench.load.launcher import serving
 
 REST_S = 0.5
 TEXT = "hello world " * 150_000
@@ -30,12 +29,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def peak_resident_mb(pid: int) -> float:
-    """Since `forget_peak`."""
-    [line] = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024 / 1e6
-
-
 def forget_peak(pid: int) -> None:
     """See clear_refs in proc(5)."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
@@ -44,39 +37,26 @@ def forget_peak(pid: int) -> None:
 async def measure(arguments: argparse.Namespace, url: str, pid: int) -> None:
     print(f"resident at first: {resident_mb(pid):.0f} MB")
     print("| body | clients | answers | s | resident afterwards MB | peak MB |\n" + "|---" * 6 + "|", flush=True)
-    timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-
-        async def ask(path: str, body: bytes) -> int:
-            async with session.post(url + path, data=body, headers=HEADERS) as response:
-                await response.read()
-                return response.status
-
+    async with LoadClient(Endpoint(url)) as client:
         for name, (path, fields) in KINDS.items():
-            body = json.dumps(fields, ensure_ascii=False).encode()
             for num_clients in (1, arguments.clients):
                 forget_peak(pid)
                 began_s = time.monotonic()
-                statuses = Counter(await asyncio.gather(*(ask(path, body) for _ in range(num_clients))))
+                asked = await asyncio.gather(*(client.exchange(path, fields) for _ in range(num_clients)))
+                statuses = Counter(answer.status for answer in asked)
                 took_s = time.monotonic() - began_s
                 await asyncio.sleep(REST_S)
                 answers = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
-                sizes = f"{resident_mb(pid):.0f} | {peak_resident_mb(pid):.0f}"
+                sizes = f"{resident_mb(pid):.0f} | {resident_mb(pid, 'VmHWM'):.0f}"
                 print(f"| {name} | {num_clients} | {answers} | {took_s:.1f} | {sizes} |", flush=True)
-
-
-async def main_async(arguments: argparse.Namespace) -> None:
-    with served() as (ports, pid):
-        url = f"http://127.0.0.1:{ports[0]}"
-        async with asyncio.timeout(60):
-            await wait_ready(url)
-        await measure(arguments, url, pid)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=4, help="of the second run of each kind")
-    asyncio.run(main_async(parser.parse_args()))
+    arguments = parser.parse_args()
+    with serving("--log-level", "error") as server:
+        asyncio.run(measure(arguments, server.url, server.pid))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 import numpy as np
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from benchmarks.http_streams import stream
+from benchmarks.http_client import prepared
+from roseinfer.bench.load.client import HEAD_START_NS, LoadClient
+from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.config.tree import Config, ModelConfig, SchedulerConfig, ServerConfig, TracingConfig
 from roseinfer.engine.core.batch import Watch
 from roseinfer.engine.link.client import AsyncEngine
@@ -240,19 +241,14 @@ def encoding(trace: Sequence[Span], at_once: int) -> Iterator[None]:
 # --- a served load --------------------------------------------------------------------------------------------------
 
 
-async def load(url: str, num_streams: int, max_tokens: int) -> None:
-    """Send the load and print what its clients saw; in a process of its own."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        bodies: list[dict[str, object]] = [
-            {"prompt": f"{i} is", "max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True}
-            for i in range(num_streams)
-        ]
-        began = time.perf_counter()
-        seen = await asyncio.gather(*(stream(session, url, body) for body in bodies))
-        wall = time.perf_counter() - began
-    assert not any(entry.error for entry in seen), next(entry.error for entry in seen if entry.error)
-    tpot = statistics.mean((entry.chunks[-1] - entry.chunks[0]) / (max_tokens - 1) for entry in seen)
-    print(json.dumps({"tpot_ms": tpot * 1e3, "tokens_per_s": num_streams * max_tokens / wall}))
+def load(url: str, num_streams: int, max_tokens: int) -> None:
+    """Print what the clients of a load saw; runs in a process of its own."""
+    began = time.perf_counter()
+    seen = LoadClient(Endpoint(url)).run([prepared(f"{i} is", max_tokens) for i in range(num_streams)])
+    wall = time.perf_counter() - began - HEAD_START_NS / 1e9
+    assert not any(each.error for each in seen), next(each.error for each in seen if each.error)
+    tpot = statistics.mean((each.token_ns[-1] - each.token_ns[0]) / (max_tokens - 1) for each in seen)
+    print(json.dumps({"tpot_ms": tpot / 1e6, "tokens_per_s": num_streams * max_tokens / wall}))
 
 
 async def run_load(url: str, num_streams: int, max_tokens: int) -> dict[str, float]:
@@ -386,7 +382,7 @@ def main() -> None:
     parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
-        asyncio.run(load(arguments.load, arguments.streams, arguments.max_tokens))
+        load(arguments.load, arguments.streams, arguments.max_tokens)
         return
     measure_parts(arguments.rows, arguments.tokens, arguments.repeat)
     if arguments.only_parts:

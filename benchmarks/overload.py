@@ -1,4 +1,4 @@
-"""A server at its capacity and at four times that, as tables: what those let in see, and how fast the rest is refused.
+"""Measures a server at its capacity and at four times that: latencies of accepted requests, and of refusals.
 
     python -m benchmarks.overload [--rounds 3] [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5] [--decoy]
 
@@ -23,17 +23,25 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import random
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
-from benchmarks.overload_client import NOTHING, PARTS, Load, Seen
-from benchmarks.servers import free_port, wait_ready
+from roseinfer.bench.definitions import Observed, percentile
+from roseinfer.bench.load.client import LoadClient, PreparedRequest
+from roseinfer.bench.load.endpoint import Endpoint
+from roseinfer.bench.load.launcher import free_port, serving
 
+NOTHING = "–"  # in a cell of a table
+LEDGER_SHARE = 0.1
+ANSWER_TIMEOUT_S = 120.0  # many times what a server takes that lets nobody wait for long
+PARTS = ("receive", "tokenize", "submit_lag", "queue_wait", "prefill")  # of a ledger, up to the first token
+ALL_PARTS = ("late", *PARTS, "way")
 WARM_S = 3.0
 REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}"
 CAPACITY_RUNS, AT_CAPACITY = ("closed loop", "twice that"), "at capacity"
@@ -45,10 +53,145 @@ HEADINGS = (
 )
 
 
-async def measure(arguments: argparse.Namespace, port: int) -> None:
-    load = Load(port, arguments.max_tokens)
-    await load.closed_loop(arguments.max_num_seqs, WARM_S)
-    tell([{name: seen async for name, seen in one_round(load, arguments)} for _ in range(arguments.rounds)])
+@dataclass
+class Seen:
+    """What the clients of one run saw. Latencies are seconds from the moment at which a request was due."""
+
+    requests: list[Observed] = field(default_factory=list)
+    duration_s: float = 0.0
+
+    @property
+    def answered(self) -> list[Observed]:
+        return [seen for seen in self.requests if seen.is_complete]
+
+    @property
+    def refused(self) -> list[Observed]:
+        return [seen for seen in self.requests if seen.status == 429]
+
+    @property
+    def first_token_s(self) -> list[float]:
+        return [(seen.token_ns[0] - seen.intended_ns) / 1e9 for seen in self.answered]
+
+    @property
+    def whole_s(self) -> list[float]:
+        return [whole_s(seen) for seen in self.answered]
+
+    @property
+    def goodput(self) -> float:
+        """Tokens of whole answers, a second."""
+        return sum(seen.num_tokens for seen in self.answered) / self.duration_s
+
+    @property
+    def answered_rate(self) -> float:
+        """Whole answers a second."""
+        return len(self.answered) / self.duration_s
+
+    def add_run(self, other: "Seen") -> None:
+        """Count in another run of the same kind."""
+        self.requests += other.requests
+        self.duration_s += other.duration_s
+
+    def row(self, name: str) -> str:
+        refused = self.refused
+        counts = (len(self.answered), len(refused), len(self.requests) - len(self.answered) - len(refused))
+        latencies = (self.first_token_s, self.whole_s, [whole_s(seen) for seen in refused])
+        cells = [
+            *map(str, counts),
+            f"{self.goodput:.0f}",
+            *(milliseconds(values, percent) for values in latencies for percent in (50, 99)),
+            f"{max((seen.retry_after_s or 0 for seen in refused), default=0)}",
+        ]
+        return f"| {name} |" + "".join(f" {cell} |" for cell in cells)
+
+    def part_cells(self) -> dict[str, list[str]]:
+        """Of each part of the time to the first token: median, p99 and mean of the slowest twentieth, ms."""
+        parts = [parts_s(seen) for seen in self.answered if seen.ledger is not None]
+        if not parts:  # none of few answers was asked for with a ledger
+            return dict.fromkeys(ALL_PARTS, [NOTHING] * 3)
+        limit_s = percentile([sum(each.values()) for each in parts], 95)
+        slowest = [each for each in parts if sum(each.values()) >= limit_s]
+        return {
+            part: [
+                *(f"{percentile([each[part] for each in parts], percent) * 1e3:.1f}" for percent in (50, 99)),
+                f"{np.mean([each[part] for each in slowest]) * 1e3:.1f}",
+            ]
+            for part in ALL_PARTS
+        }
+
+
+def whole_s(seen: Observed) -> float:
+    """From the moment at which a request was due to the end of its answer."""
+    return (seen.end_ns - seen.intended_ns) / 1e9
+
+
+def parts_s(seen: Observed) -> dict[str, float]:
+    """The parts of an answer's time to its first token: the client's lateness, the ledger's parts, and the rest."""
+    ledger = (seen.ledger or {})["parts_ns"]
+    parts = {"late": seen.submit_lag_ns / 1e9, **{name: ledger.get(name, 0) / 1e9 for name in PARTS}}
+    return {**parts, "way": (seen.token_ns[0] - seen.intended_ns) / 1e9 - sum(parts.values())}
+
+
+def milliseconds(values: Sequence[float], percent: float) -> str:
+    return f"{percentile(values, percent) * 1e3:.0f}" if values else NOTHING
+
+
+class Load:
+    """All requests to one server, or to a decoy in its place."""
+
+    def __init__(self, client: LoadClient, max_tokens: int) -> None:
+        self.decoy_share = 0.0  # of requests that go to `decoy`
+        self.decoy: LoadClient | None = None
+        self._client = client
+        self._max_tokens = max_tokens
+        self._random = random.Random(7)
+
+    def _request(self) -> PreparedRequest:
+        prompt = [self._random.randrange(256) for _ in range(self._random.randint(16, 96))]
+        body = {
+            "prompt": prompt,
+            "max_tokens": self._random.randint(self._max_tokens // 2, self._max_tokens * 3 // 2),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
+        asks_ledger = self._random.random() < LEDGER_SHARE
+        content = msgspec.json.encode(body)
+        return PreparedRequest(request_id="overload", path="/v1/completions", body=content, asks_ledger=asks_ledger)
+
+    async def ask(self, seen: Seen, due_ns: int) -> None:
+        client = self._client
+        if self.decoy is not None and self._random.random() < self.decoy_share:
+            client = self.decoy
+        seen.requests.append(await client.send(self._request(), due_ns))
+
+    async def closed_loop(self, num_clients: int, duration_s: float) -> Seen:
+        """Every client asks again as soon as it has its answer."""
+        seen, began_s = Seen(), time.monotonic()
+
+        async def client() -> None:
+            while time.monotonic() - began_s < duration_s:
+                await self.ask(seen, time.monotonic_ns())
+
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+        seen.duration_s = time.monotonic() - began_s
+        return seen
+
+    async def open_loop(self, rate: float, duration_s: float) -> Seen:
+        """Requests come at random moments, whether or not earlier ones have been answered."""
+        seen, began_s, due_s = Seen(), time.monotonic(), 0.0
+        async with asyncio.TaskGroup() as group:
+            while (due_s := due_s + self._random.expovariate(rate)) < duration_s:
+                await asyncio.sleep(max(0.0, began_s + due_s - time.monotonic()))
+                group.create_task(self.ask(seen, round((began_s + due_s) * 1e9)))
+        seen.duration_s = time.monotonic() - began_s
+        return seen
+
+
+async def measure(arguments: argparse.Namespace, url: str) -> None:
+    async with LoadClient(Endpoint(url), timeout_s=ANSWER_TIMEOUT_S) as client:
+        load = Load(client, arguments.max_tokens)
+        await load.closed_loop(arguments.max_num_seqs, WARM_S)
+        report([{name: seen async for name, seen in one_round(load, arguments)} for _ in range(arguments.rounds)])
 
 
 async def one_round(load: Load, arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Seen]]:
@@ -60,19 +203,20 @@ async def one_round(load: Load, arguments: argparse.Namespace) -> AsyncIterator[
     yield AT_CAPACITY, await load.open_loop(full.answered_rate, arguments.seconds)
     overload = full.answered_rate * arguments.factor
     if arguments.decoy:
-        with decoy() as load.decoy_port:
-            load.decoy = 1 - 1 / arguments.factor
-            yield "the rest refused elsewhere", await load.open_loop(overload, arguments.seconds)
-        load.decoy = 0.0
+        with decoy() as port:
+            async with LoadClient(Endpoint(f"http://127.0.0.1:{port}"), timeout_s=ANSWER_TIMEOUT_S) as load.decoy:
+                load.decoy_share = 1 - 1 / arguments.factor
+                yield "the rest refused elsewhere", await load.open_loop(overload, arguments.seconds)
+        load.decoy = None
     yield f"{arguments.factor:g} times", await load.open_loop(overload, arguments.seconds)
 
 
-def tell(rounds: list[dict[str, Seen]]) -> None:
-    """All rounds together, and how far they are apart. The overload is the last run of each."""
+def report(rounds: list[dict[str, Seen]]) -> None:
+    """Print all rounds together, and how far they are apart. The overload is the last run of each."""
     runs = {name: Seen() for name in rounds[0]}
     for one in rounds:
         for name, seen in one.items():
-            runs[name].count_in(seen)
+            runs[name].add_run(seen)
     print("capacity", ", ".join(f"{one[CAPACITY_RUNS[1]].answered_rate:.0f}" for one in rounds), "requests a second\n")
     print("| " + " | ".join(HEADINGS) + " |")
     print("|---" * len(HEADINGS) + "|")
@@ -83,9 +227,9 @@ def tell(rounds: list[dict[str, Seen]]) -> None:
         "\n| part of the TTFT, ms |" + "".join(f" {name}: p50 | p99 | mean of the slowest 5 % |" for name in compared)
     )
     print("|---" * (1 + 3 * len(compared)) + "|")
-    for part in ("late", *PARTS, "way"):
-        cells = [cell for seen in compared.values() for cell in seen.part_cells(part)]
-        print(f"| {part} | " + " | ".join(cells) + " |")
+    cells = [seen.part_cells() for seen in compared.values()]
+    for part in ALL_PARTS:
+        print(f"| {part} | " + " | ".join(cell for each in cells for cell in each[part]) + " |")
     print("\n| against | all rounds | each |\n|---|---|---|")
     for name, of in AGAINST.items():
         print(f"| {name} | {of(runs)} | {', '.join(of(one) for one in rounds)} |")
@@ -96,7 +240,7 @@ def p99_ratio(runs: dict[str, Seen], latency: str) -> str:
     at_capacity, overloaded = getattr(runs[AT_CAPACITY], latency), getattr(list(runs.values())[-1], latency)
     if not at_capacity or not overloaded:
         return NOTHING
-    return f"{np.percentile(overloaded, 99) / np.percentile(at_capacity, 99):.2f}"
+    return f"{percentile(overloaded, 99) / percentile(at_capacity, 99):.2f}"
 
 
 def goodput_ratio(runs: dict[str, Seen]) -> str:
@@ -147,34 +291,6 @@ def decoy() -> Iterator[int]:
         process.join()
 
 
-def serve_and(arguments: argparse.Namespace, work: Callable[[argparse.Namespace, int], Awaitable[None]]) -> None:
-    """Run the work against a server that is there for it alone."""
-    port = free_port()
-    options = {
-        "--port": port,
-        "--ops-port": 0,
-        "--max-num-seqs": arguments.max_num_seqs,
-        "--server.max-queue-wait-s": arguments.max_queue_wait_s,
-        "--server.max-inflight": 4096,
-        "--log-level": "error",
-    }
-    if arguments.num_threads:
-        options["--runner.num-threads"] = arguments.num_threads
-    command = [sys.executable, "-m", "roseinfer", "serve", *(str(word) for pair in options.items() for word in pair)]
-    process = subprocess.Popen(command)  # noqa: S603 - our own server
-    try:
-
-        async def run() -> None:
-            async with asyncio.timeout(60):
-                await wait_ready(f"http://127.0.0.1:{port}")
-            await work(arguments, port)
-
-        asyncio.run(run())
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -187,7 +303,13 @@ def main() -> None:
     parser.add_argument("--decoy", action="store_true", help="one run more, in which the rest is refused elsewhere")
     arguments = parser.parse_args()
     print(json.dumps(vars(arguments)))
-    serve_and(arguments, measure)
+    flags = [
+        *("--max-num-seqs", str(arguments.max_num_seqs), "--server.max-queue-wait-s", str(arguments.max_queue_wait_s)),
+        *("--server.max-inflight", "4096", "--log-level", "error"),
+        *(("--runner.num-threads", str(arguments.num_threads)) if arguments.num_threads else ()),
+    ]
+    with serving(*flags) as server:
+        asyncio.run(measure(arguments, server.url))
 
 
 if __name__ == "__main__":

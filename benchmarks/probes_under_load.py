@@ -1,11 +1,11 @@
-"""A server under its worst bodies, into how long `/livez` takes on both ports: a row for each kind, one for them all.
+"""Measures how long `/livez` takes on both ports while a server gets its worst bodies: a row for each kind of body.
 
     python -m benchmarks.probes_under_load [--seconds 10] [--streams 8] [--only NAME]
 
 The embedded model is served by a process of its own. One client for each kind of body sends it again as soon as it has
 its answer, beside streams that never end; a probe in a process of its own asks each port a hundred times a second. The
-bodies are as long as the default limit lets in, two megabytes, or ask for as long an answer as there is. Two rows more
-are about one request each, and tell its answer's time and what it cost in memory: a bomb of 256 MB behind a
+bodies are as long as the default limit allows, two megabytes, or ask for as long an answer as there is. A last row is
+for all kinds at once. Two lines more give the time and the memory of one request each: a bomb of 256 MB behind a
 `Content-Encoding`, and one without.
 """
 
@@ -16,21 +16,19 @@ import gzip
 import http.client
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import numpy as np
-
 import roseinfer
-from benchmarks.servers import free_port, wait_ready
+from benchmarks.http_client import prepared
+from benchmarks.servers import resident_mb
+from roseinfer.bench.definitions import percentile
+from roseinfer.bench.load.client import LoadClient
+from roseinfer.bench.load.endpoint import Endpoint
+from roseinfer.bench.load.launcher import Server, free_port, serving
 
 PROBE_INTERVAL_S = 0.01
 BOMB_MB = 256
@@ -43,7 +41,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     """By name: where it is sent, and two megabytes of it or nearly, or what has a long answer."""
     text = "hello world " * 150_000
     scattered = "".join(chr(0x4E00 + i % 20_000) for i in range(600_000))
-    told = {
+    asked = {
         "text": ("/v1/completions", {"prompt": text}),
         "scattered text": ("/v1/completions", {"prompt": scattered}),
         "token ids": ("/v1/completions", {"prompt": [1] * 650_000}),
@@ -74,7 +72,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
     }
     encoded = {
         name: (path, json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode())
-        for name, (path, body) in told.items()
+        for name, (path, body) in asked.items()
     }
     assert max(len(body) for _, body in encoded.values()) <= 2 << 20
     return encoded | {
@@ -122,7 +120,7 @@ def probe(port: int, interval_s: float, seconds: float) -> list[float]:
 
 
 def probe_when_asked(port: int, interval_s: float, parent: Connection) -> None:
-    """Answer each number of seconds with the latencies of so long, until None comes."""
+    """Answer each number of seconds with the latencies of that time, until None comes."""
     parent.send(None)  # all is imported
     while (seconds := parent.recv()) is not None:
         parent.send(probe(port, interval_s, seconds))
@@ -155,34 +153,28 @@ class Probes:
 
 
 class Load:
-    """Clients of one server that do not rest."""
+    """Clients of one server that send without a pause."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session = session
-        self._url = url
+    def __init__(self, client: LoadClient) -> None:
+        self._client = client
         self.statuses: Counter[int] = Counter()
 
     async def hammer(self, path: str, body: bytes) -> None:
         while True:
-            async with self._session.post(self._url + path, data=body, headers=HEADERS) as response:
-                await response.read()
-                self.statuses[response.status] += 1
+            answer = await self._client.exchange(path, body, HEADERS)
+            self.statuses[answer.status] += 1
 
     async def stream(self) -> None:
-        body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
         while True:
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
-                assert response.status in {200, 429}, await response.text()
-                async for _ in response.content:
-                    pass
-            if response.status == 429:  # the prompts that are scored are many, and first
+            seen = await self._client.send(prepared("The", 200))
+            assert seen.status in {200, 429}, seen.error
+            if seen.status == 429:  # the prompts that are scored are many, and first
                 await asyncio.sleep(0.5)
 
     async def rest(self) -> None:
         """Return when what was decoded or encoded for clients that have gone is over: this waits behind it."""
-        body = json.dumps({"prompt": "hello " * 25_000}).encode()
-        async with self._session.post(f"{self._url}/tokenize", data=body, headers=HEADERS) as response:
-            assert response.status == 200, await response.text()
+        answer = await self._client.exchange("/tokenize", {"prompt": "hello " * 25_000})
+        assert answer.status == 200, answer.body
 
 
 @contextlib.asynccontextmanager
@@ -199,68 +191,40 @@ async def running(*work: Any) -> Any:
 
 
 def row(name: str, latencies: list[list[float]], statuses: Counter[int]) -> str:
-    cells = [f"{np.percentile(port, percentile):.1f}" for port in latencies for percentile in (50, 99, 100)]
+    cells = [f"{percentile(port, percent):.1f}" for port in latencies for percent in (50, 99, 100)]
     answers = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
     return f"| {name} | {answers or '–'} | " + " | ".join(cells) + " |"
 
 
-async def measure(arguments: argparse.Namespace, probes: Probes, ports: tuple[int, int], pid: int) -> None:
-    url = f"http://127.0.0.1:{ports[0]}"
+async def measure(arguments: argparse.Namespace, probes: Probes, server: Server) -> None:
     kinds = {name: body for name, body in bodies().items() if arguments.only in (None, name)}
     print("| load | its answers | API port p50 ms | p99 | max | ops port p50 ms | p99 | max |")
     print("|---" * 8 + "|", flush=True)
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        quiet = Load(session, url)
+    async with LoadClient(Endpoint(server.url), timeout_s=120) as client:
+        quiet = Load(client)
         async with running(*(quiet.stream() for _ in range(arguments.streams))):
             runs: dict[str, list[tuple[str, bytes]]] = {"streams alone": []}
             runs |= {name: [body] for name, body in kinds.items()}
             runs |= {"all at once": list(kinds.values())} if arguments.only is None else {}
             for name, sent in runs.items():
-                load = Load(session, url)
+                load = Load(client)
                 async with running(*(load.hammer(*body) for body in sent)):
                     latencies = await probes.latencies(arguments.seconds)
                 print(row(name, latencies, load.statuses), flush=True)
                 await load.rest()
         if arguments.only is None:
-            await drop_bombs(session, url, pid)
+            await drop_bombs(client, server.pid)
 
 
-async def drop_bombs(session: aiohttp.ClientSession, url: str, pid: int) -> None:
+async def drop_bombs(client: LoadClient, pid: int) -> None:
     bomb = gzip.compress(b" " * (BOMB_MB << 20), compresslevel=9)
     for name, headers in {"announced": HEADERS | {"Content-Encoding": "gzip"}, "unannounced": HEADERS}.items():
         before_mb, began_s = resident_mb(pid), time.perf_counter()
-        async with session.post(f"{url}/v1/completions", data=bomb, headers=headers) as response:
-            await response.read()
+        answer = await client.exchange("/v1/completions", bomb, headers)
         took_ms = (time.perf_counter() - began_s) * 1e3
         grown_mb = resident_mb(pid) - before_mb
         print(f"bomb of {BOMB_MB} MB in {len(bomb)} bytes, {name}: ", end="")
-        print(f"{response.status} after {took_ms:.1f} ms, {grown_mb:+.1f} MB resident")
-
-
-def resident_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-@contextlib.contextmanager
-def served(*more: str) -> Iterator[tuple[tuple[int, int], int]]:
-    """A server of the embedded model, with more options: its two ports, and its process."""
-    ports = free_port(), free_port()
-    options = ["--port", str(ports[0]), "--ops-port", str(ports[1]), "--log-level", "error", *more]
-    process = subprocess.Popen([sys.executable, "-m", "roseinfer", "serve", *options])  # noqa: S603 - our own server
-    try:
-        yield ports, process.pid
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
-
-
-async def main_async(arguments: argparse.Namespace) -> None:
-    with served() as (ports, pid):
-        async with asyncio.timeout(60):
-            await wait_ready(f"http://127.0.0.1:{ports[0]}")
-        with contextlib.closing(Probes(ports)) as probes:
-            await measure(arguments, probes, ports, pid)
+        print(f"{answer.status} after {took_ms:.1f} ms, {grown_mb:+.1f} MB resident")
 
 
 def main() -> None:
@@ -270,7 +234,11 @@ def main() -> None:
     parser.add_argument("--only", choices=[*bodies()], help="one kind of body")
     arguments = parser.parse_args()
     print(json.dumps(vars(arguments)))
-    asyncio.run(main_async(arguments))
+    with (
+        serving("--log-level", "error", ops_port=free_port()) as server,
+        contextlib.closing(Probes((server.port, server.ops_port))) as probes,
+    ):
+        asyncio.run(measure(arguments, probes, server))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen
     return process
 
 
-def stop(process: subprocess.Popen[str], timeout_s: float = 30.0) -> None:
+def stop(process: subprocess.Popen[Any], timeout_s: float = 30.0) -> None:
     """End the process and its descendants: by SIGTERM, and after `timeout_s` by SIGKILL."""
     family = family_of(process.pid)
     _signal(family, signal.SIGCONT)

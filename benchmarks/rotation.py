@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks import protocol
-from benchmarks.figures import Stream, medians, streams_of, summarise
+from benchmarks.figures import medians, streams_of, summarise
 from benchmarks.workloads import WORKLOADS, PlannedRequest, Shape, Words, requests_of
+from roseinfer.bench.definitions import Observed
 
 WARM_UP = "W1x32"  # run once by each entrant and not counted: what comes first in a process is slower
 
@@ -23,7 +24,7 @@ class Entrant(Protocol):
     name: str
     workloads: Sequence[str]  # those that it runs
 
-    def drive(self, requests: Sequence[PlannedRequest]) -> list[Stream]:
+    def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
         """Raises EntrantFailed when it could not answer them all."""
 
     def pause(self) -> None: ...
@@ -46,7 +47,7 @@ class Driver:
         self.pause, self.resume, self.peak_rss_mb = worker.pause, worker.resume, worker.peak_rss_mb
         self._worker = worker
 
-    def drive(self, requests: Sequence[PlannedRequest]) -> list[Stream]:
+    def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
         """See Entrant."""
         try:
             return streams_of(self._worker.call("drive", requests=[request.to_json() for request in requests]))
@@ -108,7 +109,7 @@ def run(
     return rows
 
 
-def _take_turn(entrant: Entrant, requests: Sequence[PlannedRequest], failures: dict[str, str]) -> list[Stream] | None:
+def _take_turn(entrant: Entrant, requests: Sequence[PlannedRequest], failures: dict[str, str]) -> list[Observed] | None:
     entrant.resume()
     try:
         return entrant.drive(requests)

@@ -1,4 +1,4 @@
-"""Workloads over HTTP against `roseinfer serve` and vLLM, in turn, at each precision, into tokens/s and latencies.
+"""Measures workloads over HTTP against `roseinfer serve` and vLLM, in turn, at each precision: tokens/s and latencies.
 
     python -m benchmarks.served [--quick] [--peers DIR] [--precisions float32,bfloat16] [--out FILE]
 
@@ -10,28 +10,19 @@ taken from DIR/vllm, where `benchmarks/peers/setup.sh` puts it.
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks import http_client, protocol, rotation
-from benchmarks.engine_options import PRECISIONS
-from benchmarks.figures import Stream
+from benchmarks import protocol, rotation
+from benchmarks.engine_options import PRECISIONS, require_kernels
 from benchmarks.machine import Sitting
 from benchmarks.protocol import Worker
 from benchmarks.random_gpt2 import default_directory, make
-from benchmarks.rotation import Driver, Entrant, EntrantFailed, Limits
-from benchmarks.servers import (
-    Server,
-    ServerFailed,
-    ServerPlan,
-    roseinfer_plan,
-    serving_options,
-    vllm_plan,
-    vllm_version,
-)
-from benchmarks.workloads import WORKLOADS, PlannedRequest
+from benchmarks.rotation import Driver, Entrant, Limits
+from benchmarks.servers import Server, ServerPlan, roseinfer_plan, serving_options, vllm_plan, vllm_version
+from benchmarks.workloads import WORKLOADS
+from roseinfer.bench.load.launcher import LaunchFailed
 
 VLLM_PRECISIONS = ("float32", "bfloat16")
 NUM_REPEATS = 3
@@ -40,39 +31,23 @@ QUICK_WORKLOADS = ("W1x32", "W2")
 DEFAULT_PEERS = Path.home() / ".cache" / "roseinfer" / "benchmarks" / "peers"
 
 
-class ServedEntrant:
-    """A server, driven over HTTP."""
-
-    def __init__(self, server: Server, workloads: Sequence[str] = tuple(WORKLOADS)) -> None:
-        self.workloads = workloads
-        self.name = server.name
-        self.pause, self.resume, self.peak_rss_mb = server.pause, server.resume, server.peak_rss_mb
-        self._endpoint = server.endpoint
-
-    def drive(self, requests: Sequence[PlannedRequest]) -> list[Stream]:
-        """See Entrant."""
-        try:
-            return http_client.drive(self._endpoint, requests)
-        except http_client.ServerRefused as error:
-            raise EntrantFailed(str(error)) from None
-
-
-def enter(stack: ExitStack, plan: ServerPlan, log: Path) -> ServedEntrant:
-    """Start a server and wait until it answers. Raises ServerFailed."""
+def enter(stack: ExitStack, plan: ServerPlan, log: Path) -> Server:
+    """Start a server and wait until it answers. Raises LaunchFailed."""
     print(f"  starting {plan.name}", flush=True)
     server = stack.enter_context(Server(plan, log))
     print(f"  {plan.name} answers after {server.started_s:.0f} s", flush=True)
     server.pause()
-    return ServedEntrant(server)
+    return server
 
 
 def entrants_of(
     stack: ExitStack, model: Path, precision: str, vllm: Path | None, log: Path
 ) -> tuple[list[Entrant], list[dict[str, Any]]]:
-    """Who is ready at this precision, and rows for those who are not."""
+    """Entrants that are ready at this precision, and rows for those that are not."""
     entrants: list[Entrant] = []
     absent = []
-    plans = [roseinfer_plan(model, precision)]
+    require_kernels()
+    plans = [roseinfer_plan(f"roseinfer {precision}", model, serving_options(precision))]
     if precision in VLLM_PRECISIONS:
         if vllm is None:
             absent.append(rotation.absent(f"vllm {precision}", "not set up"))
@@ -81,7 +56,7 @@ def entrants_of(
     for plan in plans:
         try:
             entrants.append(enter(stack, plan, log))
-        except ServerFailed as error:
+        except LaunchFailed as error:
             absent.append(rotation.absent(plan.name, str(error)))
     pairs = [word for path, value in serving_options(precision).items() for word in ("--option", f"{path}={value}")]
     command = [sys.executable, "-m", "benchmarks.peers.engine_only", str(model), *pairs]

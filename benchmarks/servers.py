@@ -1,34 +1,31 @@
-"""How each server is started for a benchmark, kept ready, and stopped. Measures nothing.
+"""Starts roseinfer and its rivals for a benchmark, and reads what a server holds and counts.
 
-A server that has been started is paused (SIGSTOP) whenever another one is measured: they can be measured in turn, and
-only one of them has the processors.
+A server that has been started is paused (SIGSTOP) whenever another one is measured, so that servers can be measured in
+turn while only one of them has the processors.
 """
 
-import asyncio
 import os
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import protocol
-from benchmarks.engine_options import precision_options, require_kernels
-from benchmarks.http_client import Endpoint, is_answering
-from benchmarks.workloads import BATCH
+from benchmarks import http_client, protocol
+from benchmarks.engine_options import precision_options
+from benchmarks.rotation import EntrantFailed
+from benchmarks.workloads import BATCH, WORKLOADS, PlannedRequest
+from roseinfer.bench.definitions import Observed
+from roseinfer.bench.load import launcher
+from roseinfer.bench.load.endpoint import Endpoint
+from roseinfer.bench.load.launcher import free_port, serve_command
 
 MODEL_NAME = "gpt2-random"
 START_TIMEOUT_S = 420.0  # vLLM compiles for some minutes the first time it meets a model
-
-
-class ServerFailed(RuntimeError):
-    """The server did not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ class ServerPlan:
     """A command line that serves MODEL_NAME on a port of this host."""
 
     name: str
-    command: tuple[str, ...]
+    command: Sequence[str]
     port: int
     environment: Mapping[str, str]
 
@@ -50,19 +47,12 @@ def serving_options(precision: str) -> dict[str, str]:
     }
 
 
-def roseinfer_plan(model: Path, precision: str) -> ServerPlan:
-    """`roseinfer serve` on a free port."""
-    require_kernels()
-    port = free_port()
-    options = {
-        **serving_options(precision),
-        "server.served_model_name": MODEL_NAME,
-        "server.port": str(port),
-        "server.ops_port": "0",
-    }
+def roseinfer_plan(name: str, model: Path, options: Mapping[str, str]) -> ServerPlan:
+    """`roseinfer serve` with these options, by path."""
+    options = {**options, "server.served_model_name": MODEL_NAME}
     flags = [word for path, value in options.items() for word in (f"--{path.replace('_', '-')}", value)]
-    command = (sys.executable, "-m", "roseinfer", "serve", "--model", str(model), *flags)
-    return ServerPlan(f"roseinfer {precision}", command, port, {})
+    port = free_port()
+    return ServerPlan(name, serve_command(port, 0, ["--model", str(model), *flags]), port, {})
 
 
 def vllm_plan(venv: Path, model: Path, precision: str) -> ServerPlan:
@@ -81,47 +71,49 @@ def vllm_plan(venv: Path, model: Path, precision: str) -> ServerPlan:
     return ServerPlan(f"vllm {precision}", command, port, environment)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Server(launcher.Server):
+    """A running server that takes turns with others: an Entrant."""
 
-
-class Server:
-    """One running server."""
+    poll_s = 0.5
 
     def __init__(self, plan: ServerPlan, log: Path) -> None:
+        """Waits until the server generates. Raises LaunchFailed."""
         self.name = plan.name
-        self.endpoint = Endpoint(f"http://127.0.0.1:{plan.port}", MODEL_NAME)
-        self._log = log
-        self._process = protocol.start(plan.command, log, env={**os.environ, **plan.environment})
-        self.started_s = 0.0
+        self.workloads = tuple(WORKLOADS)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        super().__init__(plan.command, plan.port, log, environment={**os.environ, **plan.environment})
+        self.endpoint = Endpoint(self.url, model=MODEL_NAME)
         try:
-            self._wait_until_ready()
+            protocol.raise_groups(self.pid)
+            self.wait_ready(START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
-
-    def _wait_until_ready(self) -> None:
-        began = time.monotonic()
-        while not is_answering(self.endpoint):
-            if self._process.poll() is not None or time.monotonic() > began + START_TIMEOUT_S:
-                raise ServerFailed(f"{self.name} did not start; see {self._log}")
-            time.sleep(0.5)
-        protocol.raise_groups(self._process.pid)
+        protocol.raise_groups(self.pid)  # again: its engine has a session of its own
         self.started_s = time.monotonic() - began
 
+    def is_ready(self) -> bool:
+        return http_client.is_answering(self.endpoint)
+
+    def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
+        """See Entrant."""
+        try:
+            return http_client.drive(self.endpoint, requests)
+        except http_client.ServerRefused as error:
+            raise EntrantFailed(str(error)) from None
+
     def pause(self) -> None:
-        protocol.pause(self._process.pid)
+        protocol.pause(self.pid)
 
     def resume(self) -> None:
-        protocol.resume(self._process.pid)
+        protocol.resume(self.pid)
 
     def peak_rss_mb(self) -> float:
-        return protocol.peak_rss_mb(self._process.pid)
+        return protocol.peak_rss_mb(self.pid)
 
     def close(self) -> None:
-        protocol.stop(self._process)
+        protocol.stop(self.process)
 
     def __enter__(self) -> Self:
         return self
@@ -135,24 +127,26 @@ def vllm_version(venv: Path) -> str | None:
     python = venv / "bin" / "python"
     if not (venv / "bin" / "vllm").is_file():
         return None
-    told = subprocess.run(  # noqa: S603 - the environment that the caller named
+    printed = subprocess.run(  # noqa: S603 - the environment that the caller named
         [python, "-c", "import importlib.metadata as m; print(m.version('vllm'), m.version('torch'))"],
         capture_output=True,
         text=True,
         check=False,
     )
-    vllm, _, torch = told.stdout.strip().partition(" ")
-    return f"vllm {vllm}, torch {torch}" if told.returncode == 0 else None
+    vllm, _, torch = printed.stdout.strip().partition(" ")
+    return f"vllm {vllm}, torch {torch}" if printed.returncode == 0 else None
 
 
-async def wait_ready(url: str, timeout_s: float = 60.0) -> None:
-    """Return once `/readyz` there answers 200. Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(f"{url}/readyz") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientConnectionError:
-                pass
-            await asyncio.sleep(0.1)
+def resident_mb(pid: int, field: str = "VmRSS") -> float:
+    """Resident memory of a process in 10**6 bytes; with `VmHWM` its peak."""
+    [line] = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def metrics_of(page: str) -> dict[str, float]:
+    """The samples of `/metrics`, by name and values of the labels but the model's: `roseinfer_kv_cache_blocks free`."""
+    return {
+        " ".join([sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")]): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }

@@ -1,4 +1,4 @@
-"""Streams beside readers that stop reading, into what the others' token gaps lose and what each stalled one costs.
+"""Measures what readers that stop reading cost: the token gaps of the streams beside them, and memory for each.
 
     python -m benchmarks.slow_readers [--seconds 20] [--rounds 3] [--streams 24] [--stalled 8] [--num-threads 1]
 
@@ -14,16 +14,19 @@ import argparse
 import asyncio
 import contextlib
 import json
-import socket
-import time
 from dataclasses import dataclass, field
 from statistics import mean, median
 
-import aiohttp
-import numpy as np
+import msgspec
 
-from benchmarks.probes_under_load import resident_mb, running, served
-from benchmarks.servers import wait_ready
+from benchmarks.probes_under_load import running
+from benchmarks.servers import metrics_of, resident_mb
+from benchmarks.soak_clients import open_socket
+from roseinfer.bench.definitions import percentile
+from roseinfer.bench.load.client import LoadClient, PreparedRequest
+from roseinfer.bench.load.endpoint import Endpoint
+from roseinfer.bench.load.event_stream import DATA
+from roseinfer.bench.load.launcher import Server, serving
 
 LOOK_S = 0.5  # between two looks at how many sequences the engine runs
 WARM_S = 3.0
@@ -42,111 +45,89 @@ class Half:
     num_stalled: int = 0
     grown_mb: float = 0.0
 
-    def percentile(self, percentile: float) -> float:
-        return float(np.percentile(self.gaps, percentile))
+    def cells(self) -> list[float]:
+        return [mean(self.num_running), percentile(self.gaps, 50), percentile(self.gaps, 99)]
 
 
 def body(**more: object) -> dict[str, object]:
     return {"prompt": "The", "max_tokens": 900, "stream": True, "ignore_eos": True, **more}
 
 
-async def read(session: aiohttp.ClientSession, url: str, gaps: list[float], **more: object) -> None:
+async def read(client: LoadClient, gaps: list[float], **more: object) -> None:
     """Streams one after the other, with the time between their events."""
+    request = PreparedRequest(request_id="read", path="/v1/completions", body=msgspec.json.encode(body(**more)))
     while True:
-        async with session.post(f"{url}/v1/completions", json=body(**more)) as response:
-            last_s = 0.0
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    now_s = time.perf_counter()
-                    if last_s:
-                        gaps.append((now_s - last_s) * 1e3)
-                    last_s = now_s
+        last_ns: list[int] = []
+
+        def note(now_ns: int, data: bytes, last_ns: list[int] = last_ns) -> None:
+            for _ in range(data.count(DATA)):
+                gaps.extend((now_ns - before_ns) / 1e6 for before_ns in last_ns)
+                last_ns[:] = [now_ns]
+
+        await client.send(request, on_read=note)
 
 
-async def look(session: aiohttp.ClientSession, port: int, half: Half) -> int:
-    """The sequences that the engine runs, which are noted."""
-    async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
-        page = await response.text()
-    [gauge] = [line for line in page.splitlines() if line.startswith("roseinfer_num_requests_running{")]
-    half.num_running.append(int(float(gauge.split()[-1])))
+async def look(client: LoadClient, half: Half) -> int:
+    """Note and return the sequences that the engine runs."""
+    page = (await client.exchange("/metrics")).body.decode()
+    half.num_running.append(round(metrics_of(page)["roseinfer_num_requests_running"]))
     return half.num_running[-1]
 
 
-async def watch(session: aiohttp.ClientSession, port: int, half: Half) -> None:
+async def watch(client: LoadClient, half: Half) -> None:
     """Only look, as `stall` does."""
     while True:
-        await look(session, port, half)
+        await look(client, half)
         await asyncio.sleep(LOOK_S)
 
 
-async def stall(session: aiohttp.ClientSession, ports: tuple[int, int], half: Half, num_running: int) -> None:
+async def stall(client: LoadClient, half: Half, num_running: int, server: Server) -> None:
     """Streams that begin to be read, so many that the engine runs `num_running`, all held until this is cancelled."""
     with contextlib.ExitStack() as held:
         while True:
-            for _ in range(num_running - await look(session, ports[1], half)):
-                held.enter_context(await begin_to_read(ports[0]))
+            for _ in range(num_running - await look(client, half)):
+                connection = await open_socket(server.url, body(logprobs=5), receive_bytes=4096)
+                held.enter_context(connection)
+                assert b" 200 " in await asyncio.get_running_loop().sock_recv(connection, 64)
                 half.num_stalled += 1
             await asyncio.sleep(LOOK_S)
 
 
-async def begin_to_read(port: int) -> socket.socket:
-    """A stream of which the first bytes have been read."""
-    content = json.dumps(body(logprobs=5)).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    )
-    loop, connection = asyncio.get_running_loop(), socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.setblocking(False)
-    await loop.sock_connect(connection, ("127.0.0.1", port))
-    await loop.sock_sendall(connection, head.encode() + b"\r\n\r\n" + content)
-    assert b" 200 " in await loop.sock_recv(connection, 64)
-    return connection
-
-
-async def run_half(arguments: argparse.Namespace, ports: tuple[int, int], pid: int, *, is_stalled: bool) -> Half:
-    half, url = Half(), f"http://127.0.0.1:{ports[0]}"
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        work = [read(session, url, half.gaps) for _ in range(arguments.streams)]
-        async with running(*work):
-            await asyncio.sleep(1)
-            before_mb = resident_mb(pid)
-            if is_stalled:
-                others = [stall(session, ports, half, arguments.streams + arguments.stalled)]
-            else:
-                others = [read(session, url, [], logprobs=5) for _ in range(arguments.stalled)]
-                others.append(watch(session, ports[1], half))
-            async with running(*others):
-                await asyncio.sleep(1)  # until all of them have begun
-                half.gaps.clear()
-                half.num_running.clear()
-                await asyncio.sleep(arguments.seconds)
-                half.grown_mb = resident_mb(pid) - before_mb
+async def run_half(arguments: argparse.Namespace, server: Server, seconds: float, *, is_stalled: bool) -> Half:
+    half = Half()
+    async with (
+        LoadClient(Endpoint(server.url)) as client,
+        running(*(read(client, half.gaps) for _ in range(arguments.streams))),
+    ):
+        await asyncio.sleep(1)
+        before_mb = resident_mb(server.pid)
+        if is_stalled:
+            others = [stall(client, half, arguments.streams + arguments.stalled, server)]
+        else:
+            others = [read(client, [], logprobs=5) for _ in range(arguments.stalled)]
+            others.append(watch(client, half))
+        async with running(*others):
+            await asyncio.sleep(1)  # until all of them have begun
+            half.gaps.clear()
+            half.num_running.clear()
+            await asyncio.sleep(seconds)
+            half.grown_mb = resident_mb(server.pid) - before_mb
     return half
 
 
-async def measure(arguments: argparse.Namespace) -> None:
-    with served("--runner.num-threads", str(arguments.num_threads)) as (ports, pid):
-        async with asyncio.timeout(60):
-            await wait_ready(f"http://127.0.0.1:{ports[0]}")
-        warm = argparse.Namespace(**{**vars(arguments), "seconds": WARM_S})
-        await run_half(warm, ports, pid, is_stalled=False)
-        ratios, costs = [], []
-        print("| round | " + " | ".join(HEADINGS) + " |")
-        print("|---" * (1 + len(HEADINGS)) + "|", flush=True)
-        for number in range(arguments.rounds):
-            baseline = await run_half(arguments, ports, pid, is_stalled=False)
-            stalled = await run_half(arguments, ports, pid, is_stalled=True)
-            ratios.append(stalled.percentile(99) / baseline.percentile(99))
-            costs.append(stalled.grown_mb / stalled.num_stalled)
-            cells = [
-                cell
-                for half in (baseline, stalled)
-                for cell in (mean(half.num_running), half.percentile(50), half.percentile(99))
-            ]
-            told = " | ".join(f"{cell:.1f}" for cell in cells)
-            print(f"| {number + 1} | {told} | {ratios[-1]:.2f} | {costs[-1]:.2f} |", flush=True)
-        print(f"median ratio of the p99 gaps {median(ratios):.2f}, most memory of a stalled stream {max(costs):.2f} MB")
+async def measure(arguments: argparse.Namespace, server: Server) -> None:
+    await run_half(arguments, server, WARM_S, is_stalled=False)
+    ratios, costs = [], []
+    print("| round | " + " | ".join(HEADINGS) + " |")
+    print("|---" * (1 + len(HEADINGS)) + "|", flush=True)
+    for number in range(arguments.rounds):
+        baseline = await run_half(arguments, server, arguments.seconds, is_stalled=False)
+        stalled = await run_half(arguments, server, arguments.seconds, is_stalled=True)
+        ratios.append(percentile(stalled.gaps, 99) / percentile(baseline.gaps, 99))
+        costs.append(stalled.grown_mb / stalled.num_stalled)
+        cells = " | ".join(f"{cell:.1f}" for cell in (*baseline.cells(), *stalled.cells()))
+        print(f"| {number + 1} | {cells} | {ratios[-1]:.2f} | {costs[-1]:.2f} |", flush=True)
+    print(f"median ratio of the p99 gaps {median(ratios):.2f}, most memory of a stalled stream {max(costs):.2f} MB")
 
 
 def main() -> None:
@@ -163,7 +144,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     print(json.dumps(vars(arguments)))
-    asyncio.run(measure(arguments))
+    with serving("--log-level", "error", "--runner.num-threads", str(arguments.num_threads)) as server:
+        asyncio.run(measure(arguments, server))
 
 
 if __name__ == "__main__":

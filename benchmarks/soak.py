@@ -1,4 +1,4 @@
-"""A server under everything at once for some minutes, into memory, descriptors, tasks and blocks: flat, or it fails.
+"""Soaks a server in every kind of client for some minutes, and fails unless memory, descriptors and blocks stay flat.
 
     python -m benchmarks.soak [--minutes 10] [--round-s 30] [--seed 0] [--out build/soak.json]
 
@@ -16,21 +16,19 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Awaitable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import aiohttp
-import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
-
 from benchmarks.probes_under_load import Probes
-from benchmarks.servers import free_port, wait_ready
+from benchmarks.servers import metrics_of, resident_mb
 from benchmarks.soak_clients import Clients
+from roseinfer.bench.definitions import percentile
+from roseinfer.bench.load.client import LoadClient
+from roseinfer.bench.load.endpoint import Endpoint
+from roseinfer.bench.load.launcher import Server, free_port, serving
 from roseinfer.config.tree import Config
 from roseinfer.observe.recorder.recorder import STEPS_PER_REQUEST, WRITES_PER_STEP
 from roseinfer.observe.recorder.recording import STEP_DTYPE, WRITE_DTYPE
@@ -48,11 +46,7 @@ NUM_LOOKS = 10
 FLOOD_ROUNDS = 2
 PROBE_INTERVAL_S = 0.05
 CONTEXT_TOKENS = 1024  # of the embedded model
-OPTIONS = {
-    "--max-num-seqs": 16,
-    "--server.max-inflight": 256,
-    "--log-level": "error",
-}
+OPTIONS = ("--max-num-seqs", "16", "--server.max-inflight", "256", "--log-level", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,23 +112,23 @@ def memories_mib() -> dict[str, float]:
 class Held:
     """Reads what the server's processes hold, from /proc and from what the server itself says."""
 
-    def __init__(self, pid: int, url: str, ops_url: str) -> None:
-        self._url, self._ops_url = url, ops_url
-        self._pids = (pid, engine_of(pid))
+    def __init__(self, server: Server) -> None:
+        self._endpoints = (Endpoint(server.url), Endpoint(f"http://127.0.0.1:{server.ops_port}"))
+        self._pids = (server.pid, server.engine_pid())
         self._began_s = time.monotonic()
 
     async def sample(self) -> Sample:
         """Waits until no request is left, or as long as one may take to end."""
-        async with aiohttp.ClientSession() as session:
+        api, ops = (LoadClient(endpoint) for endpoint in self._endpoints)
+        async with api, ops:
             deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-            while (values := await self._metrics(session)) and time.monotonic() < deadline_s:
-                if not num_requests(values):
+            while num_requests(values := metrics_of((await api.exchange("/metrics")).body.decode())):
+                if time.monotonic() > deadline_s:
                     break
                 await asyncio.sleep(0.2)
-            async with session.get(f"{self._ops_url}/debug/invariants") as response:
-                num_tasks = (await response.json())["num_tasks"]
+            num_tasks = json.loads((await ops.exchange("/debug/invariants")).body)["num_tasks"]
         blocks = {state: values[f"roseinfer_kv_cache_blocks {state}"] for state in ("used", "cached", "free", "total")}
-        front_end, engine = (resident_mib(pid) for pid in self._pids)
+        front_end, engine = (resident_mb(pid) * 1e6 / 2**20 for pid in self._pids)
         return Sample(
             after_s=time.monotonic() - self._began_s,
             front_end_mib=front_end,
@@ -155,78 +149,32 @@ class Held:
             looks.append(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self._pids))
         return min(looks)
 
-    async def _metrics(self, session: aiohttp.ClientSession) -> dict[str, float]:
-        """Name and its labels' values, without the model's -> value."""
-        async with session.get(f"{self._url}/metrics") as response:
-            page = await response.text()
-        return {
-            " ".join([sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")]): sample.value
-            for family in text_string_to_metric_families(page)
-            for sample in family.samples
-        }
-
 
 def num_requests(values: dict[str, float]) -> int:
     names = ("http_inflight_streams", "num_requests_running", "num_requests_waiting")
     return round(sum(values[f"roseinfer_{name}"] for name in names))
 
 
-def resident_mib(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"process {pid} says nothing about its memory")
-
-
-def engine_of(pid: int) -> int:
-    """The child that is the engine; another one may check grammars."""
-    children = {
-        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    }
-    (engine,) = (child for child in children if b"grammar" not in Path(f"/proc/{child}/cmdline").read_bytes())
-    return int(engine)
-
-
-@contextmanager
-def serving(port: int, ops_port: int) -> Iterator[subprocess.Popen[bytes]]:
-    options = {"--port": port, "--ops-port": ops_port, **OPTIONS}
-    command = [sys.executable, "-m", "roseinfer", "serve", *(str(word) for pair in options.items() for word in pair)]
-    process = subprocess.Popen(command)  # noqa: S603 - our own server
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-async def soak(
-    arguments: argparse.Namespace, pid: int, ports: tuple[int, int]
-) -> tuple[Clients, list[Sample], list[list[float]]]:
+async def soak(arguments: argparse.Namespace, server: Server) -> tuple[Clients, list[Sample], list[list[float]]]:
     """Rounds of load, each with a sample after it; and what `/livez` took in each on both ports, in milliseconds."""
-    url, ops_url = (f"http://127.0.0.1:{port}" for port in ports)
-    await wait_ready(url)
-    held, clients = Held(pid, url, ops_url), Clients(url, arguments.seed)
+    held, clients = Held(server), Clients(server.url, arguments.seed)
     samples: list[Sample] = []
     latencies_ms: list[list[float]] = []
 
     async def probed(load: Awaitable[None], seconds: float) -> None:
         _, latencies = await asyncio.gather(load, probes.latencies(seconds))
         latencies_ms.append([latency for port in latencies for latency in port])
+        samples.append(await held.sample())
+        print(samples[-1].row(), flush=True)
 
     print("Remembered at most: " + ", ".join(f"{what} {mib:.1f} MiB" for what, mib in memories_mib().items()))
     print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
-    with closing(Probes(ports, PROBE_INTERVAL_S)) as probes:
-        end_s = (
-            time.monotonic() + arguments.minutes * 60
-        )  # a round waits for its last clients, so that rounds are no clock
+    with closing(Probes((server.port, server.ops_port), PROBE_INTERVAL_S)) as probes:
+        end_s = time.monotonic() + arguments.minutes * 60  # a round waits for its last clients, so rounds are no clock
         while len(samples) < MIN_ROUNDS or time.monotonic() < end_s:
             await probed(clients.run(arguments.round_s), arguments.round_s)
-            samples.append(await held.sample())
-            print(samples[-1].row(), flush=True)
         flood_s = FLOOD_ROUNDS * arguments.round_s
         await probed(clients.flood(flood_s), flood_s)
-        samples.append(await held.sample())
-        print(samples[-1].row(), flush=True)
     return clients, samples, latencies_ms
 
 
@@ -238,27 +186,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/soak.json"), metavar="FILE")
     arguments = parser.parse_args()
-    ports = free_port(), free_port()
-    with serving(*ports) as process:
-        clients, samples, latencies_ms = asyncio.run(soak(arguments, process.pid, ports))
+    with serving(*OPTIONS, ops_port=free_port()) as server:
+        clients, samples, latencies_ms = asyncio.run(soak(arguments, server))
     found = problems(samples, arguments.max_growth_mib)
     if clients.num_server_errors:
         found.append(f"{clients.num_server_errors} answers were 5xx")
     if clients.num_faults:
         found.append(f"{clients.num_faults} clients saw a fault, the first ones: " + "; ".join(clients.faults[:5]))
-    if process.returncode:
-        found.append(f"the server's exit status is {process.returncode}")
-    told = {"answers": dict(sorted(clients.statuses.items())), "faults": clients.faults, "problems": found}
-    told |= {"remembered_mib": memories_mib()}
+    if server.process.returncode:
+        found.append(f"the server's exit status is {server.process.returncode}")
+    result = {"answers": dict(sorted(clients.statuses.items())), "faults": clients.faults, "problems": found}
+    result |= {"remembered_mib": memories_mib()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({**told, "samples": [asdict(sample) for sample in samples]}, indent=1))
+    arguments.out.write_text(json.dumps({**result, "samples": [asdict(sample) for sample in samples]}, indent=1))
     steady = after_warm_up(samples)
     later_ms = [latency for round_ms in latencies_ms[1:] for latency in round_ms]
     all_ms = latencies_ms[0] + later_ms
     print(
         f"{clients.statuses.total()} exchanges, {clients.num_server_errors} answers 5xx, growth after the warm-up: "
         f"front end {growth(steady, 'front_end_mib'):+.1f} MiB, engine {growth(steady, 'engine_mib'):+.1f} MiB; "
-        f"/livez p50 {statistics.median(all_ms):.1f}, p99 {np.percentile(all_ms, 99):.1f} ms of {len(all_ms)}, "
+        f"/livez p50 {statistics.median(all_ms):.1f}, p99 {percentile(all_ms, 99):.1f} ms of {len(all_ms)}, "
         f"slowest {max(latencies_ms[0]):.1f} in the first round, when processes start, and {max(later_ms):.1f} later"
     )
     print("\n".join(found) or "flat")

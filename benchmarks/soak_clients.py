@@ -1,6 +1,6 @@
-"""Turns an address into every kind of client at once: good, gone, slow, hostile. Knows no process and no verdict.
+"""The clients of a soak, all kinds at once: good, gone, slow and hostile.
 
-Each kind is a coroutine that does one thing and says what went wrong; `Clients.run` repeats them until a moment comes.
+Each kind is a coroutine that does one thing and notes what went wrong; `Clients.run` repeats them for some time.
 """
 
 import asyncio
@@ -17,13 +17,15 @@ from typing import Any
 
 import aiohttp
 
+from roseinfer.bench.load.client import Answer, LoadClient
+from roseinfer.bench.load.endpoint import Endpoint
 from tests.e2e.bad_inputs import cases
 
 MAX_REMEMBERED = 50  # faults that are kept as text; all are counted
 PROBE_INTERVAL_S = 1.0
 READ_BYTES = 256
 FLOOD_PER_S = 100
-EXCHANGE_TIMEOUT_S = 60.0  # of one exchange, which none comes near to
+EXCHANGE_TIMEOUT_S = 60.0  # far more than any exchange takes
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
@@ -32,7 +34,6 @@ class Clients:
     """All clients of a soak, and what they saw."""
 
     def __init__(self, url: str, seed: int) -> None:
-        self._host, self._port = url.removeprefix("http://").split(":")
         self._url = url
         self._random = random.Random(seed)
         bad = list(cases())
@@ -42,14 +43,12 @@ class Clients:
         self.faults: list[str] = []
         self.num_faults = 0
         self.num_server_errors = 0
+        self._client: LoadClient
 
     async def run(self, seconds: float) -> None:
         """All kinds at once for so long; all of their connections are closed at the end."""
         end_s = time.monotonic() + seconds
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=60)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            self._session = session
+        async with LoadClient(Endpoint(self._url)) as self._client:
             kinds: list[tuple[int, Callable[[], Awaitable[None]]]] = [
                 *((6, self.stream), (3, self.whole), (4, self.leave), (2, self.read_slowly)),
                 *((2, self.err), (1, self.dribble), (1, self.probe)),
@@ -73,11 +72,11 @@ class Clients:
         if len(self.faults) < MAX_REMEMBERED:
             self.faults.append(text[:500])
 
-    def _count(self, kind: str, status: int, expected: set[int], told: bytes) -> None:
-        self.statuses[f"{kind} {status}"] += 1
-        self.num_server_errors += status >= 500
-        if status not in expected:
-            self._fault(f"{kind}: {status}: {told[:300]!r}")
+    def _count(self, kind: str, answer: Answer, *expected: int) -> None:
+        self.statuses[f"{kind} {answer.status}"] += 1
+        self.num_server_errors += answer.status >= 500
+        if answer.status not in expected:
+            self._fault(f"{kind}: {answer.status}: {answer.body[:300]!r}")
 
     def _prompt(self) -> list[int]:
         """Some share their beginning, as conversations do."""
@@ -97,11 +96,10 @@ class Clients:
 
     async def stream(self) -> None:
         """Reads a stream to its end, which must be a good one."""
-        async with self._session.post(f"{self._url}/v1/completions", json=self._streamed()) as response:
-            text = await response.read()
-        self._count("stream", response.status, {200, 429}, text)
-        if response.status == 200 and not text.rstrip().endswith(b"data: [DONE]"):
-            self._fault(f"stream: ends with {text[-300:]!r}")
+        answer = await self._client.exchange("/v1/completions", self._streamed())
+        self._count("stream", answer, 200, 429)
+        if answer.status == 200 and not answer.body.rstrip().endswith(b"data: [DONE]"):
+            self._fault(f"stream: ends with {answer.body[-300:]!r}")
 
     async def whole(self) -> None:
         """Asks for whole answers, with one of the features in each."""
@@ -120,8 +118,7 @@ class Clients:
                 ("/tokenize", {"prompt": "word " * 2000}),
             ]
         )
-        async with self._session.post(self._url + path, json=body) as response:
-            self._count("whole", response.status, {200, 429}, await response.read())
+        self._count("whole", await self._client.exchange(path, body), 200, 429)
 
     def _schema(self) -> dict[str, Any]:
         """Never the same twice for long, so that caches of grammars must let go."""
@@ -129,9 +126,9 @@ class Clients:
         return {"name": "s", "schema": {**SCHEMA, "properties": {name: {"type": "integer"}}, "required": [name]}}
 
     async def leave(self) -> None:
-        """Goes away: before the first byte, after some, with FIN or RST; sometimes before all was sent."""
+        """Disconnects: before the first byte, after some, with FIN or RST; sometimes before all was sent."""
         is_whole = self._random.random() < 0.9
-        connection = await self._connect(self._streamed(), is_whole=is_whole)
+        connection = await open_socket(self._url, self._streamed(), is_whole=is_whole)
         loop = asyncio.get_running_loop()
         for _ in range(self._random.choice((0, 0, 1, 5, 20)) if is_whole else 0):
             if not await loop.sock_recv(connection, READ_BYTES):
@@ -148,7 +145,7 @@ class Clients:
         for number in range(round(seconds * FLOOD_PER_S)):
             await asyncio.sleep(max(0.0, began_s + number / FLOOD_PER_S - time.monotonic()))
             try:
-                connection = await self._connect(self._streamed())
+                connection = await open_socket(self._url, self._streamed())
             except OSError as error:
                 self._fault(f"flood: {error}")
                 continue
@@ -160,7 +157,7 @@ class Clients:
     async def read_slowly(self) -> None:
         """Reads a few hundred bytes a second of a long stream, then stops reading, then goes."""
         body = {**self._streamed(), "max_tokens": 600, "n": 1}
-        connection = await self._connect(body, receive_bytes=4096)
+        connection = await open_socket(self._url, body, receive_bytes=4096)
         for _ in range(20):
             if not await asyncio.get_running_loop().sock_recv(connection, READ_BYTES):
                 break
@@ -174,17 +171,15 @@ class Clients:
         case = next(self._bad)
         headers = {**case.headers, "Connection": "close"}
         try:
-            async with self._session.request(
-                case.method, self._url + case.path, data=io.BytesIO(case.body), headers=headers
-            ) as response:
-                self._count(f"bad: {case.kind}", response.status, set(range(400, 500)), await response.read())
+            answer = await self._client.exchange(case.path, io.BytesIO(case.body), headers, case.method)
+            self._count(f"bad: {case.kind}", answer, *range(400, 500))
         except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):  # refused while the body was still being sent
             self.statuses[f"bad: {case.kind} cut"] += 1
         await asyncio.sleep(0.05)
 
     async def dribble(self) -> None:
         """Sends a head a few bytes at a time and gives up."""
-        connection = await self._connect(None)
+        connection = await open_socket(self._url)
         for piece in (b"POST /v1/compl", b"etions HTTP/1.1\r\nHo", b"st: x\r\nContent-Le"):
             await asyncio.get_running_loop().sock_sendall(connection, piece)
             await asyncio.sleep(0.3)
@@ -194,31 +189,27 @@ class Clients:
     async def probe(self) -> None:
         """Asks what the cluster asks."""
         for path in ("/livez", "/readyz", "/metrics"):
-            async with self._session.get(self._url + path) as response:
-                self._count(f"probe {path}", response.status, {200}, await response.read())
+            self._count(f"probe {path}", await self._client.exchange(path), 200)
         await asyncio.sleep(PROBE_INTERVAL_S)
 
-    async def _connect(
-        self, body: dict[str, Any] | None, *, is_whole: bool = True, receive_bytes: int = 0
-    ) -> socket.socket:
-        """A socket of its own, with a request for a stream on it if there is a body."""
-        connection = socket.socket()
-        connection.setblocking(False)
-        if receive_bytes:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(connection, (self._host, int(self._port)))
-        if body is not None:
-            content = json.dumps(body).encode()
-            fields = (
-                "Host: x",
-                "Connection: close",
-                "Content-Type: application/json",
-                f"Content-Length: {len(content)}",
-            )
-            head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields))
-            await loop.sock_sendall(connection, head.encode() + b"\r\n\r\n" + content[: None if is_whole else 40])
-        return connection
+
+async def open_socket(
+    url: str, body: dict[str, Any] | None = None, *, is_whole: bool = True, receive_bytes: int = 0
+) -> socket.socket:
+    """A connection of its own, on which a request for a stream, or its beginning, has been sent if there is a body."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setblocking(False)
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(connection, (host, int(port)))
+    if body is not None:
+        content = json.dumps(body).encode()
+        fields = ("Host: x", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(content)}")
+        head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields))
+        await loop.sock_sendall(connection, head.encode() + b"\r\n\r\n" + content[: None if is_whole else 40])
+    return connection
 
 
 def reset_on_close(connection: socket.socket) -> None:

@@ -17,12 +17,13 @@ from typing import Any
 
 from benchmarks import protocol
 from benchmarks.engine_options import precision_options
-from benchmarks.figures import Stream, streams_of, summarise
+from benchmarks.figures import streams_of, summarise
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import Worker
 from benchmarks.random_gpt2 import default_directory, make
-from benchmarks.servers import MODEL_NAME, Server, ServerPlan, free_port
+from benchmarks.servers import MODEL_NAME, Server, roseinfer_plan
 from benchmarks.workloads import PlannedRequest, Shape, Words, requests_of
+from roseinfer.bench.definitions import Observed
 
 BURST = Shape(256, 0.0, (4,), 128)
 ONE_STREAM = Shape(1, 0.0, (128,), 32)
@@ -30,7 +31,7 @@ QUICK_BURST = Shape(8, 0.0, (4,), 4)
 NUM_CLIENTS = 4
 NUM_BURSTS, NUM_STREAMS = 5, 20
 
-Drive = Callable[[Sequence[PlannedRequest]], list[Stream]]
+Drive = Callable[[Sequence[PlannedRequest]], list[Observed]]
 
 
 def options_of(device: str) -> dict[str, str]:
@@ -52,7 +53,7 @@ def repeat(name: str, drive: Drive, shape: Shape, words: Words, num_repeats: int
 
 
 def through(worker: Worker, call: str) -> Drive:
-    def drive(requests: Sequence[PlannedRequest]) -> list[Stream]:
+    def drive(requests: Sequence[PlannedRequest]) -> list[Observed]:
         return streams_of(worker.call(call, requests=[request.to_json() for request in requests]))
 
     return drive
@@ -61,26 +62,12 @@ def through(worker: Worker, call: str) -> Drive:
 def over_http(clients: Sequence[Worker]) -> Drive:
     """Every client has its share of the requests, and all work at once."""
 
-    def drive(requests: Sequence[PlannedRequest]) -> list[Stream]:
+    def drive(requests: Sequence[PlannedRequest]) -> list[Observed]:
         for i, client in enumerate(clients):
             client.send("drive", requests=[request.to_json() for request in requests[i :: len(clients)]])
         return [stream for client in clients for stream in streams_of(client.receive("drive"))]
 
     return drive
-
-
-def server_plan(model: Path, options: dict[str, str]) -> ServerPlan:
-    port = free_port()
-    served = {
-        **options,
-        "server.served_model_name": MODEL_NAME,
-        "server.port": str(port),
-        "server.ops_port": "0",
-        "server.max_inflight": str(2 * BURST.num_requests),
-    }
-    flags = [word for path, value in served.items() for word in (f"--{path.replace('_', '-')}", value)]
-    command = (sys.executable, "-m", "roseinfer", "serve", "--model", str(model), *flags)
-    return ServerPlan("roseinfer", command, port, {})
 
 
 def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, list[dict[str, float]]]:
@@ -101,9 +88,10 @@ def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, 
         name = "one stream, transformers"
         rows[name] = repeat(name, through(worker, "drive"), ONE_STREAM, words, streams)
         rows["burst, transformers"] = repeat("burst, transformers", through(worker, "drive"), burst, words, 1)
+    served = {**options, "server.max_inflight": str(2 * BURST.num_requests)}
     with ExitStack() as stack:
-        server = stack.enter_context(Server(server_plan(model, options), log))
-        client = [sys.executable, "-m", "benchmarks.http_client", *server.endpoint]
+        server = stack.enter_context(Server(roseinfer_plan("roseinfer", model, served), log))
+        client = [sys.executable, "-m", "benchmarks.http_client", server.url, MODEL_NAME]
         clients = [stack.enter_context(Worker(f"client {i}", client, log)) for i in range(NUM_CLIENTS)]
         rows["burst over HTTP"] = repeat("burst over HTTP", over_http(clients), burst, words, bursts)
     return rows

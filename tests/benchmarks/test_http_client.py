@@ -1,4 +1,4 @@
-"""The client against a server that answers as told: stamps, counts, errors, and the schedule."""
+"""The driver of a workload against a small server: stamps, counts, errors, and the schedule."""
 
 import asyncio
 import threading
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.http_client import Endpoint, ServerRefused, drive, is_answering
+from benchmarks.http_client import ServerRefused, drive, is_answering
 from benchmarks.workloads import PlannedRequest
+from roseinfer.bench.load.endpoint import Endpoint
 
 PIECES = [b'data: {"choices": [{"text": "a"}]}\n\n', b'data: {"choices": [{"text": ""}]}\n\n']
-USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\ndata: [DONE]\n\n'
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}\n\ndata: [DONE]\n\n'
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
@@ -47,7 +48,7 @@ def endpoint() -> Iterator[Endpoint]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     port = asyncio.run_coroutine_threadsafe(begin(), loop).result()
-    yield Endpoint(f"http://127.0.0.1:{port}", "some-model")
+    yield Endpoint(f"http://127.0.0.1:{port}", model="some-model")
     asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -60,14 +61,15 @@ def planned(text: str, at: float = 0.0, new_tokens: int = 2) -> PlannedRequest:
 
 def test_a_piece_has_a_stamp_and_usage_counts_the_tokens(endpoint: Endpoint) -> None:
     [stream] = drive(endpoint, [planned("hello")])
-    assert len(stream.pieces) == 1, "an empty piece is none"
     assert stream.num_tokens == 2
-    assert stream.pieces[0] > stream.submitted
+    assert stream.token_counts == [1, 1], "a piece whose bytes are not a whole character has its token too"
+    assert stream.token_ns[0] > stream.sent_ns
 
 
 def test_requests_go_out_when_they_are_due(endpoint: Endpoint) -> None:
     first, second = drive(endpoint, [planned("hello"), planned("hello", at=0.1)])
-    assert second.submitted - first.submitted >= 0.1
+    assert second.intended_ns - first.intended_ns == 100_000_000
+    assert second.sent_ns >= second.intended_ns
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_requests_go_out_when_they_are_due(endpoint: Endpoint) -> None:
     [
         (planned("refuse"), "503: overloaded"),
         (planned("break"), "the engine is gone"),
-        (planned("hello", new_tokens=3), "2 tokens in 1 pieces in place of 3"),
+        (planned("hello", new_tokens=3), "2 tokens in place of 3"),
     ],
 )
 def test_what_is_not_as_agreed_is_refused(request_: PlannedRequest, message: str, endpoint: Endpoint) -> None:
@@ -86,9 +88,9 @@ def test_what_is_not_as_agreed_is_refused(request_: PlannedRequest, message: str
 def test_a_server_that_is_not_there_is_not_answering(endpoint: Endpoint) -> None:
     assert not is_answering(endpoint), "it gives two tokens where one was asked for"
     with pytest.raises(ServerRefused, match="Connect"):
-        drive(Endpoint("http://127.0.0.1:9", "none"), [planned("hello")])
+        drive(Endpoint("http://127.0.0.1:9", model="none"), [planned("hello")])
 
 
 def test_only_this_host_is_driven() -> None:
     with pytest.raises(ServerRefused, match="not on this host"):
-        drive(Endpoint("http://example.com", "none"), [planned("hello")])
+        drive(Endpoint("http://example.com", model="none"), [planned("hello")])

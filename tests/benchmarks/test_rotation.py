@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import Stream
+from benchmarks.figures import stream_of
 from benchmarks.peers.static_batches import drive
 from benchmarks.rotation import EntrantFailed, Limits, run
 from benchmarks.workloads import PlannedRequest, Words
+from roseinfer.bench.definitions import Observed
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "src" / "roseinfer" / "demo" / "tokenizer.json"
 BOTH = ("W1x32", "W4")
@@ -24,12 +25,12 @@ class FakeEntrant:
         self._fails_at = fails_at
         self._num_drives = 0
 
-    def drive(self, requests: Sequence[PlannedRequest]) -> list[Stream]:
+    def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
         self._told.append(f"{self.name} {len(requests)}")
         self._num_drives += 1
         if self._num_drives == self._fails_at:
             raise EntrantFailed("it fell over")
-        return [Stream(0.0, [1.0, 2.0], request.new_tokens) for request in requests]
+        return [stream_of(0.0, [1.0, 2.0], request.new_tokens) for request in requests]
 
     def pause(self) -> None:
         self._told.append(f"{self.name} pauses")

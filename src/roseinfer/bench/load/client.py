@@ -12,19 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from roseinfer.bench.definitions import Observed
+from roseinfer.bench.load.connection import CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S, Connection, open_connection
 from roseinfer.bench.load.endpoint import Endpoint, authorization, base_of, read_models
 from roseinfer.bench.load.event_stream import DATA, read_events, read_refusal
 from roseinfer.errors import ConfigError
 
-ANSWER_TIMEOUT_S = 600.0  # between two reads
-CONNECT_TIMEOUT_S = 10.0
 HEAD_START_NS = 50_000_000  # before the first request is due
 
 
@@ -95,21 +94,20 @@ class LoadClient:
         self._timeout_s = timeout_s
         self._num_done = 0
         self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
+        self._path = urlsplit(endpoint.url).path
+        self._idle: list[Connection] = []
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        async def note_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
-            if context.trace_request_ctx is not None:
-                context.trace_request_ctx.sent_ns = self._clock()
-
-        trace = aiohttp.TraceConfig()
-        trace.on_request_headers_sent.append(note_sent)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=ANSWER_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[trace])
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+        await asyncio.sleep(0)  # in which their sockets close
         await self._session.close()
 
     def run(self, requests: Sequence[PreparedRequest]) -> list[Observed]:
@@ -139,47 +137,67 @@ class LoadClient:
             finally:
                 self._pacer.stop()
 
-    async def send(self, request: PreparedRequest, due_ns: int | None = None) -> Observed:
-        """Send a request that was due at that moment, or is now, and read the event stream that answers it."""
+    async def send(
+        self,
+        request: PreparedRequest,
+        due_ns: int | None = None,
+        on_read: Callable[[int, bytes], None] = lambda _, __: None,
+    ) -> Observed:
+        """Send a request that is due at that moment, or now, and read the event stream that answers it.
+
+        `on_read` is called with the stamp and the bytes of each read, for callers that do not wait for the end.
+        """
         due_ns = self._clock() if due_ns is None else due_ns
         seen = Observed(request_id=request.request_id, intended_ns=due_ns)
         reads: list[tuple[int, bytes]] = []
+        num_chunks = 0
+
+        def keep(now_ns: int, data: bytes) -> bool:
+            nonlocal num_chunks
+            reads.append((now_ns, data))
+            on_read(now_ns, data)
+            if request.abort_after_tokens is None:
+                return True
+            num_chunks += data.count(DATA)
+            seen.was_aborted = num_chunks >= request.abort_after_tokens
+            return not seen.was_aborted
+
         limit_s = self._timeout_s if request.abort_after_ns is None else request.abort_after_ns / 1e9
         try:
             async with asyncio.timeout(limit_s):
-                await self._stream(request, seen, reads)
-        except TimeoutError as error:  # asyncio's, or aiohttp's of a server that has fallen silent
+                await self._post(request, seen, keep)
+        except TimeoutError as error:  # asyncio's, or of a server that has fallen silent
             seen.was_aborted = request.abort_after_ns is not None
             seen.error = "" if seen.was_aborted else f"no answer: {error}"
-        except aiohttp.ClientError as error:
+        except OSError as error:
             seen.error = f"{type(error).__name__}: {error}"
         seen.end_ns = self._clock()
-        if not seen.error:
+        if not seen.error and seen.status not in {0, 200}:
+            read_refusal(seen, seen.status, b"".join(data for _, data in reads))
+        elif not seen.error:
             read_events(seen, reads, request.stream_interval)
         self._num_done += 1
         self._on_done(self._num_done)
         return seen
 
-    async def _stream(self, request: PreparedRequest, seen: Observed, reads: list[tuple[int, bytes]]) -> None:
+    async def _post(self, request: PreparedRequest, seen: Observed, keep: Callable[[int, bytes], bool]) -> None:
         intended_s = (seen.intended_ns + self._unix_offset_ns) / 1e9
         headers = self._endpoint.headers(request.request_id, intended_s, asks_ledger=request.asks_ledger)
-        url = self._endpoint.url + request.path
-        num_chunks = 0
-        async with self._session.post(url, data=request.body, headers=headers, trace_request_ctx=seen) as response:
-            seen.status = response.status
-            if response.status != 200:
-                retry_after = response.headers.get("Retry-After", "")
-                seen.retry_after_s = int(retry_after) if retry_after.isdecimal() else None
-                read_refusal(seen, response.status, await response.read())
-                return
-            async for data in response.content.iter_any():
-                reads.append((self._clock(), data))
-                if request.abort_after_tokens is not None:
-                    num_chunks += data.count(DATA)
-                    if num_chunks >= request.abort_after_tokens:
-                        seen.was_aborted = True
-                        response.close()
-                        return
+        connection = await self._connection()
+        try:
+            await connection.post(self._path + request.path, headers, request.body, keep)
+        finally:
+            seen.sent_ns, seen.status = connection.sent_ns, connection.status
+        retry_after = connection.headers.get("retry-after", "")
+        seen.retry_after_s = int(retry_after) if retry_after.isdecimal() else None
+        if connection.is_open:
+            self._idle.append(connection)
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            if (connection := self._idle.pop()).is_open:  # the server closes what has been idle for long
+                return connection
+        return await open_connection(self._endpoint.url, self._clock)
 
     async def exchange(
         self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str = ""

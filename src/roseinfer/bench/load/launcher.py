@@ -30,13 +30,21 @@ def free_port() -> int:
 class Server:
     """A server process that listens on a port of this host."""
 
+    poll_s = 0.05  # between two looks at whether it is ready
+
     def __init__(
-        self, command: Sequence[str], port: int, log: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        port: int,
+        log: Path | None = None,
+        *,
+        ops_port: int = 0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Without a log and an environment the process has this one's. It has a session of its own, so that an
         interrupt of this process does not reach it.
         """
-        self.port = port
+        self.port, self.ops_port = port, ops_port
         self.url = f"http://127.0.0.1:{port}"
         self.log_path = log
         with nullcontext() if log is None else log.open("ab") as output:
@@ -67,10 +75,17 @@ class Server:
             if code is not None or time.monotonic() > deadline:
                 why = f"was not ready after {timeout_s:g} s" if code is None else f"ended with {code}"
                 raise LaunchFailed(f"the server {why}: {self.log()[-_LOG_TAIL:].strip()}")
-            time.sleep(0.05)
+            time.sleep(self.poll_s)
 
     def log(self) -> str:
         return "" if self.log_path is None else self.log_path.read_text(errors="replace")
+
+    def engine_pid(self) -> int:
+        """The child that is the engine; another one may check grammars."""
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        children = {child for task in tasks for child in (task / "children").read_text().split()}
+        (engine,) = (child for child in children if b"grammar" not in Path(f"/proc/{child}/cmdline").read_bytes())
+        return int(engine)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Signal the process, kill it when it does not end in time, and return its exit code."""
@@ -94,7 +109,7 @@ def serving(
 ) -> Iterator[Server]:
     """A ready `roseinfer serve` on a free port, which is stopped at the end. Raises LaunchFailed."""
     port = free_port()
-    server = Server(serve_command(port, ops_port, flags), port, log)
+    server = Server(serve_command(port, ops_port, flags), port, log, ops_port=ops_port)
     try:
         server.wait_ready(timeout_s)
         yield server
