@@ -43,8 +43,8 @@ def main() -> None:
     print("longest function        {:>8,} lines: {}".format(*longest_function(programs)))
     print(f"\nentries of each folder of {PACKAGE}, the fullest first")
     entries = {parent / name for path in files if path.is_relative_to(PACKAGE) for parent, name in _steps(path)}
-    for folder, count in Counter(entry.parent for entry in entries).most_common():
-        print(f"{count:>8}  {folder}")
+    for parent, count in Counter(entry.parent for entry in entries).most_common():
+        print(f"{count:>8}  {parent}")
 
 
 def _steps(path: PurePath) -> list[tuple[PurePath, str]]:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.config.sources import Given, closest
-from roseinfer.config.tree import Option, misread, options
+from roseinfer.config.tree import Option, options, refusal_of
 from roseinfer.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -136,9 +136,7 @@ def parser_of(kind: Any) -> Callable[[str], Any]:
         try:
             return msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
-            expected, _, got = str(error).partition(", got")  # of a text msgspec says only that it is one
-            message = misread(text, str(error)) if got else f"{expected}, got {text!r}"
-            raise argparse.ArgumentTypeError(message) from None
+            raise argparse.ArgumentTypeError(refusal_of(text, kind, error)) from None
 
     return parse
 

@@ -1,12 +1,10 @@
-"""The configuration: one frozen tree with five faces — flags, environment, file, JSON Schema and documentation.
+"""The configuration: one frozen tree, from which flags, variables, the file's keys, JSON Schema and docs are made.
 
-`config_sources.py` fills the tree, once, in `cli.py`; it is passed down as the sub-tree a class needs, and nothing
-below reads the environment. `docs/configuration.md` is generated from the annotations. A `Config` that exists is valid:
-bounds and relations between values are checked whenever one is made.
+`cli/main.py` fills the tree once, and each class gets the section that it needs; nothing below reads the environment.
+Every `Config` is valid: bounds and relations between values are checked whenever one is made.
 """
 
 import math
-import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -14,7 +12,6 @@ from reprlib import Repr
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import Meta
 
 from roseinfer.config.options import (
     DEMO_MODEL,
@@ -30,6 +27,7 @@ from roseinfer.config.options import (
     TracingConfig,
 )
 from roseinfer.errors import ConfigError
+from roseinfer.runtime.validation import types_in
 
 __all__ = [
     "DEMO_MODEL",
@@ -89,7 +87,7 @@ def _check_relations(config: Config) -> None:
     if scheduler.max_num_batched_tokens < least:
         raise ConfigError(
             f"{scheduler.max_num_batched_tokens} is less than max_num_seqs + block_size = {least}, so decoding could "
-            "shut prefill out",
+            "starve prefill",
             param="scheduler.max_num_batched_tokens",
         )
     limits = scheduler.limits
@@ -110,7 +108,7 @@ def _check_relations(config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One leaf of the tree, and how each face names it."""
+    """One leaf of the tree, with its flag, variable and path."""
 
     section: str
     name: str
@@ -137,34 +135,35 @@ class Option:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     def convert(self, value: Any, *, strict: bool = True) -> Any:
-        """The value as the tree holds it. Raises ConfigError. `strict=False` also reads it from text.
+        """Convert a value to the type of the tree. Raises ConfigError.
 
-        Text is a number, a boolean, or the parts of a list with semicolons between them.
+        `strict=False` also reads it from text: a number, a boolean, or the parts of a list with semicolons between.
         """
         if not strict and isinstance(value, str) and get_origin(self.type) is tuple:
             value = [part.strip() for part in value.split(";") if part.strip()]
         try:
             converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
-            expected = f"Expected one of {', '.join(map(str, self.choices))}" if self.choices else str(error)
-            got = "" if "got" in expected else f", got {shown(value)}"
-            message = expected + got if strict else misread(value, expected + got)
-            raise ConfigError(message, param=self.path) from None
+            one_of = f"Expected one of {', '.join(map(str, self.choices))}, got {shown(value)}" if self.choices else ""
+            raise ConfigError(one_of or refusal_of(value, self.type, error), param=self.path) from None
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ConfigError(f"Expected a finite number, got {shown(value)}", param=self.path)
         return converted
 
 
-_READ_AS = {"int": "an integer", "float": "a number", "bool": "true or false"}
-_MISREAD = re.compile(r"Expected `(?P<kind>int|float|bool)( \| null)?`.*, got .*", re.DOTALL)
+_READ_AS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
-def misread(value: object, phrase: str) -> str:
-    """What to say of a text that should be read as a number or a boolean; else what msgspec does."""
-    found = _MISREAD.fullmatch(phrase) if isinstance(value, str) else None
-    if found is None or (" `str`" not in phrase.rpartition(", got")[2]):
-        return phrase
-    return f"{shown(value)} is not {_READ_AS[found['kind']]}"
+def refusal_of(value: object, kind: Any, error: msgspec.ValidationError) -> str:
+    """Why a value is refused, or a text that stands for one, such as `'many' is not an integer`."""
+    if isinstance(value, str):
+        for plain in _READ_AS.keys() & set(types_in(kind)):
+            try:
+                msgspec.convert(value, plain, strict=False)
+            except msgspec.ValidationError:
+                return f"{shown(value)} is not {_READ_AS[plain]}"
+    reason = str(error)
+    return reason if "got" in reason else f"{reason}, got {shown(value)}"
 
 
 _SHORT = Repr()
@@ -172,7 +171,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def shown(value: Any) -> str:
-    """A value in a message: a few lines of YAML with aliases make one of gigabytes."""
+    """A value as a message quotes it, shortened: a few lines of YAML with aliases make one of gigabytes."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # Python writes no number of thousands of digits
@@ -186,9 +185,9 @@ def options() -> dict[str, Option]:
     for section, section_type in get_type_hints(Config).items():
         hints = get_type_hints(section_type, include_extras=True)
         for leaf in fields(section_type):
-            annotation, meta = get_args(hints[leaf.name])[0], hints[leaf.name].__metadata__[-1]
-            bounds = Meta(**{k: getattr(meta, k) for k in ("gt", "ge", "lt", "le") if getattr(meta, k) is not None})
-            kind = annotation if bounds == Meta() else Annotated[annotation, bounds]
-            option = Option(section, leaf.name, kind, meta.description, leaf.default, leaf.metadata.get("flag"))
+            hint = hints[leaf.name]
+            *bounds, meta = hint.__metadata__
+            kind = Annotated[hint.__origin__, *bounds] if bounds else hint.__origin__
+            option = Option(section, leaf.name, kind, meta.description, leaf.default, leaf.metadata["flag"])
             leaves[option.path] = option
     return leaves

@@ -82,7 +82,7 @@ class _Search:
 
     def misfit(self, value: Any, expected: Any, error: msgspec.ValidationError) -> Misfit:
         """The innermost part of a refused value that is refused itself."""
-        alternatives = _alternatives(expected)
+        alternatives = types_in(expected)
         found = None
         if isinstance(value, Mapping):
             found = self._in_mapping(value, alternatives)
@@ -176,10 +176,10 @@ def _quoted(value: object) -> str:
     return repr(value[:_MAX_QUOTED] if isinstance(value, str) else value)
 
 
-def _alternatives(expected: Any) -> list[Any]:
+def types_in(expected: Any) -> list[Any]:
     """The types in a union, without what annotates them."""
     if get_origin(expected) is Annotated:
-        return _alternatives(get_args(expected)[0])
+        return types_in(get_args(expected)[0])
     if get_origin(expected) in {Union, UnionType}:
-        return [kind for part in get_args(expected) for kind in _alternatives(part)]
+        return [kind for part in get_args(expected) for kind in types_in(part)]
     return [expected]
