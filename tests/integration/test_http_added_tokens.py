@@ -13,10 +13,10 @@ from roseinfer.config.options import StructuredConfig
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.messages import EngineInfo, Request, TokenOutput
 from roseinfer.records import FinishReason
-from roseinfer.server.service import TextModel
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.grammar.compiler import Vocabulary
 from roseinfer.text.templates import ChatTemplate
+from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer import Tokenizer
 from tests.integration.test_http_tools import HERMES, NAMED, told
 from tests.unit.server.harness import Answer, Reply, ScriptedEngine, serving, times

@@ -27,9 +27,10 @@ from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.connection.connection import require_compiled_parser
 from roseinfer.server.connection.tls import Certificate
 from roseinfer.server.instruments import Instruments
-from roseinfer.server.service import Service, TextModel
+from roseinfer.server.service import Service
 from roseinfer.server.supervision import Restarts, wait_for_death
 from roseinfer.text.templates import read_chosen_template
+from roseinfer.text.text_model import TextModel
 
 EXIT_DRAINED = 0
 EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE of sysexits.h

@@ -3,15 +3,13 @@
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from aiohttp import web
 
 from roseinfer.config.tree import Config
 from roseinfer.engine.link.engine_client import EngineClient
-from roseinfer.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestAborted
+from roseinfer.errors import EngineDead, NotReady, Overloaded, RequestAborted
 from roseinfer.messages import MOST_URGENT, Request
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.connection.api_keys import ApiKeys, Caller
@@ -19,35 +17,9 @@ from roseinfer.server.connection.body_budget import BodyBudget, LongWork
 from roseinfer.server.exchange import Exchange
 from roseinfer.server.instruments import Ledger
 from roseinfer.text.grammar.checker import GrammarChecker
-from roseinfer.text.templates import ChatTemplate
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.text_model import TextModel
 
 _ORDER = list(LifecycleState)  # a server goes through the states in this order, and may leave some out
-
-
-@dataclass(frozen=True, slots=True)
-class TextModel:
-    """The text side of the model: known once the engine knows where the checkpoint lies."""
-
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-
-    @classmethod
-    def load(cls, checkpoint_dir: Path, chosen_template: str | None) -> "TextModel":
-        """Raises ConfigError when the checkpoint's text files cannot be used. Takes up to a second: not on the loop.
-
-        `chosen_template` takes the place of the checkpoint's.
-        """
-        return cls(Tokenizer.load(checkpoint_dir), ChatTemplate.load(checkpoint_dir, chosen_template))
-
-    def require_chat_template(self) -> ChatTemplate:
-        if self.chat_template is None:
-            raise InvalidRequest(
-                "This model has no chat template, so it cannot chat: use /v1/completions, or start the server with "
-                "--chat-template.",
-                param="messages",
-            )
-        return self.chat_template
 
 
 class Service:

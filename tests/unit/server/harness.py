@@ -30,8 +30,9 @@ from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.connection import connection, listener
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.instruments import Instruments
-from roseinfer.server.service import Service, TextModel
+from roseinfer.server.service import Service
 from roseinfer.text.templates import ChatTemplate
+from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer import Tokenizer
 
 BOS, EOS, TOOL, HUGE = 256, 257, 258, 259

@@ -19,11 +19,11 @@ from roseinfer.server.openai.event_stream import NOTHING
 from roseinfer.server.openai.respond import Job, respond
 from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar, requested_tools
-from roseinfer.server.service import SERVICE, TextModel
+from roseinfer.server.service import SERVICE
 from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.templates import VARIABLES_FIELD
-from roseinfer.text.tokenizer import INLINE_CHARS
+from roseinfer.text.text_model import TextModel
 from roseinfer.text.tool_calls import CallPart, Parts, ToolCallParser, ToolUse, find_format, in_pieces
 
 
@@ -57,23 +57,14 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 async def _encode_messages(
     body: ChatBody, tools: Sequence[object] | None, text_model: TextModel, max_model_len: int
 ) -> EncodedPrompt:
-    """Raises InvalidRequest or PromptTooLong.
-
-    The template writes the special tokens itself, so none are added.
-    """
-    template, tokenizer = text_model.require_chat_template(), text_model.tokenizer
-    messages = (message.for_template() for message in body.messages)  # which decodes: where they are rendered
+    """Raises InvalidRequest or PromptTooLong."""
+    messages = (message.for_template() for message in body.messages)  # decoded where they are rendered
+    num_chars = sum(message.num_chars + 1 for message in body.messages)
     variables = body.chat_template_kwargs
-    num_chars = sum(message.num_chars for message in body.messages) + len(msgspec.json.encode(variables))
-    if tools is None and num_chars + len(body.messages) <= INLINE_CHARS:
-        text = template.render(messages, variables=variables)
-    else:
-        text = await tokenizer.off_loop(template.render, messages, tools, variables)
     # The template writes all of these into the prompt, so what is too long may be any of them.
     written = {"tools": tools, VARIABLES_FIELD: variables}
     name = PromptName("messages", tuple(field for field, value in written.items() if value))
-    [token_ids] = await tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
-    return EncodedPrompt(token_ids, name)
+    return await text_model.encode_chat(messages, num_chars, name, max_model_len, tools, variables)
 
 
 class ChatDialect:

@@ -15,8 +15,9 @@ from roseinfer.server.connection.body import INLINE_BYTES, read_body
 from roseinfer.server.connection.body_budget import HELD_BYTES
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
 from roseinfer.server.openai.schema import Message, ModelBody, earlier_arguments
-from roseinfer.server.service import SERVICE, TextModel
+from roseinfer.server.service import SERVICE
 from roseinfer.text.templates import VARIABLES_FIELD, TemplateVariables, check_variables
+from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
 
 # Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose

@@ -1,0 +1,58 @@
+"""The text side of a model: its tokenizer and its chat template, and the prompt that a conversation becomes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from roseinfer.errors import InvalidRequest, PromptName
+from roseinfer.text.choice import EncodedPrompt
+from roseinfer.text.templates import ChatTemplate
+from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """Known once the engine knows where the checkpoint lies."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def load(cls, checkpoint_dir: Path, chosen_template: str | None) -> "TextModel":
+        """Read the checkpoint's text files, in up to a second. Raises ConfigError when they cannot be used.
+
+        `chosen_template` takes the place of the checkpoint's.
+        """
+        return cls(Tokenizer.load(checkpoint_dir), ChatTemplate.load(checkpoint_dir, chosen_template))
+
+    def require_chat_template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "This model has no chat template, so it cannot chat: use /v1/completions, or start the server with "
+                "--chat-template.",
+                param="messages",
+            )
+        return self.chat_template
+
+    async def encode_chat(
+        self,
+        messages: Iterable[Mapping[str, object]],
+        num_chars: int,
+        name: PromptName,
+        max_model_len: int,
+        tools: Sequence[object] | None,
+        variables: Mapping[str, object],
+    ) -> EncodedPrompt:
+        """The prompt of a conversation of about `num_chars`, rendered in a thread where that takes long.
+
+        The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong.
+        """
+        template = self.require_chat_template()
+        if tools is None and num_chars + len(msgspec.json.encode(variables)) <= INLINE_CHARS:
+            text = template.render(messages, variables=variables)
+        else:
+            text = await self.tokenizer.off_loop(template.render, messages, tools, variables)
+        [token_ids] = await self.tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
+        return EncodedPrompt(token_ids, name)
