@@ -21,7 +21,7 @@ class PrefixDigests:
         self._secret = secret or secrets.token_bytes(32)
         self._last: tuple[Sequence[int], str, bytes] = ((), "", b"")
 
-    def of(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> bytes:
+    def digests_of(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> bytes:
         """The digests of a prompt's full blocks; prompts of different salts share none, as in the prefix cache.
 
         The prompt of several choices is one list, which is digested once.

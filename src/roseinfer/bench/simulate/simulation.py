@@ -208,7 +208,7 @@ class Simulation:
             tokenized_ns=tokenized_ns,
             num_prompt_tokens=len(token_ids),
             max_tokens=planned.max_tokens,
-            prefix_digests=self._digests.of(token_ids),
+            prefix_digests=self._digests.digests_of(token_ids),
         )
         self._timelines.append(timeline)
         # Greedy, so that nothing asks for random numbers; the seed is the runner's name for the sequence.

@@ -1,34 +1,22 @@
 """Admission policies: in which order waiting sequences are tried, and whether one may overtake another.
 
-A policy is a pure function of a window of the queue and of how often it has been asked; the scheduler walks the order
-and admits what fits.
+A policy is a pure function; the scheduler walks the order and admits what fits.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Window
-from dataclasses import dataclass
 
 from roseinfer.config.tree import SchedulerConfig
 from roseinfer.engine.core.sequence import Sequence
 from roseinfer.engine.core.waiting_queue import Turn
 from roseinfer.messages import PRIORITY_WAIT_S, Request
 
-
-@dataclass(frozen=True, slots=True)
-class AdmissionOrder:
-    """The sequences to try, in order. With `may_overtake`, one that does not fit is skipped; else the others wait."""
-
-    sequences: list[Sequence]
-    may_overtake: bool
+AdmissionPolicy = Callable[[list[Sequence], int], tuple[list[Sequence], bool]]
+"""(window of the queue, number of this turn from 0) -> the order to try, and whether to skip what does not fit."""
 
 
-AdmissionPolicy = Callable[[Window[Sequence], int], AdmissionOrder]
-"""(window of the waiting queue, number of this turn from 0) -> order."""
-
-
-def fifo(window: Window[Sequence], turn: int) -> AdmissionOrder:  # noqa: ARG001
+def fifo(window: list[Sequence], turn: int) -> tuple[list[Sequence], bool]:  # noqa: ARG001
     """In the queue's order; the first that does not fit holds up all behind it."""
-    return AdmissionOrder(list(window), may_overtake=False)
+    return window, False
 
 
 def pack(fifo_every: int) -> AdmissionPolicy:
@@ -38,10 +26,10 @@ def pack(fifo_every: int) -> AdmissionPolicy:
     overtaken, which bounds its wait.
     """
 
-    def policy(window: Window[Sequence], turn: int) -> AdmissionOrder:
+    def policy(window: list[Sequence], turn: int) -> tuple[list[Sequence], bool]:
         if turn % fifo_every == fifo_every - 1:
             return fifo(window, turn)
-        return AdmissionOrder(sorted(window, key=lambda sequence: len(sequence.token_ids)), may_overtake=True)
+        return sorted(window, key=lambda sequence: len(sequence.token_ids)), True
 
     return policy
 

@@ -256,9 +256,9 @@ class Scheduler:
             self.counts.blocked_by = blocked_by
             return []
         window = self.waiting.window(self._window)
-        order = self._policy(window, self._admission_turn)
+        order, may_overtake = self._policy(window, self._admission_turn)
         chunks: list[Chunk] = []
-        for sequence in order.sequences:
+        for sequence in order:
             if blocked_by := self._full_limit(budget, len(chunks)):
                 self._note_blocked(blocked_by)
                 break
@@ -273,7 +273,7 @@ class Scheduler:
                 budget -= length
                 continue
             self._note_blocked(BlockedBy.KV_BLOCKS)
-            if not order.may_overtake:
+            if not may_overtake:
                 break
         if chunks:
             self._admission_turn += 1

@@ -71,12 +71,11 @@ class AsyncEngine:
         self._entries: dict[str, _Entry] = {}
         self._by_slot: dict[int, _Entry] = {}
         self._num_opened = 0
-        self._num_in_engine = 0
         self._num_submitted = 0  # since the engine's start
         self._last_step_id = self._step_offset = 0  # an engine that is started again counts on from there
         self._last_progress_ns = 0
         self._info: EngineInfo | None = None
-        self._prefix_digests: PrefixDigests | None = None  # from when the engine is ready
+        self._prefix_digests: PrefixDigests  # from when the engine is ready
         self._on_progress: Callable[[StartupProgress], None] | None = None
         self._started: asyncio.Future[EngineInfo] | None = None
         self._dead: asyncio.Future[EngineError] | None = None
@@ -91,7 +90,7 @@ class AsyncEngine:
     @property
     def num_unfinished(self) -> int:
         """Requests whose end the engine has not reported."""
-        return self._num_in_engine
+        return self.queue_estimate.num_sequences
 
     @property
     def trouble(self) -> str | None:
@@ -104,7 +103,7 @@ class AsyncEngine:
     @property
     def account(self) -> Account:
         account = self._transport.heartbeat.read()
-        if not self._num_in_engine:  # no request waits for it, so it may stand still
+        if not self.num_unfinished:  # no request waits for it, so it may stand still
             return account
         now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
         if account.activity in {Activity.GC, Activity.CAPTURING, Activity.PROFILING}:
@@ -122,7 +121,7 @@ class AsyncEngine:
             self._info, self._num_submitted, self._step_offset = None, 0, self._last_step_id
         self._on_progress = on_progress
         self._started, self._dead = loop.create_future(), loop.create_future()
-        await self._transport.start(self._on_event, self._on_death)
+        await self._transport.start(self._on_event, lambda reason: self._go_down(EngineDead(reason)))
         self._info = await self._started
         self._prefix_digests = PrefixDigests(self._info.block_size)
         return self._info
@@ -179,22 +178,23 @@ class AsyncEngine:
                 self.abort(request_id)
 
     def _submit(self, request: Request, timeline: RequestTimeline, mailbox: Mailbox) -> None:
-        if self._dead is None or self._dead.done():
-            raise EngineDead("The engine is not running.")
+        self._check_running()
         entry = self._entries[request.request_id]
         assert entry.timeline is timeline
         self._transport.send(request)
-        if not self._num_in_engine:
+        if not self.num_unfinished:
             self._last_progress_ns = time.monotonic_ns()
-        self._num_in_engine += 1
         self._num_submitted += 1
         entry.mailbox, entry.is_in_engine = mailbox, True
         timeline.num_prompt_tokens = len(request.prompt_token_ids)
         timeline.max_tokens, timeline.priority = request.params.max_tokens, request.priority
         self.queue_estimate.add_request(request)
-        if self._prefix_digests is not None:
-            timeline.prefix_digests = self._prefix_digests.of(request.prompt_token_ids, request.cache_salt)
+        timeline.prefix_digests = self._prefix_digests.digests_of(request.prompt_token_ids, request.cache_salt)
         timeline.temperature, timeline.top_p = request.params.temperature, request.params.top_p
+
+    def _check_running(self) -> None:
+        if self._info is None or self._dead is None or self._dead.done():
+            raise EngineDead("The engine is not running.")
 
     def holds(self, request_id: str) -> bool:
         entry = self._entries.get(request_id)
@@ -205,8 +205,7 @@ class AsyncEngine:
             self._transport.send(Abort(request_id))
 
     def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
-        if self._info is None or self._dead is None or self._dead.done():
-            raise EngineDead("The engine is not running.")
+        self._check_running()
         if self._profile is not None and not self._profile.done():
             raise Conflict("A profile is being recorded already; it ends after as many steps as were asked for.")
         self._profile = asyncio.get_running_loop().create_future()
@@ -246,9 +245,9 @@ class AsyncEngine:
         """Find requests that wait here for an idle engine, unless a command to it is under way."""
         if engine.num_added != self._num_submitted:
             return
-        if self._num_in_engine:
-            yield Violation(Invariant.REQUESTS, f"{self._num_in_engine} requests wait for an engine without work")
-        if len(self._by_slot) > self._num_in_engine:
+        if self.num_unfinished:
+            yield Violation(Invariant.REQUESTS, f"{self.num_unfinished} requests wait for an engine without work")
+        if len(self._by_slot) > self.num_unfinished:
             yield Violation(Invariant.REQUESTS, f"{len(self._by_slot)} slots are remembered of requests that ended")
 
     def _route(self, step: StepOutput) -> None:
@@ -318,16 +317,12 @@ class AsyncEngine:
     def _forget(self, entry: _Entry) -> None:
         """Note that the engine no longer has the request."""
         entry.is_in_engine = False
-        self._num_in_engine -= 1
         timeline = entry.timeline
         self.queue_estimate.remove_request(timeline.request_id, timeline.num_prompt_tokens, timeline.max_tokens)
 
     def _end_profile(self, ended: ProfileEnded) -> None:
         if self._profile is not None and not self._profile.done():
             self._profile.set_result(ended)
-
-    def _on_death(self, reason: str) -> None:
-        self._go_down(EngineDead(reason))
 
     def _go_down(self, error: EngineError | ConfigError) -> None:
         """Fail everything that waits for the start, for an output or for the end."""

@@ -19,19 +19,14 @@ _MAX_FRAME_BYTES = 1 << 30
 _MAX_OUTBOX_BYTES = 64 << 20  # some ten thousand steps
 
 
-class SameParams(msgspec.Struct, frozen=True, tag=True, gc=False):
+class SameParams(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
     """A request with the parameters of the request before it, except for the seed, which is its own."""
 
     request: Request
+    has_same_prompt: bool = False  # as the request before it; it has none here
 
 
-class SamePrompt(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """As `SameParams`, and with the prompt of the request before it; it has none here."""
-
-    request: Request
-
-
-Sent = Command | SameParams | SamePrompt  # what goes over; `CommandDecoder` makes commands of it
+Sent = Command | SameParams  # what goes over; `CommandDecoder` makes commands of it
 
 
 def encode_frame(message: Event | Sent | bytes) -> bytes:
@@ -57,12 +52,12 @@ class CommandEncoder:
         params = command.params
         # `LLM` takes a list of stop tokens too, which no tuple equals.
         seedless = replace(params, seed=0, stop_token_ids=tuple(params.stop_token_ids))
-        has_same_prompt = command.prompt_token_ids is self._prompt  # the same list: comparing takes too long
         if seedless == self._params:
-            command = replace(command, params=SamplingParams(seed=params.seed))
-            if has_same_prompt:
-                return encode_frame(SamePrompt(replace(command, prompt_token_ids=[])))
-            frame = encode_frame(SameParams(command))
+            # The same list, not an equal one, which takes too long to compare.
+            has_same_prompt = command.prompt_token_ids is self._prompt
+            prompt = [] if has_same_prompt else command.prompt_token_ids
+            short = replace(command, params=SamplingParams(seed=params.seed), prompt_token_ids=prompt)
+            frame = encode_frame(SameParams(short, has_same_prompt))
         else:
             frame = encode_frame(command)
             # With a copy of the caller's dict, which may change before the next request.
@@ -81,13 +76,12 @@ class CommandDecoder:
     def decode(self, payload: bytes) -> Command:
         """Decode a payload. Raises ValueError or RecursionError for what no peer of ours would send."""
         sent: Sent = self._decoder.decode(payload)
-        if isinstance(sent, SameParams | SamePrompt):
+        if isinstance(sent, SameParams):
             if self._last is None:
                 raise ValueError("a request refers to the one before it, and none came")
-            request = sent.request
-            prompt = (self._last if isinstance(sent, SamePrompt) else request).prompt_token_ids
-            params = replace(self._last.params, seed=request.params.seed)
-            sent = replace(request, params=params, prompt_token_ids=prompt)
+            prompt = (self._last if sent.has_same_prompt else sent.request).prompt_token_ids
+            params = replace(self._last.params, seed=sent.request.params.seed)
+            sent = replace(sent.request, params=params, prompt_token_ids=prompt)
         if isinstance(sent, Request):
             self._last = sent
         return sent

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from roseinfer.engine.link import frames as link_module
-from roseinfer.engine.link.frames import CommandEncoder, EngineLink, FrameBuffer, SameParams, SamePrompt, encode_frame
+from roseinfer.engine.link.frames import CommandEncoder, EngineLink, FrameBuffer, SameParams, encode_frame
 from roseinfer.messages import Abort, Command, EngineFailure, Grammar, Request, Shutdown
 from tests.unit.engine.harness import make_request
 
@@ -162,12 +162,12 @@ def test_a_prompt_whose_request_could_not_be_encoded_is_not_referred_to(
     assert link.receive(wait=True) == sent
 
 
-@pytest.mark.parametrize("kind", [SameParams, SamePrompt])
+@pytest.mark.parametrize("has_same_prompt", [False, True])
 def test_a_request_that_refers_to_one_that_never_came_is_refused(
-    kind: type[SameParams | SamePrompt], pair: tuple[socket.socket, EngineLink]
+    has_same_prompt: bool, pair: tuple[socket.socket, EngineLink]
 ) -> None:
     front, link = pair
-    front.sendall(encode_frame(Abort("a")) + encode_frame(kind(make_request("a"))))
+    front.sendall(encode_frame(Abort("a")) + encode_frame(SameParams(make_request("a"), has_same_prompt)))
     with pytest.raises(ValueError, match="the one before it, and none came"):
         link.receive(wait=True)
 
