@@ -125,7 +125,7 @@ def test_a_dead_engine_ends_every_stream_with_an_error(llm: LLM, engines: list[A
     ids = [llm.submit("Hello", greedy(100)) for _ in range(3)]
     stream = llm.stream(ids[0])
     next(stream)
-    llm._loop.post(engines[0]._on_death, "the engine's process has ended")
+    llm._loop.post(engines[0]._go_down, EngineDead("the engine's process has ended"))
     with pytest.raises(EngineDead, match="has ended"):
         list(stream)
     for request_id in ids[1:]:
