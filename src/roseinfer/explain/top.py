@@ -24,7 +24,7 @@ from roseinfer.observe.metrics import scrape
 NUM_HEAD_LINES = 10  # above the requests
 _BAR_WIDTH = 20
 _MOST_CAUSES = 3
-_ORDER = ("prefilling", "decoding", "waiting", "tokenizing", "receiving", "finishing")
+_ORDER = ["prefilling", "decoding", "waiting", "tokenizing", "receiving", "finishing"]
 _PLAIN_SIZE = (80, 24)  # where there is no terminal
 
 
@@ -193,7 +193,10 @@ def _requests(sample: Sample, width: int, height: int) -> RenderableType:
     table.add_column("stage", no_wrap=True)
     for name in ("age", "prompt", "generated"):
         table.add_column(name, justify="right", no_wrap=True)
-    ordered = sorted(sample.requests, key=lambda request: (_rank(request.stage), request.place or 0, -request.age_ms))
+    ordered = sorted(
+        sample.requests,
+        key=lambda request: ([*_ORDER, request.stage].index(request.stage), request.place or 0, -request.age_ms),
+    )
     room = max(1, height - 2)
     shown = ordered if len(ordered) <= room + 1 else ordered[:room]
     for request in shown:
@@ -215,7 +218,3 @@ def _place(request: LiveRequest, *, is_exact: bool) -> str:
     if request.place is None:
         return ""
     return f", {request.place} before it" if is_exact else f", about {request.place} before it"
-
-
-def _rank(stage: str) -> int:
-    return _ORDER.index(stage) if stage in _ORDER else len(_ORDER)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions, delivery_segments
-from roseinfer.observe.gaps.request_gaps import SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
+from roseinfer.observe.gaps.intervals import stages
+from roseinfer.observe.gaps.request_gaps import NUM_USUAL, SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
 from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGap, StepGaps, segments_since
 from roseinfer.observe.hub import Column, Listeners, WriteObserver, Writes
 from roseinfer.records import Advanced, Delivery, FinishReason, RequestTimeline, StepRecord
@@ -76,7 +77,7 @@ class Attribution(WriteObserver):
     def on_writes(self, writes: Writes) -> None:
         columns, begin = writes.columns(), 0
         while begin < len(writes):  # as long as little is known, a few at a time are judged by those before them
-            end = len(writes) if self._usual_wire.is_settled else min(begin + _FEW, len(writes))
+            end = len(writes) if self._usual_wire.num_seen >= NUM_USUAL else min(begin + _FEW, len(writes))
             self._judge_writes(
                 {name: column[begin:end] for name, column in columns.items()},
                 writes.timelines[begin:end],
@@ -245,20 +246,10 @@ def ledger_parts_ns(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], u
     `decode_ns` says what the time from its first token to its newest went to, and adds up to it. A request that was
     cut short has the parts it lived through, the last of them up to the end.
     """
-    parts: dict[str, int] = {}
-    at_ns = timeline.recv_ns
     tokens = timeline.token_ns
-    for name, reached_ns in (
-        ("receive", timeline.parsed_ns),
-        ("tokenize", timeline.tokenized_ns),
-        ("submit_lag", timeline.inbox_ns),
-        ("queue_wait", timeline.scheduled_ns),
-        ("prefill", tokens[0] if tokens else 0),
-    ):
-        if not reached_ns:
-            return parts | {name: until_ns - at_ns}
-        parts[name] = reached_ns - at_ns
-        at_ns = reached_ns
+    parts = {name: end_ns - start_ns for name, start_ns, end_ns in stages(timeline, until_ns) if name != "decode"}
+    if not tokens:
+        return parts
     parts |= {f"decode.{cause}": duration for cause, duration in decode_ns.items() if duration}
     at_ns = tokens[-1]
     arrival = timeline.arrival

@@ -8,7 +8,10 @@ Metrics, logs, spans, ledgers, the timeline page and the benchmarks (`bench/defi
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from roseinfer.observe.recorder.recording import RequestRecord
 from roseinfer.records import RequestTimeline, StepRecord
+
+STAGES = ("receive", "tokenize", "submit_lag", "queue_wait", "prefill", "decode")
 
 
 def _between(start_ns: int, end_ns: int) -> int | None:
@@ -64,6 +67,19 @@ def stream_gaps_ns(timeline: RequestTimeline) -> list[int]:
 
 def request_duration_ns(timeline: RequestTimeline) -> int | None:
     return _between(timeline.recv_ns, timeline.end_ns)
+
+
+def stages(request: RequestTimeline | RequestRecord, until_ns: int) -> Iterator[tuple[str, int, int]]:
+    """Yields name, start and end of each stage up to the newest token, without a hole between them.
+
+    The stage in which a request without a token is, or has ended, ends at `until_ns`.
+    """
+    tokens = request.token_ns
+    stamps = (request.recv_ns, request.parsed_ns, request.tokenized_ns, request.inbox_ns, request.scheduled_ns)
+    for name, (start_ns, end_ns) in zip(STAGES, pairwise((*stamps, *(tokens[:1] or [0]), *tokens[-1:])), strict=False):
+        yield name, start_ns, end_ns or until_ns
+        if not end_ns:
+            return
 
 
 def step_phases(step: StepRecord) -> Iterator[tuple[str, int, int]]:

@@ -25,7 +25,7 @@ Clock = Literal["engine", "wire"]
 SLOW_FACTOR = 3.0
 SLOW_MIN_NS = 2_000_000
 
-_NUM_USUAL = 256  # gaps that say what is usual
+NUM_USUAL = 256  # gaps that say what is usual
 _MEDIAN_EVERY = 64  # gaps at most; the first ones, each
 
 
@@ -52,24 +52,19 @@ class Usual:
     def __init__(self, slow_factor: float = SLOW_FACTOR, slow_min_ns: int = SLOW_MIN_NS) -> None:
         self._factor = slow_factor
         self._min_ns = slow_min_ns
-        self._gaps: npt.NDArray[np.int64] = np.zeros(_NUM_USUAL, np.int64)  # a ring
-        self._num_seen = 0
+        self._gaps: npt.NDArray[np.int64] = np.zeros(NUM_USUAL, np.int64)  # a ring
+        self.num_seen = 0
         self._median_at = 1  # seen, when the median is next found
         self._num_lessons = 0  # from which the usual parts are known
         self._parts: dict[Cause, float] = {}
         self.threshold_ns: float = float("inf")  # beyond it a gap is slow
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether so many gaps were seen that a few more change little."""
-        return self._num_seen >= _NUM_USUAL
 
     def is_slow(self, gap_ns: int) -> bool:
         return gap_ns > self.threshold_ns
 
     def learn_gap(self, gap_ns: int, segments: Iterable[tuple[Cause, int]] = ()) -> None:
         """Learns from one more gap."""
-        self._gaps[self._num_seen % _NUM_USUAL] = gap_ns
+        self._gaps[self.num_seen % NUM_USUAL] = gap_ns
         self._count(1)
         if segments and not self.is_slow(gap_ns):
             self._num_lessons += 1
@@ -80,16 +75,16 @@ class Usual:
 
     def learn_durations(self, gaps_ns: npt.NDArray[np.int64]) -> None:
         """Learns the lengths of gaps, and not their parts."""
-        newest, end = gaps_ns[-_NUM_USUAL:], self._num_seen + len(gaps_ns)
-        self._gaps[np.arange(end - len(newest), end) % _NUM_USUAL] = newest
+        newest, end = gaps_ns[-NUM_USUAL:], self.num_seen + len(gaps_ns)
+        self._gaps[np.arange(end - len(newest), end) % NUM_USUAL] = newest
         self._count(len(gaps_ns))
 
     def _count(self, num_gaps: int) -> None:
         """Counts gaps put into the ring; now and then finds the median anew."""
-        self._num_seen += num_gaps
-        if self._num_seen >= self._median_at:
-            self._median_at = self._num_seen + min(1 + self._num_seen // 16, _MEDIAN_EVERY)
-            self.threshold_ns = max(self._factor * float(np.median(self._gaps[: self._num_seen])), self._min_ns)
+        self.num_seen += num_gaps
+        if self.num_seen >= self._median_at:
+            self._median_at = self.num_seen + min(1 + self.num_seen // 16, _MEDIAN_EVERY)
+            self.threshold_ns = max(self._factor * float(np.median(self._gaps[: self.num_seen])), self._min_ns)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
         """Returns a gap, with the cause that is unusual about it."""

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -41,6 +41,7 @@ from roseinfer.messages import ProfileEnded
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.hub import WriteObserver, Writes
+from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
 from roseinfer.observe.recorder.recording import Recording, StructArray
 from roseinfer.records import Advanced, Observer, RequestTimeline, StepRecord
 
@@ -296,19 +297,6 @@ PROFILE_TIMEOUT_S = 30.0  # for the steps that are to be profiled to come, and f
 _log = logging.getLogger(__name__)
 
 
-class Snapshot(Protocol):
-    """A copy of what was remembered."""
-
-    def recording(self) -> Recording:
-        """Makes a recording of it, in milliseconds; in any thread."""
-
-
-class Recorder(Protocol):
-    """What captures need of `FlightRecorder`."""
-
-    def capture(self, num_steps: int | None = None, trigger: str = "") -> Snapshot: ...
-
-
 Profile = Callable[[int, str], Awaitable[ProfileEnded]]
 """Have so many steps profiled into a directory; raises RoseinferError when that cannot be now."""
 
@@ -328,7 +316,7 @@ class BreachCapture(WriteObserver):
         self,
         config: Config,
         version: str,
-        recorder: Recorder,
+        recorder: FlightRecorder,
         clock: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         cooldown_s: float = COOLDOWN_S,
@@ -409,7 +397,7 @@ class BreachCapture(WriteObserver):
         work = self._capture(breach, datetime.now(UTC), before)
         self._task = asyncio.get_running_loop().create_task(work, name="capture")
 
-    async def _capture(self, breach: Breach, moment: datetime, before: Snapshot) -> None:
+    async def _capture(self, breach: Breach, moment: datetime, before: Capture) -> None:
         directory = new_directory(self._parent, "breach")
         try:
             traced = asyncio.ensure_future(self._trace(directory))
@@ -447,7 +435,7 @@ class BreachCapture(WriteObserver):
             return {"error": ended.error}
         return profile_of(ended.num_steps)
 
-    def _write(self, directory: Path, before: Snapshot, after: Snapshot, manifest: dict[str, Any]) -> None:
+    def _write(self, directory: Path, before: Capture, after: Capture, manifest: dict[str, Any]) -> None:
         """Writes the capture; called in a thread."""
         recording = join_recordings(before.recording(), after.recording())
         write_capture(directory, recording, manifest)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from roseinfer.observe.gaps.causes import CAUSES
-from roseinfer.observe.gaps.intervals import step_phases
+from roseinfer.observe.gaps.intervals import stages, step_phases
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import Recording, RequestRecord, step_of
 from roseinfer.records import StepRecord
@@ -104,17 +104,11 @@ def _request(request: RequestRecord, lane: int) -> Iterator[Event]:
         "finish_reason": request.finish_reason,
     }
     yield _complete(request.request_id, REQUESTS, lane, request.recv_ns, end_ns, arguments)
-    parts = (
-        ("receive", request.recv_ns, request.parsed_ns),
-        ("tokenize", request.parsed_ns, request.tokenized_ns),
-        ("submit lag", request.tokenized_ns, request.inbox_ns),
-        ("queue wait", request.inbox_ns, request.scheduled_ns),
-        ("prefill", request.scheduled_ns, tokens[0] if tokens else 0),
-        ("decode", tokens[0] if tokens else 0, tokens[-1] if tokens else 0),
-    )
-    for name, start_ns, stop_ns in parts:
-        if start_ns and stop_ns > start_ns:
-            yield _complete(name, REQUESTS, lane, start_ns, stop_ns, {"request_id": request.request_id})
+    for name, start_ns, stop_ns in stages(request, until_ns=0):
+        if stop_ns > start_ns:
+            yield _complete(
+                name.replace("_", " "), REQUESTS, lane, start_ns, stop_ns, {"request_id": request.request_id}
+            )
 
 
 def _flows(requests: Sequence[RequestRecord], lanes: dict[int, int], steps: Sequence[StepRecord]) -> Iterator[Event]:

@@ -49,7 +49,7 @@ class Flight(FlightRecorder):
 
     def steps(self, limit: int) -> Callable[[], bytes]:
         self.catch_up()
-        return partial(_steps_json, self.newest_steps(limit), self.clock_pair)
+        return partial(_steps_json, self._steps.newest(limit), self.clock_pair)
 
     def recording(self, since_ns: int = 0) -> Callable[[], bytes]:
         self.catch_up()

@@ -202,10 +202,6 @@ class FlightRecorder(WriteObserver):
         found: StructArray = writes[writes["serial"] == serial]
         return found
 
-    def newest_steps(self, num_steps: int) -> StructArray:
-        """Returns the newest steps, oldest first."""
-        return self._steps.newest(num_steps)
-
     def capture(self, num_steps: int | None = None, trigger: str = "") -> Capture:
         """Returns a copy of everything since the first of the newest `num_steps` steps, or of all there is.
 

@@ -70,7 +70,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
-_REQUEST_PARTS = ("receive", "tokenize", "submit", "queue", "prefill", "decode", "write")
+_STAGE_SPANS = {"submit_lag": "submit", "queue_wait": "queue"}
 
 
 def request_parts(timeline: RequestTimeline) -> Iterator[Part]:
@@ -78,24 +78,14 @@ def request_parts(timeline: RequestTimeline) -> Iterator[Part]:
 
     The part in which it ended goes to its end. `write` is from the last token to the last write.
     """
-    tokens, writes = timeline.token_ns, timeline.write_ns
-    stamps = [
-        timeline.recv_ns,
-        timeline.parsed_ns,
-        timeline.tokenized_ns,
-        timeline.inbox_ns,
-        timeline.scheduled_ns,
-        tokens[0] if tokens else 0,
-        tokens[-1] if tokens else 0,
-        writes[-1] if tokens and writes and writes[-1] >= tokens[-1] else 0,
-    ]
-    for name, (start_ns, end_ns) in zip(_REQUEST_PARTS, pairwise(stamps), strict=True):
-        if not start_ns:
-            return
-        if name == "decode" and len(tokens) == 1:
-            continue
-        if end_ns or timeline.end_ns > start_ns:
-            yield Part(f"roseinfer.{name}", start_ns, end_ns or timeline.end_ns)
+    tokens, writes, end_ns = timeline.token_ns, timeline.write_ns, timeline.end_ns
+    for name, start_ns, stop_ns in intervals.stages(timeline, end_ns):
+        if name != "decode" or len(tokens) > 1:
+            yield Part(f"roseinfer.{_STAGE_SPANS.get(name, name)}", start_ns, stop_ns)
+    if tokens:
+        stop_ns = writes[-1] if writes and writes[-1] >= tokens[-1] else end_ns
+        if stop_ns > tokens[-1]:
+            yield Part("roseinfer.write", tokens[-1], stop_ns)
 
 
 def request_spans(

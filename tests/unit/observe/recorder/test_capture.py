@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from roseinfer.config.tree import Config, ModelConfig, ObserveConfig, ServerConfig
@@ -17,9 +16,9 @@ from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder import capture
 from roseinfer.observe.recorder.capture import BreachCapture, Rule, Window, parse_rules
-from roseinfer.observe.recorder.recording import STEP_DTYPE, Recording, step_row
-from roseinfer.records import Advanced, Arrival, Delivery, RequestTimeline, StepRecord
-from tests.unit.bench.recordings import make_recording
+from roseinfer.observe.recorder.recorder import FlightRecorder
+from roseinfer.observe.recorder.recording import Recording
+from roseinfer.records import Advanced, Arrival, Delivery, RequestTimeline
 from tests.unit.observe.facts import make_step, make_timeline, writes_of
 
 MS, S = 1_000_000, 1_000_000_000
@@ -100,30 +99,14 @@ def test_a_request_that_breaks_a_rule_twice_is_named_once() -> None:
 MS, S = 1_000_000, 1_000_000_000
 
 
-class FakeRecorder:
-    """Remembers the newest steps, as few as it is told."""
+class StepRecorder(FlightRecorder):
+    """Remembers so many of the newest steps."""
 
     def __init__(self, size: int) -> None:
-        self.steps: list[StepRecord] = []
-        self._size = size
+        super().__init__(Config(observe=ObserveConfig(recorder_steps=size)), "1.2.3")
 
     def step(self, step_id: int) -> None:
-        self.steps = [*self.steps, make_step(step_id=step_id)][-self._size :]
-
-    def capture(self, num_steps: int | None = None, trigger: str = "") -> "FakeRecorder.Copy":
-        return FakeRecorder.Copy([*map(step_row, self.steps)], trigger)
-
-    class Copy:
-        def __init__(self, rows: list[tuple[Any, ...]], trigger: str) -> None:
-            self._rows = rows
-            self._trigger = trigger
-
-        def recording(self) -> Recording:
-            whole = make_recording()
-            steps = np.array(self._rows, STEP_DTYPE)
-            return Recording(
-                meta=whole.meta, requests=[], steps=steps, writes=whole.writes, interruptions=whole.interruptions
-            )
+        self.on_step(make_step(step_id=step_id), Advanced())
 
 
 class World:
@@ -134,7 +117,7 @@ class World:
     ) -> None:
         self.parent = parent
         self.now_ns = 1000 * S
-        self.recorder = FakeRecorder(settings.pop("size", 100))
+        self.recorder = StepRecorder(settings.pop("size", 100))
         self.after = asyncio.Event()
         self.capture = BreachCapture(
             Config(
@@ -207,15 +190,15 @@ async def test_a_stall_is_captured_once_with_what_came_before(tmp_path: Path) ->
 
 
 async def test_what_the_ring_forgets_while_it_waits_is_not_lost(tmp_path: Path) -> None:
-    world = World(tmp_path, "1 gap over 60 ms in 10 s", size=4)
-    for _ in range(3):
+    world = World(tmp_path, "1 gap over 60 ms in 10 s", size=16)
+    for _ in range(15):
         world.gap(10)
     world.gap(70)
-    for _ in range(6):
+    for _ in range(18):
         world.gap(10)
     [directory] = await world.settle()
     steps = Recording.load(directory / "recording.npz").steps["step_id"].tolist()
-    assert steps == [1, 2, 3, 4, 7, 8, 9, 10]
+    assert steps == [*range(1, 17), *range(19, 35)]
 
 
 async def test_a_clean_run_leaves_nothing(tmp_path: Path) -> None:
