@@ -1,0 +1,39 @@
+"""The runner of parts: each part has a module, a page's section and only options that its module has."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report, suite
+from benchmarks.decode_step import ABLATIONS, commands_of
+from benchmarks.machine import part_parser
+
+
+@pytest.mark.parametrize("name", suite.SUITES)
+def test_every_part_has_a_module_and_a_place_in_the_report(name: str) -> None:
+    parts = suite.SUITES[name]
+    assert set(parts) == set(report.PARTS[name])
+    assert all(find_spec(part.module) for part in parts.values())
+
+
+def test_a_part_gets_the_options_that_it_has() -> None:
+    parsed = suite.parser_of().parse_args(["gpu", "--quick", "--device", "cpu", "--model", "M"])
+    command = suite.command_of(suite.SUITES["gpu"]["decode"], Path("x.json"), parsed)
+    expected = ["--out", "x.json", "--ablations", "--quick", "--model", "M", "--device", "cpu"]
+    assert command == [sys.executable, "-m", "benchmarks.decode_step", *expected]
+
+
+def test_a_part_that_does_not_end_in_time_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert not suite.run_part("slow", command, 0.2, tmp_path / "log")
+    assert suite.run_part("quick", [sys.executable, "-c", ""], 30, tmp_path / "log")
+
+
+def test_ablations_differ_in_one_option_each() -> None:
+    parser = part_parser(None, "x.json", quick="less", device="cuda")
+    parser.add_argument("--ablations", action="store_true")
+    commands = commands_of(parser.parse_args(["--ablations", "--quick"]), "M")
+    assert list(commands) == [*ABLATIONS, "transformers bfloat16"]
+    assert [sum(word.startswith("--option=") for word in words) for words in commands.values()] == [0, 1, 1, 1, 0]
