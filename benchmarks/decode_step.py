@@ -36,6 +36,7 @@ ABLATIONS = {  # what differs from a configuration of defaults
     "pipeline depth 1": {"runner.pipeline_depth": "1"},
 }
 NUM_UNCOUNTED = 1
+PEERS = "benchmarks.peers"
 
 
 class Plan(NamedTuple):
@@ -105,9 +106,7 @@ def start_subjects(
     descriptions: dict[str, Any] = {}
     failures: dict[str, str] = {}
     for name, command in commands.items():
-        worker = stack.enter_context(
-            Worker(name, [sys.executable, "-m", "benchmarks.peers.decode_workers", *command], log)
-        )
+        worker = stack.enter_context(Worker(name, [sys.executable, "-m", *command], log))
         try:
             descriptions[name] = worker.call("describe")
             subjects[name] = worker
@@ -124,19 +123,21 @@ def cases_of(arguments: argparse.Namespace) -> Sequence[tuple[int, int]]:
 
 
 def commands_of(arguments: argparse.Namespace, model: str) -> dict[str, list[str]]:
-    """The arguments of each subject's process, by the subject's name."""
-    device = ["--device", arguments.device]
+    """The module of each subject's process and its arguments, by the subject's name."""
     batch, context = (str(max(sizes)) for sizes in zip(*cases_of(arguments), strict=True))
-    engine = ["engine", model, *device, "--batch", batch, "--context", context, "--precision"]
+    device = arguments.device
+    engine = [f"{PEERS}.engine_only", model, "--steps", "--batch", batch, "--context", context]
+    engine += ["--option", f"runner.device={device}", "--precision"]
+    transformers = [f"{PEERS}.transformers_static", model, "--device", device, "--precision"]
     if not arguments.ablations:
         precisions = arguments.precisions.split(",")
         commands = {f"roseinfer {precision}": [*engine, precision] for precision in precisions}
-        return {**commands, "transformers float32": ["transformers", model, *device]}
+        return {**commands, "transformers float32": [*transformers, "float32"]}
     commands = {
         name: [*engine, "bfloat16", *(f"--option={path}={value}" for path, value in options.items())]
         for name, options in ABLATIONS.items()
     }
-    return {**commands, "transformers bfloat16": ["transformers", model, *device, "--precision", "bfloat16"]}
+    return {**commands, "transformers bfloat16": [*transformers, "bfloat16"]}
 
 
 def main() -> int:
