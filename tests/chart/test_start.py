@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from roseinfer.bench.load.launcher import START_TIMEOUT_S, free_port
 from roseinfer.config.tree import DEMO_MODEL
 from tests.chart.helm_process import CHART, HelmProcess
 from tests.conftest import require_tool
-from tests.e2e.server import START_TIMEOUT_S, free_port
 
 STREAM_ONE = CHART / "files" / "stream_one.py"
 PREFETCH = CHART / "files" / "prefetch.py"

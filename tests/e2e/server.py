@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,15 +13,10 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-START_TIMEOUT_S = 110.0  # on a machine that does much else
+from roseinfer.bench.load import launcher
+from roseinfer.bench.load.launcher import free_port, serve_command
+
 PATIENCE_S = 60.0  # for what is over in a moment: it bounds a test that fails, and a test that holds never waits for it
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def processor_s(*pids: int) -> float:
@@ -37,38 +29,15 @@ def processor_s(*pids: int) -> float:
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
-class Server:
-    """One server process and what can be asked of it."""
+class Server(launcher.Server):
+    """A server process and what can be asked of it."""
+
+    log_path: Path
 
     def __init__(self, log_path: Path, *arguments: str, port: int | None = None) -> None:
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log_path = log_path
         # One thread: on a busy machine two wait for each other at every barrier, and these tests measure nothing.
-        fixed = ["--port", str(self.port), "--ops-port", "0", "--runner.num-threads", "1"]
-        command = [sys.executable, "-m", "roseinfer", "serve", *fixed, *arguments]
-        with log_path.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log_path.read_text()
-            if self.status("/readyz") == 200:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"not ready after {START_TIMEOUT_S} s:\n{self.log_path.read_text()}")
-
-    def status(self, path: str) -> int:
-        """The HTTP status of a GET, 0 when nobody listens."""
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as response:
-                code: int = response.status
-                return code
-        except urllib.error.HTTPError as error:
-            return error.code
-        except (urllib.error.URLError, ConnectionError):
-            return 0
+        port = port or free_port()
+        super().__init__(serve_command(port, 0, ["--runner.num-threads", "1", *arguments]), port, log_path)
 
     def post(self, path: str, body: bytes | dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
         """Status and JSON of a POST."""
@@ -107,21 +76,6 @@ class Server:
             assert time.monotonic() < deadline, {name: samples[name] for name in expected}
             time.sleep(0.05)
 
-    def engine_pid(self) -> int:
-        """The child of the server process that is the engine; another one may check grammars."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        children = {pid for task in tasks for pid in (task / "children").read_text().split()}
-        (child,) = (pid for pid in children if b"grammar" not in Path(f"/proc/{pid}/cmdline").read_bytes())
-        return int(child)
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Signal the server and return its exit code."""
-        self.process.send_signal(number)
-        return self.process.wait(timeout=90)
-
-    def log(self) -> str:
-        return self.log_path.read_text()
-
 
 @contextmanager
 def running(log_path: Path, *arguments: str, port: int | None = None) -> Iterator[Server]:
@@ -132,5 +86,4 @@ def running(log_path: Path, *arguments: str, port: int | None = None) -> Iterato
         yield server
     finally:
         if server.process.poll() is None:
-            os.kill(server.process.pid, signal.SIGKILL)
-            server.process.wait()
+            server.stop(signal.SIGKILL)

@@ -12,11 +12,12 @@ import pytest
 
 from roseinfer.bench.load import serve
 from roseinfer.bench.load.client import Pacer
+from roseinfer.bench.load.launcher import free_port
 from roseinfer.cli import main as cli
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.observe.recorder.recording import Recording
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, free_port
+from tests.e2e.server import Server
 
 
 def bench(server: Server, command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from roseinfer.bench.load.launcher import free_port
 from roseinfer.cli.main import main
 from roseinfer.observe.recorder.recording import Recording
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, free_port
+from tests.e2e.server import Server
 
 WORDS = "xylophone quartz"
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from roseinfer.bench.load.launcher import START_TIMEOUT_S
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import PATIENCE_S, START_TIMEOUT_S, Server, processor_s
+from tests.e2e.server import PATIENCE_S, Server, processor_s
 from tests.e2e.test_faults import read_all, reset, send_request
 
 pytestmark = pytest.mark.e2e

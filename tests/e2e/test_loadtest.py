@@ -24,12 +24,13 @@ from typing import Any
 import pytest
 
 from roseinfer.bench.load import serve
+from roseinfer.bench.load.launcher import free_port
 from roseinfer.bench.load.serve import fetch_recording
 from roseinfer.cli import main as cli
 from roseinfer.observe.metrics.histogram import TOKEN_S, WAIT_S
 from roseinfer.observe.recorder.recording import Recording
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import PATIENCE_S, Server, free_port
+from tests.e2e.server import PATIENCE_S, Server
 
 ROOT = Path(__file__).parents[2]
 LOCUST = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py")]

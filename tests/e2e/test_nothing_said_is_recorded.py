@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 
 import roseinfer
+from roseinfer.bench.load.launcher import free_port
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import free_port
 
 pytestmark = pytest.mark.e2e
 

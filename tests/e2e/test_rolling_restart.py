@@ -13,8 +13,9 @@ from typing import NamedTuple
 import aiohttp
 import pytest
 
+from roseinfer.bench.load.launcher import START_TIMEOUT_S, free_port
 from tests.conftest import require_tool
-from tests.e2e.server import START_TIMEOUT_S, Server, free_port, running
+from tests.e2e.server import Server, running
 from tests.repo.tree import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

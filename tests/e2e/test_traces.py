@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from roseinfer.bench.load.launcher import free_port
 from tests.collector import ReceivingCollector, attributes, receiving
 from tests.conftest import require_tool
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import PATIENCE_S, Server, free_port
+from tests.e2e.server import PATIENCE_S, Server
 
 pytestmark = pytest.mark.e2e
 

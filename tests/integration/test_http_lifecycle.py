@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from roseinfer.bench.load.launcher import free_port
 from roseinfer.config.tree import Config, ServerConfig
 from roseinfer.errors import ConfigError, EngineDead, EngineFailed
 from roseinfer.messages import StartupProgress
@@ -30,13 +31,6 @@ from tests.unit.server.harness import (
 )
 
 PATIENCE_S = 15.0  # shorter than a drain's default, which would be waited for by mistake
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

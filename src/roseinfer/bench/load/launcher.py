@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 START_TIMEOUT_S = 110.0  # on a machine that does much else
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 90.0
 _LOG_TAIL = 600  # characters of its log in an error
 
 
