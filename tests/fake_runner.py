@@ -1,12 +1,12 @@
-"""A runner without a model: deterministic tokens from what it finds in its own paged memory. For tests.
+"""A runner without a model: computes deterministic tokens from what it finds in its own paged memory.
 
 It writes every token id into the slot of its "KV cache" that the block table names, and computes the next token from
 all it reads back through the table. So a wrong block, a lost token or a stale prefix changes the output, just as in a
 real model, and two schedules of one request agree only if both kept their blocks right.
 
-It computes as late as it can: nothing before somebody waits, and then batch after batch in the order of the launches,
-like a device that lags behind its host. So a step that is scheduled before the one in front of it was read gets no
-help from that one having happened already.
+It computes as late as it can: nothing before a result is waited for, and then batch after batch in the order of the
+launches, like a device that lags behind its host. So a step that is scheduled before the one in front of it was read
+finds nothing computed in advance.
 """
 
 import hashlib
@@ -118,7 +118,7 @@ class FakeRunner:
         return places
 
     def _score(self, history: Int32Array, start: int, row: ScoredRow) -> Scores:
-        """Numbers that follow from all that was read before a token, and from the token."""
+        """Make scores from all that was read before a token, and from the token."""
         assert (history >= 0).all(), "a KV entry was read before it was written"
         digests = [
             hashlib.blake2b(history[:end].tobytes() + token_id.to_bytes(4, "little"), digest_size=2).digest()
@@ -129,7 +129,7 @@ class FakeRunner:
         return Scores(logprobs, top.astype(np.int32), logprobs[:, None] - top)
 
     def _note(self, slot: int, history: Int32Array, token_id: int) -> None:
-        """A sampler counts what was said: from what it was told of a slot's owner, and what it drew since."""
+        """Count what was said, as a sampler does: the ids of the slot's binding, and those drawn since."""
         if said := self._said[slot]:
             assert said == history.tolist(), "the counts of a penalty are not those of the text"
             said.append(token_id)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from roseinfer.engine.core.engine import QUIET, Engine, LoopState
 from roseinfer.engine.invariants import assert_invariants, find_violations
-from roseinfer.engine.link.heartbeat import Heartbeat
+from roseinfer.engine.link.heartbeat import Activity, Heartbeat
 from roseinfer.engine.profiling import StepProfile
 from roseinfer.errors import ConfigError
 from roseinfer.messages import Abort, Command, EngineFailure, Event, IdleReport, Profile, Request, Shutdown
@@ -85,7 +85,7 @@ def note_pauses(engine: Engine, heartbeat: Heartbeat) -> GcPauses:
         engine.phases.end_collection()
 
     def note_capture(begins: bool) -> None:
-        heartbeat.begin_capture() if begins else heartbeat.begin_step()
+        heartbeat.begin(Activity.CAPTURING if begins else Activity.STEPPING)
 
     engine.phases.on_capture = note_capture
     engine.gc_time = pauses = GcPauses(on_start=begin_collection, on_end=end_collection)
@@ -118,12 +118,12 @@ class _Loop:
 
     def _step(self, wait_ns: int) -> None:
         depth, is_profiled = self._outbox.depth, self._profile.marks_step()
-        self._heartbeat.begin_step()
+        self._heartbeat.begin(Activity.STEPPING)
         self._is_checked = False
         output = self._engine.step(LoopState(depth, wait_ns, is_profiled) if depth or wait_ns or is_profiled else QUIET)
         self._outbox.send(output)
         if self._profile.is_active:
-            self._heartbeat.begin_profiling()  # this step may be the last: writing the trace takes longer than a step
+            self._heartbeat.begin(Activity.PROFILING)  # writing the trace takes longer than a step may
             if (ended := self._profile.count_step(output.record)) is not None:
                 self._outbox.send(ended)
 
@@ -139,7 +139,7 @@ class _Loop:
                 case Abort(request_id):
                     engine.abort(request_id)
                 case Profile():
-                    self._heartbeat.begin_profiling()
+                    self._heartbeat.begin(Activity.PROFILING)
                     if (refusal := self._profile.begin(command)) is not None:
                         self._outbox.send(refusal)
                 case Shutdown():
@@ -151,7 +151,7 @@ class _Loop:
         engine = self._engine
         if engine.has_work and not self._outbox.is_full:
             return self._inbox.receive(wait=False)
-        self._heartbeat.begin_idle()
+        self._heartbeat.begin(Activity.IDLE)
         if engine.has_work or self._is_checked:
             return self._inbox.receive(wait=True)
         commands = self._inbox.receive(wait=True, timeout_s=REST_S)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -48,7 +48,7 @@ class _Entry:
     """An open timeline, and which of its two sides have ended."""
 
     timeline: RequestTimeline
-    mailbox: Mailbox | None = None  # while `generate` runs it
+    mailbox: Mailbox = field(init=False)  # of the `generate` that runs it
     is_in_engine: bool = False
     slot: int | None = None  # that stands for it in `StepOutput.tokens`
     is_closed: bool = False
@@ -76,7 +76,7 @@ class AsyncEngine:
         self._last_progress_ns = 0
         self._info: EngineInfo | None = None
         self._prefix_digests: PrefixDigests  # from when the engine is ready
-        self._on_progress: Callable[[StartupProgress], None] | None = None
+        self._on_progress: Callable[[StartupProgress], None]  # from `start` on
         self._started: asyncio.Future[EngineInfo] | None = None
         self._dead: asyncio.Future[EngineError] | None = None
         self._profile: asyncio.Future[ProfileEnded] | None = None
@@ -228,7 +228,6 @@ class AsyncEngine:
             case StepOutput():
                 self._route(event)
             case StartupProgress():
-                assert self._on_progress is not None
                 self._on_progress(event)
             case EngineInfo():
                 assert self._started is not None
@@ -271,8 +270,7 @@ class AsyncEngine:
             timeline.token_ns.append(tokens_ns)
             timeline.arrivals.append(arrival)
             advanced.append(timeline)
-            if entry.mailbox is not None:
-                entry.mailbox.put_output(TokenOutput(timeline.request_id, [token_id]))
+            entry.mailbox.put_output(TokenOutput(timeline.request_id, [token_id]))
         for output in step.outputs:
             entry = self._entries[output.request_id]
             if output.slot is not None:
@@ -288,8 +286,7 @@ class AsyncEngine:
                 advanced.append(entry.timeline)
             if output.times is not None:
                 entry.timeline.stamp(output.times)
-            if entry.mailbox is not None:
-                entry.mailbox.put_output(output)
+            entry.mailbox.put_output(output)
             if output.finish_reason is not None:
                 self._leave_engine(entry, output.finish_reason)
                 concluded.append(entry)
@@ -341,6 +338,5 @@ class AsyncEngine:
                 if entry.timeline.finish_reason is None:
                     entry.timeline.finish_reason = FinishReason.ERROR
                     entry.timeline.error_code = dead.code or ""
-                if entry.mailbox is not None:
-                    entry.mailbox.fail(dead)
+                entry.mailbox.fail(dead)
                 self._conclude(entry)

@@ -26,8 +26,8 @@ class Activity(StrEnum):
     STUCK = "stuck"
 
 
-_CODES = (Activity.IDLE, Activity.STEPPING, Activity.CAPTURING, Activity.PROFILING)
-_IDLE, _STEPPING, _CAPTURING, _PROFILING = range(len(_CODES))
+_ACTIVITIES = (Activity.IDLE, Activity.STEPPING, Activity.CAPTURING, Activity.PROFILING)  # by their codes
+_CODES = {activity: code for code, activity in enumerate(_ACTIVITIES)}
 _WHAT, _SINCE, _COLLECTING_SINCE, _COLLECTED = range(4)  # indexes into the page; all but the first in nanoseconds
 
 
@@ -48,26 +48,14 @@ class Heartbeat:
 
     def __init__(self, memory: memoryview | None = None) -> None:
         self._page = (memory or memoryview(bytearray(PAGE_BYTES))).cast("q")
-        self._begin(_IDLE)
+        self.begin(Activity.IDLE)
 
-    def begin_idle(self) -> None:
-        self._begin(_IDLE)
-
-    def begin_step(self) -> None:
-        self._begin(_STEPPING)
-
-    def begin_capture(self) -> None:
-        self._begin(_CAPTURING)
-
-    def begin_profiling(self) -> None:
-        self._begin(_PROFILING)
-
-    def _begin(self, code: int) -> None:
-        """Store the moment first, so that a reader never pairs the new activity with an old one."""
+    def begin(self, activity: Activity) -> None:
+        """Begin one of the activities other than GC; its moment is stored first, so that a reader gets no older one."""
         self._page[_SINCE] = time.monotonic_ns()
         self._page[_COLLECTED] = 0
         self._page[_COLLECTING_SINCE] = 0  # a collection would have stopped us
-        self._page[_WHAT] = code
+        self._page[_WHAT] = _CODES[activity]
 
     def begin_collection(self) -> None:
         """Note a garbage collection in the middle of the present activity."""
@@ -81,12 +69,12 @@ class Heartbeat:
     def read(self) -> Account:
         while True:
             code, collecting_since_ns = self._page[_WHAT], self._page[_COLLECTING_SINCE]
-            since_ns = self._page[_COLLECTED] + self._page[_SINCE]  # not the other way round: see _begin
+            since_ns = self._page[_COLLECTED] + self._page[_SINCE]  # not the other way round: see `begin`
             if code == self._page[_WHAT]:
                 break
         if collecting_since_ns:
             return Account(Activity.GC, collecting_since_ns)
-        return Account(_CODES[code], since_ns)
+        return Account(_ACTIVITIES[code], since_ns)
 
 
 class SharedHeartbeat:

@@ -316,20 +316,20 @@ async def test_a_hung_engine_is_stuck_a_busy_collector_is_not_and_an_idle_one_ne
         monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns + int(seconds * 1e9))
         return client.account.activity
 
-    transport.heartbeat.begin_step()
+    transport.heartbeat.begin(Activity.STEPPING)
     assert after(1e6) is Activity.STEPPING, "nobody waits for it"
     after(0)
     stream = client.generate([make_request("a")], [open_timeline(client)])
     waiting = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
-    for begin, activity, limit_s in (
-        (transport.heartbeat.begin_step, Activity.STEPPING, 30.0),
-        (transport.heartbeat.begin_collection, Activity.GC, 300.0),
-        (transport.heartbeat.begin_capture, Activity.CAPTURING, 300.0),
-        (transport.heartbeat.begin_profiling, Activity.PROFILING, 300.0),
+    for activity, limit_s in (
+        (Activity.STEPPING, 30.0),
+        (Activity.GC, 300.0),
+        (Activity.CAPTURING, 300.0),
+        (Activity.PROFILING, 300.0),
     ):
         after(0)
-        begin()
+        transport.heartbeat.begin_collection() if activity is Activity.GC else transport.heartbeat.begin(activity)
         assert after(limit_s - 1) is activity
         assert client.trouble is None
         assert after(limit_s + 1) is Activity.STUCK

@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,12 +11,7 @@ from roseinfer.engine.link.heartbeat import Activity, Heartbeat
 from roseinfer.engine.loop import note_pauses
 from tests.unit.engine.harness import make_engine
 
-BEGINNINGS: list[tuple[Callable[[Heartbeat], None], Activity]] = [
-    (Heartbeat.begin_idle, Activity.IDLE),
-    (Heartbeat.begin_step, Activity.STEPPING),
-    (Heartbeat.begin_capture, Activity.CAPTURING),
-    (Heartbeat.begin_profiling, Activity.PROFILING),
-]
+ACTIVITIES = [Activity.IDLE, Activity.STEPPING, Activity.CAPTURING, Activity.PROFILING]
 
 
 class Clock:
@@ -42,12 +37,10 @@ def _only_our_collections() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize(("begin", "activity"), BEGINNINGS, ids=[activity for _, activity in BEGINNINGS])
-def test_what_a_collection_interrupts_goes_on_with_the_time_it_had(
-    clock: Clock, begin: Callable[[Heartbeat], None], activity: Activity
-) -> None:
+@pytest.mark.parametrize("activity", ACTIVITIES)
+def test_what_a_collection_interrupts_goes_on_with_the_time_it_had(clock: Clock, activity: Activity) -> None:
     heartbeat = Heartbeat()
-    begin(heartbeat)
+    heartbeat.begin(activity)
     for collections_ns in (0, 50):  # so many had been before
         clock.now_ns += 30
         heartbeat.begin_collection()
@@ -59,12 +52,12 @@ def test_what_a_collection_interrupts_goes_on_with_the_time_it_had(
 
 def test_what_begins_after_a_collection_has_its_own_time(clock: Clock) -> None:
     heartbeat = Heartbeat()
-    heartbeat.begin_step()
+    heartbeat.begin(Activity.STEPPING)
     heartbeat.begin_collection()
     clock.now_ns += 50
     heartbeat.end_collection()
     clock.now_ns += 7
-    heartbeat.begin_step()
+    heartbeat.begin(Activity.STEPPING)
     assert heartbeat.read() == (Activity.STEPPING, 1_057)
 
 
@@ -73,7 +66,7 @@ def test_an_end_without_a_beginning_is_nothing(clock: Clock) -> None:
     heartbeat = Heartbeat()
     heartbeat.begin_collection()
     clock.now_ns += 50
-    heartbeat.begin_step()
+    heartbeat.begin(Activity.STEPPING)
     heartbeat.end_collection()
     assert heartbeat.read() == (Activity.STEPPING, 1_050)
 
@@ -89,7 +82,7 @@ def test_a_collection_in_a_capture_ends_no_allowance() -> None:
 def test_collections_of_another_thread_keep_no_hung_step_alive(clock: Clock) -> None:
     """A thread beside the engine's compiles grammars, and may collect while the engine waits for a device for ever."""
     engine, heartbeat = make_engine(), Heartbeat()
-    heartbeat.begin_step()
+    heartbeat.begin(Activity.STEPPING)
     began = heartbeat.read()
     with note_pauses(engine, heartbeat):
         for _ in range(3):
