@@ -84,7 +84,7 @@ loadtest: setup ## twenty seconds of Locust against `make serve`, report in buil
 	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --html build/loadtest/report.html --json-file build/loadtest/report --result build/loadtest/result.json $(ARGS)
 
 soak: setup ## ten minutes of everything at once against one server; what grows or leaks fails; ARGS="--minutes 60"
-	$(BIN)/python -m benchmarks.soak $(ARGS)
+	$(BIN)/python -m benchmarks.stress.soak $(ARGS)
 
 audit: setup build/audit-venv/.installed ## bill of materials, licences, known weaknesses, into build/audit
 	$(BIN)/python tools/audit.py $(ARGS)

@@ -1,6 +1,6 @@
 """Measures what readers that stop reading cost: the token gaps of the streams beside them, and memory for each.
 
-    python -m benchmarks.slow_readers [--seconds 20] [--rounds 3] [--streams 24] [--stalled 8] [--num-threads 1]
+    python -m benchmarks.stress.slow_readers [--seconds 20] [--rounds 3] [--streams 24] [--stalled 8] [--num-threads 1]
 
 The embedded model is served by a process of its own. A round is a baseline, in which all streams are read, and the same
 with `--stalled` of them not read after their first bytes, in turn. Those ask for five log-probabilities a token, so
@@ -19,9 +19,9 @@ from statistics import mean, median
 
 import msgspec
 
-from benchmarks.probes_under_load import running
 from benchmarks.servers import metrics_of, resident_mb
-from benchmarks.soak_clients import open_socket
+from benchmarks.stress.probes_under_load import running
+from benchmarks.stress.soak_clients import open_socket
 from roseinfer.bench.definitions import percentile
 from roseinfer.bench.load.client import LoadClient, PreparedRequest
 from roseinfer.bench.load.endpoint import Endpoint

@@ -1,6 +1,6 @@
 """Soaks a server in every kind of client for some minutes, and fails unless memory, descriptors and blocks stay flat.
 
-    python -m benchmarks.soak [--minutes 10] [--round-s 30] [--seed 0] [--out build/soak.json]
+    python -m benchmarks.stress.soak [--minutes 10] [--round-s 30] [--seed 0] [--out build/soak.json]
 
 The embedded model is served by processes of their own. In each round come streams, whole answers with every feature,
 clients that leave, slow readers, bad input, dribbled heads and probes, all at once; then all stop, and what the server
@@ -22,9 +22,9 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.probes_under_load import Probes
 from benchmarks.servers import metrics_of, resident_mb
-from benchmarks.soak_clients import Clients
+from benchmarks.stress.probes_under_load import Probes
+from benchmarks.stress.soak_clients import Clients
 from roseinfer.bench.definitions import percentile
 from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint

@@ -1,6 +1,6 @@
 """Measures the front end's memory at its peak and after bodies of two megabytes that are accepted.
 
-    python -m benchmarks.long_bodies [--clients 4]
+    python -m benchmarks.stress.long_bodies [--clients 4]
 
 The embedded model is served by processes of their own. Each kind of body is sent once alone and then by so many clients
 at once; a row has the answers, the resident memory half a second after the last of them, and its peak meanwhile.

@@ -1,6 +1,6 @@
 """Measures a server at its capacity and at four times that: latencies of accepted requests, and of refusals.
 
-    python -m benchmarks.overload [--rounds 3] [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5] [--decoy]
+    python -m benchmarks.stress.overload [--rounds 3] [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5] [--decoy]
 
 The embedded model is served by a process of its own. A closed loop, twice as many clients as sequences run at once,
 each asking again when it has its answer, gives a first idea of the capacity. Its clients take turns with the server

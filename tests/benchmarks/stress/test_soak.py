@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
-from benchmarks.soak import Sample, problems
+from benchmarks.stress import soak
+from benchmarks.stress.soak import Sample, problems
 
 IDLE = Sample(
     after_s=0.0,

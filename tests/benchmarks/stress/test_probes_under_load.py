@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from benchmarks.probes_under_load import bodies, running
+from benchmarks.stress.probes_under_load import bodies, running
 
 MAX_BODY_BYTES = 2 << 20
 
@@ -32,7 +32,7 @@ async def test_a_client_that_dies_is_an_error() -> None:
 @pytest.mark.e2e
 def test_a_probe_is_answered_while_long_bodies_come() -> None:
     options = ["--only", "unknown field", "--seconds", "1", "--streams", "1"]
-    command = [sys.executable, "-m", "benchmarks.probes_under_load", *options]
+    command = [sys.executable, "-m", "benchmarks.stress.probes_under_load", *options]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
     row = re.search(r"\| unknown field \| \d+ × 400 \|(.*)\|", done.stdout)
     assert row, done.stdout

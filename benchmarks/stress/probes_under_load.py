@@ -1,6 +1,6 @@
 """Measures how long `/livez` takes on both ports while a server gets its worst bodies: a row for each kind of body.
 
-    python -m benchmarks.probes_under_load [--seconds 10] [--streams 8] [--only NAME]
+    python -m benchmarks.stress.probes_under_load [--seconds 10] [--streams 8] [--only NAME]
 
 The embedded model is served by a process of its own. One client for each kind of body sends it again as soon as it has
 its answer, beside streams that never end; a probe in a process of its own asks each port a hundred times a second. The

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from benchmarks.overload import AT_CAPACITY, CAPACITY_RUNS, PARTS, Load, Seen, report
+from benchmarks.stress.overload import AT_CAPACITY, CAPACITY_RUNS, PARTS, Load, Seen, report
 from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
