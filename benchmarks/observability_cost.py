@@ -57,7 +57,8 @@ from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.runtime.stopwatch import UNWATCHED, Phases, Stopwatch
 from roseinfer.server.app import build_app, build_runner
 from roseinfer.server.instruments import Instruments
-from roseinfer.server.service import Service, TextModel
+from roseinfer.server.service import Service
+from roseinfer.text.text_model import TextModel
 
 PARTS = ("schedule", "launch", "stage", "forward", "sample", "wait", "commit")  # of a step on a CPU
 MS = 1_000_000

@@ -22,7 +22,10 @@ class Entrant(Protocol):
     """Something that answers requests, and is paused while others do."""
 
     name: str
-    workloads: Sequence[str]  # those that it runs
+
+    @property
+    def workloads(self) -> Sequence[str]:
+        """Those that it runs."""
 
     def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
         """Raises EntrantFailed when it could not answer them all."""
