@@ -1,1 +1,1 @@
-"""TEXT. Turns prompts into token ids and sampled tokens into text: tokenizer, templates, stops, tools, grammar."""
+"""TEXT. Turns prompts into token ids and sampled tokens into text, for the server, `LLM` and the terminal."""

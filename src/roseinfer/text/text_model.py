@@ -14,7 +14,7 @@ from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """Known once the engine knows where the checkpoint lies."""
+    """What the text of one checkpoint needs. It is read when the engine has said where the checkpoint lies."""
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: turns a conversation into its next turn. Knows no vocabulary.
+"""POST /v1/chat/completions: generates the next turn of a conversation.
 
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
@@ -108,13 +108,13 @@ class ChatDialect:
 
 
 class ToolDialect(ChatDialect):
-    """The same where functions may be called: `tool_calls` beside the text, and as a finish reason."""
+    """As `ChatDialect`, with `tool_calls` beside the text and as a finish reason."""
 
     def __init__(self, tool_use: ToolUse) -> None:
         self._parsers = defaultdict[int, ToolCallParser](tool_use.parser)  # by the index of the choice
 
     def _read(self, delta: Delta) -> Iterator[Parts]:
-        """What is said and which calls are made in a delta, as it is read; each delta is read once."""
+        """Separate text and calls of a delta, piece by piece. Call it once for each delta."""
         parser = self._parsers[delta.choice.index]
         for piece in in_pieces(delta.text):
             yield parser.push(piece)
@@ -126,31 +126,31 @@ class ToolDialect(ChatDialect):
         for more in self._read(delta):
             parts.extend(more)
         content, calls = parts.content, [_call(part) for part in parts.calls]
-        # Null, as OpenAI has it: a client that joins the pieces has null at the end too where nothing but calls came.
-        told: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
+        # Null, as OpenAI has it: a client that joins the pieces has null at the end too where only calls came.
+        payload: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
         if content:
-            told["content"] = content
+            payload["content"] = content
         if calls:
-            told["tool_calls"] = calls
-        return msgspec.json.encode(told) if told else NOTHING
+            payload["tool_calls"] = calls
+        return msgspec.json.encode(payload) if payload else NOTHING
 
     def finish_reason(self, delta: Delta) -> str | None:
         parser = self._parsers[delta.choice.index]
-        # Who reads `tool_calls` runs them, so it is not said of arguments that a stop string cut.
+        # A client runs the calls that it gets with `tool_calls`, so arguments cut by a stop string do not end so.
         has_whole_calls = parser.num_calls > 0 and not parser.is_cut
         return "tool_calls" if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
 
     async def message(self, delta: Delta) -> dict[str, Any]:
-        """Read with others having their turn between: the text is all that was generated."""
+        """Reads the whole text in pieces, between which the event loop runs."""
         parts = Parts()
         for more in self._read(delta):
             parts.extend(more)
             await asyncio.sleep(0)
         content, calls = parts.content, [_call(part) for part in parts.calls]
-        told: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
         if calls:
-            told["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
-        return told
+            message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
+        return message
 
 
 def _call(part: CallPart) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: turns a prompt into its continuation. Knows no message and no template.
+"""POST /v1/completions: continues prompts.
 
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
@@ -43,7 +43,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 
 
 def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> Sequence[str | None]:
-    """The prompts as they were given; those given as token ids as their text."""
+    """The text of each prompt: as it was given, or decoded from token ids."""
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     return [
         text if isinstance(text, str) else tokenizer.text(prompt)
@@ -72,7 +72,7 @@ async def _encode_prompts(
 class CompletionDialect:
     """Text under `text`, log-probabilities as parallel lists, also of the token that ended the text.
 
-    Who scores texts with one token to generate leaves the last entry out, whatever it is (lm-evaluation-harness).
+    lm-evaluation-harness scores texts by generating one token, and leaves out the last entry, whatever it is.
     """
 
     id_prefix = "cmpl"

@@ -1,1 +1,1 @@
-"""Grammars into the tokens that may come next. Knows no HTTP, no model and no scheduler."""
+"""Checks the grammars of requests, and compiles them into masks of the tokens that may come next."""

@@ -1,7 +1,7 @@
 """Encodes the source of a grammar, and checks that it is small and flat enough for the library to read.
 
-Recursive code overflows its stack on nesting, whoever wrote it (CVE-2026-25048, CVE-2026-2069). The library has limits
-of its own; deeper nesting than any form needs does not reach it.
+Recursive code overflows its stack on deep nesting (CVE-2026-25048, CVE-2026-2069). The library has limits of its own;
+deeper nesting than any form needs does not reach it.
 """
 
 import msgspec
