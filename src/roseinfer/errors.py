@@ -1,10 +1,10 @@
-"""Every error roseinfer raises on purpose, and what each one means to the person who meets it.
+"""Every error that roseinfer raises on purpose, with its HTTP status.
 
     RoseinferError
     ├── ConfigError                 at start only; exit code 2; names the value
     ├── RequestError       4xx      the caller can fix it
     │   ├── InvalidRequest   400    a field does not fit; carries its name
-    │   ├── MalformedRequest 400    no HTTP, or a form of it that is not served
+    │   ├── MalformedRequest 400    no HTTP, or a form of it that is not supported
     │   │   └── UnmetExpectation 417
     │   ├── PromptTooLong    400    code context_length_exceeded
     │   ├── Unauthorized     401    no key, or not one of ours
@@ -13,13 +13,13 @@
     │   ├── UnknownRequest   404    no request with this id is remembered
     │   ├── UnknownRoute     404    no such path
     │   ├── MethodNotAllowed 405    not with this method
-    │   ├── BodyTimeout      408    the body did not come in time
-    │   ├── SlowReader       408    the answer was not taken in time
+    │   ├── BodyTimeout      408    the body did not arrive in time
+    │   ├── SlowReader       408    the answer was not read in time
     │   ├── Conflict         409    the same is going on already
     │   ├── BodyTooLarge     413
     │   ├── NotJSON          415    content type or encoding we do not read
     │   ├── HeadTooLarge     431
-    │   └── RequestAborted   499    another request asked for its end
+    │   └── RequestAborted   499    aborted by another request
     ├── CapacityError               the caller may come back; carries retry_after_s
     │   ├── Overloaded       429    too many requests in flight
     │   └── NotReady         503    starting or draining
@@ -50,12 +50,12 @@ class RoseinferError(Exception):
 
     @property
     def reason(self) -> str:
-        """The message without the name it begins with, for whoever has said `param` already."""
+        """The message without the name that it begins with, for a line that has named `param` already."""
         return self.message.removeprefix(f"`{self.param}`").lstrip(": ") if self.param is not None else self.message
 
     @property
-    def told_code(self) -> str:
-        """What clients, metrics and the log call it; an error without a code of its own was not foreseen."""
+    def public_code(self) -> str:
+        """The code for clients, metrics and the log; an error without one was not foreseen."""
         return self.code or "internal_error"
 
 
@@ -63,7 +63,7 @@ class ConfigError(RoseinferError):
     """A value given at start cannot be used. `param` is its path in the configuration tree, such as `server.port`."""
 
     def __str__(self) -> str:
-        """As the command line tells it: most messages do not say which value it is."""
+        """As the command line prints it: most messages do not name the value."""
         return self.message if self.param is None else f"{self.param}: {self.reason}"
 
 
@@ -81,7 +81,7 @@ class InvalidRequest(RequestError):
 
 
 class MalformedRequest(RequestError):
-    """What came is no HTTP request, or is one in a form that is not served."""
+    """The bytes are no HTTP request, or one in a form that is not supported."""
 
     code = "malformed_request"
 
@@ -139,7 +139,7 @@ class UnknownRoute(RequestError):
 
 
 class MethodNotAllowed(RequestError):
-    """The path is served, but not for this method, which `Allow` names the others of."""
+    """The path exists, but not for this method; `Allow` lists those that it has."""
 
     status = 405
     code = "method_not_allowed"
@@ -153,14 +153,14 @@ class BodyTimeout(RequestError):
 
 
 class SlowReader(RequestError):
-    """The stream was read so slowly that what waited for its client became too much to keep."""
+    """The client read its stream so slowly that too much output waited for it."""
 
     status = 408
     code = "slow_reader"
 
 
 class Conflict(RequestError):
-    """What was asked for is going on already, and there can be one at a time."""
+    """The operation is running already, and only one may run at a time."""
 
     status = 409
     code = "conflict"
@@ -188,14 +188,14 @@ class HeadTooLarge(RequestError):
 
 
 class RequestAborted(RequestError):
-    """Somebody with the same key asked for the end of this request."""
+    """Another request with the same key aborted this one."""
 
     status = 499  # nginx's: unlike 408, 409 and 5xx, no client sends the same again by itself
     code = "aborted"
 
 
 class CapacityError(RoseinferError):
-    """Nothing is wrong with the request; the server has no room for it now."""
+    """The request is sound, but the server has no room for it now."""
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -221,7 +221,7 @@ class NotReady(CapacityError):
 
 
 class EngineError(RoseinferError):
-    """The engine could not finish what it had accepted."""
+    """The engine could not finish a request that it had accepted."""
 
     code = "engine_error"
 
@@ -233,13 +233,13 @@ class EngineFailed(EngineError):
 
 
 class SequenceFailed(EngineError):
-    """The model gave no finite number for the sequence, or what it asked for failed; others are not affected."""
+    """The model computed no finite number for the sequence, or its parameters failed; others are not affected."""
 
     code = "sequence_failed"
 
 
 class EngineDead(EngineError):
-    """The engine's process or thread has gone."""
+    """The engine's process or thread has ended."""
 
     status = 503
     code = "engine_dead"
@@ -258,12 +258,12 @@ class QueueTimeout(RequestTimeout):
 
     status = 503
     code = "queue_timeout"
-    retry_after_s = 1  # as long as nobody who knows the backlog has said more
+    retry_after_s = 1  # until the queue estimate sets it
 
 
 @dataclass(frozen=True, slots=True)
 class PromptName:
-    """The field that is at fault where a prompt is, and the others that were written into it."""
+    """The field at fault where a prompt is, and the fields whose text is part of the prompt."""
 
     param: str
     beside: tuple[str, ...] = ()

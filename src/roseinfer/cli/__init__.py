@@ -1,1 +1,1 @@
-"""The `roseinfer` command: its verbs, its terminal, and what it prints."""
+"""The `roseinfer` command and what it prints; the health check of the image."""

@@ -1,9 +1,8 @@
-"""Turns a running server's own command line and environment into an exit code: is it ready? Knows one path of HTTP.
+"""The image's health check: asks a running `roseinfer serve` whether it is ready, wherever it was made to listen.
 
-`python -m roseinfer.cli.health_check PID` ends with 0 when that `roseinfer serve` is ready, with 1 when it is not, and
-with 2 when the process is none. It is the image's health check: whatever says where the server listens, and whether it
-speaks TLS there, is read as the server read it. It runs every few seconds beside what serves, so it imports nothing
-heavy.
+`python -m roseinfer.cli.health_check PID` ends with 0 when that server is ready, with 1 when it is not, and with 2 when
+the process is no server. It reads flags, environment and file as the server read them. It runs every few seconds beside
+the server, so it imports nothing heavy.
 """
 
 import http.client
@@ -20,11 +19,11 @@ from roseinfer.errors import ConfigError
 EXIT_NOT_READY = 1
 EXIT_USAGE = 2
 TIMEOUT_S = 2.0
-_LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- who listens on all addresses has this one
+_LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - a server on all addresses has this one
 
 
 def main(argv: Sequence[str]) -> int:
-    """One line on standard error says why it is not 0."""
+    """Return the exit code; one line on standard error says why it is not 0."""
     if len(argv) != 1 or not argv[0].isdecimal():
         print("usage: python -m roseinfer.cli.health_check PID", file=sys.stderr)
         return EXIT_USAGE
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def configuration_of(pid: int) -> Config:
-    """What the process read from its file, its environment and its flags. Raises ConfigError if it is no server."""
+    """The configuration that a server process read. Raises ConfigError if it is no server."""
     process = Path(f"/proc/{pid}")
     try:
         words, variables = _strings(process / "cmdline"), _strings(process / "environ")
@@ -57,23 +56,23 @@ def configuration_of(pid: int) -> Config:
 
 
 def _strings(file: Path) -> list[str]:
-    """Each ends with a zero byte."""
+    """The strings of a file in /proc, each of which ends with a zero byte."""
     return file.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1]
 
 
 def refusal(server: ServerConfig) -> str:
-    """Why it is not ready; empty when it is. Raises ConfigError when its ports are not known.
+    """Why a server is not ready; empty when it is. Raises ConfigError when its port is not known.
 
-    The operations port is asked, which is plain in any case, and the API port where there is no other.
+    It asks the operations port, which never speaks TLS, or the API port where there is no operations port.
     """
     host, port = (server.ops_host, server.ops_port) if server.ops_port else (server.host, server.port)
     if not port:
-        raise ConfigError("is 0, which takes any: nobody knows which it took", param="server.port")
+        raise ConfigError("is 0, so the server took a free port that cannot be known here", param="server.port")
     address = _LOOPBACK.get(host, host)
     connection = http.client.HTTPConnection(address, port, timeout=TIMEOUT_S)
     if not server.ops_port and server.tls_cert_file is not None:
         context = ssl.create_default_context()
-        context.check_hostname = False  # the certificate is for the name that clients use, and this is the loopback
+        context.check_hostname = False  # the certificate is for the name that clients use
         context.verify_mode = ssl.CERT_NONE
         connection = http.client.HTTPSConnection(address, port, timeout=TIMEOUT_S, context=context)
     try:

@@ -1,14 +1,15 @@
-"""The command line: turns arguments into a `Config` and a call of one front door, and errors into exit codes.
+"""The `roseinfer` command: parses arguments, runs one command, and turns errors into exit codes.
 
-Exit codes: 0 done or drained, 2 something the user gave cannot be used, 70 the engine failed, 130 interrupted.
-Heavy libraries are imported by the command that needs them, after its arguments have been understood.
+Exit codes: 0 done or drained, 2 a given value cannot be used, 70 the engine failed, 130 interrupted. Each command
+imports the heavy libraries that it needs, after its arguments have been parsed.
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from roseinfer import __version__
 from roseinfer.config.api_keys import KEYS_VARIABLE
@@ -22,11 +23,13 @@ EXIT_USAGE = 2
 EXIT_ENGINE = 70
 EXIT_INTERRUPTED = 130
 
+Run = Callable[[argparse.Namespace, LoadedConfig], int]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:2] == ["engine", "--fd"]:  # the child of the process transport: it must be up before all else
+    if arguments[:2] == ["engine", "--fd"]:  # the child of the process transport, which needs none of the rest
         from roseinfer.wiring import engine_main
 
         return engine_main(int(arguments[2]))
@@ -49,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _from_system(env: Mapping[str, str]) -> dict[str, Given]:
-    """What variables that are not ours say about our options; any other source is stronger."""
+    """Options that variables of the system set; every other source is stronger."""
     cache = env.get("XDG_CACHE_HOME", "")
     return {"runner.kernels_dir": Given(f"{cache}/roseinfer/kernels", "XDG_CACHE_HOME")} if cache else {}
 
 
 def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
-    """One line that names the value and whoever gave it."""
+    """Print one line that names the value and its source, and return the exit code."""
     where = ""
     if error.param is not None:
         source = f" (from {given[error.param].source})" if error.param in given else ""
@@ -64,44 +67,62 @@ def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
     return code
 
 
+def _later(module: str, function: str = "run") -> Run:
+    """Import the module of a command when the command runs."""
+
+    def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+        return int(getattr(importlib.import_module(module), function)(arguments, loaded))
+
+    return run
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[Parser]",
+    name: str,
+    about: str,
+    run: Run | None = None,
+    operands: str = "",
+) -> Parser:
+    """A command that runs `run`, or one with commands of its own."""
+    usage = f"%(prog)s [options]{operands}" if run else None
+    sub = commands.add_parser(name, help=about, description=about, usage=usage)
+    sub.set_defaults(parser=sub, run=run)
+    return sub
+
+
 def _parser() -> Parser:
+    from roseinfer.explain import flags as explain_flags
+
     parser = Parser(prog="roseinfer", description="An LLM inference server; every millisecond of latency has a name.")
     parser.add_argument("--version", action="version", version=f"roseinfer {__version__}")
     parser.set_defaults(parser=parser, config=None, defaults={})
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="COMMAND")
 
-    def command(name: str, help: str, usage: str | None = "%(prog)s [options]") -> Parser:  # noqa: A002
-        sub = commands.add_parser(name, help=help, description=help, usage=usage)
-        assert isinstance(sub, Parser)
-        sub.set_defaults(parser=sub)
-        return sub
-
-    _add_serve(command("serve", "Serve the OpenAI API, until SIGTERM or Ctrl-C."))
-    _add_generate(
-        command("generate", "Continue one prompt and stream the text to standard output.", "%(prog)s [options] PROMPT")
+    add_config_flags(_add_command(commands, "serve", "Serve the OpenAI API, until SIGTERM or Ctrl-C.", _serve))
+    generate = _add_command(
+        commands, "generate", "Continue one prompt and stream the text to standard output.", _generate, " PROMPT"
     )
-    _add_chat(command("chat", "Talk to the model; /help lists the commands."))
-    _add_bench(command("bench", "Measure the engine or a server, simulate, replay.", usage=None))
-    _add_explain(
-        command(
-            "explain", "Say in words and numbers what the gaps between tokens went to.", "%(prog)s [options] URL|FILE"
-        )
+    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    _add_sampling_flags(generate, temperature=0.0)
+    add_config_flags(generate)
+    chat = _add_command(commands, "chat", "Talk to the model; /help lists the commands.", _chat)
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    _add_sampling_flags(chat, temperature=0.7)
+    add_config_flags(chat)
+    _add_bench(_add_command(commands, "bench", "Measure the engine or a server, simulate, replay."))
+    about = "Say in words and numbers what the gaps between tokens went to."
+    explain = _later("roseinfer.explain.command", "run_explain")
+    explain_flags.add_explain(_add_command(commands, "explain", about, explain, " URL|FILE"))
+    about = "Watch a server: requests, latency, causes of slow gaps."
+    explain_flags.add_top(_add_command(commands, "top", about, _later("roseinfer.explain.top", "run_top"), " URL"))
+    _add_kernels(_add_command(commands, "kernels", "Compile the CPU kernels, or list what is compiled."))
+    about = "Print the configuration, its JSON Schema or its documentation."
+    config = _add_command(commands, "config", about, _config, " {show,schema,docs}")
+    config.add_argument(
+        "what", choices=("show", "schema", "docs"), help="merged tree with sources; JSON Schema; Markdown"
     )
-    _add_top(command("top", "Watch a server: requests, latency, causes of slow gaps.", "%(prog)s [options] URL"))
-    _add_kernels(command("kernels", "Compile the CPU kernels, or list what is compiled.", usage=None))
-    _add_config(
-        command(
-            "config",
-            "Print the configuration, its JSON Schema or its documentation.",
-            "%(prog)s [options] {show,schema,docs}",
-        )
-    )
+    add_config_flags(config)
     return parser
-
-
-def _add_serve(parser: Parser) -> None:
-    parser.set_defaults(run=_serve)
-    add_config_flags(parser)
 
 
 def _serve(_: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -110,25 +131,11 @@ def _serve(_: argparse.Namespace, loaded: LoadedConfig) -> int:
     return wiring.serve(loaded.config, os.environ.get(KEYS_VARIABLE, ""))
 
 
-def _add_generate(parser: Parser) -> None:
-    parser.set_defaults(run=_generate)
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
-    _add_sampling_flags(parser, temperature=0.0)
-    add_config_flags(parser)
-
-
 def _generate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.cli import terminal
 
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     return terminal.generate(loaded.config, prompt, terminal.Sampling.of(arguments))
-
-
-def _add_chat(parser: Parser) -> None:
-    parser.set_defaults(run=_chat)
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    _add_sampling_flags(parser, temperature=0.7)
-    add_config_flags(parser)
 
 
 def _chat(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -162,43 +169,30 @@ def _add_sampling_flags(parser: Parser, *, temperature: float) -> None:
 
 
 def _add_bench(parser: Parser) -> None:
-    from roseinfer.bench.compare import options as compare_options
-    from roseinfer.bench.load import options as load_options
-    from roseinfer.bench.seeds import options
+    from roseinfer.bench.compare.options import add_compare
+    from roseinfer.bench.load.options import add_replay, add_serve, add_simulate
+    from roseinfer.bench.seeds.options import DEFAULTS, add_scheduler, add_streaming
 
     kinds = parser.add_subparsers(required=True, metavar="BENCHMARK", dest="BENCHMARK")
-    for name, help_text, add_flags, run in (
-        (
-            "streaming",
-            "Requests on a schedule, each streamed: latency and its parts.",
-            options.add_streaming,
-            _streaming,
-        ),
-        ("scheduler", "A batch of requests at once, online or offline.", options.add_scheduler, _scheduler),
-        ("serve", "A load through HTTP: what its clients see, and where the time went.", load_options.add_serve, _load),
-        ("simulate", "A load through the real scheduler on a virtual clock.", load_options.add_simulate, _simulate),
-        ("replay", "Ask a recording again, of a server or of the simulator.", load_options.add_replay, _replay),
-        ("compare", "Two servers or results: better, worse or noise.", compare_options.add_compare, _compare),
-    ):
-        operands = {"replay": " RECORDING", "compare": " [A B]"}.get(name, "")
-        usage = f"%(prog)s [options]{operands}"
-        sub = kinds.add_parser(name, help=help_text, description=help_text, usage=usage)
-        assert isinstance(sub, Parser)
+
+    def add(name: str, about: str, add_flags: Callable[[Parser], None], run: Run, operands: str = "") -> Parser:
+        sub = _add_command(kinds, name, about, run, operands)
         add_flags(sub)
-        defaults = options.DEFAULTS if name in options.SEEDS else {}
-        sub.set_defaults(parser=sub, run=run, defaults=defaults)
+        return sub
 
-
-def _streaming(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.bench.seeds import streaming
-
-    return streaming.run(arguments, loaded)
-
-
-def _scheduler(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.bench.seeds import scheduler
-
-    return scheduler.run(arguments, loaded)
+    about = "Requests on a schedule, each streamed: latency and its parts."
+    streaming = add("streaming", about, add_streaming, _later("roseinfer.bench.seeds.streaming"))
+    about = "A batch of requests at once, online or offline."
+    scheduler = add("scheduler", about, add_scheduler, _later("roseinfer.bench.seeds.scheduler"))
+    for seed in (streaming, scheduler):
+        seed.set_defaults(defaults=DEFAULTS)
+    add("serve", "A load through HTTP: what its clients see, and where the time went.", add_serve, _load)
+    about = "A load through the real scheduler on a virtual clock."
+    add("simulate", about, add_simulate, _later("roseinfer.bench.simulate.simulate"))
+    about = "Ask a recording again, of a server or of the simulator."
+    add("replay", about, add_replay, _later("roseinfer.bench.simulate.replay"), " RECORDING")
+    about = "Two servers or results: better, worse or noise."
+    add("compare", about, add_compare, _later("roseinfer.bench.compare.compare"), " [A B]")
 
 
 def _load(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -207,66 +201,18 @@ def _load(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     return serve.run(arguments, loaded) if arguments.sweep is None else sweep.run(arguments)
 
 
-def _simulate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.bench.simulate import simulate
-
-    return simulate.run(arguments, loaded)
-
-
-def _replay(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.bench.simulate import replay
-
-    return replay.run(arguments, loaded)
-
-
-def _compare(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.bench.compare import compare
-
-    return compare.run(arguments, loaded)
-
-
-def _add_explain(parser: Parser) -> None:
-    from roseinfer.explain import flags
-
-    flags.add_explain(parser)
-    parser.set_defaults(run=_explain)
-
-
-def _explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.explain import command
-
-    return command.run_explain(arguments, loaded)
-
-
-def _add_top(parser: Parser) -> None:
-    from roseinfer.explain import flags
-
-    flags.add_top(parser)
-    parser.set_defaults(run=_top)
-
-
-def _top(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.explain import top
-
-    return top.run_top(arguments, loaded)
-
-
 def _add_kernels(parser: Parser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="ACTION")
-    for name, help_text, run in (
-        ("build", "Compile the CPU kernels with the C++ compiler on the PATH, or the one in CXX.", _build_kernels),
-        ("list", "The levels, whether this processor has them, and where they are built.", _list_kernels),
-    ):
-        sub = actions.add_parser(name, help=help_text, description=help_text, usage="%(prog)s [options]")
-        assert isinstance(sub, Parser)
-        sub.set_defaults(parser=sub, run=run)
-        if name == "build":
-            sub.add_argument(
-                "--level",
-                action="append",
-                choices=[*LEVELS, "all"],
-                help="repeatable; default: the highest that this processor has",
-            )
+    about = "Compile the CPU kernels with the C++ compiler on the PATH, or the one in CXX."
+    build = _add_command(actions, "build", about, _build_kernels)
+    build.add_argument(
+        "--level",
+        action="append",
+        choices=[*LEVELS, "all"],
+        help="repeatable; default: the highest that this processor has",
+    )
+    about = "The levels, whether this processor has them, and where they are built."
+    for sub in (build, _add_command(actions, "list", about, _list_kernels)):
         add_config_flags(sub)
 
 
@@ -293,14 +239,6 @@ def _list_kernels(_: argparse.Namespace, loaded: LoadedConfig) -> int:
         has = "this processor has it" if level in runnable else "this processor lacks it"
         print(f"{level.name:<11}  {has}  {find_built(level, kernels_dir) or 'not built'}")
     return 0
-
-
-def _add_config(parser: Parser) -> None:
-    parser.add_argument(
-        "what", choices=("show", "schema", "docs"), help="merged tree with sources; JSON Schema; Markdown"
-    )
-    parser.set_defaults(run=_config)
-    add_config_flags(parser)
 
 
 def _config(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

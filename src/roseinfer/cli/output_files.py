@@ -1,4 +1,4 @@
-"""Whether what a command shall write can be written, asked while there is nothing to lose yet."""
+"""Checks that output files and folders are writable before work starts."""
 
 import tempfile
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from roseinfer.errors import ConfigError
 
 
 def check_outputs(**files: Path | None) -> None:
-    """By their flags; leaves every one as it was. Raises ConfigError that names the flag of the one that cannot."""
+    """Check files by the names of their flags, and leave each as it was. Raises ConfigError that names the flag."""
     for name, file in files.items():
         _check(name, file, _try_to_open)
 
 
 def check_folder(name: str, folder: Path | None) -> None:
-    """The same of a folder, which will be made where there is none."""
+    """Check a folder, which the command will make where there is none. Raises ConfigError."""
     _check(name, folder, _try_to_fill)
 
 
@@ -30,7 +30,7 @@ def _check(name: str, path: Path | None, attempt: Callable[[Path], None]) -> Non
 def _try_to_open(file: Path) -> None:
     is_there = file.exists()
     if is_there and not (file.is_file() or file.is_dir()):
-        return  # whoever reads a pipe would take this for its end
+        return  # the reader of a pipe would take this for its end
     is_new = not is_there and not file.is_symlink()
     with file.open("ab"):
         pass

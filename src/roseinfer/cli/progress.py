@@ -1,7 +1,6 @@
-"""Shows a person that something is going on, once it has gone on for a second. Knows nothing of who does it.
+"""Shows the progress of long work on standard error, once it has taken a second.
 
 On a terminal it is a live line that vanishes at the end; elsewhere plain lines, one for each change, not too often.
-Everything goes to standard error.
 """
 
 import sys
@@ -36,7 +35,7 @@ class Progress:
             self._what = what
 
     def count(self, done: int) -> None:
-        """`update` as a callback of whoever counts."""
+        """Update the count, as a callback."""
         self.update(done=done)
 
     def __enter__(self) -> Self:
@@ -68,19 +67,19 @@ class Progress:
                 bar.update(task, description=self._what, completed=self._done)
 
     def _show_lines(self) -> None:
-        told, told_at, counted = "", 0.0, 0
+        shown, shown_at, counted = "", 0.0, 0
         while True:
             now = time.monotonic()
-            if self._what != told or (self._total is not None and now - told_at >= _PLAIN_INTERVAL_S):
-                told, told_at = self._what, now
-                counted = self._write(told)
+            if self._what != shown or (self._total is not None and now - shown_at >= _PLAIN_INTERVAL_S):
+                shown, shown_at = self._what, now
+                counted = self._write(shown)
             if self._over.wait(_PLAIN_REFRESH_S):
                 break
-        if self._total is not None and self._done != counted:  # or who reads it would think that it stopped there
-            self._write(told)
+        if self._total is not None and self._done != counted:  # or it would seem to have stopped there
+            self._write(shown)
 
     def _write(self, what: str) -> int:
-        """One plain line. Returns the count that it told."""
+        """Write one plain line. Returns the count in it."""
         done = self._done
         sys.stderr.write(f"roseinfer: {what}" + ("" if self._total is None else f": {done}/{self._total}") + "\n")
         sys.stderr.flush()
@@ -89,6 +88,6 @@ class Progress:
 
 @contextmanager
 def show_loading(path: str) -> Iterator[Callable[[StartupProgress], None]]:
-    """Name the model and then the stages of the engine's start, which whoever starts it hands to what this yields."""
+    """Show the stages of an engine's start, which the caller passes to the function that this yields."""
     with Progress(f"loading {path}") as progress:
         yield lambda stage: progress.update(what=stage.detail or stage.stage)

@@ -1,1 +1,1 @@
-"""The configuration: options, and the sources that set them."""
+"""The configuration: options, and the file, environment and flags that set them."""

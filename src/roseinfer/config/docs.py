@@ -1,7 +1,4 @@
-"""Turns the configuration tree into text for people and machines: `config show`, `config schema`, `config docs`.
-
-It knows no option by name: what it says comes from the annotations in `config.py`.
-"""
+"""Prints the configuration: `config show`, `config schema` and `config docs`, from what `options.py` says of each."""
 
 import json
 from collections.abc import Mapping
@@ -27,14 +24,14 @@ Each option can be given in three ways, the later ones winning:
    A boolean is turned on by `--cache.prefix-caching` and off by `--no-cache.prefix-caching`; `=true` and `=false` work.
 
 A value that does not fit, an unknown key in the file and an unknown `ROSEINFER_` variable end the program with exit
-code 2 and one line that names the option and who gave it; variables that Kubernetes adds for services do not. Two are
-no options: {foreign}.
-`HF_HUB_OFFLINE=1` is honoured: no network is needed then.
+code 2 and one line that names the option and its source. Variables that Kubernetes adds for services are ignored. Two
+variables are not options: {foreign}.
+With `HF_HUB_OFFLINE=1` the program needs no network.
 """
 
 
 def show(loaded: LoadedConfig) -> str:
-    """The tree as YAML that `--config` accepts, with the source of each value as a comment."""
+    """Print the tree as YAML that `--config` accepts, with the source of each value as a comment."""
     lines = []
     for section, leaves in groupby(options().values(), key=lambda option: option.section):
         lines.append(f"{section}:")
@@ -75,7 +72,7 @@ def _row(option: Option, schema: Mapping[str, Any]) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema of one value, in words."""
+    """The values that a JSON Schema allows, in words."""
     if "anyOf" in schema:
         return " or ".join(_values(choice) for choice in schema["anyOf"])
     if schema["type"] == "boolean":

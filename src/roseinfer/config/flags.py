@@ -1,6 +1,6 @@
-"""Turns the configuration tree into argparse flags, and a command line into given values.
+"""Makes argparse flags of the options, and reads their values from a command line.
 
-It knows no option and no command by name, and imports nothing heavy: `roseinfer --help` is its speed.
+It imports nothing heavy, so `roseinfer --help` is fast.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _HOST_AND_PORT = re.compile(r"(\[[\dA-Fa-f:.]+\]|[\w.-]+):\d{1,5}(/.*)?")
 
 
 class _Formatter(argparse.HelpFormatter):
-    """argparse's, which shows of a boolean flag how to switch it off too."""
+    """argparse's formatter, which also shows how to switch a boolean flag off."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, StoreGiven) and action.const == "true" and _is_own_flag(action):
@@ -33,7 +33,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is a ConfigError of one sentence, and no flag may be abbreviated."""
+    """argparse, but an error is a ConfigError of one sentence, and no flag may be abbreviated."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
     def check_switches(self, arguments: Sequence[str], left_over: str) -> None:
-        """Raise ConfigError for a value that stands behind a boolean flag, which takes none there."""
+        """Raise ConfigError for a value after a boolean flag, which takes it only behind `=`."""
         for flag, value in itertools.pairwise(arguments):
             if value == left_over and f"{flag}=false" in self._option_string_actions:
                 raise ConfigError(
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
                 )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Like argparse's, but what is left over is told by the command that did not know it."""
+        """Like argparse's, but the command that did not know an argument reports it."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             parsed.parser.check_switches(args, rest[0])
@@ -81,13 +81,13 @@ class StoreGiven(argparse.Action):
 
 
 def add_alias(parser: argparse._ActionsContainer, flag: str, path: str, help: str, *, const: Any = None) -> None:  # noqa: A002
-    """A flag that is another name for an option of the tree; with `const` it takes no value and means that one."""
+    """Add a flag that is another name for an option; with `const` it takes no value and means that one."""
     kind = {"metavar": _metavar(options()[path])} if const is None else {"nargs": 0, "const": const}
     parser.add_argument(flag, dest=path, action=StoreGiven, default=argparse.SUPPRESS, help=_escape(help), **kind)
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, with_short: bool = True) -> None:
-    """`--config` and every option of the tree, first those with a short flag, which are shown by it.
+    """Add `--config` and a flag for every option; help shows the everyday options first, by their short flags.
 
     `with_short=False` leaves the short flags to the command.
     """
@@ -120,12 +120,12 @@ def _add_option(group: argparse._ActionsContainer, option: Option, flag: str, *,
 
 
 def _is_own_flag(action: argparse.Action) -> bool:
-    """Not an alias, which has no form that switches it off."""
+    """Whether the flag is the option's own; an alias has no form that switches it off."""
     return action.option_strings[0] == options()[action.dest].flag
 
 
 def values_given(arguments: argparse.Namespace) -> dict[str, Given]:
-    """What the flags said, for each path of the tree that they named."""
+    """The values that flags gave, by path of the option."""
     return {path: value for path, value in vars(arguments).items() if path in options()}
 
 
@@ -147,21 +147,21 @@ def positives(text: str) -> Sequence[int]:
 
 
 def url_of(text: str) -> str | None:
-    """A URL as it is, of a host and a port the URL that they mean, and None for all else."""
+    """The URL that a text means, which may leave out the scheme; None for a text that is neither."""
     if text.startswith(("http://", "https://")):
         return text
     return f"http://{text}" if _HOST_AND_PORT.fullmatch(text) else None
 
 
 def server_url(text: str) -> str:
-    """`http://127.0.0.1:8000`, or without its scheme."""
+    """Parse a URL such as `http://127.0.0.1:8000`, also without its scheme."""
     if (url := url_of(text)) is None:
         raise argparse.ArgumentTypeError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
     return url
 
 
 def url_or_path(text: str) -> str:
-    """The same, or a path; a file whose name looks like a host and a port is that file."""
+    """Parse a URL or a path; a file whose name looks like a host and a port is that file."""
     url = url_of(text)
     return text if url is None or Path(text).exists() else url
 

@@ -1,6 +1,6 @@
-"""Turns a file, the environment and flags into one `Config`; it knows the tree's paths and no option by name.
+"""Merges a file, the environment and flags into one `Config`: defaults < file < environment < flags.
 
-Order of precedence: defaults < file < environment < flags. Every error names the path and where the value came from.
+Every error names the option and the source of the value.
 """
 
 import difflib
@@ -18,42 +18,42 @@ from roseinfer.errors import ConfigError
 MAX_PROBLEM_CHARS = 300
 _LIKE = 0.6  # of 1, two names are alike: difflib's own measure
 
-# Ours, but no part of the tree: what each of them is.
+# Variables of ours that are not options, and what each of them is.
 FOREIGN_VARIABLES: Mapping[str, str] = {
     KEYS_VARIABLE: "holds API keys beside those of `server.api_key_file`",
     "ROSEINFER_REQUIRE_ALL": "belongs to the tests",
 }
 
-# What Kubernetes puts into every pod of a namespace that has a service called `roseinfer…`.
+# Variables that Kubernetes puts into every pod of a namespace with a service called `roseinfer…`.
 _SERVICE_LINK = re.compile(
     r"\w+(_SERVICE_(HOST|PORT)(_\w+)?=.*|_PORT(_\d+_[A-Z]+)?=\w+://.*|_PORT_\d+_[A-Z]+_(PROTO|PORT|ADDR)=.*)"
 )
 
-# What PyYAML lets through of a text that is none, of a date or number that is none, and of endless nesting.
+# Errors that PyYAML raises beside its own: for text that is no UTF-8, invalid dates and numbers, and deep nesting.
 _UNREADABLE = (ValueError, AttributeError, LookupError, TypeError, RecursionError)
 
 
 class Given(NamedTuple):
-    """A value as somebody wrote it, and where: a flag, a variable, or a file."""
+    """A value as it was written, and its source: a flag, a variable, or a file."""
 
     value: Any
     source: str
 
 
 class LoadedConfig(NamedTuple):
-    """The merged tree, and for each path whose value was given, by whom. All other paths have their defaults."""
+    """The merged tree, and the source of each value that was given; all others are defaults."""
 
     config: Config
     sources: dict[str, str]
 
 
 def gather(flags: Mapping[str, Given], env: Mapping[str, str], file: Path | None) -> dict[str, Given]:
-    """What was given for each path, the stronger source winning, not yet converted. Raises ConfigError."""
+    """Merge the given values by path, not yet converted; the stronger source wins. Raises ConfigError."""
     return {**(_from_file(file) if file else {}), **_from_environment(env), **flags}
 
 
 def build(given: Mapping[str, Given]) -> LoadedConfig:
-    """The tree. Raises ConfigError with the path; `given[path].source` tells who is to blame."""
+    """Convert the given values and make the tree. Raises ConfigError with the path of the option."""
     sections: dict[str, dict[str, Any]] = {}
     for path, (value, _) in given.items():
         option = options()[path]
@@ -66,7 +66,7 @@ def build(given: Mapping[str, Given]) -> LoadedConfig:
 def load(
     flags: Mapping[str, Given] | None = None, env: Mapping[str, str] | None = None, file: Path | None = None
 ) -> LoadedConfig:
-    """Defaults < file < environment < flags; `flags` and the file speak in dotted paths."""
+    """Merge and convert in one call; `flags` are by dotted path."""
     return build(gather(flags or {}, env or {}, file))
 
 
@@ -101,7 +101,7 @@ def _from_file(file: Path) -> dict[str, Given]:
 
 
 def yaml_problem(error: Exception) -> str:
-    """Where PyYAML could not go on and why, in one line without its picture of the place."""
+    """Where and why PyYAML stopped, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {_one_line(error.problem or error.context or '')}"
@@ -127,7 +127,7 @@ def _mapping(value: Any, where: str, note: str = "") -> dict[str, Any]:
 
 
 def closest(name: str, known: Iterable[str], likeness: float = _LIKE) -> str:
-    """A question after the name that was meant, if there is one like it; a section in common is not enough."""
+    """`; did you mean X?` for a known name like this one, or nothing. A section in common is not enough."""
     for match in difflib.get_close_matches(name, list(known), cutoff=likeness):
         if difflib.SequenceMatcher(None, _leaf(name), _leaf(match)).ratio() >= _LIKE:
             return f"; did you mean {match}?"

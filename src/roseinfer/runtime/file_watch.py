@@ -1,6 +1,7 @@
-"""Turns a change of a file into a call, away from the event loop. Knows nothing of what the files hold.
+"""Watches files, and reads them again after a change.
 
-Looking is cheap and works on every file system, also where Kubernetes swaps a link to rotate a mounted secret.
+It looks at them every few seconds, which works on every file system, also where Kubernetes swaps a link to rotate a
+mounted secret.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ State = tuple[tuple[int, int, int] | None, ...]
 
 
 def state_of(paths: Sequence[Path]) -> State:
-    """For each file what changes with it: its number, its size, when it was written; None for one that is not there."""
+    """For each file its inode, size and time of writing; None for a file that does not exist."""
 
     def one(path: Path) -> tuple[int, int, int] | None:
         try:
@@ -34,16 +35,16 @@ def state_of(paths: Sequence[Path]) -> State:
 
 
 class WatchedFiles:
-    """Files, and what they were like when they were named here: before they were read for the first time."""
+    """Watched files. Make it before they are read for the first time, so that no change is missed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._seen = state_of(paths)
 
     async def watch(self, read: Callable[[], T], take: Callable[[T], None], interval_s: float) -> None:
-        """Whenever one of them has changed, `read` in a thread and `take` the result on the loop; never returns.
+        """After each change, call `read` in a thread and `take` with its result on the loop; never returns.
 
-        When `read` fails it is logged and what was taken before stays; the next change is the next attempt.
+        When `read` fails, the error is logged and the result before stays; the next change is the next attempt.
         """
         names = ", ".join(map(str, self._paths))
         while True:
@@ -56,7 +57,7 @@ class WatchedFiles:
                 take(await asyncio.to_thread(read))
             except ConfigError as error:
                 _log.error("a changed file cannot be used; what it held before stays", extra={"why": error.message})
-            except (OSError, ValueError):  # of a file and of what it holds; who reads should have told it as the other
+            except (OSError, ValueError):  # which `read` should have made a ConfigError
                 _log.exception("a changed file cannot be used; what it held before stays", extra={"files": names})
             else:
                 _log.info("a changed file was read again", extra={"files": names})

@@ -1,4 +1,4 @@
-"""Garbage collections of this interpreter into when each began and ended. Knows nothing of what is made of it."""
+"""Measures the garbage collections of this interpreter."""
 
 import gc
 import time
@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Self
 
-_MAX_PAUSES = 1 << 16  # beyond so many that nobody has taken, the oldest are forgotten
+_MAX_PAUSES = 1 << 16  # beyond so many, the oldest that were not taken are dropped
 
 
 class GcPauses:
-    """Notes each collection while it is open; during one, nothing else of this interpreter runs.
+    """Measures each collection while it is open; during a collection nothing else of this interpreter runs.
 
-    Collections come in any thread and at any allocation, so noting one takes no lock. Nor may a listener, which is
-    called with the start and the end of each.
+    A collection may come in any thread, at any allocation, so noting one takes no lock, and a listener may take none
+    either; it is called with the start and the end of each collection.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GcPauses:
             try:
                 for listener in self.listeners:
                     listener(start_ns, end_ns)
-            except RecursionError:  # collected at the bottom of somebody's nesting: this pause is not told
+            except RecursionError:  # collected at the bottom of deep recursion: listeners miss this pause
                 pass
             finally:
                 self._on_end()

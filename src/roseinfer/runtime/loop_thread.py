@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, and the door through which other threads give it work. Knows no request.
+"""Runs an event loop in a thread of its own, and takes work for it from other threads.
 
-The door is shut before the loop ends, and what came through it by then is brought to an end first: so nobody waits for
-what nobody runs.
+The door for work is shut before the loop ends, and work that came through it is ended first, so no caller waits for a
+coroutine that never runs.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """The loop, running until `close`. All but the last part is for other threads than the loop's own."""
+    """An event loop that runs until `close`. Its public methods are for other threads than its own."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._begun = WeakSet[Coroutine[Any, Any, Any]]()  # what `begin` was given; it leaves when it has ended
-        self._door = threading.RLock()  # whoever holds it may have to `post`: a collection may end a generator there
+        self._begun = WeakSet[Coroutine[Any, Any, Any]]()  # given to `begin`; one leaves when it has ended
+        self._door = threading.RLock()  # re-entered by `post` when a garbage collection ends a generator
         self._is_shut = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the loop. Raises EngineDead once the door is shut."""
+        """Run a coroutine on the loop. Raises EngineDead once the door is shut."""
         with self._door:
             if not self._is_shut:
                 self._begun.add(coroutine)
@@ -37,7 +37,7 @@ class LoopThread:
         raise EngineDead("The engine was stopped.")
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it on the loop and wait; an interrupt of the waiting thread cancels it.
+        """Run a coroutine on the loop and wait for it; an interrupt of the waiting thread cancels it.
 
         Raises what it raises, and EngineDead when the door is shut before its end.
         """
@@ -47,24 +47,24 @@ class LoopThread:
             raise EngineDead("The engine was stopped.") from None
 
     def post(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Call it on the loop soon; once the door is shut, not at all."""
+        """Call a function on the loop soon; not at all once the door is shut."""
         with self._door:
             if not self._is_shut:
                 self._loop.call_soon_threadsafe(callback, *arguments)
 
     def shut(self) -> bool:
-        """Let nothing in any more. Whether this is the call that shut the door."""
+        """Refuse all further work. Whether this call shut the door."""
         with self._door:
             was_open, self._is_shut = not self._is_shut, True
         return was_open
 
     def stop(self, last: Callable[[], Awaitable[None]]) -> None:
-        """Shut the door, cancel what `begin` began, wait for its end, and then run `last`."""
+        """Shut the door, cancel what `begin` began, wait until it has ended, and run `last`."""
         self.shut()
         _wait(asyncio.run_coroutine_threadsafe(self._stop(last), self._loop))
 
     def close(self) -> None:
-        """End the loop and join its thread. What runs there is left as it is: `stop` comes before."""
+        """End the loop and join its thread; call `stop` first, since running tasks are left as they are."""
         self.shut()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -73,7 +73,7 @@ class LoopThread:
     # --- on the loop ------------------------------------------------------------------------------------------------
 
     async def _stop(self, last: Callable[[], Awaitable[None]]) -> None:
-        # All that came through the door has begun by now: the loop takes what it is given in its order.
+        # All that came through the door has begun by now: the loop runs callbacks in their order.
         tasks = [task for task in asyncio.all_tasks() if task.get_coro() in self._begun]
         for task in tasks:
             task.cancel()

@@ -187,11 +187,11 @@ class Exchange:
         """Sequences that have not finished end with `error`; from here on nothing interrupts."""
         self._interruption = self._interruption or error
         if not self.is_submitted:
-            self._finish(FinishReason.REJECTED, error.told_code)
+            self._finish(FinishReason.REJECTED, error.public_code)
         elif isinstance(error, RequestTimeout):
             self._finish(FinishReason.TIMEOUT, error.code or "")
         elif isinstance(error, EngineError) or error.code is None:
-            self._finish(FinishReason.ERROR, error.told_code)
+            self._finish(FinishReason.ERROR, error.public_code)
         else:
             self._finish(FinishReason.ABORT, error.code)
 

@@ -164,7 +164,7 @@ def _tell(request: web.Request, failure: RoseinferError) -> None:
     if exchange is not None:
         exchange.fail(failure)
     if exchange is None or not exchange.is_submitted:
-        request.app[SERVICE].observer.on_refusal(failure.told_code)
+        request.app[SERVICE].observer.on_refusal(failure.public_code)
 
 
 def error_response(

@@ -11,7 +11,6 @@ from roseinfer.config.sources import Given
 from roseinfer.messages import Temperature, TokenCount, TopK, TopP
 
 _SOURCE = "the benchmarks' default"
-SEEDS = ("streaming", "scheduler")  # the benchmarks that the posts have
 DEFAULTS = {  # the seeds' own, so reports compare
     "scheduler.max_num_seqs": Given("8", _SOURCE),
     "runner.cuda_graphs": Given("off", _SOURCE),

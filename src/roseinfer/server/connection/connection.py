@@ -189,7 +189,7 @@ class Connection(web.RequestHandler):
         request_id = request_id_of(request)
         facts = {"request_id": request_id, "peer": self.peer, "reason": error.message}
         _log.info("answered without a handler", extra=facts)
-        self._connections.on_refusal(error.told_code)
+        self._connections.on_refusal(error.public_code)
         response = error_response(error, {"X-Request-Id": request_id})
         response.force_close()
         return response

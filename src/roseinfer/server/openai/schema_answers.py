@@ -58,6 +58,6 @@ def error_body(error: RoseinferError, ledgers: list[dict[str, object]] | None = 
         "message": told(error.message),
         "type": error.error_type,
         "param": None if error.param is None else told(error.param),
-        "code": error.told_code,
+        "code": error.public_code,
     }
     return msgspec.json.encode({"error": fields} | ({} if ledgers is None else {"roseinfer_ledger": ledgers}))
