@@ -55,8 +55,7 @@ from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, Obser
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.runtime.stopwatch import UNWATCHED, Phases, Stopwatch
-from roseinfer.server.app import build_app, build_runner
-from roseinfer.server.instruments import Instruments
+from roseinfer.server.app import Instruments, build_app, build_runner
 from roseinfer.server.service import Service
 from roseinfer.text.text_model import TextModel
 

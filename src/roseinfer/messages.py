@@ -40,13 +40,16 @@ _TOKEN_ID_KEYS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}  # JSON
 LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300, extra_json_schema=_TOKEN_ID_KEYS)]
 
 
+GrammarKind = Literal["json_schema", "regex", "choice", "calls", "lark"]
+
+
 class Grammar(msgspec.Struct, frozen=True, gc=False):
     """The form that a text must have, in a language that `text/grammar/` compiles (docs/structured-output.md).
 
     The source of `choice` is a list of texts as JSON, that of `calls` a `CallGrammar` as JSON.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "calls", "lark"]
+    kind: GrammarKind
     source: str
 
 

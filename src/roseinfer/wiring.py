@@ -189,8 +189,8 @@ def serve(config: Config, more_keys: str = "") -> int:
     from roseinfer.observe.recorder import capture
     from roseinfer.observe.recorder.rendering import RenderProcess
     from roseinfer.server import lifecycle
-    from roseinfer.server.instruments import Instruments
-    from roseinfer.server.ops import debug, invariants, profile
+    from roseinfer.server.app import Instruments
+    from roseinfer.server.ops import debug, profile
     from roseinfer.text.grammar.checker import GrammarChecker
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -212,7 +212,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     new_directory = partial(capture.profile_directory, observe.capture_dir, observe.capture_max_mib)
     write_manifest = partial(capture.write_profile_manifest, observation.capture.facts)
     debug_routes = [*debug.routes(observation.flight), profile.route(new_directory, write_manifest)]
-    debug_routes.append(invariants.route(observation.integrity.report))
+    debug_routes.append(debug.invariants_route(observation.integrity.report))
     checker = GrammarChecker(config.structured, lambda: client.info)
     instruments = Instruments(handle_metrics, observation.ledger, debug_routes, checker)
 

@@ -13,8 +13,7 @@ from aiohttp import web
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced
-from roseinfer.server.app import build_ops_app, build_runner
-from roseinfer.server.instruments import Instruments
+from roseinfer.server.app import Instruments, build_ops_app, build_runner
 from roseinfer.server.ops import debug
 from tests.conftest import require_tool
 from tests.e2e.chromium import Browser, browsing, running_chromium

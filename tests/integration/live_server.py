@@ -23,8 +23,7 @@ from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced, Delivery, Observer, RequestTimeline, StepRecord
 from roseinfer.runtime.gc_pauses import GcPauses
-from roseinfer.server.app import build_app, build_runner
-from roseinfer.server.instruments import Instruments
+from roseinfer.server.app import Instruments, build_app, build_runner
 from roseinfer.server.service import Service
 from tests.unit.server.harness import text_model
 

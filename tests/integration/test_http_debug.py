@@ -17,10 +17,9 @@ from aiohttp import web
 
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.server.app import build_ops_app, build_runner
-from roseinfer.server.instruments import Instruments
-from roseinfer.server.ops import debug, debug_question, invariants, profile
-from roseinfer.server.ops.debug_guard import is_loopback
+from roseinfer.server.app import Instruments, build_ops_app, build_runner
+from roseinfer.server.ops import debug, debug_access, profile
+from roseinfer.server.ops.debug_access import is_loopback
 from tests.unit.observe.flights import make_flight
 from tests.unit.server.harness import Answer, ScriptedEngine, metrics_handler, serving
 
@@ -43,7 +42,7 @@ async def operations(
     flight: Flight | None = None, *, ops_host: str = "127.0.0.1", keys: list[str] | None = None, **config: Any
 ) -> AsyncIterator[Operations]:
     routes = [*debug.routes(flight or make_flight()), profile.route(lambda: Path("new"), lambda *_: None)]
-    routes.append(invariants.route(dict))
+    routes.append(debug.invariants_route(dict))
     instruments = Instruments(metrics=metrics_handler, ledger=lambda *_: {}, debug_routes=routes)
     async with serving(ScriptedEngine(), keys=keys, ops_host=ops_host, **config) as server:
         app = build_ops_app(server.service, instruments)
@@ -194,7 +193,7 @@ async def test_what_a_path_would_not_read_is_refused() -> None:
             unknown = await port.ask(f"{url}?Limit=3&verbose", method)
             assert (unknown.status, unknown.error["param"]) == (400, "Limit")
             assert "`Limit`, `verbose`" in unknown.error["message"]
-            if path not in debug_question.WITH_BODY:
+            if path not in debug_access.WITH_BODY:
                 answer = await port.ask(url, method, data=b"x")
                 assert (answer.status, answer.error["param"]) == (400, "body")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.openai.schema import CompletionBody
-from roseinfer.server.openai.schema_structured import (
+from roseinfer.server.openai.schema import (
+    CompletionBody,
     JsonSchemaFormat,
     ResponseFormat,
     StructuredOutputs,

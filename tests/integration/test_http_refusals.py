@@ -15,8 +15,7 @@ from roseinfer.errors import SlowReader
 from roseinfer.messages import ProfileEnded, Request, TokenOutput
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import EngineTimes, FinishReason, RequestTimeline
-from roseinfer.server.app import build_ops_app, build_runner
-from roseinfer.server.instruments import Instruments
+from roseinfer.server.app import Instruments, build_ops_app, build_runner
 from roseinfer.server.ops import debug, profile
 from tests.integration.test_http_connections import HEAD, connected
 from tests.unit.observe.facts import Page, make_metrics

@@ -1,14 +1,28 @@
-"""Turns a service into the two HTTP applications: routes as a table, middlewares in the order a request meets them."""
+"""Builds the two HTTP applications: their routes, and their middlewares in the order in which a request meets them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.server import middleware
 from roseinfer.server.connection.listener import Listener
-from roseinfer.server.instruments import Instruments
+from roseinfer.server.exchange import Ledger
 from roseinfer.server.openai import chat, completions, openapi, tokenize
-from roseinfer.server.ops import debug_guard, debug_question, probes
+from roseinfer.server.ops import debug_access, probes
 from roseinfer.server.service import SERVICE, Service
+from roseinfer.text.grammar.checker import GrammarChecker
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What the wiring hands to the HTTP side; `debug_routes` are for the operations port alone."""
+
+    metrics: Handler
+    ledger: Ledger
+    debug_routes: Sequence[web.RouteDef] = ()
+    grammars: GrammarChecker | None = None
 
 
 def build_app(service: Service, instruments: Instruments) -> web.Application:
@@ -26,15 +40,15 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         *_operations(instruments.metrics),
     ]
     app = _application(service, routes)
-    app.middlewares.extend((middleware.authenticate, middleware.admit, debug_guard.point_elsewhere))
+    app.middlewares.extend((middleware.authenticate, middleware.admit, debug_access.point_elsewhere))
     return app
 
 
 def build_ops_app(service: Service, instruments: Instruments) -> web.Application:
-    """The operations port: probes and metrics again, for the cluster's own network, without a key; and `/debug/*`."""
+    """The operations port: probes and metrics without a key, for the cluster's own network, and `/debug/*`."""
     routes = [web.get("/", probes.list_paths), *_operations(instruments.metrics), *instruments.debug_routes]
     app = _application(service, routes)
-    app.middlewares.extend((debug_guard.guard, debug_question.check))
+    app.middlewares.append(debug_access.guard)
     return app
 
 

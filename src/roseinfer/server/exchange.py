@@ -1,4 +1,4 @@
-"""Turns one HTTP exchange about tokens into its timelines, and knows how it ended. Knows no text and no route."""
+"""Follows one HTTP request for tokens: its timelines, deadlines, interruptions, and how it ends."""
 
 import asyncio
 import hmac
@@ -13,7 +13,9 @@ from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import EngineError, InvalidRequest, QueueTimeout, RequestTimeout, RoseinferError
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.server.connection.api_keys import Caller
-from roseinfer.server.instruments import Ledger
+
+Ledger = Callable[[RequestTimeline, int], dict[str, object]]
+"""A request's time up to a moment, in nanoseconds of the monotonic clock, ready for JSON."""
 
 LEDGER_HEADER = "x-roseinfer-ledger"
 INTENDED_TIME_HEADER = "x-roseinfer-intended-time"

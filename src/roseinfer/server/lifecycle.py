@@ -1,6 +1,6 @@
-"""Turns a configuration and an engine into a running server, and a signal or a dead engine into an exit code.
+"""Runs the server from bind to exit: opens the ports, waits for the engine, drains at a signal, restarts a dead engine.
 
-The states themselves, and what each allows, are `service.py`'s.
+The states, and what each allows, are in `service.py`.
 """
 
 import asyncio
@@ -9,6 +9,8 @@ import errno
 import logging
 import os
 import signal
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -16,30 +18,33 @@ from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
-from roseinfer.config.tree import Config
+from roseinfer.config.tree import Config, EngineConfig
 from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
-from roseinfer.server.app import build_app, build_ops_app, build_runner
+from roseinfer.server.app import Instruments, build_app, build_ops_app, build_runner
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.connection.connection import require_compiled_parser
 from roseinfer.server.connection.tls import Certificate
-from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service
-from roseinfer.server.supervision import Restarts, wait_for_death
 from roseinfer.text.templates import read_chosen_template
 from roseinfer.text.text_model import TextModel
 
 EXIT_DRAINED = 0
 EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE of sysexits.h
-FAILED_LINGER_S = 5.0  # for `/livez` to say 503 to whoever looks, before the process goes
+FAILED_LINGER_S = 5.0  # in which `/livez` says 503, before the process ends
 
 # After the drain, or a second signal, these add up to less than five seconds.
 FAREWELL_S = 1.5  # for interrupted streams to take their error event
 CONNECTIONS_CLOSE_S = 0.5  # each port
 ENGINE_CLOSE_S = 2.0
+
+LOOK_INTERVAL_S = 0.5
+MAX_RESTARTS = 1  # what kills two engines in succession will kill a third
+RESTART_WINDOW_S = 600.0  # for which a restart counts
+_LOOKS_BEFORE_THE_END = 2  # a single one may fall between two stamps
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +83,27 @@ async def run(
         return exit_code
 
 
+class Restarts:
+    """Counts the restarts of the engine, of which there are few in any window of time."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = MAX_RESTARTS if config.on_failure == "restart" else 0
+        self._clock = clock
+        self._taken: deque[float] = deque()
+
+    def allow_next(self) -> bool:
+        """Whether the engine may be started again now; if so, that counts."""
+        now_s = self._clock()
+        while self._taken and now_s - self._taken[0] >= RESTART_WINDOW_S:
+            self._taken.popleft()
+        if len(self._taken) >= self._limit:
+            return False
+        self._taken.append(now_s)
+        return True
+
+
 class _Signals:
-    """SIGTERM and SIGINT, counted: the first asks for a drain, the second for the exit."""
+    """Counts SIGTERM and SIGINT: the first asks for a drain, the second for the exit."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -111,12 +135,12 @@ async def _serve(
             error = await _live(service, load_text, signals, on_ready, stop)
             if error is None:
                 return EXIT_DRAINED
-            if stop.done() or not service.has_been_ready or not restarts.take():
+            if stop.done() or not service.has_been_ready or not restarts.allow_next():
                 break
             _log.error("the engine is started again: %s", error.message, exc_info=(type(error), error, None))
             service.restart()
         exit_code = _fail(service, error)
-        if service.has_been_ready:  # before that nobody has had a reason to look
+        if service.has_been_ready:  # before that no probe has been answered 200
             await asyncio.wait({tasks.spawn(signals.second.wait())}, timeout=FAILED_LINGER_S)
         return exit_code
 
@@ -128,7 +152,7 @@ async def _live(
     on_ready: Callable[[], None],
     stop: "asyncio.Task[Any]",
 ) -> EngineError | None:
-    """One engine's life: what ended it, or None when a signal did."""
+    """Run one engine to its end, and return its error, or None after a signal."""
     async with _Tasks() as tasks:
         startup = tasks.spawn(_start(service, load_text))
         await asyncio.wait({startup, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +166,7 @@ async def _live(
         except ConfigError as error:
             if not service.has_been_ready:
                 raise
-            return EngineFailed(error.message)  # what could be used once cannot be used any more
+            return EngineFailed(error.message)  # the checkpoint could be used before
         on_ready()
         death = tasks.spawn(wait_for_death(service.client))
         await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +177,7 @@ async def _live(
 
 async def _start(service: Service, load_text: Callable[[Path], TextModel]) -> None:
     def on_progress(progress: StartupProgress) -> None:
-        if progress.state is not LifecycleState.READY:  # ours to say: the text side comes after the engine
+        if progress.state is not LifecycleState.READY:  # the text side is loaded after the engine
             service.enter(progress.state)
 
     info = await service.client.start(on_progress)
@@ -169,14 +193,14 @@ async def _drain(service: Service, signals: _Signals, death: asyncio.Task[Engine
         await asyncio.wait(
             {idle, hurry, death}, timeout=service.config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
-        if not death.done():  # of which `_fail` tells
-            _tell_drained(service.num_exchanges, None if hurry.done() else service.config.drain_timeout_s)
+        if not death.done():  # which `_fail` logs
+            _log_drained(service.num_exchanges, None if hurry.done() else service.config.drain_timeout_s)
         service.interrupt_all(NotReady("The server is shutting down."))
         await asyncio.wait({idle}, timeout=FAREWELL_S)
 
 
-def _tell_drained(num_cut: int, limit_s: float | None) -> None:
-    """The log's word on what the drain left; without a limit a second signal has ended it."""
+def _log_drained(num_cut: int, limit_s: float | None) -> None:
+    """Log how many requests the drain cut; `limit_s` is None if a second signal ended it."""
     if not num_cut:
         _log.info("drained, all requests have ended")
         return
@@ -185,7 +209,7 @@ def _tell_drained(num_cut: int, limit_s: float | None) -> None:
 
 
 def _fail(service: Service, error: EngineError) -> int:
-    # The error's notes are the engine's own words and traceback; frames of those who heard of it here would add noise.
+    # The error's notes are the engine's own words and traceback; the frames of this process would add noise.
     _log.error("giving up: %s", error.message, exc_info=(type(error), error, None))
     service.enter(LifecycleState.FAILED)
     return EXIT_ENGINE_FAILED
@@ -201,7 +225,7 @@ async def _close(service: Service) -> None:
 
 
 class _Tasks(contextlib.AsyncExitStack):
-    """Tasks that end with the block that spawned them. Unlike those of a TaskGroup they may fail in peace."""
+    """Tasks that end with the block that spawned them. Unlike in a TaskGroup, one that fails cancels no other."""
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -249,3 +273,18 @@ async def _port(
             yield listener.sockets[0].getsockname()[1]
     finally:
         await runner.cleanup()
+
+
+async def wait_for_death(client: EngineClient) -> EngineError:
+    """Return when the engine has died, with the reason. An engine that hangs at two looks in a row is ended."""
+    dead = asyncio.ensure_future(client.wait_dead())
+    num_looks = 0
+    try:
+        while not (await asyncio.wait({dead}, timeout=LOOK_INTERVAL_S))[0]:
+            trouble = client.trouble
+            num_looks = 0 if trouble is None else num_looks + 1
+            if trouble is not None and num_looks >= _LOOKS_BEFORE_THE_END:
+                client.give_up(trouble)
+        return dead.result()
+    finally:
+        dead.cancel()

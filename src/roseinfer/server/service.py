@@ -14,8 +14,7 @@ from roseinfer.messages import MOST_URGENT, Request
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.connection.api_keys import ApiKeys, Caller
 from roseinfer.server.connection.body_budget import BodyBudget, LongWork
-from roseinfer.server.exchange import Exchange
-from roseinfer.server.instruments import Ledger
+from roseinfer.server.exchange import Exchange, Ledger
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.text_model import TextModel
 

@@ -26,10 +26,9 @@ from roseinfer.errors import Conflict, EngineDead, EngineError, NotReady, Rosein
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
-from roseinfer.server.app import build_app, build_runner
+from roseinfer.server.app import Instruments, build_app, build_runner
 from roseinfer.server.connection import connection, listener
 from roseinfer.server.connection.api_keys import ApiKeys
-from roseinfer.server.instruments import Instruments
 from roseinfer.server.service import Service
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.text_model import TextModel

@@ -1,13 +1,17 @@
-"""What the log is told when the engine is lost. The way from bind to exit code has its tests in integration/."""
+"""How often an engine is started again, when one that hangs is ended, and what the log holds of one that is lost.
 
+The way from bind to exit code has its tests in integration/.
+"""
+
+import asyncio
 import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from roseinfer.config.tree import Config, ServerConfig
-from roseinfer.errors import EngineFailed
+from roseinfer.config.tree import Config, EngineConfig, ServerConfig
+from roseinfer.errors import ConfigError, EngineDead, EngineFailed
 from roseinfer.observe.logs import JsonFormatter
 from roseinfer.server import lifecycle
 from tests.unit.server.harness import INSTRUMENTS, Listener, ScriptedEngine
@@ -30,3 +34,35 @@ async def test_the_engines_own_words_reach_the_log_once_and_without_our_frames(
     assert line["exception"].endswith(TRACEBACK)
     assert line["exception"].count("Traceback") == 1
     assert caplog.text.count("the device is on fire") == 1
+
+
+def test_exit_allows_none() -> None:
+    assert not lifecycle.Restarts(EngineConfig()).allow_next()
+
+
+def test_one_in_ten_minutes() -> None:
+    now_s = 0.0
+    restarts = lifecycle.Restarts(EngineConfig(on_failure="restart"), lambda: now_s)
+    assert [restarts.allow_next() for _ in range(2)] == [True, False]
+    now_s = 599.0
+    assert not restarts.allow_next()
+    now_s = 600.0
+    assert [restarts.allow_next() for _ in range(2)] == [True, False]
+
+
+def test_a_thread_cannot_be_started_again() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(engine=EngineConfig(on_failure="restart", transport="thread"))
+    assert caught.value.param == "engine.on_failure"
+
+
+async def test_a_hang_ends_after_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "LOOK_INTERVAL_S", 0.01)
+    engine = ScriptedEngine()
+    dying = asyncio.create_task(lifecycle.wait_for_death(engine))
+    await asyncio.sleep(0.05)
+    assert not dying.done()
+    engine.trouble = "no engine step for 1 s with work in flight"
+    error = await asyncio.wait_for(dying, 5)
+    assert isinstance(error, EngineDead)
+    assert error.message == "no engine step for 1 s with work in flight"

@@ -9,7 +9,6 @@ import msgspec
 from roseinfer.errors import InvalidRequest
 from roseinfer.runtime.validation import Misfit, convert
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody
-from roseinfer.server.openai.schema_structured import without_nulls
 
 # Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
 _UNSERVED: Mapping[str, tuple[object, ...]] = {
@@ -40,6 +39,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "truncate_prompt_tokens": "a prompt is never cut",
 }
 
+_MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
+_SCHEMAS = frozenset({"schema", "parameters", "json"})  # fields in which null is a value
 _PARTS = ("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice")
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
@@ -64,11 +65,26 @@ def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
             if not any(given == value and type(given) is type(value) for value in neutral):
                 raise InvalidRequest(f"`{name}` is not supported.", param=name)
     for name in fields.keys() & set(_PARTS):
-        fields[name] = without_nulls(fields[name])
+        fields[name] = _without_nulls(fields[name])
     try:
         return convert(fields, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except Misfit as misfit:
         raise _refusal(misfit, body_type) from None
+
+
+def _without_nulls(value: object, level: int = 0) -> object:
+    """Null counts as left out, in this object and in those inside; schemas are left as they are."""
+    if level == _MAX_LEVELS:
+        return value
+    if isinstance(value, list):
+        return [_without_nulls(inner, level + 1) for inner in value]
+    if isinstance(value, dict):
+        return {
+            key: inner if key in _SCHEMAS else _without_nulls(inner, level + 1)
+            for key, inner in value.items()
+            if inner is not None
+        }
+    return value
 
 
 def _refusal(misfit: Misfit, body_type: type[ModelBody]) -> InvalidRequest:

@@ -1,6 +1,7 @@
-"""The shapes of answers as structs: what clients may rely on, and what /openapi.json says of them.
+"""Defines the answers of the HTTP API as structs, and encodes errors.
 
-The answers of the generation endpoints are written piece by piece elsewhere; tests hold them against these types.
+/openapi.json describes these types. The generation endpoints write their answers piece by piece, and tests compare
+those with the types here.
 """
 
 from typing import Any, Literal
@@ -8,7 +9,36 @@ from typing import Any, Literal
 import msgspec
 
 from roseinfer.engine.link.heartbeat import Activity
-from roseinfer.server.openai.schema_answers import Reply
+from roseinfer.errors import RoseinferError
+
+MAX_ERROR_CHARS = 400
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Counted by the engine. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Reply(msgspec.Struct):
+    """An unstreamed answer; `object` is `text_completion` or `chat.completion`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage
+    roseinfer_ledger: list[Any] | msgspec.UnsetType = msgspec.UNSET  # of each choice, when asked for
 
 
 class ErrorDetail(msgspec.Struct):
@@ -156,3 +186,29 @@ class VersionReply(msgspec.Struct):
     """GET /version."""
 
     version: str
+
+
+def server_timing(ledgers: list[dict[str, object]]) -> str:
+    """The header Server-Timing (https://www.w3.org/TR/server-timing/): the parts of the first ledger in ms."""
+    parts = ledgers[0]["parts_ns"]
+    assert isinstance(parts, dict)
+    return ", ".join(f"{name};dur={duration / 1e6:.3f}" for name, duration in parts.items())
+
+
+def error_body(error: RoseinferError, ledgers: list[dict[str, object]] | None = None) -> bytes:
+    """`{"error": {message, type, param, code}}`, as OpenAI's clients read it, and the ledgers of clients that asked.
+
+    It is never longer than a line or two. Header bytes that are no UTF-8 arrive as lone surrogates, which JSON cannot
+    hold: they become escapes.
+    """
+
+    def printable(text: str) -> str:
+        return text[:MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode()
+
+    fields = {
+        "message": printable(error.message),
+        "type": error.error_type,
+        "param": None if error.param is None else printable(error.param),
+        "code": error.public_code,
+    }
+    return msgspec.json.encode({"error": fields} | ({} if ledgers is None else {"roseinfer_ledger": ledgers}))

@@ -21,8 +21,8 @@ from roseinfer.records import Delivery
 from roseinfer.server.connection.connection import is_behind
 from roseinfer.server.exchange import EXCHANGE, Exchange
 from roseinfer.server.openai import event_stream as sse
+from roseinfer.server.openai.replies import PromptTokensDetails, Reply, Usage, server_timing
 from roseinfer.server.openai.schema import GenerationBody
-from roseinfer.server.openai.schema_answers import PromptTokensDetails, Reply, Usage, server_timing
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
 from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest

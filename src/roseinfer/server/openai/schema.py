@@ -28,19 +28,11 @@ from roseinfer.messages import (
     TopP,
 )
 from roseinfer.runtime.validation import Misfit
-from roseinfer.server.openai.schema_structured import (
-    MAX_TOOLS,
-    Name,
-    Part,
-    ResponseFormat,
-    StructuredOutputs,
-    Tool,
-    ToolChoice,
-)
 from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
 from roseinfer.text.templates import TemplateVariables, check_variables
 
 MAX_CHOICES = 8
+MAX_TOOLS = 128  # OpenAI's own bound
 MAX_PROMPTS = 64
 _KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences is at most {MAX_KEPT_LOGPROBS}."
 
@@ -48,6 +40,82 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 PromptPart = str | TokenId | list[TokenId]
+# (?!\n): the end that Python means by $ may also be before a last newline; JSON Schema's may not.
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}(?!\n)$")]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1024)]
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """An object inside a body."""
+
+
+class JsonSchemaFormat(Part, frozen=True, kw_only=True):
+    """The schema that an answer follows, whatever `strict` says. `name` and `description` have no effect."""
+
+    name: Name
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Part, frozen=True, kw_only=True):
+    """`json_schema` belongs to the type `json_schema` alone."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise Misfit.missing("json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise Misfit("`json_schema` belongs to the type `json_schema` alone")
+
+
+class StructuredOutputs(Part, frozen=True, kw_only=True):
+    """Exactly one of these."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(value is not None for value in given) != 1:
+            raise Misfit("exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed")
+
+
+class FunctionDefinition(Part, frozen=True, kw_only=True):
+    """A function that the model may call. `strict` has no effect: calls that are forced follow the schema anyway."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part, frozen=True, kw_only=True):
+    """What the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Part, frozen=True, kw_only=True):
+    """One of the functions."""
+
+    name: Name
+
+
+class NamedTool(Part, frozen=True, kw_only=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class FunctionCall(Part, frozen=True, kw_only=True):
@@ -92,7 +160,7 @@ class RefusalPart(Part, frozen=True, tag_field="type", tag="refusal"):
         return self.refusal
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class Message(Part, frozen=True, kw_only=True):
     """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that.
 
     An answer can be sent back as OpenAI or its SDK gave it; what it was annotated with or parsed into has no effect.
@@ -164,7 +232,7 @@ class StreamOptions(Part, frozen=True, kw_only=True):
 NO_STREAM_OPTIONS = StreamOptions()  # that a body has which gives none: `stream_options` without `stream` is refused
 
 
-class ModelBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class ModelBody(Part, frozen=True, kw_only=True):
     """What every body may hold. Optional fields may be null, which means the default."""
 
     model: Annotated[
@@ -291,6 +359,16 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
         super().check()
         if self.stream_options is not NO_STREAM_OPTIONS and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
+        if self.structured_outputs is not None and self.form_field != "structured_outputs":
+            message = "`response_format` and `structured_outputs` exclude each other."
+            raise InvalidRequest(message, param="response_format")
+
+    @property
+    def form_field(self) -> str | None:
+        """The field that asks for a form of the text, if one does."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        return None if self.structured_outputs is None else "structured_outputs"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -397,6 +475,26 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in {None, self.max_tokens}:
             raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        choice = self.tool_choice or ("auto" if self.tools else "none")
+        names = [tool.function.name for tool in self.tools]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidRequest(f"`tools` has two functions called {twice}.", param="tools")
+        if choice == "none":
+            return
+        if not self.tools:
+            raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise InvalidRequest(f"`tools` has no function {choice.function.name}.", param="tool_choice.function.name")
+        for index, tool in enumerate(self.tools):
+            if (tool.function.parameters or {}).get("type", "object") != "object":
+                param = f"tools[{index}].function.parameters"
+                raise InvalidRequest(f"`{param}` must be of type object: arguments are one.", param=param)
+        if self.form_field is not None:
+            message = f"`{self.form_field}` and `tools` exclude each other, unless `tool_choice` is none."
+            raise InvalidRequest(message, param=self.form_field)
 
     def json_texts(self) -> Iterable[tuple[str, str]]:
         return earlier_arguments(self.messages)

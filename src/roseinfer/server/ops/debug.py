@@ -1,6 +1,6 @@
-"""Turns questions about the last seconds into the answers of `/debug/*`. Knows not what is told, nor who may ask.
+"""Serves `/debug/*`: recent steps and requests, the timeline page, and the invariants.
 
-What is told comes from a `FlightView`, which the wiring hands over; the server itself remembers nothing.
+The answers come from a `FlightView`, which the wiring hands over; the server itself remembers nothing.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from aiohttp import web
 
 from roseinfer.errors import UnknownRequest
 from roseinfer.server.connection.body import read_bytes
-from roseinfer.server.ops.debug_question import integer_of
+from roseinfer.server.ops.debug_access import integer_of
 from roseinfer.server.service import SERVICE
 
 DEFAULT_STEPS = 500
-MAX_RECORDING_BYTES = 64 * 1024 * 1024  # of a recording that is sent to be looked at
+MAX_RECORDING_BYTES = 64 * 1024 * 1024  # of a recording that a client sends to view
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -41,9 +41,9 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 class FlightView(Protocol):
-    """What is remembered of steps and requests, as JSON values or bytes.
+    """The steps and requests that are remembered, as JSON values or bytes.
 
-    The methods belong to the event loop and take a copy there; the callables that some return may run in any thread.
+    The methods copy on the event loop; the callables that some return may run in any thread.
     """
 
     @property
@@ -72,7 +72,7 @@ class FlightView(Protocol):
 
 
 def routes(view: FlightView) -> list[web.RouteDef]:
-    """What the operations port answers under `/debug/`."""
+    """The routes of the operations port that show a flight view."""
     handlers = _Handlers(view)
     return [
         web.get("/debug/steps", handlers.steps),
@@ -87,11 +87,24 @@ def routes(view: FlightView) -> list[web.RouteDef]:
     ]
 
 
+def invariants_route(report: Callable[[], dict[str, Any]]) -> web.RouteDef:
+    """`GET /debug/invariants`: how often each invariant was checked and violated.
+
+    `num_tasks` counts the front end's tasks: a server that rests has the same number day after day.
+    """
+
+    async def invariants(_request: web.Request) -> web.Response:
+        content = {**report(), "num_tasks": len(asyncio.all_tasks())}
+        return web.json_response(content, headers={"Cache-Control": "no-store"})
+
+    return web.get("/debug/invariants", invariants)
+
+
 class _Handlers:
     def __init__(self, view: FlightView) -> None:
         self._view = view
-        # What waits for the renderer has a thread of its own: however many pages are open, those that large bodies and
-        # metrics need stay free.
+        # Calls that wait for the renderer have their own thread: however many pages are open, those for large bodies
+        # and metrics stay free.
         self._thread = ThreadPoolExecutor(1, "roseinfer-debug")
 
     async def _off_loop(self, work: Callable[..., bytes], *arguments: object) -> bytes:
@@ -148,7 +161,7 @@ def _download(content: bytes, content_type: str, name: str) -> web.Response:
 
 
 async def _page(request: web.Request) -> web.Response:
-    """The page, or one of the files that it is made of."""
+    """The page or one of its files."""
     name = request.match_info.get("file", "index.html")
     headers = {
         "Content-Security-Policy": _PAGE_POLICY,

@@ -1,4 +1,4 @@
-"""Answers what an operator or an orchestrator asks: is it alive, ready, what is it. Knows no requests for tokens."""
+"""Serves the probes, the model list, the version, the list of paths, and the abort of a request."""
 
 import time
 
@@ -9,28 +9,28 @@ from roseinfer.errors import UnknownModel, UnknownRequest
 from roseinfer.records import LifecycleState
 from roseinfer.server.connection.body import refuse_body
 from roseinfer.server.middleware import CALLER
-from roseinfer.server.ops import debug_guard
+from roseinfer.server.ops import debug_access
 from roseinfer.server.service import SERVICE, Service
 
 _CREATED = int(time.time())
 
 
 async def livez(request: web.Request) -> web.Response:
-    """503 tells the orchestrator to restart us: the engine is dead or makes no progress."""
+    """503, upon which an orchestrator restarts the process, if the engine is dead or makes no progress."""
     service = request.app[SERVICE]
     is_serving = service.state in {LifecycleState.READY, LifecycleState.DRAINING}
-    is_in_trouble = is_serving and service.client.trouble is not None  # else the trouble is of an engine that was
+    is_in_trouble = is_serving and service.client.trouble is not None  # else of the engine before
     return _probe(service, service.state is not LifecycleState.FAILED and not is_in_trouble)
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """503 takes us out of the load balancer: starting, draining or in trouble. Load alone does not."""
+    """503, upon which a load balancer sends nothing here, while starting, draining or in trouble. Load is no reason."""
     service = request.app[SERVICE]
     return _probe(service, service.is_ready)
 
 
 async def startupz(request: web.Request) -> web.Response:
-    """200 from the moment we were ready for the first time."""
+    """200 once the server has been ready."""
     service = request.app[SERVICE]
     return _probe(service, service.has_been_ready)
 
@@ -51,13 +51,13 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def list_paths(request: web.Request) -> web.Response:
-    """A line for each route of the operations port, as text; what is off is not told."""
-    is_off = debug_guard.is_off(request.app[SERVICE])
+    """A line for each route of the operations port, as text, without those that are off."""
+    is_off = debug_access.is_off(request.app[SERVICE])
     lines = [
         f"{route.method:<4} {route.resource.canonical}\n"
         for route in request.app.router.routes()
         if route.method != "HEAD" and route.resource is not None
-        if not (is_off and route.resource.canonical.startswith(debug_guard.PREFIX))
+        if not (is_off and route.resource.canonical.startswith(debug_access.PREFIX))
     ]
     return web.Response(text="".join(lines))
 
@@ -68,7 +68,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """The same by its name, which may hold slashes. Raises UnknownModel or NotReady."""
+    """The model by its name, which may hold slashes. Raises UnknownModel or NotReady."""
     service = request.app[SERVICE]
     if request.match_info["id"] != service.model_name:
         raise UnknownModel(f"There is no such model here; this is {service.model_name}.", param="id")

@@ -1,6 +1,6 @@
-"""Turns `POST /debug/profile?steps=K` into a profile of the engine's next steps. Knows not what is recorded.
+"""Serves `POST /debug/profile?steps=K`: a profile of the engine's next K steps.
 
-It answers at once with the directory: the trace is there when so many steps have run. The log says when, or why not.
+The answer comes at once with the directory; the trace is there after so many steps. The log says when, or why not.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from roseinfer.messages import MAX_PROFILE_STEPS, ProfileEnded
-from roseinfer.server.ops.debug_question import integer_of
+from roseinfer.server.ops.debug_access import integer_of
 from roseinfer.server.service import SERVICE
 
 DEFAULT_STEPS = 20
@@ -20,10 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 def route(new_directory: Callable[[], Path], write_manifest: Callable[[Path, int], None]) -> web.RouteDef:
-    """For the operations port. Both run in a thread: `new_directory` names one that does not exist yet, for which it
-    may delete others, and `write_manifest` says in it what was profiled, and for how many steps; it raises OSError.
+    """The route; both functions run in a thread.
+
+    `new_directory` names one that does not exist yet, for which it may delete others. `write_manifest` writes into it
+    what was profiled and for how many steps, and raises OSError.
     """
-    tasks: set[asyncio.Task[None]] = set()  # those under way, since the event loop itself holds them weakly
+    tasks: set[asyncio.Task[None]] = set()  # running: the event loop itself holds them weakly
 
     async def create_profile(request: web.Request) -> web.Response:
         num_steps = integer_of(request, "steps", DEFAULT_STEPS, 1, MAX_PROFILE_STEPS)
@@ -40,7 +42,7 @@ def route(new_directory: Callable[[], Path], write_manifest: Callable[[Path, int
 async def _finish(
     profiled: Awaitable[ProfileEnded], directory: Path, write_manifest: Callable[[Path, int], None]
 ) -> None:
-    """Its manifest, and a word in the log."""
+    """Write the manifest of a profile, and log its end."""
     ended = await profiled
     error = ended.error
     if not error:

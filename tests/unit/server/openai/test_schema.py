@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import SamplingParams
 from roseinfer.server.openai.parsing import UNSERVED, parse_body
+from roseinfer.server.openai.replies import error_body
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
-from roseinfer.server.openai.schema_answers import error_body
 
 BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
     (CompletionBody, {"prompt": "a"}),
