@@ -116,15 +116,12 @@ class Choice:
         if output.logprobs:
             self._add_logprobs(output.logprobs)
         has_silent_end = output.stop_token_id is not None and not self._options.includes_stop
-        num_text_tokens = len(output.token_ids) - has_silent_end
-        for position, token_id in enumerate(output.token_ids[:num_text_tokens]):
-            if self._add_token(token_id, output.logprobs[position] if output.logprobs else None):
+        end = len(output.token_ids) - has_silent_end  # a token behind it has no text
+        for position, token_id in enumerate(output.token_ids):
+            self._add_token(token_id, output.logprobs[position] if output.logprobs else None, position == end)
+            if self._detokenizer.stopped:
+                self._finish(FinishReason.STOP)
                 return
-        for position, token_id in enumerate(output.token_ids[num_text_tokens:], num_text_tokens):
-            self._token_ids.append(token_id)
-            if output.logprobs:
-                offset = self._num_echoed_chars + self._detokenizer.num_chars
-                self._score(token_id, offset, output.logprobs[position], is_end=True)
         if output.finish_reason is not None:
             self._end(output.finish_reason, output)
 
@@ -133,27 +130,18 @@ class Choice:
         if self._options.keeps_logprobs:
             self.logprobs += logprobs
 
-    def _add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
-        """Whether the token completed a stop string."""
+    def _add_token(self, token_id: int, logprobs: TokenLogprobs | None, is_end: bool) -> None:
         offset = self._num_echoed_chars + self._detokenizer.num_chars
-        if text := self._detokenizer.push((token_id,)):
+        if not is_end and (text := self._detokenizer.push((token_id,))):
             self._text.append(text)
         self._token_ids.append(token_id)
-        if logprobs is not None:
-            self._score(token_id, offset, logprobs)
-        if self._detokenizer.stopped:
-            self._finish(FinishReason.STOP)
-        return self._detokenizer.stopped
+        if logprobs is not None and self._encoded is not None:
+            top = self._likeliest(logprobs.top_token_ids, logprobs.top_logprobs)
+            logprob = max(MIN_LOGPROB, logprobs.logprob)
+            self._encoded.add_token(ScoredToken(self._tokenizer.spell(token_id), offset, logprob, top, is_end))
 
     def _new_encoded(self) -> EncodedLogprobs | None:
         return None if self._options.columns is None else EncodedLogprobs(self._options.columns)
-
-    def _score(self, token_id: int, offset: int, logprobs: TokenLogprobs, *, is_end: bool = False) -> None:
-        if self._encoded is None:
-            return
-        top = self._likeliest(logprobs.top_token_ids, logprobs.top_logprobs)
-        logprob = max(MIN_LOGPROB, logprobs.logprob)
-        self._encoded.add_token(ScoredToken(self._tokenizer.spell(token_id), offset, logprob, top, is_end))
 
     def _likeliest(self, token_ids: list[int], logprobs: list[float]) -> list[tuple[bytes, float]]:
         spell = self._tokenizer.spell

@@ -16,7 +16,7 @@ from roseinfer.records import FinishReason
 from roseinfer.server.connection.body import read_body
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.event_stream import NOTHING
-from roseinfer.server.openai.respond import Job, respond
+from roseinfer.server.openai.respond import Dialect, Job, respond
 from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar, requested_tools
 from roseinfer.server.service import SERVICE
@@ -67,11 +67,12 @@ async def _encode_messages(
     return await text_model.encode_chat(messages, num_chars, name, max_model_len, tools, variables)
 
 
-class ChatDialect:
+class ChatDialect(Dialect):
     """Text under `message.content`, or `delta.content` with the role in the first; one object a scored token."""
 
     id_prefix = "chatcmpl"
     reply_object = "chat.completion"
+    reply_field = "message"
     chunk_object = "chat.completion.chunk"
     chunk_field = "delta"
 
@@ -91,20 +92,8 @@ class ChatDialect:
         ]
         return {"content": content, "refusal": None}
 
-    def finish_reason(self, delta: Delta) -> str | None:
-        return delta.finish_reason
-
-    async def message(self, delta: Delta) -> dict[str, Any]:
-        """What the assistant answered."""
+    async def content(self, delta: Delta) -> dict[str, Any]:
         return {"role": "assistant", "content": delta.text, "refusal": None}
-
-    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
-        return {
-            "index": delta.choice.index,
-            "message": await self.message(delta),
-            "logprobs": logprobs,
-            "finish_reason": self.finish_reason(delta),
-        }
 
 
 class ToolDialect(ChatDialect):
@@ -140,7 +129,7 @@ class ToolDialect(ChatDialect):
         has_whole_calls = parser.num_calls > 0 and not parser.is_cut
         return "tool_calls" if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
 
-    async def message(self, delta: Delta) -> dict[str, Any]:
+    async def content(self, delta: Delta) -> dict[str, Any]:
         """Reads the whole text in pieces, between which the event loop runs."""
         parts = Parts()
         for more in self._read(delta):

@@ -12,7 +12,7 @@ from aiohttp import web
 from roseinfer.errors import PromptName, PromptTooLong
 from roseinfer.server.connection.body import read_body
 from roseinfer.server.exchange import generates_tokens
-from roseinfer.server.openai.respond import Job, respond
+from roseinfer.server.openai.respond import Dialect, Job, respond
 from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar
 from roseinfer.server.service import SERVICE
@@ -69,7 +69,7 @@ async def _encode_prompts(
     return names, await tokenizer.encode_prompts(texts, max_model_len, names, add_special_tokens=True)
 
 
-class CompletionDialect:
+class CompletionDialect(Dialect):
     """Text under `text`, log-probabilities as parallel lists, also of the token that ended the text.
 
     lm-evaluation-harness scores texts by generating one token, and leaves out the last entry, whatever it is.
@@ -77,6 +77,7 @@ class CompletionDialect:
 
     id_prefix = "cmpl"
     reply_object = "text_completion"
+    reply_field = "text"
     chunk_object = "text_completion"
     chunk_field = "text"
 
@@ -91,16 +92,8 @@ class CompletionDialect:
             "text_offset": [token.offset for token in scored],
         }
 
-    def finish_reason(self, delta: Delta) -> str | None:
-        return delta.finish_reason
-
-    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> dict[str, Any]:
-        return {
-            "index": delta.choice.index,
-            "text": delta.text,
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
-        }
+    async def content(self, delta: Delta) -> str:
+        return delta.text
 
 
 def _spell(token: bytes) -> str:

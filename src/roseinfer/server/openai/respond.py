@@ -7,11 +7,12 @@ import asyncio
 import contextlib
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar
 
 import msgspec
 from aiohttp import web
@@ -29,25 +30,39 @@ from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest
 from roseinfer.text.logprobs import ScoredToken
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """The form in which one endpoint answers."""
 
-    id_prefix: str
-    reply_object: str  # of an unstreamed reply
-    chunk_object: str
-    chunk_field: str  # what a chunk's choice carries its payload under
+    id_prefix: ClassVar[str]
+    reply_object: ClassVar[str]
+    reply_field: ClassVar[str]  # the field of an unstreamed choice that holds what was generated
+    chunk_object: ClassVar[str]
+    chunk_field: ClassVar[str]  # the field of a chunk's choice that holds its payload
 
+    @abstractmethod
     def payload(self, delta: Delta) -> bytes:
-        """What a chunk's choice carries, as JSON; `sse.NOTHING` where the delta adds nothing."""
+        """What a chunk's choice holds, as JSON; `sse.NOTHING` where the delta adds nothing."""
 
+    @abstractmethod
     def columns(self, scored: Sequence[ScoredToken]) -> Mapping[str, Sequence[object] | None]:
         """The columns of log-probabilities, ready for JSON."""
 
-    def finish_reason(self, delta: Delta) -> str | None:
-        """How the choice ended, if it has, in OpenAI's words; called after `payload`."""
+    @abstractmethod
+    async def content(self, delta: Delta) -> object:
+        """What an unstreamed choice holds, ready for JSON."""
 
-    async def choice(self, delta: Delta, logprobs: msgspec.Raw | None) -> object:
-        """A choice of an unstreamed reply, ready for JSON; read in pieces where reading takes long."""
+    def finish_reason(self, delta: Delta) -> str | None:
+        """How the choice ended, if it has, in OpenAI's words; called after `payload` or `content`."""
+        return delta.finish_reason
+
+    async def choice(self, delta: Delta) -> dict[str, object]:
+        """A choice of an unstreamed reply, ready for JSON."""
+        return {
+            "index": delta.choice.index,
+            self.reply_field: await self.content(delta),
+            "logprobs": await delta.encode_logprobs(),
+            "finish_reason": self.finish_reason(delta),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +217,7 @@ class _Reply:
             object=self._dialect.reply_object,
             created=self._created,
             model=self._model_name,
-            choices=[await self._dialect.choice(delta, await delta.encode_logprobs()) for delta in deltas],
+            choices=[await self._dialect.choice(delta) for delta in deltas],
             usage=self._usage(),
         )
         headers = {}
