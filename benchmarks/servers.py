@@ -79,7 +79,7 @@ class Server(launcher.Server):
     def __init__(self, plan: ServerPlan, log: Path) -> None:
         """Waits until the server generates. Raises LaunchFailed."""
         self.name = plan.name
-        self.workloads = tuple(WORKLOADS)
+        self.workloads: Sequence[str] = tuple(WORKLOADS)
         log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         super().__init__(plan.command, plan.port, log, environment={**os.environ, **plan.environment})

@@ -169,9 +169,15 @@ def _add_sampling_flags(parser: Parser, *, temperature: float) -> None:
 
 
 def _add_bench(parser: Parser) -> None:
-    from roseinfer.bench.compare.options import add_compare
-    from roseinfer.bench.load.options import add_replay, add_serve, add_simulate
-    from roseinfer.bench.seeds.options import DEFAULTS, add_scheduler, add_streaming
+    from roseinfer.bench.options import (
+        DEFAULTS,
+        add_compare,
+        add_replay,
+        add_scheduler,
+        add_serve,
+        add_simulate,
+        add_streaming,
+    )
 
     kinds = parser.add_subparsers(required=True, metavar="BENCHMARK", dest="BENCHMARK")
 

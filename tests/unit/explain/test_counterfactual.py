@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.load.options import Delay, Lengths
 from roseinfer.bench.load.plan import Arrivals, LongPrompts, PlannedRequest, Workload
+from roseinfer.bench.options import Delay, Lengths
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.bench.simulate.simulate import without
 from roseinfer.bench.simulate.simulation import Setup, Simulation

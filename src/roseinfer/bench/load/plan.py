@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from roseinfer.bench.load.options import DEFAULT_NUM_REQUESTS, Lengths
 from roseinfer.bench.load.report import mean_interval_ns
+from roseinfer.bench.options import DEFAULT_NUM_REQUESTS, Lengths
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount

@@ -17,8 +17,8 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from roseinfer.bench.load.options import Lengths
 from roseinfer.bench.load.plan import NS_PER_S, PlannedRequest, Segment, prompt_segments
+from roseinfer.bench.options import Lengths
 from roseinfer.config.sources import yaml_problem
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount

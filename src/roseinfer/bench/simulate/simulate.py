@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from roseinfer.bench.load.options import DEFAULT_COSTS
 from roseinfer.bench.load.plan import PlannedRequest, describe, planner_of
 from roseinfer.bench.load.report import ServeRun, lines_of, objective_of, write_result
 from roseinfer.bench.load.scenario import apply_scenario
+from roseinfer.bench.options import DEFAULT_COSTS
 from roseinfer.bench.report import say, step_kinds, writing
 from roseinfer.bench.simulate import cost_model
 from roseinfer.bench.simulate.cost_model import CostModel

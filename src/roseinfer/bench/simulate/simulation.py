@@ -15,8 +15,8 @@ import numpy as np
 
 from roseinfer import __version__
 from roseinfer.bench.definitions import Observed
-from roseinfer.bench.load.options import Delay
 from roseinfer.bench.load.plan import PlannedRequest, Tokens
+from roseinfer.bench.options import Delay
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.bench.simulate.virtual_runner import VirtualClock, VirtualRunner
 from roseinfer.config.tree import CacheConfig, SchedulerConfig

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from roseinfer.bench.load.options import LAUNCH_PARTS, Delay
 from roseinfer.bench.load.plan import FIRST_TOKEN_ID, hash64
+from roseinfer.bench.options import LAUNCH_PARTS, Delay
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, Watch
 from roseinfer.observe.gaps.causes import Cause

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from roseinfer.bench.compare.comparison import Finding, Metric, Outcome, Runs, Thresholds, drift_of, judge, overall
-from roseinfer.bench.compare.options import DEFAULT_ROUNDS
+from roseinfer.bench.options import DEFAULT_ROUNDS
 
 METRICS = [
     *(Metric(f"{name} p{percent}", "ms") for name in ("TTFT", "TPOT", "ITL", "Latency") for percent in (50, 95, 99)),

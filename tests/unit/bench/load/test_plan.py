@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.load.options import Lengths
 from roseinfer.bench.load.plan import (
     FIRST_TOKEN_ID,
     Arrivals,
@@ -17,6 +16,7 @@ from roseinfer.bench.load.plan import (
     plan_of_recording,
     plan_of_trace,
 )
+from roseinfer.bench.options import Lengths
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.observe.recorder.recording import ClockPair, Recording, RecordingMeta, RequestRecord
 from roseinfer.records import FinishReason

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.load import options as load_options
-from roseinfer.bench.load.options import Lengths
+from roseinfer.bench import options
 from roseinfer.bench.load.plan import SHARED_KEY, Segment, describe, echo_of, interval_ns_of, planner_of
 from roseinfer.bench.load.report import objective_of
 from roseinfer.bench.load.scenario import Limits, LongShare, Phase, Scenario, apply_scenario, lengths, load_scenario
+from roseinfer.bench.options import Lengths
 from roseinfer.config.flags import Parser
 from roseinfer.errors import ConfigError
 
@@ -143,7 +143,7 @@ def test_lengths_of_both_forms() -> None:
 
 def parsed(*words: str) -> Any:
     parser = Parser()
-    load_options.add_serve(parser)
+    options.add_serve(parser)
     parser.set_defaults(parser=parser)
     return parser.parse_args(list(words))
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roseinfer.bench.seeds import options, workload
+from roseinfer.bench import options
+from roseinfer.bench.seeds import workload
 from roseinfer.config.flags import Parser, values_given
 from roseinfer.config.sources import LoadedConfig, build
 from roseinfer.messages import SamplingParams

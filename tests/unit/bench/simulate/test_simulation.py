@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roseinfer.bench.load.options import Delay, Lengths
 from roseinfer.bench.load.plan import Arrivals, PlannedRequest, Segment, Workload, plan_of_recording
+from roseinfer.bench.options import Delay, Lengths
 from roseinfer.bench.simulate.cost_model import CostModel, fit
 from roseinfer.bench.simulate.simulate import without
 from roseinfer.bench.simulate.simulation import Decision, Setup, Simulated, Simulation
