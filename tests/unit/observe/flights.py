@@ -4,7 +4,16 @@ import msgspec
 
 from roseinfer.config.tree import Config
 from roseinfer.observe.recorder.flight import Flight
-from roseinfer.records import Advanced, Arrival, BlockedBy, Delivery, FinishReason, PhaseTimes, RequestTimeline
+from roseinfer.records import (
+    Advanced,
+    Arrival,
+    BlockedBy,
+    Delivery,
+    FinishReason,
+    PhaseTimes,
+    QueueReport,
+    RequestTimeline,
+)
 from tests.unit.observe.facts import ENGINE, MS, make_step, writes_of
 
 STEP_NS = 2 * MS
@@ -87,6 +96,7 @@ def add_waiting(flight: Flight) -> None:
     stamps = {"start_ns": now_ns + 2, "tokens_ns": now_ns + MS, "end_ns": now_ns + MS}
     step = msgspec.structs.replace(last, step_id=last.step_id + 1, num_waiting=1, blocked_by=BlockedBy.SLOTS, **stamps)
     flight.on_step(step, Advanced())
+    flight.queue = lambda: QueueReport({timeline.request_id: None})
 
 
 def make_flight(num_streams: int = 6, num_steps: int = 120, stream_id: str = "stream-{}") -> Flight:
