@@ -84,7 +84,9 @@ class Usual:
         self.num_seen += num_gaps
         if self.num_seen >= self._median_at:
             self._median_at = self.num_seen + min(1 + self.num_seen // 16, _MEDIAN_EVERY)
-            self.threshold_ns = max(self._factor * float(np.median(self._gaps[: self.num_seen])), self._min_ns)
+            ordered = np.sort(self._gaps[: self.num_seen])  # np.median takes four times as long
+            median_ns = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+            self.threshold_ns = max(self._factor * float(median_ns), self._min_ns)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
         """Returns a gap, with the cause that is unusual about it."""
