@@ -52,22 +52,16 @@ class Transport(Protocol):
         """Stop the engine and wait until it is gone. Idempotent."""
 
 
-class QueueInbox:
-    """`Inbox` of `engine/loop.py` for a thread: commands in a queue."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-
-    def put(self, command: Command) -> None:
-        self._queue.put(command)
+class QueueInbox(queue.SimpleQueue[Command]):
+    """`Inbox` of `engine/loop.py` for a thread."""
 
     def receive(self, *, wait: bool, timeout_s: float | None = None) -> list[Command]:
         commands: list[Command] = []
         with suppress(queue.Empty):
             if wait:
-                commands.append(self._queue.get(timeout=timeout_s))
+                commands.append(self.get(timeout=timeout_s))
             while True:
-                commands.append(self._queue.get_nowait())
+                commands.append(self.get_nowait())
         return commands
 
 
@@ -148,7 +142,7 @@ class ProcessTransport:
         self._starter = ThreadPoolExecutor(1, "roseinfer-starter")  # a child dies with the thread that started it
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._encoder = CommandEncoder()
+        self._encoder: CommandEncoder  # of the engine that was started last
         self._reading: asyncio.Task[None] | None = None
         self._is_closing = False
 
