@@ -1,23 +1,19 @@
 """Writes the table of causes into docs/causes.md and into the timeline page's script and style."""
 
 import json
-from pathlib import Path
 
+from generated_files import filled
 from roseinfer.observe.gaps.causes import CAUSES
 
-ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "src/roseinfer/observe/gaps/causes.py"
 PAGE = "src/roseinfer/observe/recorder/page"
-
-_BEGIN, _END = "<!-- table of causes, by `make docs` -->\n", "<!-- end of the table -->\n"
 
 
 def page() -> str:
     """docs/causes.md with its table."""
     rows = [f"| `{cause}` | {cause.row.meaning} | {cause.row.remedy} |\n" for cause in CAUSES]
-    table = "".join(["\n| cause | what the time went to | what changes it |\n|---|---|---|\n", *rows, "\n"])
-    before, rest = (ROOT / "docs/causes.md").read_text().split(_BEGIN)
-    return before + _BEGIN + table + _END + rest.split(_END)[1]
+    table = "".join(["| cause | what the time went to | what changes it |\n|---|---|---|\n", *rows])
+    return filled("docs/causes.md", {"table of causes": table})
 
 
 def script() -> str:

@@ -4,18 +4,15 @@
 """
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import causes_docs
 import chart_docs
 import http_api_docs
 import metrics_docs
+from generated_files import write_or_check
 from roseinfer.config import docs as config_docs
 
-ROOT = Path(__file__).resolve().parents[1]
-
-PAGES: dict[str, Callable[[], str]] = {
+PAGES = {
     "docs/causes.md": causes_docs.page,
     f"{causes_docs.PAGE}/causes.css": causes_docs.style,
     f"{causes_docs.PAGE}/causes.js": causes_docs.script,
@@ -26,21 +23,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "deploy/helm/roseinfer/README.md": chart_docs.page,
 }
 
-
-def main() -> int:
-    stale = []
-    for name, render in PAGES.items():
-        path, text = ROOT / name, render()
-        if not path.exists() or path.read_text() != text:
-            stale.append(name)
-            if "--check" not in sys.argv[1:]:
-                path.write_text(text)
-                print(f"wrote {name}")
-    if stale and "--check" in sys.argv[1:]:
-        print(f"stale: {', '.join(stale)}; run `make docs`", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({name: render() for name, render in PAGES.items()}, "make docs"))
