@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from benchmarks import protocol, rotation
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import PeerFailed, Worker
-from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.random_gpt2 import make
 from benchmarks.rotation import Driver, Limits
 from benchmarks.served import DEFAULT_PEERS
 from benchmarks.workloads import Words
@@ -78,8 +78,7 @@ def measure(
 
 
 def main() -> int:
-    parser = part_parser(__doc__, "bench/peers.json", quick="once, and the first workload only")
-    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser = part_parser(__doc__, "bench/peers.json", quick="once, and the first workload only", model=True)
     parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS, metavar="DIR", help="default: %(default)s")
     arguments = parser.parse_args()
     sitting = Sitting("peers")

@@ -23,7 +23,7 @@ from benchmarks.engine_options import PRECISIONS
 from benchmarks.figures import Spread
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import PeerFailed, Worker
-from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.random_gpt2 import make
 
 CASES = ((1, 64), (1, 512), (8, 64), (8, 512), (64, 64), (64, 512))  # batch, context
 QUICK_CASES = ((1, 64), (64, 64))
@@ -141,8 +141,7 @@ def commands_of(arguments: argparse.Namespace, model: str) -> dict[str, list[str
 
 
 def main() -> int:
-    parser = part_parser(__doc__, "bench/decode.json", quick="two short turns of two cases", device="cpu")
-    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser = part_parser(__doc__, "bench/decode.json", quick="two short turns of two cases", device="cpu", model=True)
     parser.add_argument("--precisions", default=",".join(PRECISIONS), metavar="P,P", help="default: %(default)s")
     parser.add_argument("--ablations", action="store_true", help="one option changed each, in place of each precision")
     arguments = parser.parse_args()

@@ -13,17 +13,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.random_gpt2 import default_directory
+
 ROOT = Path(__file__).parents[1]
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # those that kernels choose by
 
 
-def part_parser(description: str | None, out: str, *, quick: str = "", device: str = "") -> argparse.ArgumentParser:
+def part_parser(
+    description: str | None, out: str, *, quick: str = "", device: str = "", model: bool = False
+) -> argparse.ArgumentParser:
     """The options that parts have in common; `quick` is the help of `--quick`, `device` the default of `--device`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
     if device:
         parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default: %(default)s")
+    if model:
+        parser.add_argument(
+            "--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s"
+        )
     parser.add_argument("--out", type=Path, default=Path("build") / out, metavar="FILE", help="default: %(default)s")
     return parser
 

@@ -7,7 +7,6 @@ one start each. `engine only` is roseinfer without HTTP, for the share that serv
 taken from DIR/vllm, where `benchmarks/peers/setup.sh` puts it.
 """
 
-import argparse
 import sys
 import time
 from contextlib import ExitStack
@@ -16,9 +15,9 @@ from typing import Any
 
 from benchmarks import protocol, rotation
 from benchmarks.engine_options import PRECISIONS, require_kernels
-from benchmarks.machine import Sitting
+from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import Worker
-from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.random_gpt2 import make
 from benchmarks.rotation import Driver, Entrant, Limits
 from benchmarks.servers import Server, ServerPlan, roseinfer_plan, serving_options, vllm_plan, vllm_version
 from benchmarks.workloads import WORKLOADS
@@ -66,12 +65,10 @@ def entrants_of(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"once, and {' and '.join(QUICK_WORKLOADS)} only")
-    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    quick = f"once, and {' and '.join(QUICK_WORKLOADS)} only"
+    parser = part_parser(__doc__, "bench/served.json", quick=quick, model=True)
     parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS, metavar="DIR", help="default: %(default)s")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), metavar="P,P", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/served.json"), metavar="FILE")
     arguments = parser.parse_args()
     sitting = Sitting("served")
     began = time.monotonic()

@@ -20,7 +20,7 @@ from benchmarks.engine_options import precision_options
 from benchmarks.figures import streams_of, summarise
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import Worker
-from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.random_gpt2 import make
 from benchmarks.servers import MODEL_NAME, Server, roseinfer_plan
 from benchmarks.workloads import PlannedRequest, Shape, Words, requests_of
 from roseinfer.bench.definitions import Observed
@@ -99,8 +99,7 @@ def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, 
 
 def main() -> int:
     quick = "eight requests of four tokens, once"
-    parser = part_parser(__doc__, "bench-gpu/bursts.json", quick=quick, device="cuda")
-    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser = part_parser(__doc__, "bench-gpu/bursts.json", quick=quick, device="cuda", model=True)
     arguments = parser.parse_args()
     sitting = Sitting("bursts")
     with protocol.own_session_raised():

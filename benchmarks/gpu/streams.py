@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import protocol
 from benchmarks.machine import Sitting, part_parser
-from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.random_gpt2 import make
 
 NUM_TURNS = 2
 NUM_RUNS = 3  # in one process
@@ -81,8 +81,7 @@ def measure(workload: str, setting: str, arguments: argparse.Namespace) -> list[
 
 
 def main() -> int:
-    parser = part_parser(__doc__, "bench-gpu/streams.json", quick="one turn of a few tokens", device="cuda")
-    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser = part_parser(__doc__, "bench-gpu/streams.json", quick="one turn of a few tokens", device="cuda", model=True)
     arguments = parser.parse_args()
     sitting = Sitting("streams")
     make(arguments.model)
