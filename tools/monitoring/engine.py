@@ -1,7 +1,7 @@
 """The dashboard of the engine: queue, batch, memory and steps, and the host that feeds it."""
 
 from monitoring.board import SHOWN, Board, quantiles
-from monitoring.panels import AMBER, GREEN, RED, Placed, Query, heat, lines, number, rows
+from monitoring.panels import AMBER, GREEN, RED, Placed, Query, heat, lines, number, percentages, rows, seconds
 from monitoring.promql import nonzero
 from roseinfer.observe.metrics.measures import PHASES
 
@@ -84,22 +84,19 @@ def _queue() -> list[Placed]:
     return [
         lines(
             "Running and waiting by pod",
-            "short",
             "Uneven pods: the balancer counts connections; a picker that reads these gauges does better. All "
             "wait: scale out, or raise scheduler.max_active_seqs while the KV cache has room.",
             Query(SHOWN.sum("num_requests_running", "pod, instance"), "running {{pod}} {{instance}}"),
             Query(SHOWN.sum("num_requests_waiting", "pod, instance"), "waiting {{pod}} {{instance}}"),
         ),
-        lines(
+        seconds(
             "Queue wait",
-            "s",
             "Inbox to first batch. p50 near 0 and a high p99 is a burst; both high is too little capacity. The "
             "autoscaler's guard looks at p95.",
             *quantiles("queue_wait_seconds", 0.5, 0.95, 0.99),
         ),
-        lines(
+        seconds(
             "Submit lag",
-            "s",
             "Prompt tokenised to taken by the engine's loop: at most one step when all is well. Beyond, the "
             "engine's loop was busy: compare with the longest step.",
             *quantiles("submit_lag_seconds", 0.5, 0.99),
@@ -111,9 +108,8 @@ def _memory() -> list[Placed]:
     usage = SHOWN.series("kv_cache_usage_ratio")
     hits, asked = (SHOWN.total(f"prefix_cache_{what}_total") for what in ("hits", "queries"))
     return [
-        lines(
+        percentages(
             "KV cache use",
-            "percentunit",
             "Share of blocks that requests hold: the fullest server and the mean, never a sum. The fullest at 1 "
             "while the mean is low: requests are placed unevenly.",
             Query(f"max({usage})", "fullest"),
@@ -122,7 +118,6 @@ def _memory() -> list[Placed]:
         ),
         lines(
             "Blocks",
-            "short",
             "Blocks by who holds them. Cached ones are given up when requests need them, so free near 0 is fine "
             "while cached is large.",
             Query(SHOWN.sum("kv_cache_blocks", "state", state="used|cached|free"), "{{state}}"),
@@ -130,28 +125,25 @@ def _memory() -> list[Placed]:
         ),
         lines(
             "Preemptions",
-            "ops",
             "Sequences that lost their blocks, a second; each computes again what it had. More than one in a "
             "while: more blocks, or fewer scheduler.max_active_seqs.",
             Query(SHOWN.total("preemptions_total"), "preemptions"),
+            unit="ops",
         ),
-        lines(
+        percentages(
             "Prefix cache hit rate",
-            "percentunit",
             "Share of prompt tokens that were found. Low although prompts share a beginning: their salts differ, "
             "blocks are evicted, or a balancer spreads what belongs together.",
             Query(f"{hits} / {nonzero(asked)}", "hits"),
         ),
-        lines(
+        seconds(
             "Prefill",
-            "s",
             "First batch to first token. Compare with prompt tokens; much above what they need, prompts wait for "
             "the token budget: scheduler.max_num_batched_tokens.",
             *quantiles("prefill_seconds", 0.5, 0.99),
         ),
-        lines(
+        seconds(
             "First token in the engine",
-            "s",
             "Tokenised to first token, without HTTP and text. Time to first token above it is the front end's.",
             *quantiles("engine_time_to_first_token_seconds", 0.5, 0.99),
         ),
@@ -176,23 +168,21 @@ def _steps() -> list[Placed]:
             "scheduler.max_num_seqs for minutes: full.",
             Query(SHOWN.increase_by_bucket(batch)),
         ),
-        lines(
+        seconds(
             "Step time by phase",
-            "s",
             "p99 of steps that only decode, only read prompts, or both. `mixed` far above `decode` is what "
             "streams wait for when somebody's prompt is read: a lower scheduler.max_prefill_tokens.",
             *(Query(SHOWN.quantile(0.99, step, phase=phase), f"{phase} p99") for phase in PHASES),
         ),
         lines(
             "Steps a second",
-            "ops",
             "Steps by phase. Many `mixed` ones: newcomers all the time.",
             Query(SHOWN.total(f"{step}_count", "phase"), "{{phase}}"),
             is_stacked=True,
+            unit="ops",
         ),
-        lines(
+        percentages(
             "Busy",
-            "percentunit",
             "Share of the time that an engine spends in steps. At 1 it never waits for work; below, with requests "
             "waiting, the host is slow between steps.",
             Query(busy, "{{pod}} {{instance}}"),
@@ -202,27 +192,24 @@ def _steps() -> list[Placed]:
 
 def _host() -> list[Placed]:
     return [
-        lines(
+        seconds(
             "Front end",
-            "s",
             "p99 of reading a request and of tokenising it. Long prompts explain both; else the event loop is "
             "busy: fewer streams a server, or a larger server.stream_interval.",
             Query(SHOWN.quantile(0.99, "receive_seconds"), "receive"),
             Query(SHOWN.quantile(0.99, "tokenize_seconds"), "tokenize"),
             width=6,
         ),
-        lines(
+        seconds(
             "Stops of the front end",
-            "s",
             "p99 of garbage collections and of rendering the page of metrics. More than a few milliseconds is "
             "worth a report.",
             Query(SHOWN.quantile(0.99, "gc_pause_seconds"), "collection"),
             Query(SHOWN.quantile(0.99, "scrape_duration_seconds"), "scrape"),
             width=6,
         ),
-        lines(
+        percentages(
             "Observing",
-            "percentunit",
             "Share of one core that the front end spends on telling observers and rendering metrics. Above 0.05: "
             "fewer scrapes, or a lower tracing.ratio.",
             Query(SHOWN.total("observability_seconds_total", "pod, instance"), "{{pod}} {{instance}}"),
@@ -230,11 +217,11 @@ def _host() -> list[Placed]:
         ),
         lines(
             "Facts not told",
-            "ops",
             "Lost spans and log lines, a second, and intervals refused because negative. Spans: the collector is "
             "slow or gone. Intervals: report it.",
             Query(SHOWN.total("telemetry_dropped_total", "signal"), "{{signal}}"),
             width=6,
+            unit="ops",
         ),
     ]
 

@@ -33,7 +33,7 @@ def _panel(title: str, unit: str, description: str, *queries: tuple[str, str], l
     by_gpu = [
         Query(f"max by (Hostname, gpu) ({expression})", f"{BY_GPU} {legend}".strip()) for legend, expression in queries
     ]
-    return lines(title, unit, description, *by_gpu, limit=limit)
+    return lines(title, description, *by_gpu, unit=unit, limit=limit)
 
 
 def _work() -> list[Placed]:
@@ -96,17 +96,17 @@ def _yield() -> list[Placed]:
     return [
         lines(
             "Energy of a token",
-            "joule",
             "Power of all devices over generated tokens a second. It falls with larger batches: the cheapest "
             "token is made by a busy server.",
             Query(f"sum({power}) / {nonzero(tokens)} and on () {tokens} > 0 or on () vector(0)", "joules a token"),
+            unit="joule",
         ),
         lines(
             "Tokens of a GPU",
-            "none",
             "Generated tokens a second for each device. The figure to size a fleet with: take it at the knee of "
             "the load test.",
             Query(f"{tokens} / count({active})", "tokens a second"),
+            unit="none",
         ),
         _panel(
             "Power",

@@ -1,7 +1,7 @@
 """The dashboard that leads from a jump of the 99th percentile to its cause, its step and its trace."""
 
 from monitoring.board import SHOWN, Board, text_box
-from monitoring.panels import Placed, Query, heat, lines, prose, rows
+from monitoring.panels import Placed, Query, heat, lines, percentages, prose, rows, seconds
 from roseinfer.observe.gaps.causes import CAUSES, Place
 
 TIMELINE = ("Timeline of the server", "${operations}/debug/timeline")
@@ -48,9 +48,8 @@ def board() -> Board:
 def _jump() -> list[Placed]:
     p50, p99 = SHOWN.quantile(0.5, ITL), SHOWN.quantile(0.99, ITL)
     return [
-        lines(
+        seconds(
             "Inter-token latency",
-            "s",
             "Gaps between tokens in the engine. p99 leaves p50: go on to 2. Both rise: load or a slower device, "
             "see roseinfer / Engine. Diamonds are kept traces; the menu of a point opens the timeline.",
             Query(p50, "p50"),
@@ -59,9 +58,8 @@ def _jump() -> list[Placed]:
             width=12,
             links=LINKS,
         ),
-        lines(
+        seconds(
             "What clients see beyond it",
-            "s",
             "p99 of gaps between socket writes, less p99 in the engine. Above 0, the way out jitters: event_loop, "
             "detokenize or client_backpressure. Below 0, tokens that were due together share a write.",
             Query(f"{SHOWN.quantile(0.99, GAP)} - {p99}", "p99 of writes - p99 of tokens"),
@@ -70,7 +68,6 @@ def _jump() -> list[Placed]:
         ),
         lines(
             "p99 / p50",
-            "short",
             "How many times the usual gap the slowest hundredth is. The alert starts at 5. Compare servers and "
             "days with it: it does not depend on the model's speed.",
             Query(f"{p99} / {p50}", "inter-token latency"),
@@ -87,7 +84,6 @@ def _causes() -> list[Placed]:
     return [
         lines(
             "Slow gaps by cause",
-            "ops",
             "Gaps a second that were several times the usual length, by the cause that was the furthest above "
             "what it usually is. The colour that grows with p99 is the answer; what changes it stands below.",
             Query(f"{SHOWN.total('slow_gaps_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
@@ -95,10 +91,10 @@ def _causes() -> list[Placed]:
             is_stacked=True,
             are_bars=True,
             links=LINKS,
+            unit="ops",
         ),
         lines(
             "Streams waiting, by cause",
-            "short",
             "Seconds of all gaps for each second: how many streams wait for a cause at any moment. decode is the "
             "work itself. Any other colour of the same size is time that could be saved.",
             Query(f"{SHOWN.total('gap_seconds_total', 'cause')} > 0 or on () vector(0)", "{{cause}}"),
@@ -138,46 +134,41 @@ def _suspects() -> list[Placed]:
         return [Query(f"{SHOWN.total('gap_seconds_total', cause=cause)} / {total}", cause) for cause in causes]
 
     return [
-        lines(
+        percentages(
             "Prompts of others",
-            "percentunit",
             "Share of all gaps that went to prompts of newcomers and to growing batches. It follows prompt "
             "tokens: a lower scheduler.max_prefill_tokens spreads them.",
             *shares("prompts"),
         ),
-        lines(
+        percentages(
             "Memory",
-            "percentunit",
             "Share of all gaps that went to preemption or to waiting for a turn. Above 0: more KV blocks, or "
             "fewer scheduler.max_active_seqs.",
             *shares("memory"),
         ),
-        lines(
+        percentages(
             "Host and copies",
-            "percentunit",
             "Share of all gaps that went to the engine's host: bookkeeping, copies, graphs, sampling. What "
             "changes each stands in the table above.",
             *shares("host"),
         ),
-        lines(
+        percentages(
             "The way out",
-            "percentunit",
             "Share of all gaps that went to the front end or to clients. client_backpressure alone: the client, "
             "or a proxy that buffers.",
             *shares("delivery"),
         ),
-        lines(
+        percentages(
             "Unexplained",
-            "percentunit",
             "Share of all gaps that nothing recorded explains: most often another process had the processor. Look "
             "at CPU throttling on roseinfer / Rollout, at pinning and at neighbours.",
             *shares("other"),
         ),
         lines(
             "Newcomers",
-            "none",
             "Prompt tokens a second and new requests a second, for comparison with the first two panels.",
             Query(SHOWN.total("prompt_tokens_total"), "prompt tokens"),
             Query(SHOWN.total("requests_received_total"), "requests"),
+            unit="none",
         ),
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, statetimeline, table, text
@@ -38,9 +39,9 @@ class Placed:
 
 def lines(
     title: str,
-    unit: str,
     description: str,
     *queries: Query,
+    unit: str = "short",
     width: int = 8,
     is_stacked: bool = False,
     are_bars: bool = False,
@@ -68,6 +69,9 @@ def lines(
     if links:
         panel.data_links([dashboard.DashboardLink(title).url(url).target_blank(True) for title, url in links])
     return Placed(panel, width)
+
+
+seconds, percentages = partial(lines, unit="s"), partial(lines, unit="percentunit")
 
 
 def number(

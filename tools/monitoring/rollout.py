@@ -1,7 +1,7 @@
 """The dashboard of pods: which are ready, start, drain or restart, and what scales them."""
 
 from monitoring.board import IN_NAMESPACE, IN_POD, SHOWN, Board, choices
-from monitoring.panels import AMBER, BLUE, GREEN, RED, Placed, Query, lines, number, rows, states
+from monitoring.panels import AMBER, BLUE, GREEN, RED, Placed, Query, lines, number, rows, seconds, states
 from monitoring.promql import foreign
 from monitoring.scaling import DEMAND_THRESHOLD, demand
 from roseinfer.records import LifecycleState
@@ -78,7 +78,6 @@ def _replicas() -> list[Placed]:
     return [
         lines(
             "Replicas",
-            "short",
             "Wanted, updated and available. Available stays below wanted after a rollout: look at the states "
             "above and at *Waiting and ended containers*; roll back with `kubectl rollout undo`.",
             Query(of_deployment("kube_deployment_spec_replicas"), "wanted"),
@@ -87,14 +86,12 @@ def _replicas() -> list[Placed]:
         ),
         lines(
             "Restarts",
-            "short",
             "Container restarts. Exit code 70 is a step that raised: `kubectl logs --previous`. OOMKilled: a "
             "larger memory limit, or a smaller KV cache.",
             Query(f"sum by (pod) (increase({restarts}[$__rate_interval]))", "{{pod}}"),
         ),
         lines(
             "Waiting and ended containers",
-            "short",
             "Reasons that Kubernetes gives. ImagePullBackOff: name or credentials of the image. CrashLoopBackOff: "
             "the log of the last run. Error or OOMKilled: see *Restarts*.",
             Query(f"sum by (reason) ({waiting} > 0) or on () vector(0)", "waiting: {{reason}}"),
@@ -107,14 +104,13 @@ def _changes() -> list[Placed]:
     return [
         lines(
             "Refused while it changed",
-            "reqps",
             "Requests that met a server that was not ready or was gone. Above 0 during a rollout: the balancer "
             "learnt it too late; a longer preStop, or a readiness probe every second.",
             Query(SHOWN.total("requests_rejected_total", "code", code="not_ready|engine_dead"), "{{code}}"),
+            unit="reqps",
         ),
         lines(
             "Streams while draining",
-            "short",
             "Requests that draining servers still have to finish. Above 0 when the drain ends, they are cut: a "
             "longer lifecycle.drainTimeoutSeconds.",
             Query(
@@ -137,9 +133,8 @@ def _changes() -> list[Placed]:
 def _starts() -> list[Placed]:
     ready = foreign("kube_pod_status_ready", 'condition="true"', IN_NAMESPACE, IN_POD)
     return [
-        lines(
+        seconds(
             "Start by stage",
-            "s",
             "Seconds of each stage of the slowest start. load: a faster volume or the model cache. capture: fewer "
             "CUDA graphs. The startup probe must allow for the sum.",
             Query(f"max by (stage) ({SHOWN.series('startup_seconds')})", "{{stage}}"),
@@ -177,7 +172,6 @@ def _scaling() -> list[Placed]:
     return [
         lines(
             "Replicas of the autoscaler",
-            "short",
             "Wanted at max while requests wait: raise the limit, or add GPUs. Wanted moves up and down within "
             "minutes: the threshold is too near the load of one replica.",
             Query(of_autoscaler("status_desired_replicas"), "wanted"),
@@ -188,7 +182,6 @@ def _scaling() -> list[Placed]:
         ),
         lines(
             "Demand of a replica",
-            "short",
             "Waiting and running requests for each ready server, which is what scales "
             "(dashboards/autoscaling.promql). Above the line, the shipped threshold, replicas are added. Set it "
             "to 0.7 times the knee of your own load test.",
@@ -212,24 +205,22 @@ def _containers() -> list[Placed]:
     return [
         lines(
             "CPU",
-            "short",
             "Cores in use and the limit of one pod. At the limit the engine is throttled, which is `unknown` on "
             "roseinfer / Jitter: raise the limit, or set none.",
             Query(f"sum by (pod) (rate({cpu}[$__rate_interval]))", "{{pod}}"),
             Query(limit("cpu"), "limit"),
         ),
-        lines(
+        seconds(
             "CPU throttling",
-            "s",
             "Seconds a second in which the kernel kept a container from running. Any is jitter: raise the limit.",
             Query(f"sum by (pod) (rate({throttled}[$__rate_interval]))", "{{pod}}"),
         ),
         lines(
             "Memory",
-            "bytes",
             "Working set and the limit of one pod. It grows at the start and then stays; growth over days is "
             "worth a report.",
             Query(f"sum by (pod) ({memory})", "{{pod}}"),
             Query(limit("memory"), "limit"),
+            unit="bytes",
         ),
     ]

@@ -2,11 +2,11 @@
 
 from monitoring.board import RECORDED, SHOWN, Board, one_of, quantiles
 from monitoring.objectives import FAILED, ITL, OBJECTIVES, REFUSED_BY_US, TTFT, Objective, asked
-from monitoring.panels import AMBER, GREEN, RED, Placed, Query, lines, number
+from monitoring.panels import AMBER, GREEN, RED, Placed, Query, lines, number, percentages, seconds
 from monitoring.promql import bound, nonzero
 
-_WAIT_CHOICES = tuple(bound(seconds) for seconds in (0.08, 0.16, 0.25, 0.5, 1.0, 2.5, 5.0))
-_TOKEN_CHOICES = tuple(bound(seconds) for seconds in (0.01, 0.02, 0.025, 0.03, 0.05, 0.1, 0.25))
+_WAIT_CHOICES = tuple(bound(target) for target in (0.08, 0.16, 0.25, 0.5, 1.0, 2.5, 5.0))
+_TOKEN_CHOICES = tuple(bound(target) for target in (0.01, 0.02, 0.025, 0.03, 0.05, 0.1, 0.25))
 
 VARIABLES = (
     one_of("ttft", "TTFT target, s", _WAIT_CHOICES, TTFT.threshold, "A first token is good when it is there by then"),
@@ -85,7 +85,7 @@ def _budget() -> Placed:
         "them. Below half with weeks to go, look for the days that took it. Below 0, stop changing things and remove "
         "the largest cause on roseinfer / Jitter."
     )
-    return lines("Budget left", "percentunit", advice, *queries, width=6)
+    return percentages("Budget left", advice, *queries, width=6)
 
 
 def _burn() -> Placed:
@@ -98,7 +98,7 @@ def _burn() -> Placed:
         "30 days. The line is 14.4, from which on, held for an hour, the alert pages: read its section in "
         "docs/operations.md."
     )
-    return lines("Burn rate", "short", advice, *queries, width=6, limit=14.4)
+    return lines("Burn rate", advice, *queries, width=6, limit=14.4)
 
 
 def _wanted(objective: Objective) -> str:
@@ -110,31 +110,30 @@ def _traffic() -> list[Placed]:
     return [
         lines(
             "Requests by end",
-            "reqps",
             "Requests by how they ended. `error` and `timeout` are the server's: look into its log for them. "
             "`abort` are clients that went away, or stop strings; `rejected` has its reasons in the next panel.",
             Query(SHOWN.total("requests_total", "finish_reason"), "{{finish_reason}}"),
             is_stacked=True,
+            unit="reqps",
         ),
         lines(
             "Refused",
-            "reqps",
             "Refused requests by code, whatever they asked for. `overloaded`: add replicas, or raise "
             "server.max_inflight. `not_ready` during a rollout: the grace or the drain is too short. "
             "`engine_dead`: a pod restarts. The others are clients' mistakes: talk to them.",
             Query(f"{SHOWN.total('requests_rejected_total', 'code')} > 0 or on () vector(0)", "{{code}}"),
+            unit="reqps",
         ),
         lines(
             "Tokens",
-            "none",
             "Tokens a second, generated and read. Generated tokens that no longer rise with requests mean that "
             "the servers are full: compare with running and waiting.",
             Query(SHOWN.total("generation_tokens_total"), "generated"),
             Query(SHOWN.total("prompt_tokens_total"), "prompt"),
+            unit="none",
         ),
         lines(
             "In flight",
-            "short",
             "Requests received and not ended, those of them that wait to be scheduled, and those that compute. "
             "Waiting for minutes: more replicas, or roseinfer / Engine for what keeps the queue back.",
             Query(SHOWN.sum("http_inflight_streams"), "in flight"),
@@ -142,9 +141,8 @@ def _traffic() -> list[Placed]:
             Query(SHOWN.sum("num_requests_waiting"), "waiting"),
             width=12,
         ),
-        lines(
+        seconds(
             "Request duration",
-            "s",
             "First byte to end. It follows the number of generated tokens: compare with *Output tokens*. A point "
             "with a diamond is a trace that was kept.",
             *quantiles("request_duration_seconds", 0.5, 0.95, 0.99, exemplar=0.99),
@@ -159,18 +157,16 @@ def _first_token() -> list[Placed]:
     named = " - ".join(f"({SHOWN.mean(f'{part}_seconds')})" for part in PARTS)
     rest = Query(f"clamp_min({SHOWN.mean(name)} - {named}, 0)", "first write")
     return [
-        lines(
+        seconds(
             "Time to first token",
-            "s",
             "First byte in to first token out, of streams, as their clients see it; an answer that is not streamed "
             "is written when it is complete, see *Request duration*. When it jumps, click a diamond for the trace "
             "of a slow request, and see the next panel for the part that grew.",
             *quantiles(name, 0.5, 0.95, 0.99, exemplar=0.99, streamed="true"),
             width=12,
         ),
-        lines(
+        seconds(
             "Time to first token by part",
-            "s",
             "Means of the parts, which add up to it. Queue wait: more replicas or scheduler.max_active_seqs. Prefill: "
             "shorter prompts, a larger scheduler.max_prefill_tokens, the prefix cache. Submit lag or first write: the "
             "front end is busy. The first write is what is left, so it is of requests with a token.",
@@ -185,23 +181,20 @@ def _first_token() -> list[Placed]:
 def _tokens() -> list[Placed]:
     itl, tpot, gap = "inter_token_latency_seconds", "time_per_output_token_seconds", "stream_gap_seconds"
     return [
-        lines(
+        seconds(
             "Inter-token latency",
-            "s",
             "Gaps between tokens in the engine. A p99 that leaves p50 is jitter: roseinfer / Jitter has the "
             "cause. If p50 rises too, the batch is larger or the device slower: roseinfer / Engine.",
             *quantiles(itl, 0.5, 0.99, 0.999, exemplar=0.99),
         ),
-        lines(
+        seconds(
             "Time per output token",
-            "s",
             "Mean gap of each request, so one request is one value: what a reader feels as speed. Sustained "
             "growth is load: fewer scheduler.max_num_seqs or more replicas.",
             *quantiles(tpot, 0.5, 0.99),
         ),
-        lines(
+        seconds(
             "Gaps that clients see",
-            "s",
             "Between two writes to the socket, told when a request ends. Above the inter-token latency is the front "
             "end, or a client that reads slowly: see event_loop and client_backpressure on roseinfer / Jitter.",
             *quantiles(gap, 0.5, 0.99),
@@ -213,19 +206,19 @@ def _ends() -> list[Placed]:
     return [
         lines(
             "Clients that went away",
-            "reqps",
             "Requests whose client left before the end. A rise together with time to first token is impatience: "
             "make the first token faster. A rise alone is often a proxy's time-out.",
             Query(SHOWN.total("client_disconnects_total"), "disconnects"),
             width=12,
+            unit="reqps",
         ),
         lines(
             "Faults",
-            "reqps",
             "Requests that a fault of the server ended, by code. `engine_failed`: a step raised, and the process "
             "ends; its log has the reason. `timeout`: the deadline is shorter than the answer is long.",
             Query(f"{SHOWN.total('request_errors_total', 'error_type')} > 0 or on () vector(0)", "{{error_type}}"),
             width=12,
+            unit="reqps",
         ),
     ]
 
@@ -234,7 +227,6 @@ def _sizes() -> list[Placed]:
     tokens = [
         lines(
             f"{title} tokens",
-            "short",
             f"{title} tokens of a request; bounds are powers of four, so values between them are a guess. {advice}",
             *quantiles(name, 0.5, 0.95),
         )
@@ -245,9 +237,8 @@ def _sizes() -> list[Placed]:
     ]
     return [
         *tokens,
-        lines(
+        seconds(
             "Lateness of the load generator",
-            "s",
             "How late requests arrived, of clients that send x-roseinfer-intended-time. While it is more than a "
             "few milliseconds a load test measures its own generator: give that more cores.",
             Query(SHOWN.quantile(0.99, "client_submit_lag_seconds"), "p99"),
