@@ -27,7 +27,6 @@ def _now() -> list[Placed]:
     return [
         number(
             "Servers up",
-            "short",
             "Engines that are ready. Fewer than replicas: see roseinfer / Rollout for the state of each pod.",
             Query(SHOWN.sum("engine_up")),
             (None, RED),
@@ -35,14 +34,12 @@ def _now() -> list[Placed]:
         ),
         number(
             "Running",
-            "short",
             "Sequences that the schedulers have admitted. At scheduler.max_active_seqs times the servers, "
             "newcomers wait.",
             Query(SHOWN.sum("num_requests_running")),
         ),
         number(
             "Waiting",
-            "short",
             "Requests in the queues. Zero is normal. A number that stays needs more replicas, or a look at what "
             "blocks: `/debug/requests` of the operations port says which limit does.",
             Query(SHOWN.sum("num_requests_waiting")),
@@ -51,23 +48,22 @@ def _now() -> list[Placed]:
         ),
         number(
             "Fullest KV cache",
-            "percentunit",
             "The largest share of blocks that requests hold on any server. Near 1 requests are preempted: more "
             "blocks (cache.*), or fewer scheduler.max_active_seqs.",
             Query(f"max({usage})"),
             *((None, GREEN), (0.8, AMBER), (0.95, RED)),
             decimals=1,
+            unit="percentunit",
         ),
         number(
             "Generated",
-            "none",
             "Tokens a second of all servers. Flat while running grows: the batch no longer pays.",
             Query(SHOWN.total("generation_tokens_total")),
             decimals=0,
+            unit="none",
         ),
         number(
             "Last step",
-            "s",
             "Age of the oldest last step among servers with running requests. More than a second or two: that "
             "engine hangs; take its log and delete the pod.",
             Query(
@@ -76,6 +72,7 @@ def _now() -> list[Placed]:
             ),
             *((None, GREEN), (5, AMBER), (30, RED)),
             decimals=1,
+            unit="s",
         ),
     ]
 
@@ -230,7 +227,6 @@ def _facts() -> list[Placed]:
     return [
         rows(
             "Models",
-            "short",
             "How each server's model runs, after every `auto` was resolved. Servers behind one name should agree.",
             Query(SHOWN.series("model_info")),
             hidden=("Value", "__name__", "job"),
@@ -238,7 +234,6 @@ def _facts() -> list[Placed]:
         ),
         rows(
             "KV cache",
-            "short",
             "Tokens in a block and blocks of each server. Unequal numbers: unequal memory, or another model.",
             Query(SHOWN.series("cache_config_info")),
             hidden=("Value", "__name__", "job"),

@@ -104,7 +104,6 @@ def _causes() -> list[Placed]:
         ),
         rows(
             "Slow gaps in this range",
-            "short",
             "How many in the whole range that is shown, the most frequent cause first. Begin with the first line.",
             Query(f"sort_desc(round(sum by (cause) (increase({slow}[$__range])), 1) > 0 or on () vector(0))"),
             width=8,

@@ -76,10 +76,10 @@ seconds, percentages = partial(lines, unit="s"), partial(lines, unit="percentuni
 
 def number(
     title: str,
-    unit: str,
     description: str,
     query: Query,
     *steps: tuple[float | None, str],
+    unit: str = "short",
     width: int = 4,
     height: int = 5,
     decimals: int | None = None,
@@ -132,10 +132,10 @@ def states(
     return Placed(panel, width)
 
 
-def rows(title: str, unit: str, description: str, query: Query, hidden: Sequence[str] = (), width: int = 12) -> Placed:
+def rows(title: str, description: str, query: Query, hidden: Sequence[str] = (), width: int = 12) -> Placed:
     """The newest value of each series as a line of a table, largest first."""
     query = Query(query.expression, query.legend, is_instant=True, format=formats.PromQueryFormat.TABLE)
-    panel = _described(table.Panel(), (title, unit, description), [query])
+    panel = _described(table.Panel(), (title, "short", description), [query])
     panel.with_transformation(
         models.DataTransformerConfig(
             id_val="organize", options={"excludeByName": dict.fromkeys(("Time", *hidden), True)}

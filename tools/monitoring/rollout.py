@@ -121,7 +121,6 @@ def _changes() -> list[Placed]:
         ),
         rows(
             "Versions",
-            "short",
             "Which version each pod runs. Two versions outside a rollout: one is stuck.",
             Query(f"count by (version, python, pod, instance) ({SHOWN.series('build_info')})"),
             hidden=("Value",),
@@ -143,17 +142,16 @@ def _starts() -> list[Placed]:
         ),
         number(
             "Slowest start",
-            "s",
             "Sum of the stages of the slowest server. What a new replica costs before it helps: the autoscaler "
             "must scale that much earlier.",
             Query(f"max(sum by (pod, instance) ({SHOWN.series('startup_seconds')}))"),
             width=6,
             height=8,
             decimals=1,
+            unit="s",
         ),
         number(
             "Ready pods",
-            "short",
             "Pods that Kubernetes sends requests to. Compare with servers that call themselves ready: a "
             "difference is a probe that cannot reach them.",
             Query(f"sum({ready})"),

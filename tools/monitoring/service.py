@@ -37,7 +37,9 @@ def board() -> Board:
 def _good(objective: Objective, expression: str, advice: str) -> Placed:
     wanted = float(objective.wanted)
     steps = ((None, RED), (1 - 14.4 * (1 - wanted), AMBER), (wanted, GREEN))
-    return number(f"{objective.title}: good", "percentunit", advice, Query(expression), *steps, height=8, decimals=2)
+    return number(
+        f"{objective.title}: good", advice, Query(expression), *steps, height=8, decimals=2, unit="percentunit"
+    )
 
 
 def _within(name: str, variable: str, **matchers: str) -> str:
