@@ -1,4 +1,4 @@
-"""The served workloads as lists of requests with texts of exactly so many tokens. Sends nothing.
+"""The workloads that are served: lists of requests, with texts of exactly so many tokens.
 
 | name | requests | apart | prompt tokens | new tokens |
 |---|---|---|---|---|

@@ -1,1 +1,1 @@
-"""MEASUREMENT. Load, stamps and reports, in the words of the metrics; drives the engine from outside."""
+"""Benchmarks: loads on an engine, a server or a simulator, and reports in the words of the metrics."""

@@ -1,1 +1,1 @@
-"""`roseinfer bench compare`: two sides measured in turn, into effects with intervals and a verdict."""
+"""`roseinfer bench compare`: two sides measured in turn, with a verdict for each metric."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from roseinfer.bench.compare.comparison import Metric, Runs
-from roseinfer.bench.load.report import RESULT_FORMAT, ServeRun, duration_s, latency_pools
+from roseinfer.bench.load.report import RESULT_FORMAT, ServeRun, duration_s, result_of
 from roseinfer.bench.report import PERCENTS
 from roseinfer.errors import ConfigError
 
@@ -40,25 +40,11 @@ class ResultSet(NamedTuple):
 
 def figures_of(run: ServeRun) -> Measured:
     """The figures of a run that has just been made."""
-    began_s = min(request.intended_ns for request in run.requests) / 1e9
-    if objection := _objection(run.is_valid, len(run.requests), sum(bool(request.error) for request in run.requests)):
-        return Measured({}, began_s, objection)
-    figures = _percentiles({pool.name: pool.summary() for pool in latency_pools(run.requests)})
-    seconds = duration_s(run.requests)
-    figures[THROUGHPUT] = sum(request.num_tokens for request in run.complete) / seconds
-    if run.objective is not None:
-        figures[GOODPUT] = sum(run.objective.is_met(request) for request in run.complete) / seconds
-    return Measured(figures, began_s)
-
-
-def _objection(is_valid: bool, num_requests: int, num_failed: int) -> str:
-    if not is_valid:
-        return "the load generator did not keep its schedule"
-    if num_failed:
-        return (
-            f"{num_failed} of {num_requests} requests failed, and the latencies of the rest are those of a smaller load"
-        )
-    return ""
+    measured = _of_serve(result_of(run, {}, None))
+    if run.objective is not None and not measured.objection:
+        num_good = sum(run.objective.is_met(request) for request in run.complete)
+        measured.figures[GOODPUT] = num_good / duration_s(run.requests)
+    return measured
 
 
 def _percentiles(distributions: Mapping[str, Mapping[str, Any]]) -> dict[Metric, float]:
@@ -107,12 +93,14 @@ def _read(file: Path, name: str) -> ResultSet:
 def _of_serve(content: Mapping[str, Any]) -> Measured:
     requests, verdict = content["requests"], content["verdict"]
     began_s = min(request["intended_s"] for request in requests)
-    is_valid = verdict is None or verdict["is_valid"]
-    if objection := _objection(is_valid, len(requests), sum(bool(request["error"]) for request in requests)):
-        return Measured({}, began_s, objection)
+    if verdict is not None and not verdict["is_valid"]:
+        return Measured({}, began_s, "the load generator did not keep its schedule")
+    if num_failed := sum(bool(request["error"]) for request in requests):
+        problem = f"{num_failed} of {len(requests)} requests failed"
+        return Measured({}, began_s, f"{problem}, and the latencies of the rest are those of a smaller load")
     seconds = max(request["end_s"] for request in requests) - min(request["sent_s"] for request in requests)
-    figures = _percentiles(content["distributions"])
-    return Measured({**figures, THROUGHPUT: sum(request["num_tokens"] for request in requests) / seconds}, began_s)
+    num_tokens = sum(request["num_tokens"] for request in requests if not request.get("was_aborted"))
+    return Measured({**_percentiles(content["distributions"]), THROUGHPUT: num_tokens / seconds}, began_s)
 
 
 def _of_streaming(run: Mapping[str, Any], index: int) -> Measured:

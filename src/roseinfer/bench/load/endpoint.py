@@ -33,7 +33,7 @@ class Endpoint(NamedTuple):
     takes_salt: bool = False  # it is roseinfer: another server may refuse a request with a field that it does not know
 
     def headers(self, request_id: str, intended_s: float, *, asks_ledger: bool = True) -> dict[str, str]:
-        """Of a request that is due at a moment of Unix time; the ledger tells where its time in the server went."""
+        """Of a request that is due at a moment of Unix time. The ledger reports where its time in the server went."""
         headers = {"Content-Type": "application/json", "x-request-id": request_id, **authorization(self.api_key)}
         headers["x-roseinfer-intended-time"] = f"{intended_s:.6f}"
         return {**headers, "x-roseinfer-ledger": "1"} if asks_ledger else headers

@@ -1,4 +1,4 @@
-"""Plans the requests of a load, of flags, a trace or a recording: when each is due, how long it is, what it shares.
+"""Plans a load from flags, a trace or a recording: when each request is due, how long it is, what prefix it shares.
 
 A plan holds no token ids. A prompt is segments, each a key and a length, and `Tokens` derives ids from a key: prompts
 share a prefix exactly where their segments agree, whatever the vocabulary is.
@@ -250,9 +250,7 @@ def planner_of(arguments: argparse.Namespace) -> Planner:
         plan: Planner = arguments.scenario.plan
         return plan
     if arguments.trace is not None:
-        for name in ("num_requests", "duration", "long_prompt_tokens"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError("has no meaning beside --trace", param="--" + name.replace("_", "-"))
+        _refuse(arguments, ("num_requests", "duration", "long_prompt_tokens"), "has no meaning beside --trace")
         planned = plan_of_trace(arguments.trace)
         return lambda _: planned
     interval_ns = (arguments.interval_ms or 0.0) * 1e6
@@ -275,6 +273,13 @@ def planner_of(arguments: argparse.Namespace) -> Planner:
     return lambda seed: workload._replace(seed=seed).plan()
 
 
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raises ConfigError for the first of these flags that is given."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ConfigError(why, param="--" + name.replace("_", "-"))
+
+
 def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedRequest]) -> float:
     """The mean interval of the schedule, with which the generator's lag is compared; 0 for a burst."""
     if arguments.rate is not None:
@@ -286,9 +291,7 @@ def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedReque
 
 def _long_prompts(arguments: argparse.Namespace) -> LongPrompts | None:
     if arguments.long_prompt_tokens is None:
-        for name in ("num_long", "long_at", "long_max_tokens"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError("needs --long-prompt-tokens", param="--" + name.replace("_", "-"))
+        _refuse(arguments, ("num_long", "long_at", "long_max_tokens"), "needs --long-prompt-tokens")
         return None
     moments: Sequence[float] = arguments.long_at or _LONG_AT
     offsets = tuple(round(moments[index % len(moments)] * NS_PER_S) for index in range(arguments.num_long or 1))

@@ -203,20 +203,24 @@ def _ledger_lines(complete: Sequence[Observed]) -> list[str]:
 
 
 def write_result(file: Path, run: ServeRun, settings: Mapping[str, Any], recording: Path | None) -> None:
-    """All that was seen, for `roseinfer explain` and for comparisons. Raises ConfigError.
-
-    Stamps are seconds of this host's monotonic clock, as in the server's recording, whose path is relative to the file.
-    """
+    """Write all that was seen, for `roseinfer explain` and for comparisons. Raises ConfigError."""
     beside = None if recording is None else _relative(recording, file.parent)
-    content = {
+    write_json(file, result_of(run, settings, beside))
+
+
+def result_of(run: ServeRun, settings: Mapping[str, Any], recording: str | None) -> dict[str, Any]:
+    """The content of a result file, whose directory the path of the recording is relative to.
+
+    Stamps are seconds of this host's monotonic clock, as in the server's recording.
+    """
+    return {
         "format": RESULT_FORMAT,
         "settings": settings,
         "verdict": None if run.verdict is None else _verdict(run.verdict),
         "distributions": {pool.name: pool.summary() for pool in latency_pools(run.requests)} if run.is_valid else {},
-        "recording": beside,
+        "recording": recording,
         "requests": [_result_row(request) for request in run.requests],
     }
-    write_json(file, content)
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One benchmark from arguments to report: engine up, warm-up, measured runs, lines, JSON."""
+"""Runs a benchmark of the engine: starts it, warms it up, makes the measured runs, and writes the reports."""
 
 import argparse
 import platform
@@ -26,7 +26,7 @@ Pools = Callable[[Run], Sequence[Pool]]
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An engine that is up, and the workload that was asked for."""
+    """A running engine and the workload that the flags ask for."""
 
     arguments: argparse.Namespace
     llm: LLM
@@ -35,7 +35,7 @@ class Session:
     prompts: list[list[int]]  # the same, tokenised
 
     def check_capacity(self) -> None:
-        """Say so when the KV cache may not hold what is planned: then preemptions are measured too."""
+        """Warn when the KV cache may not hold what is planned: then preemptions are measured too."""
         info, active = self.llm.info, self.llm.config.scheduler.max_active_seqs
         assert active is not None, "workload.with_all_active set it"
         planned = workload.num_blocks_for(self.prompts, self.arguments.max_new_tokens, info.block_size, active)
@@ -46,9 +46,9 @@ class Session:
             )
 
     def measure(
-        self, prompts: Sequence[Prompt], measure: Measure, tell: Callable[[Run], None], pools_of: Pools
+        self, prompts: Sequence[Prompt], measure: Measure, report_run: Callable[[Run], None], pools_of: Pools
     ) -> None:
-        """Warm-up runs, then measured ones, each told as soon as it is over; at the end their spread and the JSON."""
+        """Make warm-up runs, then measured ones, each reported at its end; at last their spread and the JSON."""
         arguments = self.arguments
         for i in range(1, arguments.warmup_runs + 1):
             say(f"=== warmup {i}/{arguments.warmup_runs} ===")
@@ -58,7 +58,7 @@ class Session:
             if arguments.repeat_runs > 1:
                 say(f"=== run {i}/{arguments.repeat_runs} ===")
             runs.append(self._run(f"run {i}/{arguments.repeat_runs}", prompts, measure))
-            tell(runs[-1])
+            report_run(runs[-1])
         if len(runs) > 1:
             say(*report.spread_lines(runs, pools_of))
         if arguments.json is not None:
@@ -107,7 +107,7 @@ class Session:
 
 @contextmanager
 def start(arguments: argparse.Namespace, loaded: LoadedConfig, **options: Any) -> Iterator[Session]:
-    """The engine, up; `options` go to `LLM`. Raises ConfigError before that for a file that cannot be written."""
+    """Start the engine; `options` go to `LLM`. Raises ConfigError first for a file that cannot be written."""
     check_outputs(json=arguments.json)
     texts = workload.prompts_of(arguments)
     config = workload.with_all_active(loaded, len(texts))

@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
         def measure(prompts: Sequence[Prompt], salt: str) -> Run:
             return run_online(llm, prompts, params, schedule, salt)
 
-        def tell(run: Run) -> None:
+        def report_run(run: Run) -> None:
             lines = report.streaming_lines(run, header, submission) + report.own_lines(run, bench.setting())
             say(*lines)
 
-        bench.measure(prompts, measure, tell, lambda run: report.streaming_pools(run) + report.own_pools(run))
+        bench.measure(prompts, measure, report_run, lambda run: report.streaming_pools(run) + report.own_pools(run))
     return 0

@@ -1,4 +1,4 @@
-"""What a benchmark asks of the engine: prompts, sampling, and the KV blocks that all of it needs. Runs nothing."""
+"""The workload of a benchmark of the engine: prompts, sampling, and the KV blocks that they need."""
 
 import argparse
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def params_of(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def with_all_active(loaded: LoadedConfig, num_requests: int) -> Config:
-    """The configuration, but unless somebody said otherwise every request may be active at once.
+    """The configuration, in which every request may be active at once unless an option limits that.
 
     The seeds had no limit there: all that were admitted hold KV, and share the rows of a decode step in turn.
     """

@@ -1,4 +1,4 @@
-"""What a step costs, as a line through the steps of a recording. Knows counts and nanoseconds, no model.
+"""Models what a step costs, fitted to the steps of a recording.
 
 A step takes a constant, so much for each decode row, for each prompt token, and for each token that attention reads
 from the KV cache; none of them can be negative. What lies between two steps, the host's own work, is a constant of its
@@ -25,9 +25,9 @@ class CostModel(NamedTuple):
     decode_row_ns: float
     prefill_token_ns: float
     context_token_ns: float
-    host_ns: float  # between two steps that follow each other: commit, telling, inbox, schedule
+    host_ns: float  # between two steps that follow each other: commit, outputs, inbox, schedule
     arrival_ns: float = 0.0  # of a request on its way to the engine, which has to look into its inbox then
-    prefill_is_free: bool = False  # rows of prompts cost nothing, as if nobody else's prompt were ever computed
+    prefill_is_free: bool = False  # rows of prompts cost nothing, as if no other prompt were ever computed
 
     def compute_ns(self, num_decode_rows: int, num_prefill_tokens: int, num_context_tokens: int) -> int:
         """Of one step."""
@@ -58,7 +58,7 @@ DEFAULT = CostModel(
 
 
 class Fit(NamedTuple):
-    """A model, and how well it says again what it was made of."""
+    """A model, and how well it fits the steps it was made of."""
 
     model: CostModel
     num_steps: int

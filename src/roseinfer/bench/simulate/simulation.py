@@ -1,4 +1,4 @@
-"""A planned load through the real scheduler and engine on a virtual clock. Knows no flag, no file and no wall clock.
+"""Runs a planned load through the real scheduler and engine on a virtual clock.
 
 The loop is that of `engine/loop.py` with time made explicit: commands that are due are taken between two steps, a step
 takes what the runner says, and when there is nothing to do the clock jumps to the next arrival. The front end takes the
@@ -105,7 +105,7 @@ class Simulated(NamedTuple):
 
 
 class Simulation:
-    """One run. `after_step` hears of each step's output once its tokens are in the timelines. Raises ConfigError."""
+    """One run. `after_step` gets each step's output once its tokens are in the timelines. Raises ConfigError."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Simulation:
         start_ns = self._clock.now_ns
         meta = self._meta(start_ns)
         while len(self._timelines) < len(planned) or self.engine.has_work:
-            self._take_commands(start_ns)
+            self._run_commands(start_ns)
             if self.engine.has_work:
                 self._route(self.engine.step())
                 self._clock.advance(round(self._setup.costs.host_ns))
@@ -174,14 +174,14 @@ class Simulation:
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _take_commands(self, start_ns: int) -> None:
+    def _run_commands(self, start_ns: int) -> None:
         """What arrived up to now, in its order; then the aborts."""
         now_ns = self._clock.now_ns
         while len(self._timelines) < len(self._planned):
             index = len(self._timelines)
             if self._inbox_ns(start_ns, index) > now_ns:
                 break
-            self._add(index, start_ns + self._planned[index].offset_ns, self._inbox_ns(start_ns, index))
+            self._add_request(index, start_ns + self._planned[index].offset_ns, self._inbox_ns(start_ns, index))
         while self._goodbyes and self._goodbyes[0][0] <= now_ns:
             _, index = heapq.heappop(self._goodbyes)
             if not self._timelines[index].token_ns:
@@ -197,7 +197,7 @@ class Simulation:
         """When the engine can find a request in its inbox."""
         return start_ns + self._planned[index].offset_ns + round(self._setup.costs.arrival_ns)
 
-    def _add(self, index: int, arrival_ns: int, tokenized_ns: int) -> None:
+    def _add_request(self, index: int, arrival_ns: int, tokenized_ns: int) -> None:
         planned = self._planned[index]
         token_ids = self._tokens.of(planned.segments)
         timeline = RequestTimeline(
@@ -221,7 +221,7 @@ class Simulation:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _decide(self, batch: ScheduledBatch) -> None:
-        """Tell of the batch that is about to be launched."""
+        """Report the batch that is about to be launched."""
         if self._on_decision is None:
             return
         scheduler = self.engine.scheduler
@@ -246,30 +246,30 @@ class Simulation:
     def _route(self, output: StepOutput) -> None:
         tokens_ns = output.record.tokens_ns
         for slot, _ in output.tokens():
-            self._take_tokens(self._by_slot[slot], 1, tokens_ns)
-        for told in output.outputs:
-            index = int(told.request_id[1:])
-            if told.slot is not None:
-                self._by_slot[told.slot] = index
-            if told.token_ids:
-                self._take_tokens(index, len(told.token_ids), tokens_ns)
-            self._take_facts(self._timelines[index], told)
+            self._add_tokens(self._by_slot[slot], 1, tokens_ns)
+        for update in output.outputs:
+            index = int(update.request_id[1:])
+            if update.slot is not None:
+                self._by_slot[update.slot] = index
+            if update.token_ids:
+                self._add_tokens(index, len(update.token_ids), tokens_ns)
+            self._update_timeline(self._timelines[index], update)
         self._steps.append(output.record)
         self._after_step(output)
 
-    def _take_tokens(self, index: int, count: int, tokens_ns: int) -> None:
+    def _add_tokens(self, index: int, count: int, tokens_ns: int) -> None:
         timeline = self._timelines[index]
         timeline.token_ns.extend([tokens_ns] * count)
         limit = self._planned[index].abort_after_tokens
         if limit is not None and len(timeline.token_ns) >= limit:
             self._leaving.append(index)
 
-    def _take_facts(self, timeline: RequestTimeline, told: TokenOutput) -> None:
-        if told.times is not None:
-            for name in told.times.__struct_fields__:
-                setattr(timeline, name, getattr(told.times, name))
-        if told.finish_reason is not None:
-            timeline.finish_reason = told.finish_reason
+    def _update_timeline(self, timeline: RequestTimeline, update: TokenOutput) -> None:
+        if update.times is not None:
+            for name in update.times.__struct_fields__:
+                setattr(timeline, name, getattr(update.times, name))
+        if update.finish_reason is not None:
+            timeline.finish_reason = update.finish_reason
             timeline.end_ns = self._clock.now_ns
             self._num_ended += 1
             self._on_ended(self._num_ended)

@@ -1,4 +1,4 @@
-"""Batches into tokens and time on a clock of their own: a `Runner` without a model. Knows no request and no report.
+"""A `Runner` without a model, on a virtual clock: a batch takes as long as the cost model says.
 
 A token is a hash of its sequence's seed and its position, so it does not depend on slots, batches or preemptions.
 """
@@ -16,7 +16,7 @@ from roseinfer.observe.gaps.causes import Cause
 
 
 class VirtualClock:
-    """Nanoseconds that pass when somebody says so. It does not begin at 0, which no stamp may be."""
+    """Nanoseconds that pass when `advance` is called. It does not begin at 0, which no stamp may be."""
 
     def __init__(self, start_ns: int = 1_000_000_000) -> None:
         self.now_ns = start_ns
@@ -28,7 +28,7 @@ class VirtualClock:
         self.now_ns += duration_ns
 
     def advance_to(self, moment_ns: int) -> None:
-        """Nothing happens when the moment has passed."""
+        """Does nothing when the moment has passed."""
         self.now_ns = max(self.now_ns, moment_ns)
 
 
@@ -67,7 +67,7 @@ class VirtualRunner:
         collect: Callable[[int], None] = lambda _: None,
         on_launch: Callable[[ScheduledBatch], None] = lambda _: None,
     ) -> None:
-        """`collect` is told of each injected collection's nanoseconds, `on_launch` of each batch."""
+        """`collect` gets the nanoseconds of each injected collection, and `on_launch` each batch."""
         self._clock = clock
         self._costs = costs
         self._vocab_size = vocab_size
