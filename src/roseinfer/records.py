@@ -234,12 +234,8 @@ class RequestTimeline:
 
     def stamp(self, times: EngineTimes) -> None:
         """Copy in what the engine reports."""
-        self.inbox_ns = times.inbox_ns
-        self.scheduled_ns = times.scheduled_ns
-        self.num_cached_tokens = times.num_cached_tokens
-        self.num_preemptions = times.num_preemptions
-        self.preempted_ns = times.preempted_ns
-        self.resumed_ns = times.resumed_ns
+        for name in EngineTimes.__struct_fields__:
+            setattr(self, name, getattr(times, name))
 
 
 class Advanced(list[RequestTimeline]):

@@ -150,10 +150,8 @@ def _client(config: Config, observer: Observer) -> AsyncEngine:
 def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
     """The child process of `ProcessTransport`: an engine at the other end of the socket `fd`. Returns the exit code."""
     _die_with_parent()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a service manager signals us too; the front end decides when we end
+    # A service manager signals this process too, but the front end decides when it ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=fd) as connection:
         try:
