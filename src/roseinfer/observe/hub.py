@@ -29,6 +29,17 @@ from roseinfer.records import (
     Violation,
 )
 
+logger = logging.getLogger(__name__)
+
+MAX_DELAY_S = 0.2
+MAX_STEPS = 8  # that wait: delivering so many keeps the event loop for about a millisecond
+MAX_ENDS = 16  # that wait, for the same reason
+
+_FACTS = ("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish", "on_rest")
+_FAULTS = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT})
+_Facts = list[tuple[str, tuple[Any, ...]]]
+_What = ParamSpec("_What")
+
 _OWN = ("serial", "start_ns", "resumed_ns", "encoded_ns", "written_ns", "was_paused")
 _OF_ARRIVALS = ("tokens_ns", "sent_ns", "read_ns", "was_delayed")
 COLUMNS = (*_OWN, *_OF_ARRIVALS)
@@ -101,18 +112,6 @@ class WriteObserver(Observer):
 
     def on_writes(self, writes: Writes) -> None:
         """Takes the writes that returned since the last call."""
-
-
-logger = logging.getLogger(__name__)
-
-MAX_DELAY_S = 0.2
-MAX_STEPS = 8  # that wait: delivering so many keeps the event loop for about a millisecond
-MAX_ENDS = 16  # that wait, for the same reason
-
-_FACTS = ("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish", "on_rest")
-_FAULTS = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT})
-_Facts = list[tuple[str, tuple[Any, ...]]]
-_What = ParamSpec("_What")
 
 
 class Listeners(Generic[_What]):

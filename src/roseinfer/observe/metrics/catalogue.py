@@ -61,16 +61,11 @@ class InfoAtScrape:
 
 
 @dataclass(frozen=True, slots=True)
-class OfScrapes:
-    """Seconds that each scrape took; the exporter itself knows them."""
+class AtExporter:
+    """Values that the exporter adds itself: it finds the metric by its name."""
 
 
-@dataclass(frozen=True, slots=True)
-class OfCollections:
-    """Seconds that each garbage collection of the front end took."""
-
-
-Source = AtStep | AtWrites | AtFinish | AtScrape | InfoAtScrape | OfScrapes | OfCollections
+Source = AtStep | AtWrites | AtFinish | AtScrape | InfoAtScrape | AtExporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,6 +433,7 @@ _ENGINE = (
     ),
 )
 
+GC_PAUSE, SCRAPE_DURATION = "roseinfer_gc_pause_seconds", "roseinfer_scrape_duration_seconds"
 _EXPORTER = (
     Row(
         name="roseinfer_build_info",
@@ -447,23 +443,23 @@ _EXPORTER = (
         source=InfoAtScrape(("version", "python"), lambda state: (state.version, platform.python_version())),
     ),
     Row(
-        name="roseinfer_gc_pause_seconds",
+        name=GC_PAUSE,
         kind="histogram",
         unit="seconds",
         buckets=HOST_S,
         is_per_model=False,
         help="Start of a garbage collection in the front end → its end; nothing is read or written meanwhile. Once per "
         "collection, of any generation.",
-        source=OfCollections(),
+        source=AtExporter(),
     ),
     Row(
-        name="roseinfer_scrape_duration_seconds",
+        name=SCRAPE_DURATION,
         kind="histogram",
         unit="seconds",
         buckets=HOST_S,
         is_per_model=False,
         help="Start of rendering this page → its bytes are ready. Once per scrape; the scrape under way is not in it.",
-        source=OfScrapes(),
+        source=AtExporter(),
     ),
     Row(
         name="roseinfer_observability_seconds_total",

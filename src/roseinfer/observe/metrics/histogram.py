@@ -12,6 +12,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+# Upper bounds; an unbounded bucket follows. Each agreed threshold of a service level is a bound, so that its share of
+# good events is exact.
 HOST_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 WAIT_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.25, 0.32, 0.5, 0.64),

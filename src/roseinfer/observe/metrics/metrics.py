@@ -23,13 +23,13 @@ from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.metrics.catalogue import (
     CATALOGUE,
+    GC_PAUSE,
+    SCRAPE_DURATION,
     AtFinish,
     AtScrape,
     AtStep,
     AtWrites,
     InfoAtScrape,
-    OfCollections,
-    OfScrapes,
     Row,
 )
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
@@ -57,10 +57,8 @@ class Metrics(Collector, WriteObserver):
         self._registry = registry
         self._num_dropped_log_lines = num_dropped_log_lines
         self._take_gc_pauses_ns = take_gc_pauses_ns
-        self.render_start_listeners: list[Callable[[int], None]] = []  # called with the moment when a page begins
-        self.render_listeners: list[
-            Callable[[int, int], None]
-        ] = []  # called with the moments when a page began and was done
+        self.render_start_listeners: list[Callable[[int], None]] = []  # called with a page's begin
+        self.render_listeners: list[Callable[[int, int], None]] = []  # called with a page's begin and end
         self._spent_ns: Callable[[], int] = lambda: 0
         self._render_ns = 0
         self._lock = threading.Lock()
@@ -83,8 +81,7 @@ class Metrics(Collector, WriteObserver):
             (row.source, self._cells[row.name][""]) for row in CATALOGUE if isinstance(row.source, AtWrites)
         ]
         self._at_finish = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtFinish)]
-        self._of_scrapes = [self._cells[row.name][""] for row in CATALOGUE if isinstance(row.source, OfScrapes)]
-        self._of_collections = [self._cells[row.name][""] for row in CATALOGUE if isinstance(row.source, OfCollections)]
+        self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][""], self._cells[SCRAPE_DURATION][""]
         registry.register(self)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int]) -> None:
@@ -159,8 +156,7 @@ class Metrics(Collector, WriteObserver):
 
     def _count_collections(self) -> None:
         if pauses_ns := self._take_gc_pauses_ns():
-            for cell in self._of_collections:
-                cell.add([pause_ns / NS_PER_S for pause_ns in pauses_ns])
+            self._gc_pauses.add([pause_ns / NS_PER_S for pause_ns in pauses_ns])
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Returns the page in the format that the Accept header asks for, OpenMetrics or Prometheus text, and its type.
@@ -179,8 +175,7 @@ class Metrics(Collector, WriteObserver):
                 listener(start_ns, end_ns)
         with self._lock:
             self._render_ns += end_ns - start_ns
-            for cell in self._of_scrapes:
-                cell.add([(end_ns - start_ns) / NS_PER_S])
+            self._scrapes.add([(end_ns - start_ns) / NS_PER_S])
         return page, content_type
 
     def collect(self) -> Iterator[Metric]:

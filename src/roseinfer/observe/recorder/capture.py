@@ -48,7 +48,7 @@ from roseinfer.records import Advanced, Observer, RequestTimeline, StepRecord
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
-OPTION = "observe.capture_rules"
+_OPTION = "observe.capture_rules"
 MAX_COUNT = 100_000
 
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|[A-Za-z_0-9]+|\S")
@@ -128,23 +128,26 @@ class _Sentence:
         )
 
     def _count(self) -> int:
-        word = self._peek()
-        if not word.isdecimal() or not 1 <= int(word) <= MAX_COUNT:
-            self._refuse(f"a count from 1 to {MAX_COUNT}")
-        self._next += 1
-        return int(word)
+        return int(
+            self._next_word(
+                lambda word: word.isdecimal() and 1 <= int(word) <= MAX_COUNT, f"a count from 1 to {MAX_COUNT}"
+            )
+        )
 
     def _duration(self) -> int:
-        word = self._peek()
-        if not _NUMBER.fullmatch(word) or not 0 < float(word) <= _LONGEST:
-            self._refuse("a duration such as 60 ms, above 0")
-        self._next += 1
-        return int(float(word) * _UNITS_NS[self._word(*_UNITS_NS)])
+        number = self._next_word(
+            lambda word: bool(_NUMBER.fullmatch(word)) and 0 < float(word) <= _LONGEST,
+            "a duration such as 60 ms, above 0",
+        )
+        return int(float(number) * _UNITS_NS[self._word(*_UNITS_NS)])
 
     def _word(self, *expected: str) -> str:
+        return self._next_word(expected.__contains__, " or ".join(f"`{choice}`" for choice in expected))
+
+    def _next_word(self, is_right: Callable[[str], bool], expected: str) -> str:
         word = self._peek()
-        if word not in expected:
-            self._refuse(" or ".join(f"`{choice}`" for choice in expected))
+        if not is_right(word):
+            self._refuse(expected)
         self._next += 1
         return word
 
@@ -156,7 +159,8 @@ class _Sentence:
         place = len(self._text) if is_over else self._words[self._next][0]
         got = "nothing" if is_over else f"{self._words[self._next][1]!r}"
         raise ConfigError(
-            f"rule {self._number} ({self._text!r}), character {place + 1}: expected {expected}, got {got}", param=OPTION
+            f"rule {self._number} ({self._text!r}), character {place + 1}: expected {expected}, got {got}",
+            param=_OPTION,
         )
 
 
