@@ -26,7 +26,7 @@ _operations: dict[Handler, str] = {}
 
 
 def generates_tokens(operation: str) -> Callable[[Handler], Handler]:
-    """Mark a handler that asks the engine for tokens: each of its requests is an exchange, about this operation."""
+    """Mark a handler whose requests are exchanges, and name their operation."""
 
     def mark(handler: Handler) -> Handler:
         _operations[handler] = operation
@@ -36,14 +36,14 @@ def generates_tokens(operation: str) -> Callable[[Handler], Handler]:
 
 
 def is_for_tokens(request: web.Request) -> bool:
-    """Whether a marked handler will answer; no request without a route, or with another method, has one."""
+    """Whether a marked handler will answer the request."""
     return request.match_info.handler in _operations
 
 
 class Exchange:
-    """One request for tokens: a timeline for each sequence it generates, and one when it never gets that far.
+    """One request for tokens, with a timeline for each sequence that it generates and at least one.
 
-    Its timelines are open from construction (the first) or `submit` (the others) until `close`.
+    The first timeline opens at construction and the others at `submit`; all close at `close`.
     """
 
     def __init__(self, client: EngineClient, key: str, request: web.Request, ledger: Ledger) -> None:
@@ -56,8 +56,8 @@ class Exchange:
             )
         ]
         self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
-        self.reply_id = ""  # what the answer calls itself, once there is a job
-        self.caller: Caller | None = None  # whose key it came with, where keys are configured
+        self.reply_id = ""  # the id in the answer
+        self.caller: Caller | None = None  # by its key, where keys are configured
         self.deadline_ns: int | None = None  # by when it must have ended, on the monotonic clock
         self.queue_deadline_ns: int | None = None  # by when the engine must have begun
         self._recv_unix_s = time.time()
@@ -71,7 +71,7 @@ class Exchange:
         self._task = task
         self._interruption: RoseinferError | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        self.is_submitted = False  # the engine has been asked
+        self.is_submitted = False  # to the engine
         client.open_timeline(self.timelines[0])
 
     @property
@@ -81,7 +81,7 @@ class Exchange:
 
     @property
     def is_in_engine(self) -> bool:
-        """The engine has not yet told the end of each sequence: an abort may be on its way."""
+        """Whether the engine has not ended each sequence: an abort may be on its way."""
         return any(self._client.holds(timeline.request_id) for timeline in self.timelines)
 
     def sequence_id(self, index: int) -> str:
@@ -90,7 +90,7 @@ class Exchange:
 
     @property
     def wants_ledger(self) -> bool:
-        """The client asked where its time went."""
+        """Whether the client asked where its time went."""
         return self._asks_for_ledger == "1"
 
     def ledgers(self) -> list[dict[str, object]]:
@@ -99,10 +99,7 @@ class Exchange:
         return [self._ledger(timeline, now_ns) for timeline in self.timelines]
 
     def read_headers(self) -> None:
-        """Whether the client wants a ledger, and how late it was against its own schedule, if it says so.
-
-        Raises InvalidRequest.
-        """
+        """Read whether the client wants a ledger, and how late it sent the request. Raises InvalidRequest."""
         if self._asks_for_ledger not in {None, "0", "1"}:
             raise InvalidRequest(f"The header {LEDGER_HEADER} is 1, or 0, or left out.", param=LEDGER_HEADER)
         if self._intended_time is None:
@@ -115,7 +112,7 @@ class Exchange:
         self.timelines[0].client_submit_lag_s = self._recv_unix_s - float(self._intended_time)
 
     def submit(self, prompt_lengths: Sequence[int], *, is_streamed: bool) -> None:
-        """The engine takes over: have one timeline for each of the sequences, whose prompts have these lengths."""
+        """Open a timeline for each sequence, whose prompts have these lengths, as they go to the engine."""
         first = self.timelines[0]
         for index in range(1, len(prompt_lengths)):
             timeline = RequestTimeline(
@@ -140,15 +137,15 @@ class Exchange:
             self._set_alarm(self.deadline_ns + int(ENGINE_GRACE_S * 1e9), error)
 
     def cache_salt(self, given: str) -> str:
-        """Under what its prefixes are cached: the key's own salt, which one that the client gives can only narrow."""
+        """The salt of its cached prefixes: the key's own, which a salt that the client gives can only narrow."""
         own = self.caller.cache_salt if self.caller is not None else ""
         return hmac.digest(own.encode(), given.encode("utf-8", "surrogatepass"), "sha256").hex()[:32] if given else own
 
     def set_deadlines(self, timeout_s: float, queue_timeout_s: float) -> None:
-        """When it must have ended, and when the engine must have begun, in seconds from its first byte; 0: any time.
+        """Set when it must have ended and when the engine must have begun, in seconds from its first byte; 0: never.
 
-        They are the engine's to keep from `submit` on. Until then the handler is interrupted at the sooner of them, and
-        later only if the engine has not ended the request soon after its deadline.
+        The handler is interrupted at the sooner of them. From `submit` on the engine keeps them, and the handler is
+        interrupted only if the engine does not.
         """
         recv_ns = self.timelines[0].recv_ns
         self.deadline_ns = recv_ns + int(timeout_s * 1e9) if timeout_s else None
@@ -174,19 +171,19 @@ class Exchange:
             self._alarm.cancel()
 
     def interrupt(self, error: RoseinferError) -> None:
-        """Make the handler stop where it is and end with `error`."""
+        """Stop the handler where it is, and end with `error`."""
         if self._interruption is None:
             self._interruption = error
             self._task.cancel()
 
     def interruption(self) -> RoseinferError | None:
-        """Why the handler was cancelled, if it was `interrupt` that did it; takes the cancellation back."""
+        """Why `interrupt` cancelled the handler, if it did; takes the cancellation back."""
         if self._interruption is not None:
             self._task.uncancel()
         return self._interruption
 
     def fail(self, error: RoseinferError) -> None:
-        """Sequences that have not finished end with `error`; from here on nothing interrupts."""
+        """End the sequences that have not finished with `error`; nothing interrupts from here on."""
         self._interruption = self._interruption or error
         if not self.is_submitted:
             self._finish(FinishReason.REJECTED, error.public_code)
@@ -198,7 +195,7 @@ class Exchange:
             self._finish(FinishReason.ABORT, error.code)
 
     def lose_client(self) -> None:
-        """Nobody is listening any more."""
+        """Note that the client has gone."""
         for timeline in self.timelines:
             timeline.client_disconnected = True
         self._finish(FinishReason.ABORT, "")

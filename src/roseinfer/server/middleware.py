@@ -1,4 +1,4 @@
-"""Turns whatever happens around a handler into what the client and the log are told. Knows no bodies."""
+"""Wraps each handler: request ids, the access log, errors as JSON, API keys, admission, and odd heads."""
 
 import asyncio
 import contextlib
@@ -34,12 +34,12 @@ PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 QUIET_PATHS = PROBE_PATHS | {
     "/metrics",
     "/debug/timeline/data",
-}  # asked every second; what they would say, the lifecycle logs
-SERVER = "roseinfer"  # in the place of aiohttp's and Python's versions
+}  # requested every second; the lifecycle logs what they would show
+SERVER = "roseinfer"  # instead of the versions of aiohttp and Python
 CLIENT_CLOSED = 499  # nginx's number for it
 REASONS = {CLIENT_CLOSED: "Client Closed Request"}  # of statuses that the standard has no phrase for
-RESTART_S = "5"  # until an engine that has died is there again, if it comes back; nobody can count on its backlog
-FAREWELL_TIMEOUT_S = 1.0  # a client that does not read is not waited for with the last event
+RESTART_S = "5"  # until a new engine is there, if there will be one; its backlog is not known
+FAREWELL_TIMEOUT_S = 1.0  # for a client that does not read to take the last event
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _access_log = logging.getLogger("roseinfer.access")
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Step 1: give the request its id, and the log one line when it has ended."""
+    """Step 1: give the request its id, and log one line when it has ended."""
     request[REQUEST_ID] = request_id_of(request)
     start = time.monotonic()
     status = CLIENT_CLOSED
@@ -74,7 +74,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def request_id_of(request: web.BaseRequest) -> str:
-    """The one that the client gave, if it has an acceptable form, or a new one."""
+    """The id that the client gave, if its form is acceptable, or a new one."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
@@ -85,7 +85,7 @@ def _trace_id(request: web.Request) -> str | None:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Runs before a status line leaves: the request id, and `Connection: close` on a server that is about to go."""
+    """Add the request id, and `Connection: close` on a server that is about to stop, before the status line leaves."""
     response.headers["Server"] = SERVER
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
@@ -106,7 +106,7 @@ async def release_body(request: web.Request, handler: Handler) -> web.StreamResp
 
 @web.middleware
 async def open_exchange(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Step 1, for requests for tokens: open a timeline at the first byte and close it after the last (step 15)."""
+    """Open the timeline of a request for tokens at its first byte (step 1), and close it after the last (step 15)."""
     if not is_for_tokens(request):
         return await handler(request)
     service = request.app[SERVICE]
@@ -122,7 +122,7 @@ async def open_exchange(request: web.Request, handler: Handler) -> web.StreamRes
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The one translator: any error becomes the JSON body or, when the status line is out, the stream's last event."""
+    """Turn any error into the JSON body or, when the status line is out, into the last event of the stream."""
     exchange = request.get(EXCHANGE)
     headers: dict[str, str] = {}
     failure: RoseinferError
@@ -138,28 +138,28 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if exchange is None:
             raise
         exchange.lose_client()
-        return exchange.stream or web.Response(status=CLIENT_CLOSED)  # nobody reads it but the log
+        return exchange.stream or web.Response(status=CLIENT_CLOSED)  # only the log reads it
     except asyncio.CancelledError:
         interruption = exchange.interruption() if exchange is not None else None
         if interruption is None:
             raise
         failure = interruption
-    except Exception:  # noqa: BLE001 - one of the three places that catch all: it is logged, and told as ours
+    except Exception:  # noqa: BLE001 - one of the three places that catch all: it is logged, and answered with 500
         _log.exception("unexpected error", extra={"request_id": request[REQUEST_ID]})
         failure = RoseinferError("Something went wrong inside the server; its log says more under this request's id.")
-    # Its frames, and those of what it came from, know what was asked and it: all would stay until a collection.
+    # Its frames refer to the request and to it: all of them would stay until a garbage collection.
     failure.__traceback__ = failure.__context__ = None
     if isinstance(failure, QueueTimeout):
         failure.retry_after_s = request.app[SERVICE].client.queue_estimate.retry_after_s(priority=0)
-    _tell(request, failure)
+    _record(request, failure)
     if exchange is not None and exchange.stream is not None:
         return await _end_stream(request, exchange.stream, failure)
     ledgers = exchange.ledgers() if exchange is not None and exchange.wants_ledger else None
     return error_response(failure, headers, ledgers)
 
 
-def _tell(request: web.Request, failure: RoseinferError) -> None:
-    """End its exchange, if it has one. What the engine has not heard of is a refusal, and counts as one."""
+def _record(request: web.Request, failure: RoseinferError) -> None:
+    """End the exchange of a failed request; one that never reached the engine counts as a refusal."""
     exchange = request.get(EXCHANGE)
     if exchange is not None:
         exchange.fail(failure)
@@ -195,9 +195,9 @@ def error_response(
 
 
 async def _end_stream(request: web.Request, stream: web.StreamResponse, error: RoseinferError) -> web.StreamResponse:
-    """An error event and the end of the stream, without `[DONE]`."""
+    """Send an error event and end the stream, without `[DONE]`."""
     stream.force_close()
-    if isinstance(stream, web.Response):  # a whole answer, cut in the middle: nothing can be added to it
+    if isinstance(stream, web.Response):  # not a stream, and cut in the middle: nothing can be added
         _abort(request)
         return stream
     with contextlib.suppress(ConnectionError, TimeoutError):
@@ -213,14 +213,14 @@ async def _end_stream(request: web.Request, stream: web.StreamResponse, error: R
 
 
 def _abort(request: web.Request) -> None:
-    """Drop the connection of a client that does not read: closing politely would wait until it does."""
+    """Drop the connection of a client that does not read: closing it properly would wait until it does."""
     if request.transport is not None:
         request.transport.abort()
 
 
 @web.middleware
 async def refuse_odd_heads(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A head that two readers could take for two different requests is nobody's."""
+    """Refuse a head that two servers could read as two different requests."""
     if len(request.headers.getall("Host", ())) > 1:
         raise MalformedRequest("The header Host comes more than once.", param="Host")
     if not request.raw_path.startswith(("/", "*")):
@@ -232,7 +232,7 @@ async def refuse_odd_heads(request: web.Request, handler: Handler) -> web.Stream
 
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """With keys configured, everything but the probes needs one, whether or not it exists."""
+    """Refuse a request without a valid key, where keys are configured and the path is no probe."""
     keys = request.app[SERVICE].api_keys
     if keys is not None and request.path not in PROBE_PATHS:
         caller = keys.caller(request.headers.get("Authorization", ""))
@@ -240,13 +240,13 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
             raise Unauthorized("A valid API key is needed: `Authorization: Bearer <key>`.")
         request[CALLER] = caller
         if (exchange := request.get(EXCHANGE)) is not None:
-            exchange.caller = caller  # what one key has cached cannot be probed with another
+            exchange.caller = caller  # so that one key cannot probe what another has cached
     return await handler(request)
 
 
 @web.middleware
 async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Requests for tokens are refused while the server is not ready or is full."""
+    """Refuse a request for tokens while the server is not ready or is full."""
     if (exchange := request.get(EXCHANGE)) is not None:
         request.app[SERVICE].admit()
         exchange.read_headers()

@@ -1,4 +1,4 @@
-"""What the handlers share: the state of the server, the engine behind it, its text side, and who is being served."""
+"""Holds what all handlers share: the state of the server, its engine, its text side, and the requests in flight."""
 
 import asyncio
 import secrets
@@ -22,9 +22,9 @@ _ORDER = list(LifecycleState)  # a server goes through the states in this order,
 
 
 class Service:
-    """The state machine: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere.
+    """The state of the server: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere.
 
-    It goes back to STARTING for a new engine in the place of one that died, and else never back.
+    It goes back only for a new engine after one that died, to STARTING.
     """
 
     def __init__(
@@ -50,26 +50,26 @@ class Service:
         self._ledger = ledger
         self._text_model: TextModel | None = None
         self._exchanges: dict[str, Exchange] = {}
-        self._abandoned: dict[str, list[str]] = {}  # keys not to be used again yet, and what the engine has of them
+        self._abandoned: dict[str, list[str]] = {}  # keys not to be used again yet: their requests in the engine
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         observer.on_lifecycle(self.state)
 
     def enter(self, state: LifecycleState) -> None:
-        """Go on to `state`; a state that lies behind or holds already is no news."""
+        """Go on to `state`, unless the server is there or past it."""
         if _ORDER.index(state) <= _ORDER.index(self.state):
             return
         self.state = state
         self.observer.on_lifecycle(state)
 
     def open(self, text_model: TextModel) -> None:
-        """Everything is loaded: serve."""
+        """Begin to serve: everything is loaded."""
         self._text_model = text_model
         self.has_been_ready = True
         self.enter(LifecycleState.READY)
 
     def restart(self) -> None:
-        """The engine has died and is started again. The only way back: probes say so, and requests are refused."""
+        """Go back to STARTING, as a new engine starts: the probes say so, and requests are refused."""
         self.state = LifecycleState.STARTING
         self.observer.on_lifecycle(self.state)
 
@@ -90,7 +90,7 @@ class Service:
     def admit(self) -> None:
         """Raise NotReady, EngineDead or Overloaded unless one more exchange, open already, can be served.
 
-        Nobody knows yet what it asks for; `admit_sequences` looks again when that is known.
+        Its body is not read yet; `admit_sequences` checks again what it asks for.
         """
         if self.state is LifecycleState.FAILED:
             raise EngineDead("The engine is gone.")
@@ -106,10 +106,10 @@ class Service:
         self._check_wait(MOST_URGENT)
 
     def admit_sequences(self, requests: Sequence[Request]) -> None:
-        """Raise Overloaded unless these, which come from one exchange and go to the engine now, can be served too.
+        """Raise Overloaded unless the engine can serve the requests of one exchange too.
 
-        Others may have gone there since `admit`, while the body came and its text was encoded. As for tokens, of
-        prompts and of what may be generated, whoever is alone is served, however many it wants.
+        Others may have gone there since `admit`, while the body came and its text was encoded. The limit of tokens, of
+        prompts and of what may be generated, does not hold for an exchange that is alone.
         """
         limit, estimate = self.config.max_inflight_tokens, self.client.queue_estimate
         num_tokens = sum(len(request.prompt_token_ids) + request.params.max_tokens for request in requests)
@@ -144,14 +144,14 @@ class Service:
         exchange.close()
 
     def _forget_abandoned(self) -> None:
-        """Look at the two oldest, for each one that comes: so there are few more than the engine has not ended yet."""
+        """Check the two oldest, so that few are kept which the engine has ended."""
         for key in list(islice(self._abandoned, 2)):
             request_ids = self._abandoned.pop(key)
             if any(map(self.client.holds, request_ids)):
-                self._abandoned[key] = request_ids  # to be looked at again
+                self._abandoned[key] = request_ids
 
     def abort(self, request_id: str, caller: Caller | None) -> bool:
-        """End the open exchanges of a caller with this id, given or of the answer, and say whether there was one."""
+        """End the caller's exchanges whose given id or answer's id is this; says whether there was one."""
         found = [
             exchange
             for exchange in self._exchanges.values()
@@ -163,7 +163,7 @@ class Service:
 
     @property
     def num_exchanges(self) -> int:
-        """Requests for tokens that have no end yet."""
+        """Requests for tokens in flight."""
         return len(self._exchanges)
 
     async def wait_idle(self) -> None:

@@ -15,14 +15,14 @@ Digests = list[tuple[str, bytes]]
 
 
 class Caller(NamedTuple):
-    """Whose key a request came with."""
+    """The holder of the key that a request came with."""
 
     name: str
-    cache_salt: str  # under which this key's prefixes are cached: an HMAC of its digest, so it does not tell the key
+    cache_salt: str  # under which this key's prefixes are cached: an HMAC of its digest, so it does not show the key
 
 
 class ApiKeys:
-    """The keys that are good now, as SHA-256 digests: of equal length, so that comparing tells nothing about a key."""
+    """The keys that are good now, as SHA-256 digests: of equal length, so that comparing shows nothing of a key."""
 
     def __init__(self, fixed: Sequence[ApiKey], path: Path | None = None) -> None:
         """Keys that stay, and a file of keys that may change. Raises ConfigError when it cannot be used."""

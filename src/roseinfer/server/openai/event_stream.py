@@ -1,4 +1,4 @@
-"""Turns JSON payloads into server-sent events. Knows neither what they say nor when they are due."""
+"""Writes server-sent events: chunks from a template, keep-alive comments, and the head of a stream."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 DONE = b"data: [DONE]\n\n"
-NOTHING = b"{}"  # a payload that says nothing
+NOTHING = b"{}"  # an empty payload
 COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
 
@@ -18,7 +18,7 @@ def event(payload: bytes) -> bytes:
 
 
 async def open_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
-    """Send the status line and the headers of an event stream, and more headers."""
+    """Send the status line and the headers of an event stream."""
     stream = web.StreamResponse(
         headers={
             "Content-Type": "text/event-stream; charset=utf-8",
@@ -32,15 +32,15 @@ async def open_stream(request: web.Request, headers: dict[str, str]) -> web.Stre
 
 
 class Beacon:
-    """Says that a stream is alive after each interval in which nothing else was said, even before its first event.
+    """Sends a keep-alive comment after each interval without an event, even before the first.
 
-    One timer, which looks when the last event was: telling it of an event is one assignment.
+    Its one timer checks when the last event was, so an event costs one assignment, to `last_s`.
     """
 
-    def __init__(self, interval_s: float, say: Callable[[], Coroutine[None, None, None]]) -> None:
+    def __init__(self, interval_s: float, send: Callable[[], Coroutine[None, None, None]]) -> None:
         self.last_s = time.monotonic()  # of the last event
         self._interval_s = interval_s
-        self._say = say
+        self._send = send
         self._task: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._look) if interval_s else None
 
@@ -48,11 +48,11 @@ class Beacon:
         left_s = self.last_s + self._interval_s - time.monotonic()
         if left_s <= 0:
             self.last_s, left_s = time.monotonic(), self._interval_s
-            self._task = asyncio.create_task(self._say())
+            self._task = asyncio.create_task(self._send())
         self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
 
     async def stop(self) -> None:
-        """Say no more; what is being said is said to its end."""
+        """Send no more comments; one that is being sent is completed."""
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -60,9 +60,9 @@ class Beacon:
 
 
 class ChunkTemplate:
-    """The chunks of one stream: everything that does not change is encoded once, a chunk joins bytes.
+    """Encodes what does not change in the chunks of a stream once; a chunk joins bytes.
 
-    With many streams, encoding a dictionary for each chunk would be a good part of a step: see docs/log.md, 2026-11-21.
+    With many streams, encoding a dictionary for each chunk would take a good part of a step: docs/log.md, 2026-11-21.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ChunkTemplate:
     def choice(
         self, index: int, payload: bytes, logprobs: bytes | None = None, finish_reason: str | None = None
     ) -> bytes:
-        """A chunk for one choice; payload and log-probabilities are JSON. Empty where it would tell nothing."""
+        """A chunk of one choice, from payload and log-probabilities in JSON; empty if there is nothing in it."""
         if logprobs is None and finish_reason is None:  # nearly all are
             return self._heads[index] + payload + self._plain_tail if payload != NOTHING else b""
         return self._heads[index] + payload + self._tail(logprobs or b"null", finish_reason)
@@ -95,9 +95,9 @@ class ChunkTemplate:
         return b',"logprobs":%b,"finish_reason":%b%b' % (logprobs, msgspec.json.encode(finish_reason), self._end)
 
     def ledger(self, ledgers: bytes) -> bytes:
-        """The chunk that says where the time of each choice went, as JSON, and has no choices."""
+        """The chunk with the ledgers of all choices, in JSON, and no choices."""
         return self._head + b'],"roseinfer_ledger":' + ledgers + self._end[2:]
 
     def usage(self, usage: bytes) -> bytes:
-        """The chunk that carries the usage, as JSON, and no choices."""
+        """The chunk with the usage, in JSON, and no choices."""
         return self._head + b'],"usage":' + usage + b"}\n\n"

@@ -1,8 +1,8 @@
-"""Turns the request and reply structs and the error tree into /openapi.json, an OpenAPI 3.1 document.
+"""Generates /openapi.json, an OpenAPI 3.1 document, from the request and reply structs and the error tree.
 
-What a field may hold is said once, in the annotation that also validates it. What only the running server knows is
-filled in: the model's name, the sizes of its vocabulary and its context. Relations between fields, such as that a
-prompt and its completion fit into the context, no schema can say: they are in docs/http-api.md.
+What a field may hold is written once, in the annotation that also validates it. The model's name and the sizes of its
+vocabulary and context are filled in. Relations between fields, such as that a prompt and its completion fit into the
+context, are beyond a schema: they are in docs/http-api.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _REF = "#/components/schemas/{name}"
 _ANY = (errors.MalformedRequest, errors.UnmetExpectation, errors.HeadTooLarge)  # whatever the path
 _KEYED = (*_ANY, errors.Unauthorized)
 _BODY = (*_KEYED, errors.InvalidRequest, errors.UnknownModel, errors.BodyTimeout, errors.BodyTooLarge, errors.NotJSON)
-_TEXT = (*_BODY, errors.NotReady, errors.Overloaded)  # of which one more long body may be too many
+_TEXT = (*_BODY, errors.NotReady, errors.Overloaded)  # one more long body may be too many
 _TOKENS = (
     *_TEXT,
     errors.PromptTooLong,
@@ -129,7 +129,7 @@ def document(model_name: str, info: EngineInfo, *, has_keys: bool) -> Schema:
 
 
 def _accept_what_is_accepted(components: dict[str, Schema], body: type[ModelBody]) -> None:
-    """Beside what the struct holds: null where a field may be left out, and values of others that ask for nothing."""
+    """Add null where a field may be left out, and fields that are accepted with values that ask for nothing."""
     for name in _structs_within(components, body.__name__):
         schema = components[name]
         if not schema.get("additionalProperties", True):
@@ -145,7 +145,7 @@ def _accept_what_is_accepted(components: dict[str, Schema], body: type[ModelBody
 
 
 def _structs_within(components: dict[str, Schema], name: str) -> Iterator[str]:
-    """The body and those of its parts whose fields may be null: they are told apart by taking no other fields."""
+    """The names of the body and of those of its parts whose fields may be null."""
     yield name
     if name in {ChatBody.__name__, CompletionBody.__name__} and StreamOptions.__name__ in components:
         yield StreamOptions.__name__
@@ -154,7 +154,7 @@ def _structs_within(components: dict[str, Schema], name: str) -> Iterator[str]:
 
 
 def _or_null(schema: Schema) -> Schema:
-    """The schema, which may have been widened before, and null."""
+    """The schema, or null; it may have been widened before."""
     choices = schema.get("anyOf", [schema])
     if any(choice.get("type") == "null" for choice in choices):
         return schema

@@ -404,7 +404,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
         Meta(
             description="So many are generated of each prompt, and the `n` with the highest mean log-probability of a "
-            "token are told, best first. At least `n`; equal to it in a stream. Default: `n`."
+            "token are in the answer, best first. At least `n`; equal to it in a stream. Default: `n`."
         ),
     ] = None
 
@@ -441,7 +441,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         Meta(
             min_length=1,
             description="The conversation so far; content is text or a list of text parts, in an assistant's message "
-            "also of `refusal` parts, whose text is told as any other. In such a message without content `refusal` is "
+            "also of `refusal` parts, whose text counts as any other. In such a message without content `refusal` is "
             "what was said. `name`, `annotations` and `parsed` have no effect; `audio` is null.",
         ),
     ]

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text into token ids and back, as a generation endpoint would. Knows no engine."""
+"""Serves POST /tokenize and /detokenize: text into token ids and back, as the generation endpoints do it."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Sequence
@@ -68,7 +68,7 @@ class DetokenizeBody(ModelBody, frozen=True, kw_only=True):
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
-    """The ids that a text or a conversation becomes. Raises InvalidRequest or Overloaded."""
+    """Answer with the token ids of a text or a conversation. Raises InvalidRequest or Overloaded."""
     service = request.app[SERVICE]
     text_model, max_model_len = service.text_model, service.client.info.max_model_len
     body = await read_body(request, TokenizeBody)
@@ -78,7 +78,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
         request[HELD_BYTES].hold(num_bytes * (ID_BYTES + (SPELLING_BYTES if body.return_token_strs else 0)))
     add_special_tokens = body.add_special_tokens if body.add_special_tokens is not None else body.prompt is not None
     work = (text_model.tokenizer, text, add_special_tokens, max_model_len, body.return_token_strs)
-    return await _tell(request, await text_model.tokenizer.for_text(len(text), _tokenized, *work))
+    return await _answer(request, await text_model.tokenizer.for_text(len(text), _tokenized, *work))
 
 
 async def _text(body: TokenizeBody, text_model: TextModel) -> str:
@@ -93,70 +93,63 @@ async def _text(body: TokenizeBody, text_model: TextModel) -> str:
 def _tokenized(
     tokenizer: Tokenizer, text: str, add_special_tokens: bool, max_model_len: int, with_strings: bool
 ) -> bytes:
-    """A TokenizeReply. All of it at once, so that of the ids of long texts there is one list at a time."""
+    """A TokenizeReply in JSON, made in one call, so that there is one list of the ids of a long text at a time."""
     token_ids = tokenizer.encode_here(text, add_special_tokens=add_special_tokens)
 
     def spell(piece: list[int]) -> list[str]:
         return [tokenizer.spell(token_id).decode(errors="replace") for token_id in piece]
 
     spelled = msgspec.Raw(_array(token_ids, spell) if with_strings else b"null")
-    told = (len(token_ids), max_model_len, msgspec.Raw(_array(token_ids, list)), spelled)
+    values = (len(token_ids), max_model_len, msgspec.Raw(_array(token_ids, list)), spelled)
     while token_ids:  # freed in pieces too: a million at once take ten milliseconds
         del token_ids[-PIECE:]
-    return msgspec.json.encode(dict(zip(TokenizeReply.__struct_fields__, told, strict=True)))
+    return msgspec.json.encode(dict(zip(TokenizeReply.__struct_fields__, values, strict=True)))
 
 
-def _array(token_ids: list[int], told: Callable[[list[int]], Sequence[object]]) -> bytes:
-    """What is told of each token, as a JSON array, encoded in pieces: no other thread runs while one is."""
-    pieces = (told(token_ids[start : start + PIECE]) for start in range(0, len(token_ids), PIECE))
+def _array(token_ids: list[int], convert: Callable[[list[int]], Sequence[object]]) -> bytes:
+    """A JSON array with what each token converts to, encoded in pieces: no other thread runs while one is."""
+    pieces = (convert(token_ids[start : start + PIECE]) for start in range(0, len(token_ids), PIECE))
     return b"[" + b",".join(msgspec.json.encode(piece)[1:-1] for piece in pieces) + b"]"
 
 
-async def _tell(request: web.Request, content: bytes) -> web.StreamResponse:
-    """Write the answer here: what the request holds is free when the handler returns, and the answer is part of it."""
-    response = _json(content)
+async def _answer(request: web.Request, content: bytes) -> web.StreamResponse:
+    """Write the answer: what the request holds, which includes it, is released when the handler returns."""
+    response = web.Response(body=content, content_type="application/json")
     await response.prepare(request)
     await response.write_eof()
     return response
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
-    """The text that token ids stand for, special tokens spelled out. Raises InvalidRequest or Overloaded."""
-    content = await _detokenized(request)
-    if len(content) > INLINE_BYTES:  # shorter answers are bounded by the number of connections, as shorter bodies are
-        request[HELD_BYTES].hold(len(content))
-    return await _tell(request, content)
-
-
-async def _detokenized(request: web.Request) -> bytes:
+    """Answer with the text of token ids, special tokens spelled out. Raises InvalidRequest or Overloaded."""
     service = request.app[SERVICE]
     tokenizer, vocab_size = service.text_model.tokenizer, service.client.info.vocab_size
     body = await read_body(request, DetokenizeBody)
     if len(body.tokens) <= INLINE_CHARS:
-        return _spelled(tokenizer, body.tokens, vocab_size)
-    return await tokenizer.off_loop(_spelled, tokenizer, body.tokens, vocab_size)
+        content = _spelled(tokenizer, body.tokens, vocab_size)
+    else:
+        content = await tokenizer.off_loop(_spelled, tokenizer, body.tokens, vocab_size)
+    if len(content) > INLINE_BYTES:  # shorter answers are bounded by the number of connections, as shorter bodies are
+        request[HELD_BYTES].hold(len(content))
+    return await _answer(request, content)
 
 
 def _spelled(tokenizer: Tokenizer, token_ids: list[int], vocab_size: int) -> bytes:
-    """A DetokenizeReply, encoded in pieces: no other thread runs while one is."""
+    """A DetokenizeReply in JSON, encoded in pieces: no other thread runs while one is."""
     for position, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
             where = f"tokens[{position}]"
             raise InvalidRequest(f"`{where}`: {token_id} is no token; the vocabulary has {vocab_size}.", param=where)
     decoder = getincrementaldecoder("utf-8")("replace")
     [name] = DetokenizeReply.__struct_fields__
-    told = [b'{"%b":"' % name.encode()]
+    pieces = [b'{"%b":"' % name.encode()]
     for start in range(0, len(token_ids), PIECE):
         piece = b"".join(map(tokenizer.spell, token_ids[start : start + PIECE]))
-        told.append(_within_quotes(decoder.decode(piece)))
-    told += [_within_quotes(decoder.decode(b"", final=True)), b'"}']
-    return b"".join(told)
+        pieces.append(_within_quotes(decoder.decode(piece)))
+    pieces += [_within_quotes(decoder.decode(b"", final=True)), b'"}']
+    return b"".join(pieces)
 
 
 def _within_quotes(text: str) -> bytes:
     """As a part of a JSON string."""
     return msgspec.json.encode(text)[1:-1]
-
-
-def _json(content: bytes) -> web.Response:
-    return web.Response(body=content, content_type="application/json")
