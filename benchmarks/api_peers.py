@@ -83,7 +83,7 @@ def main() -> int:
     arguments = parser.parse_args()
     sitting = Sitting("peers")
     model, log = make(arguments.model), arguments.out.with_suffix(".log")
-    words = rotation.words_of(model)
+    words = Words(model / "tokenizer.json")
     workloads, num_repeats = (WORKLOADS[:1], 1) if arguments.quick else (WORKLOADS, NUM_REPEATS)
     rows = [rotation.absent(name, "not set up") for name in NOT_AUTOMATED]
     versions: dict[str, str] = {}

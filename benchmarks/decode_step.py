@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import protocol
-from benchmarks.engine_options import PRECISIONS
+from benchmarks.engine_options import PRECISIONS, engine_command, precision_options
 from benchmarks.figures import Spread
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import PeerFailed, Worker
@@ -36,7 +36,6 @@ ABLATIONS = {  # what differs from a configuration of defaults
     "pipeline depth 1": {"runner.pipeline_depth": "1"},
 }
 NUM_UNCOUNTED = 1
-PEERS = "benchmarks.peers"
 
 
 class Plan(NamedTuple):
@@ -106,7 +105,7 @@ def start_subjects(
     descriptions: dict[str, Any] = {}
     failures: dict[str, str] = {}
     for name, command in commands.items():
-        worker = stack.enter_context(Worker(name, [sys.executable, "-m", *command], log))
+        worker = stack.enter_context(Worker(name, command, log))
         try:
             descriptions[name] = worker.call("describe")
             subjects[name] = worker
@@ -122,22 +121,18 @@ def cases_of(arguments: argparse.Namespace) -> Sequence[tuple[int, int]]:
     return QUICK_CASES if arguments.quick else CASES
 
 
-def commands_of(arguments: argparse.Namespace, model: str) -> dict[str, list[str]]:
-    """The module of each subject's process and its arguments, by the subject's name."""
+def commands_of(arguments: argparse.Namespace, model: Path) -> dict[str, list[str]]:
+    """The command of each subject, by its name."""
     batch, context = (str(max(sizes)) for sizes in zip(*cases_of(arguments), strict=True))
-    device = arguments.device
-    engine = [f"{PEERS}.engine_only", model, "--steps", "--batch", batch, "--context", context]
-    engine += ["--option", f"runner.device={device}", "--precision"]
-    transformers = [f"{PEERS}.transformers_static", model, "--device", device, "--precision"]
-    if not arguments.ablations:
-        precisions = arguments.precisions.split(",")
-        commands = {f"roseinfer {precision}": [*engine, precision] for precision in precisions}
-        return {**commands, "transformers float32": [*transformers, "float32"]}
-    commands = {
-        name: [*engine, "bfloat16", *(f"--option={path}={value}" for path, value in options.items())]
-        for name, options in ABLATIONS.items()
-    }
-    return {**commands, "transformers bfloat16": [*transformers, "bfloat16"]}
+    own = {f"roseinfer {precision}": precision_options(precision) for precision in arguments.precisions.split(",")}
+    if arguments.ablations:
+        own = {name: {**precision_options("bfloat16"), **options} for name, options in ABLATIONS.items()}
+    device = {"runner.device": arguments.device}
+    sizes = ["--steps", "--batch", batch, "--context", context]
+    commands = {name: [*engine_command(model, {**device, **options}), *sizes] for name, options in own.items()}
+    precision = "bfloat16" if arguments.ablations else "float32"
+    rival = [sys.executable, "-m", "benchmarks.peers.transformers_static", str(model), "--device", arguments.device]
+    return {**commands, f"transformers {precision}": [*rival, "--precision", precision]}
 
 
 def main() -> int:
@@ -147,7 +142,7 @@ def main() -> int:
     arguments = parser.parse_args()
     sitting = Sitting("decode")
     with protocol.own_session_raised() as is_raised, ExitStack() as stack:
-        commands = commands_of(arguments, str(make(arguments.model)))
+        commands = commands_of(arguments, make(arguments.model))
         subjects, descriptions, failures = start_subjects(stack, commands, arguments.out.with_suffix(".log"))
         cases = [measure_case(subjects, *case, plan_of(*case, arguments)) for case in cases_of(arguments)]
     results = {"subjects": descriptions, "failures": failures, "is_raised": is_raised, "cases": cases}

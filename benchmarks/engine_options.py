@@ -1,5 +1,6 @@
 """Makes the configuration of an engine for a benchmark, from the name of a precision and `path=value` pairs."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def precision_options(precision: str) -> dict[str, str]:
 def parse(pairs: Iterable[str]) -> dict[str, str]:
     """Values by path, of pairs such as `runner.staging=pageable`."""
     return dict(pair.split("=", 1) for pair in pairs)
+
+
+def engine_command(model: Path, options: Mapping[str, str]) -> list[str]:
+    """The command of `benchmarks.peers.engine_only` with these options, by path."""
+    pairs = [word for path, value in options.items() for word in ("--option", f"{path}={value}")]
+    return [sys.executable, "-m", "benchmarks.peers.engine_only", str(model), *pairs]
 
 
 def require_kernels() -> None:

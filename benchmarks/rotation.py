@@ -6,13 +6,12 @@ All but the one whose turn it is are paused. Each repeat has new prompts, the sa
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from benchmarks import protocol
 from benchmarks.figures import medians, streams_of, summarise
-from benchmarks.workloads import WORKLOADS, PlannedRequest, Shape, Words, requests_of
+from benchmarks.workloads import WORKLOADS, PlannedRequest, Words, requests_of
 from roseinfer.bench.definitions import Observed
 
 WARM_UP = "W1x32"  # run once by each entrant and not counted: what comes first in a process is slower
@@ -80,13 +79,7 @@ class Limits:
         return repeat == 0 or (repeat < self._most and elapsed * (repeat + 1) / repeat <= self._budget_s)
 
 
-def run(
-    entrants: Sequence[Entrant],
-    words: Words,
-    workloads: Sequence[str],
-    limits: Limits,
-    shapes: Mapping[str, Shape] = WORKLOADS,
-) -> list[dict[str, Any]]:
+def run(entrants: Sequence[Entrant], words: Words, workloads: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
     """Run all workloads in order. Returns a row for each entrant and workload, with an `error` where it failed."""
     rows = []
     failures: dict[str, str] = {}
@@ -101,7 +94,7 @@ def run(
         repeat = 0
         while limits.allows(repeat):
             for entrant in takers:
-                streams = _take_turn(entrant, requests_of(workload, words, repeat, shapes[workload]), failures)
+                streams = _take_turn(entrant, requests_of(workload, words, repeat), failures)
                 if streams is not None:
                     repeats[entrant.name].append(summarise(streams))
             repeat += 1
@@ -146,7 +139,3 @@ def line_of(row: dict[str, Any]) -> str:
 def absent(name: str, reason: str) -> dict[str, Any]:
     """The row of a rival that could not be measured."""
     return {"name": name, "workload": ", ".join(WORKLOADS), "repeats": [], "error": reason}
-
-
-def words_of(model: Path) -> Words:
-    return Words(model / "tokenizer.json")

@@ -7,20 +7,19 @@ one start each. `engine only` is roseinfer without HTTP, for the share that serv
 taken from DIR/vllm, where `benchmarks/peers/setup.sh` puts it.
 """
 
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks import protocol, rotation
-from benchmarks.engine_options import PRECISIONS, require_kernels
+from benchmarks.engine_options import PRECISIONS, engine_command, require_kernels
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import Worker
 from benchmarks.random_gpt2 import make
 from benchmarks.rotation import Driver, Entrant, Limits
 from benchmarks.servers import Server, ServerPlan, roseinfer_plan, serving_options, vllm_plan, vllm_version
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, Words
 from roseinfer.bench.load.launcher import LaunchFailed
 
 VLLM_PRECISIONS = ("float32", "bfloat16")
@@ -57,8 +56,7 @@ def entrants_of(
             entrants.append(enter(stack, plan, log))
         except LaunchFailed as error:
             absent.append(rotation.absent(plan.name, str(error)))
-    pairs = [word for path, value in serving_options(precision).items() for word in ("--option", f"{path}={value}")]
-    command = [sys.executable, "-m", "benchmarks.peers.engine_only", str(model), *pairs]
+    command = engine_command(model, serving_options(precision))
     worker = stack.enter_context(Worker(f"engine only {precision}", command, log))
     entrants.append(Driver(worker, ("W2",)))
     return entrants, absent
@@ -73,7 +71,7 @@ def main() -> int:
     sitting = Sitting("served")
     began = time.monotonic()
     model, log = make(arguments.model), arguments.out.with_suffix(".log")
-    words = rotation.words_of(model)
+    words = Words(model / "tokenizer.json")
     version = vllm_version(arguments.peers / "vllm")
     workloads = QUICK_WORKLOADS if arguments.quick else tuple(WORKLOADS)
     limits = Limits(1 if arguments.quick else NUM_REPEATS, BUDGET_S)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import protocol
-from benchmarks.engine_options import precision_options
+from benchmarks.engine_options import engine_command, precision_options
 from benchmarks.figures import streams_of, summarise
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import Worker
@@ -75,10 +75,7 @@ def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, 
     options = options_of(arguments.device)
     burst, bursts, streams = (QUICK_BURST, 1, 2) if arguments.quick else (BURST, NUM_BURSTS, NUM_STREAMS)
     rows = {}
-    pairs = [word for path, value in options.items() for word in ("--option", f"{path}={value}")]
-    with Worker(
-        "engine only", [sys.executable, "-m", "benchmarks.peers.engine_only", str(model), *pairs], log
-    ) as worker:
+    with Worker("engine only", engine_command(model, options), log) as worker:
         rows["burst offline"] = repeat("burst offline", through(worker, "drive_offline"), burst, words, bursts)
         rows["burst online"] = repeat("burst online", through(worker, "drive"), burst, words, bursts)
         rows["one stream"] = repeat("one stream", through(worker, "drive"), ONE_STREAM, words, streams)
