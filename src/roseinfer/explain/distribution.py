@@ -121,10 +121,9 @@ class Parts:
     def __init__(self, gaps: Sequence[Gap]) -> None:
         """`gaps` must not be empty."""
         table = np.zeros((len(gaps), len(CAUSES)))
-        columns = {cause: column for column, cause in enumerate(CAUSES)}
         for row, gap in enumerate(gaps):
             for cause, part_ns in gap.parts.items():
-                table[row, columns[cause]] = part_ns
+                table[row, cause.number] = part_ns
         durations = np.array([(gap.end_ns - gap.start_ns) / 1e9 for gap in gaps])
         order = durations.argsort(kind="stable")
         self.durations_s: FloatArray = durations[order]
@@ -162,11 +161,10 @@ class Parts:
     def share_of_all(self, cause: Cause) -> float:
         """Returns the share of a cause in the time of all gaps, usual or not."""
         total_ns = self._table.sum()
-        return float(self._table[:, CAUSES.index(cause)].sum() / total_ns) if total_ns else 0.0
+        return float(self._table[:, cause.number].sum() / total_ns) if total_ns else 0.0
 
     def without(self, cause: Cause) -> Without:
         """Returns p99 if the cause had never taken longer than usual."""
-        column = CAUSES.index(cause)
-        shorter = self.durations_s - np.maximum(self._table[:, column] - self._usual[column], 0) / 1e9
+        shorter = self.durations_s - np.maximum(self._table[:, cause.number] - self._usual[cause.number], 0) / 1e9
         p99_s = float(np.quantile(shorter, _TAIL))
         return Without(cause, p99_s, self.p99_s - p99_s)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from roseinfer.explain.durations import ms
-from roseinfer.observe.gaps.causes import CAUSES, Cause
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.recorder.recording import Recording, RequestRecord, step_of
 from roseinfer.records import StepRecord
@@ -97,7 +97,7 @@ class _Reader:
     def _interrupted_process(self, gap: Gap) -> str:
         rows = self._interruptions
         rows = rows[(rows["start_ns"] < gap.end_ns) & (rows["end_ns"] > gap.start_ns)]
-        return "the front end" if (rows["cause"] == CAUSES.index(gap.cause)).any() else "the engine"
+        return "the front end" if (rows["cause"] == gap.cause.number).any() else "the engine"
 
 
 def _is_read_in(request: RequestRecord, step: StepRecord) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from roseinfer.observe.gaps.causes import CAUSES, Cause
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.recording import (
     INTERRUPTION_DTYPE,
     STEP_DTYPE,
@@ -26,7 +26,7 @@ def make_recording(
     **meta: Any,
 ) -> Recording:
     fields: dict[str, Any] = {"version": "1.2.3", "model_name": "m", "clock": ClockPair(1, 2), "engine": ENGINE}
-    rows = [(start_ns, end_ns, CAUSES.index(cause)) for start_ns, end_ns, cause in interruptions]
+    rows = [(start_ns, end_ns, cause.number) for start_ns, end_ns, cause in interruptions]
     return Recording(
         meta=RecordingMeta(**(fields | meta)),
         requests=list(requests),

@@ -31,7 +31,6 @@ _FEW = 16
 _LEARN_EVERY = 16  # writes at least between two from which the usual parts of a wire gap are learned
 _LESSON_EVERY = 512  # where more come together
 _NOTHING: Totals = (0,) * len(CAUSES)
-_INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 
 
 class _Account(msgspec.Struct, gc=False):
@@ -171,7 +170,7 @@ class Attribution(WriteObserver):
         self._recent.add(gap, _NUM_RECENT)
         shared = list(self._shared)
         for cause, duration in gap.segments:
-            shared[_INDEX[cause]] += duration
+            shared[cause.number] += duration
         self._shared = tuple(shared)
 
     def _remember(self, tokens_ns: int) -> None:

@@ -40,11 +40,12 @@ class Cause(StrEnum):
     """What a moment between two tokens of a request went to: a closed set."""
 
     row: Row
+    number: int  # in recordings
 
     def __new__(cls, row: Row | str) -> Self:
         assert isinstance(row, Row)  # `Cause("decode")` is a look-up, which does not come here
         member = str.__new__(cls, row.name)
-        member._value_, member.row = row.name, row
+        member._value_, member.row, member.number = row.name, row, len(cls.__members__)
         return member
 
     DECODE = Row(
@@ -248,4 +249,4 @@ class Cause(StrEnum):
 
 
 CAUSES = tuple(Cause)
-"""In the order of their numbers in recordings."""
+"""By number."""

@@ -64,7 +64,7 @@ def _names(recording: Recording, steps: Sequence[StepRecord]) -> Iterator[Event]
             "ph": "M",
             "name": "thread_name",
             "pid": FRONT_END,
-            "tid": CAUSES.index(cause),
+            "tid": cause.number,
             "args": {"name": cause.value},
         }
 
@@ -89,7 +89,7 @@ def _interruptions(recording: Recording) -> Iterator[Event]:
     for row in recording.interruptions:
         cause = CAUSES[int(row["cause"])]
         yield _complete(
-            cause.value, FRONT_END, CAUSES.index(cause), int(row["start_ns"]), int(row["end_ns"]), {"cause": cause}
+            cause.value, FRONT_END, cause.number, int(row["start_ns"]), int(row["end_ns"]), {"cause": cause}
         )
 
 

@@ -12,14 +12,6 @@ from roseinfer.observe.recorder.recording import RequestRecord
 from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, QueueReport, RequestTimeline, StepRecord
 
 _NS_PER_MS = 1e6
-_PARTS = (
-    ("receive", intervals.receive_ns),
-    ("tokenize", intervals.tokenize_ns),
-    ("submit_lag", intervals.submit_lag_ns),
-    ("queue_wait", intervals.queue_wait_ns),
-    ("prefill", intervals.prefill_ns),
-    ("first_write", intervals.first_write_ns),
-)
 
 
 def stage_of(timeline: RequestTimeline | RequestRecord) -> str:
@@ -178,9 +170,10 @@ def _stage_in(timeline: RequestTimeline | RequestRecord, queue: QueueReport) -> 
 
 def _times(timeline: RequestTimeline, now_ns: int) -> dict[str, float]:
     """Milliseconds of each part that is over; `under_way` is what has passed since the last stamp of one in flight."""
-    parts = {name: length_ns / _NS_PER_MS for name, measure in _PARTS if (length_ns := measure(timeline)) is not None}
-    if timeline.token_ns:
-        parts["decode"] = (timeline.token_ns[-1] - timeline.token_ns[0]) / _NS_PER_MS
+    reached = [(name, end - start) for name, start, end in intervals.stages(timeline, until_ns=0) if end]
+    parts = {name: length_ns / _NS_PER_MS for name, length_ns in reached}
+    if (first_write_ns := intervals.first_write_ns(timeline)) is not None:
+        parts["first_write"] = first_write_ns / _NS_PER_MS
     if not timeline.end_ns:
         stamps = (timeline.recv_ns, timeline.parsed_ns, timeline.tokenized_ns, *timeline.token_ns[-1:])
         parts["under_way"] = (now_ns - max(stamps)) / _NS_PER_MS

@@ -15,7 +15,7 @@ import numpy as np
 
 from roseinfer.config.tree import Config
 from roseinfer.messages import EngineInfo
-from roseinfer.observe.gaps.causes import CAUSES, Cause
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.recorder.recording import (
     INTERRUPTION_DTYPE,
@@ -148,7 +148,7 @@ class FlightRecorder(WriteObserver):
 
     def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
         """Notes that the front end did something else. May be called in any thread, also by the garbage collector."""
-        self._interrupted.append((start_ns, end_ns, CAUSES.index(cause)))
+        self._interrupted.append((start_ns, end_ns, cause.number))
 
     def on_start(self, timeline: RequestTimeline) -> None:
         self._in_flight[timeline.request_id] = timeline

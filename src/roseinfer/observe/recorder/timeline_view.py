@@ -30,7 +30,6 @@ _GAP_FIELDS = ("serial", "index", "start_ns", "end_ns", "step_id", "cause", "is_
 _REQUEST_STAMPS = ("recv_ns", "parsed_ns", "tokenized_ns", "inbox_ns", "scheduled_ns", "end_ns", "preempted_ns")
 _REQUEST_COUNTS = ("num_prompt_tokens", "num_cached_tokens", "max_tokens", "num_preemptions", "error_code")
 _LATE_NS = 2_000_000_000  # a request may be sent that long after its end: the page knows it by its serial
-_CAUSE_INDEX = {cause: index for index, cause in enumerate(CAUSES)}
 
 GapsOf = Callable[[Recording], Sequence[Gap]]
 
@@ -152,6 +151,6 @@ def _request(request: RequestRecord, origin_ns: int, known_ns: int, first_write_
 
 def _gap_row(gap: Gap, origin_ns: int) -> tuple[Any, ...]:
     """Returns a row whose parts are flat: cause, nanoseconds, cause, nanoseconds."""
-    parts = [number for cause, length_ns in gap.parts.items() for number in (_CAUSE_INDEX[cause], length_ns)]
+    parts = [number for cause, length_ns in gap.parts.items() for number in (cause.number, length_ns)]
     stamps = (gap.start_ns - origin_ns, gap.end_ns - origin_ns)
-    return (gap.serial, gap.index, *stamps, gap.step_id, _CAUSE_INDEX[gap.cause], int(gap.is_slow), parts)
+    return (gap.serial, gap.index, *stamps, gap.step_id, gap.cause.number, int(gap.is_slow), parts)

@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
-from roseinfer.observe.gaps.causes import CAUSES, Cause
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap, gaps_of
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.recorder.recording import (
@@ -120,7 +120,7 @@ class Bench:
         assert self.slow == []
 
     def recording(self, engine: EngineInfo = ENGINE) -> Recording:
-        interruptions = [(start, end, CAUSES.index(cause)) for start, end, cause in self.interruptions]
+        interruptions = [(start, end, cause.number) for start, end, cause in self.interruptions]
         return Recording(
             meta=RecordingMeta(version="0", model_name="m", clock=ClockPair(0, 0), engine=engine),
             requests=[RequestRecord.of(timeline) for timeline in self.timelines],
