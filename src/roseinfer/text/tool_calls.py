@@ -7,9 +7,8 @@ Texts that grow are lists of pieces, joined once: adding to a string copies it.
 
 import re
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, Literal
 
 import msgspec
@@ -323,18 +322,18 @@ def _first_candidate(text: str, tag: str) -> int:
     return len(text)
 
 
-_BLANKS = " \t\r\n"
 _BLANK_RUN = re.compile(r"[ \t\r\n]*")
 _WORD_RUN = re.compile(r'[^"{}\[\], \t\r\n]*')  # of a value that is no string and not within brackets
 _NESTED_RUN = re.compile(r'[^"{}\[\]]*')
 _STRING_RUN = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to its last quote, or half an escape
+_NO_RUN = re.compile("")
+
+_Step = Generator[None, None, None]
+_Char = Generator[None, None, str]
 
 
 class _Malformed(Exception):
-    """The character at `position` belongs to no JSON object."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
+    """The next character belongs to no JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,33 +345,16 @@ class Piece:
     is_last: bool  # the value ends with it
 
 
-class _At(Enum):
-    """What comes next."""
-
-    OPEN = auto()
-    KEY = auto()
-    COLON = auto()
-    VALUE = auto()
-    END = auto()  # of the object, or a comma
-    DONE = auto()
-
-
 class ObjectScanner:
     """Follows one JSON object while its text comes in. Each character is read once, and only keys are decoded."""
 
     def __init__(self) -> None:
+        self.is_done = False
         self.is_malformed = False  # the text is no JSON object
-        self._at = _At.OPEN
+        self._text, self._position = "", 0
         self._key = ""
-        self._key_raw: list[str] = []  # so far
-        self._depth = 0  # of the value's brackets
-        self._is_string = self._is_escaped = False
-        self._is_first = True  # no key has been read
-        self._has_begun = False  # the value, after the blanks before it
-
-    @property
-    def is_done(self) -> bool:
-        return self._at is _At.DONE
+        self._is_in_value = False
+        self._parsing = self._parse()
 
     def feed(self, text: str, start: int) -> tuple[Piece | None, int]:
         """Read `text` from `start` up to behind the first or the last character of a value, whichever comes next.
@@ -381,110 +363,96 @@ class ObjectScanner:
         value, and where reading stopped: there, behind the object, at a character that belongs to none, or behind the
         text.
         """
+        self._text, self._position = text, start
+        was_in_value = self._is_in_value
+        next(self._parsing, None)
+        if not (was_in_value or self._is_in_value):
+            return None, self._position
+        begin = start if was_in_value else self._position - 1
+        return Piece(self._key, text[begin : self._position], not self._is_in_value), self._position
+
+    # Each of these stops at the end of the text, and goes on in the next.
+
+    def _parse(self) -> _Step:
         try:
-            return self._feed(text, start)
-        except _Malformed as malformed:
+            yield from self._read_object()
+            self.is_done = True
+        except _Malformed:
             self.is_malformed = True
-            return None, malformed.position
 
-    def _feed(self, text: str, position: int) -> tuple[Piece | None, int]:
-        while position < len(text) and not self.is_done:
-            char = text[position]
-            if self._at is _At.VALUE and self._has_begun:
-                return self._read_value(text, position)
-            if self._at is _At.KEY and (self._is_string or char == '"'):
-                position = self._read_key(text, position)
-            elif char in _BLANKS:
-                position = _end_of(_BLANK_RUN, text, position)
-            elif self._at is _At.VALUE:
-                return self._begin_value(char, position), position + 1
-            else:
-                self._read_mark(char, position)
-                position += 1
-        return None, position
+    def _read_object(self) -> _Step:
+        yield from self._read_mark("{")
+        char = yield from self._skip(_BLANK_RUN)
+        while char != "}":
+            yield from self._read_mark('"')
+            yield from self._read_key()
+            yield from self._read_mark(":")
+            yield from self._read_value()
+            char = yield from self._skip(_BLANK_RUN)
+            if char != "}":
+                yield from self._read_mark(",")
+        self._position += 1
 
-    def _read_key(self, text: str, start: int) -> int:
-        """Read a key. Returns where it, or the text, ends."""
-        is_begun, self._is_string = self._is_string, True
-        end, has_ended = self._read_string(text, start if is_begun else start + 1)
-        self._key_raw.append(text[start:end])
-        if has_ended:
-            try:
-                self._key = msgspec.json.decode("".join(self._key_raw), type=str)
-            except msgspec.DecodeError:
-                raise _Malformed(end - 1) from None
-            self._key_raw, self._at = [], _At.COLON
-        return end
+    def _skip(self, run: re.Pattern[str]) -> _Char:
+        """Read a run of characters. Returns the one behind it, which is not read."""
+        while True:
+            found = run.match(self._text, self._position)
+            assert found is not None, "a run may be empty"
+            self._position = found.end()
+            if self._position < len(self._text):
+                return self._text[self._position]
+            yield
 
-    def _read_mark(self, char: str, position: int) -> None:
-        """Read a brace, colon or comma of the object itself."""
-        if self._at is _At.OPEN and char == "{":
-            self._at = _At.KEY
-        elif self._at is _At.COLON and char == ":":
-            self._at, self._has_begun = _At.VALUE, False
-        elif self._at is _At.END and char == ",":
-            self._at, self._is_first = _At.KEY, False
-        elif char == "}" and (self._at is _At.END or (self._at is _At.KEY and self._is_first)):
-            self._at = _At.DONE
-        else:
-            raise _Malformed(position)
+    def _read_mark(self, mark: str) -> _Step:
+        if (yield from self._skip(_BLANK_RUN)) != mark:
+            raise _Malformed
+        self._position += 1
 
-    def _begin_value(self, char: str, position: int) -> Piece:
+    def _read_key(self) -> _Step:
+        raw, begin = ['"'], self._position
+        for _ in self._read_string():
+            raw.append(self._text[begin:])
+            yield
+            begin = 0
+        raw.append(self._text[begin : self._position])
+        try:
+            self._key = msgspec.json.decode("".join(raw), type=str)
+        except msgspec.DecodeError:
+            self._position -= 1
+            raise _Malformed from None
+
+    def _read_string(self) -> _Step:
+        """Read a string from behind its first quote."""
+        while (yield from self._skip(_STRING_RUN)) != '"':  # half an escape
+            self._position += 1
+            yield from self._skip(_NO_RUN)
+            self._position += 1
+        self._position += 1
+
+    def _read_value(self) -> _Step:
+        char = yield from self._skip(_BLANK_RUN)
         if char in "}],":
-            raise _Malformed(position)
-        self._has_begun, self._is_string, self._depth = True, char == '"', int(char in "{[")
-        return Piece(self._key, char, is_last=False)
+            raise _Malformed
+        self._position, self._is_in_value = self._position + 1, True
+        yield  # behind the first character
+        if char not in '"{[':
+            char = yield from self._skip(_WORD_RUN)
+            if char in '"{[':  # invalid JSON, read as one value
+                self._position += 1
+        if char == '"':
+            yield from self._read_string()
+        elif char in "{[":
+            yield from self._read_brackets()
+        self._is_in_value = False
+        yield  # behind the last
 
-    def _read_value(self, text: str, start: int) -> tuple[Piece, int]:
-        """Read the rest of the value, as far as it is there. Returns it, and where it ends."""
-        position = start
-        while position < len(text):
-            if self._is_string:
-                position, has_ended = self._read_string(text, position)
-                if has_ended and not self._depth:
-                    return self._end_value(text[start:position]), position
-                continue
-            position = _end_of(_NESTED_RUN if self._depth else _WORD_RUN, text, position)
-            if position == len(text):
-                break
-            char = text[position]
-            if not self._depth and char in "}]," + _BLANKS:  # behind a number or a word
-                return self._end_word(text[start:position], char, position), position + 1
-            position += 1
+    def _read_brackets(self) -> _Step:
+        """Read lists and objects from behind the first bracket."""
+        depth = 1
+        while depth:
+            char = yield from self._skip(_NESTED_RUN)
+            self._position += 1
             if char == '"':
-                self._is_string = True
+                yield from self._read_string()
             else:
-                self._depth += 1 if char in "{[" else -1
-                if not self._depth:
-                    return self._end_value(text[start:position]), position
-        return Piece(self._key, text[start:], is_last=False), position
-
-    def _read_string(self, text: str, position: int) -> tuple[int, bool]:
-        """Read a string from behind its first quote. Returns where the reading ends, and whether the string does."""
-        if self._is_escaped and position < len(text):
-            self._is_escaped = False
-            position += 1
-        position = _end_of(_STRING_RUN, text, position)
-        if position == len(text):
-            return position, False
-        self._is_string = self._is_escaped = text[position] == "\\"
-        return position + 1, not self._is_string
-
-    def _end_word(self, raw: str, char: str, position: int) -> Piece:
-        """End a number or a word, which `char` follows."""
-        if char == "]":
-            raise _Malformed(position)
-        piece = self._end_value(raw)
-        if char not in _BLANKS:
-            self._read_mark(char, position)
-        return piece
-
-    def _end_value(self, raw: str) -> Piece:
-        self._at = _At.END
-        return Piece(self._key, raw, is_last=True)
-
-
-def _end_of(run: re.Pattern[str], text: str, position: int) -> int:
-    found = run.match(text, position)
-    assert found is not None, "a run may be empty"
-    return found.end()
+                depth += 1 if char in "{[" else -1
