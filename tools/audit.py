@@ -1,4 +1,4 @@
-"""Turns the environment into a bill of materials, a list of licences, and what is known of weak spots in either.
+"""Writes a bill of materials and a list of licences of this environment, and asks for known weaknesses.
 
     python tools/audit.py [--tools build/audit-venv] [--out build/audit]
 
@@ -39,7 +39,7 @@ def bill_of_materials(program: Path, file: Path) -> dict[str, Any]:
     bill: dict[str, Any] = json.loads(file.read_text())
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     needed = closure(Requirement(text) for text in dependencies)
-    # The project itself is what the bill is of, and where it was installed from is nobody's business.
+    # The bill is of the project itself, whose entry would name the folder that it was installed from.
     bill["components"] = [component for component in bill["components"] if component["name"] != "roseinfer"]
     for component in bill["components"]:
         component["scope"] = "required" if canonicalize_name(component["name"]) in needed else "excluded"
@@ -117,7 +117,7 @@ def read_advisories(answer: str) -> tuple[int, str]:
     unknown = [package["name"] for package in found if "skip_reason" in package]
     lines.append(f"advisories: {len(weak)} of {len(asked)} packages have a known weakness")
     if unknown:
-        lines.append(f"the index knows nothing of {', '.join(sorted(unknown))}")
+        lines.append(f"the index has no entry for {', '.join(sorted(unknown))}")
     return len(weak), "\n".join(lines)
 
 
@@ -134,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_needed = sum(component["scope"] == "required" for component in components)
     print(f"{options.out}/sbom.json, licences.md: {len(components)} packages, of which a server needs {num_needed}")
     answer = ask_for_advisories([str(options.tools / "bin" / "pip-audit")], components, options.out)
-    num_weak, told = read_advisories(answer)
-    print(told)
+    num_weak, summary = read_advisories(answer)
+    print(summary)
     return 1 if num_weak else 0
 
 

@@ -1,7 +1,7 @@
-"""Turns the program's own tables into the parts of the Helm chart that follow from them, and its schema into a page.
+"""Writes the generated parts of the Helm chart's schema, and its README.
 
 Of values.schema.json, `config` is the program's schema and the thresholds are bounds of buckets; the rest of that file
-is written by hand, and it says what each value means. Knows no template.
+is written by hand, and it says what each value means.
 """
 
 import json
@@ -34,7 +34,7 @@ Schema = dict[str, Any]
 
 
 def schema() -> str:
-    """values.schema.json with its generated parts made anew."""
+    """The text of values.schema.json with its generated parts made anew."""
     tree: Schema = json.loads(SCHEMA.read_text())
     properties = tree["properties"]
     config = _without_references(config_docs.json_schema())
@@ -49,7 +49,7 @@ def schema() -> str:
 
 
 def _without_references(tree: Schema) -> Schema:
-    """The same schema with every definition in the place of what refers to it."""
+    """Replace each reference by the definition that it refers to."""
     definitions = tree.get("$defs", {})
 
     def expand(node: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Turns a chart and values into what the real Helm makes of them: objects, notes, errors. Knows no chart by name.
+"""Renders, checks and packages charts with the real Helm.
 
 It runs in an environment of its own, since helm-sdkpy needs Python 3.12 (`make chart` sets it up in build/helm-venv).
 That library is the Go engine of Helm without its `template` command, so a release is installed into a stub of
-Kubernetes' API on the loopback, which knows no cluster and remembers the release record that Helm stores there.
+Kubernetes' API on the loopback, which stores the release record that Helm sends and nothing else.
 
-Without arguments it answers questions, one JSON object a line on stdin and on stdout: see `ANSWERS`.
-`check CHART…` and `package CHART DIRECTORY` are for people; 1 is the exit code when something is wrong.
+Without arguments it answers questions, one JSON object a line on stdin and on stdout: see `answers`.
+`lint CHART` and `package CHART DIRECTORY` are for people; the exit code is 1 when something is wrong.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-LINT_ERROR = 3  # Helm's severities: 1 tells, 2 warns, 3 refuses
+LINT_ERROR = 3  # Helm's severities: 1 is information, 2 a warning, 3 an error
 
 Object = dict[str, Any]
 
@@ -55,7 +55,7 @@ CUSTOM_KINDS = {
 
 @dataclass
 class Cluster:
-    """What the stub says about itself, and the release records that were stored in it."""
+    """The version and kinds of the stub's API, and the release records stored in it."""
 
     version: str = "1.37"
     kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def _group(group_version: str) -> Object:
 
 
 class StubHandler(BaseHTTPRequestHandler):
-    """Answers discovery, has no object, and accepts every one that is sent."""
+    """Answers discovery, has no objects, and accepts every object that is sent."""
 
     cluster: ClassVar[Cluster] = Cluster()
     protocol_version = "HTTP/1.1"
@@ -170,7 +170,7 @@ class Helm:
         return {"objects": objects, "notes": record["info"].get("notes", "")}
 
     def lint(self, chart: str) -> list[Object]:
-        """Messages of the severity of an error; Helm's library tells their severity and path, and no text."""
+        """Messages of the severity of an error; Helm's library gives their severity and path, and no text."""
         result = asyncio.run(helm_sdkpy.Lint(self._configuration("serving")).run(chart))
         return [message for message in result.get("Messages") or [] if message["Severity"] >= LINT_ERROR]
 
@@ -217,7 +217,7 @@ def validate(question: Object) -> Object:
 
 
 def answers(helm: Helm) -> dict[str, Callable[[Object], Object]]:
-    """What can be asked, by the name in `ask`."""
+    """The questions, by the name in `ask`."""
     return {
         "render": helm.render,
         "validate": validate,
@@ -236,7 +236,7 @@ def main(arguments: list[str]) -> int:
                 print(json.dumps(known[question["ask"]](question)), flush=True)
         case ["lint", chart]:
             errors = helm.lint(chart)
-            print(f"{chart}: {errors or 'nothing to complain of'}")
+            print(f"{chart}: {errors or 'no errors'}")
             return 1 if errors else 0
         case ["package", chart, directory]:
             Path(directory).mkdir(parents=True, exist_ok=True)

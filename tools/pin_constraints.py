@@ -1,6 +1,6 @@
-"""Turns what is installed here into constraints.txt: one exact version for all that pyproject.toml pulls in, no more.
+"""Writes constraints.txt: the installed version of each package that pyproject.toml pulls in, and of no other.
 
-Knows package metadata only. Call it through `make constraints`, then run `make test`, then commit.
+Call it through `make constraints`, then run `make test`, then commit.
 """
 
 import importlib.metadata

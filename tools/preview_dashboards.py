@@ -1,8 +1,8 @@
-"""A minute of load on a real server turned into docs/images/dashboard-*.png; needs prometheus, knows no panel.
+"""Draws docs/images/dashboard-*.png from a minute of load on a real server; needs prometheus.
 
 `python tools/preview_dashboards.py [SECONDS]` starts a server with the embedded model, a Prometheus and a load of short
 streams; half-way, long prompts come for some seconds, so that there is a jump to explain. What kube-state-metrics,
-cAdvisor and DCGM would say is invented.
+cAdvisor and DCGM would report is invented.
 """
 
 import subprocess

@@ -1,6 +1,6 @@
-"""A clean checkout and its interpreter's standard library into the embedded model: gathers, trains, measures, writes.
+"""Trains the embedded model on a clean checkout and the standard library, measures it and writes its files.
 
-`python tools/train_demo_model.py` is the whole of it. Knows nothing of the package's code, which it reads as text.
+`python tools/train_demo_model.py` does all of it. The package's code is read as text.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _QUESTIONS = ("Hello", "What is roseinfer?", "What does os.path.join do?")
 
 
 def main() -> int:
-    """Trains and writes, with what it is doing said on the way. Exit code 2 when this is not a whole checkout."""
+    """Train and write, with progress on the console. The exit code is 2 when this is not a whole checkout."""
     options = _parse_arguments()
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(options.threads)
@@ -105,7 +105,7 @@ def _new_model(recipe: Recipe) -> Gpt2:
 
 
 def _train_with_progress(model: Gpt2, train_stream: torch.Tensor, recipe: Recipe, console: Console) -> float:
-    """A bar on a terminal, a line now and then elsewhere. Returns seconds."""
+    """Train with a progress bar on a terminal, a line now and then elsewhere. Returns seconds."""
     if not console.is_terminal:
         return train(model, train_stream, recipe, _plain_lines(recipe.steps))
     with Progress(console=console) as progress:
@@ -133,7 +133,7 @@ def _plain_lines(num_steps: int) -> Callable[[int, float], None]:
 
 
 def _measure(corpus: Streams, folder: Path) -> Facts:
-    """Losses and samples of the files just written, so that the card speaks of them and not of the run's float32."""
+    """Measure losses and samples of the files just written, in bfloat16, rather than of the run's float32."""
     model = checkpoint.read(folder, SHAPE)
     return Facts(
         num_parameters=model.num_parameters,

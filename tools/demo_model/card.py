@@ -1,4 +1,4 @@
-"""What was trained, and how well, into the model card; trains and measures nothing itself.
+"""Renders the model card from what was trained and measured.
 
 The prose is `card.md` beside this file, with the places of the numbers in braces.
 """

@@ -1,7 +1,4 @@
-"""A trained network into the files that Hugging Face's loaders read, and back.
-
-Knows nothing about training or text.
-"""
+"""Writes and reads the network as the files that Hugging Face's loaders read."""
 
 import json
 from pathlib import Path
@@ -15,7 +12,7 @@ _WEIGHTS = "model.safetensors"
 
 
 def write(model: Gpt2, folder: Path, end_id: int) -> None:
-    """`model.safetensors` (bfloat16), `config.json` and `generation_config.json`."""
+    """Write `model.safetensors` (bfloat16), `config.json` and `generation_config.json`."""
     (folder / _WEIGHTS).write_bytes(save(model.checkpoint(), metadata={"format": "pt"}))  # save_file writes it private
     _write_json(folder / "config.json", _config(model.shape, end_id))
     _write_json(folder / "generation_config.json", {"bos_token_id": end_id, "eos_token_id": end_id})

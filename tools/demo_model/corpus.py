@@ -1,7 +1,6 @@
-"""A checkout and the standard library into documents: pages, Python and short chats, some of them held out.
+"""Makes documents of a checkout and of the standard library: pages, Python and short chats, some of them held out.
 
-Knows nothing about tokens or tensors. Everything is read in a fixed order, and every choice is a hash of a name, so
-that the same files give the same corpus.
+Everything is read in a fixed order, and every choice is a hash of a name, so the same files give the same corpus.
 """
 
 import hashlib

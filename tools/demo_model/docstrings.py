@@ -1,7 +1,4 @@
-"""Python sources and running modules into documented names: what each is called, how it is called, and what it does.
-
-Knows nothing about tokens, training or this project: it reads syntax trees and docstrings.
-"""
+"""Reads names, signatures and docstrings from Python sources and from modules written in C."""
 
 import ast
 import importlib

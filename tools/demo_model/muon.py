@@ -1,4 +1,4 @@
-"""Gradients of matrices into nearly orthogonal updates: Muon, in float32 and batched over matrices of one size.
+"""The optimizer Muon, in float32 and batched over matrices of one size: updates are nearly orthogonal.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the scale of the update is that of
 Liu et al. 2025, "Muon is Scalable for LLM Training". torch has one of its own, which orthogonalises in bfloat16, one

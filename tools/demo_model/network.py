@@ -1,6 +1,6 @@
-"""Token ids into logits: GPT-2 in plain torch, with the parameter names of Hugging Face's checkpoints.
+"""GPT-2 in plain torch, with the parameter names of Hugging Face's checkpoints.
 
-Knows nothing about text, files or how it is trained. Architecture: Radford et al. 2019, "Language Models are
+Architecture: Radford et al. 2019, "Language Models are
 Unsupervised Multitask Learners"; initialisation from section 2.3 of it.
 """
 

@@ -1,6 +1,6 @@
-"""A stream of token ids into a trained network, and a network into its loss.
+"""Trains the network on a stream of token ids, and measures its loss.
 
-Knows nothing about text. Windows are short, because that is cheap, and at random position offsets, so that every
+Windows are short, because that is cheap, and at random position offsets, so that every
 position embedding is trained; a share of the steps takes windows of the whole context, so that attention learns to
 look back that far.
 """
@@ -76,7 +76,7 @@ def train(
 ) -> float:
     """Trains in place, for the first `steps` of the recipe (default: all); the seconds it took.
 
-    `on_step` is told the number of steps done and the training loss of the last one, in nats per token.
+    `on_step` gets the number of steps done and the training loss of the last one, in nats per token.
     """
     windows = Windows(stream, model.shape.context, recipe)
     optimizers = _optimizers(model, recipe)

@@ -1,7 +1,7 @@
-"""Documents into token ids: a byte-level BPE trained on them, and the chat template that its role markers serve.
+"""Trains a byte-level BPE on the documents, encodes them, and writes the tokenizer with its chat template.
 
-Knows nothing about the network. Text is encoded with special tokens switched off, so that a page which quotes a marker
-is text, and only a turn's role becomes one.
+Text is encoded with special tokens switched off: a role marker that a page quotes is text, and only the role of a turn
+becomes a marker.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Runs `roseinfer explain`."""
+"""Runs `roseinfer explain` on a server or a file."""
 
 import argparse
 from pathlib import Path
