@@ -1,1 +1,1 @@
-"""TENSORS. Turns a batch of token rows into sampled tokens; the only importer of torch. Never sees text or HTTP."""
+"""TENSORS: turns batches of token rows into sampled tokens. Only this package imports torch."""

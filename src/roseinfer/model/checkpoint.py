@@ -1,6 +1,6 @@
-"""A checkpoint's name into a directory, and its safetensors files into checked tensors. Knows nothing about layers.
+"""Finds a checkpoint by its path or Hugging Face id, and reads its safetensors files as checked tensors.
 
-Whatever is wrong with a checkpoint is the choice of `model.path`: one sentence that names the file, and the tensor.
+Every error in a checkpoint is a ConfigError about `model.path`, in one sentence that names the file and the tensor.
 """
 
 import json
@@ -27,7 +27,7 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weigh
 _HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
 _WEIGHTS_FILE = "model.safetensors"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-_UNSERVED_SAMPLING = {  # what else in generation_config.json would change the answers, and the values that do not
+_UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and their values without effect
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
@@ -48,9 +48,9 @@ def _refuse(message: str, cause: Exception | None = None, *, param: str = "model
 
 
 def resolve_checkpoint(path: str, revision: str | None = None) -> Path:
-    """The directory of `roseinfer/demo`, of a directory, or of a Hugging Face id (downloaded unless it is cached).
+    """The directory of `roseinfer/demo`, of a path, or of a Hugging Face id (downloaded unless it is cached).
 
-    Raises ConfigError with what to change when there is none.
+    Raises ConfigError, with what to change, if there is none.
     """
     directory = _DEMO_DIRECTORY if path == DEMO_MODEL else Path(path).expanduser()
     if directory.is_dir():
@@ -65,38 +65,30 @@ def resolve_checkpoint(path: str, revision: str | None = None) -> Path:
 
 
 def _download(repo_id: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(
             snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SUBFOLDERS)
         )
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         _refuse(f"{repo_id} needs permission of its owner; log in to Hugging Face with a token that has it.", error)
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         _refuse(f"There is no directory {repo_id} here and no model of this name on Hugging Face.", error)
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         _refuse(f"{repo_id} has no revision {revision} on Hugging Face.", error, param="model.revision")
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         _refuse(
             f"There is no directory {repo_id} here, and the model cannot be fetched: Hugging Face is out of reach or "
             "switched off (HF_HUB_OFFLINE), and its cache has no copy.",
             error,
         )
-    except (HfHubHTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, OSError) as error:
         _refuse(f"{repo_id} could not be fetched from Hugging Face: {str(error).splitlines()[0]}", error)
 
 
 class Checkpoint:
-    """A directory with config.json and one or several safetensors files; tensors are read one by one, when asked for.
+    """A directory with config.json and safetensors files, whose tensors are read one by one.
 
     A context manager: the files stay open until it ends.
     """
@@ -121,14 +113,14 @@ class Checkpoint:
 
     @property
     def num_matrix_elements(self) -> int:
-        """Numbers in all matrices, by the files' headers. The causal masks of old checkpoints have four dimensions."""
+        """Numbers in all matrices, from the files' headers. Old checkpoints' causal masks have four dimensions."""
         shapes = [self._open(file).get_slice(name).get_shape() for name, file in self._file_of.items()]
         return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """The ids that end a text: of generation_config.json, else of config.json; none when neither says.
+        """The ids that end a text: of generation_config.json, else of config.json; none if neither has any.
 
-        Ids past the vocabulary are left out, for they are never sampled: small models carry a larger one's eos along.
+        Ids past the vocabulary are left out, since they are never sampled: small models may name a larger one's eos.
         """
         value = self._generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -137,7 +129,7 @@ class Checkpoint:
         return tuple(token_id for token_id in ids if token_id < vocab_size)
 
     def sampling_defaults(self) -> SamplingDefaults:
-        """What generation_config.json says of sampling, in values that a request may have. Tells what it leaves out."""
+        """The sampling parameters of generation_config.json. Logs those that are not supported."""
         given = {name: value for name, value in self._generation_config.items() if value is not None}
         for name, neutral in _UNSERVED_SAMPLING.items():
             if given.get(name, neutral) != neutral:
@@ -149,7 +141,7 @@ class Checkpoint:
             _refuse(f"{name}: {error}; with `model.generation_config` = `ignore` it is passed over.", error)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor, a piece of a mapped file, in its own floating type. Raises ConfigError for another shape."""
+        """One tensor, mapped from its file, in its own floating type. Raises ConfigError for another shape."""
         if name not in self._file_of:
             _refuse(f"{self.directory} has no tensor {name}.")
         file_name = self._file_of[name]
@@ -161,7 +153,7 @@ class Checkpoint:
                     f"{self.directory / file_name}: tensor {name} is {dtype} {list(found)}; "
                     f"config.json asks for floating point {list(shape)}."
                 )
-            # A mapping of its own, which goes with the tensor: what was read is not held beside what was made of it.
+            # A mapping of its own, freed with the tensor: the file's pages are not held beside the copy on the device.
             with safetensors.safe_open(self.directory / file_name, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
         except safetensors.SafetensorError as error:
@@ -170,9 +162,9 @@ class Checkpoint:
         return tensor
 
     def joined(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> torch.Tensor:
-        """Tensors with these shapes, one below the other, in the type of the first; read one at a time.
+        """Tensors with these shapes, one below the other, in the type of the first, on `device`; read one at a time.
 
-        On `device`, unless there is only one: that one is as `tensor` gives it.
+        A single tensor is as `tensor` returns it.
         """
         names = list(shapes)
         first = self.tensor(names[0], shapes[names[0]])
@@ -187,9 +179,9 @@ class Checkpoint:
         return whole
 
     def has_other_values(self, name: str, tied_to: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor `name` is there and has not the values of `tied_to`, to which config.json ties it.
+        """Whether the tensor `name` exists and differs from `tied_to`, to which config.json ties it.
 
-        The file is right then, as it is for transformers. Both have this shape.
+        Then the file's is used, as transformers does. Both have this shape.
         """
         if name not in self._file_of:
             return False
@@ -200,7 +192,7 @@ class Checkpoint:
         return True
 
     def check_all_read(self, ignored: tuple[str, ...]) -> None:
-        """Raise ConfigError if a tensor is left whose name does not end as one of `ignored`: another model's."""
+        """Raise ConfigError if a tensor was not read, unless its name ends as one of `ignored`."""
         strangers = sorted(name for name in self._unread if not name.endswith(ignored))
         if strangers:
             file = self.directory / self._file_of[strangers[0]]

@@ -35,44 +35,22 @@ class Graph(Protocol):
         """Queue it again, on the same memory."""
 
 
-class Stream(Protocol):
-    """Where a runner queues its work."""
+class Stream:
+    """Where a runner queues its work. This one is the CPU's: it queues nothing, and a call returns when it is done."""
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def is_host(self) -> bool:
-        """The device computes in the host's memory, and nothing is queued: every call returns when it is done."""
+    device = torch.device("cpu")
+    is_host = True  # the device computes in the host's memory
 
     def new_host_tensor(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros [size] in host memory that copies go from or to."""
-
-    def new_device_tensor(self, host: torch.Tensor) -> torch.Tensor:
-        """Zeros on the device for copies of `host`: the same memory if `is_host`."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy between host and device. The host's side is in use until an event after it has passed."""
-
-    def new_event(self) -> Event: ...
-
-    def capture(self, work: Callable[[], None]) -> Graph:
-        """Record `work`, which reads nothing back from the device and may be run more than once."""
-
-
-class HostStream:
-    """The `Stream` of a CPU."""
-
-    device = torch.device("cpu")
-    is_host = True
-
-    def new_host_tensor(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype)
 
     def new_device_tensor(self, host: torch.Tensor) -> torch.Tensor:
+        """Zeros on the device for copies of `host`: the same memory if `is_host`."""
         return host
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between host and device. The host's side is in use until an event after it has passed."""
         if target.data_ptr() != source.data_ptr():
             target.copy_(source)
 
@@ -80,7 +58,8 @@ class HostStream:
         return _PastEvent()
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        return _UncapturedGraph(work)
+        """Record `work`, which reads nothing back from the device and may be run more than once. Not on a CPU."""
+        raise NotImplementedError
 
 
 class _PastEvent:
@@ -91,14 +70,7 @@ class _PastEvent:
     def synchronize(self) -> None: ...
 
 
-class _UncapturedGraph:
-    """The `Graph` of a device without graphs: replaying it runs the work."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.replay = work
-
-
-class CudaStream:
+class CudaStream(Stream):
     """The current stream of a GPU, and one beside it for captures, whose graphs share one pool of memory."""
 
     is_host = False
@@ -138,7 +110,7 @@ class CudaStream:
 
 def open_stream(device: torch.device, *, is_pinned: bool) -> Stream:
     """The queue of a CPU or of a GPU; `is_pinned` locks the host memory of copies, so that they are asynchronous."""
-    return HostStream() if device.type == "cpu" else CudaStream(device, is_pinned=is_pinned)
+    return Stream() if device.type == "cpu" else CudaStream(device, is_pinned=is_pinned)
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -20,18 +20,7 @@ from roseinfer.runtime.stopwatch import UNWATCHED
 
 IntArray = npt.NDArray[np.integer[Any]]
 
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A vector of `size` integers, int32 or int64."""
-
-    size: int
-    is_wide: bool = False
-
-    @property
-    def num_words(self) -> int:
-        """Words of four bytes; an even number, so that wide fields are where int64 may be."""
-        return 2 * self.size if self.is_wide else self.size + self.size % 2
+_WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +40,28 @@ class Arenas:
     that read it. On a CPU there is one, and the device's fields are that memory itself.
     """
 
-    def __init__(self, stream: Stream, layout: dict[str, Field], num_free_words: int = 0) -> None:
+    def __init__(self, stream: Stream, layout: np.dtype[np.void], num_free_words: int = 0) -> None:
         self._stream = stream
-        self._ends: dict[str, int] = {}
-        offset = 0
-        for name, field in layout.items():
-            offset += field.num_words
-            self._ends[name] = offset
-        self.num_field_words = offset
+        assert layout.fields is not None
+        self._fields = {name: (field[0], field[1]) for name, field in layout.fields.items()}
+        self.num_field_words = layout.itemsize // _WORD_BYTES
         num_arenas = 1 if stream.is_host else 2
-        self._arenas = [self._new_arena(layout, offset + num_free_words) for _ in range(num_arenas)]
+        self._arenas = [self._new_arena(self.num_field_words + num_free_words) for _ in range(num_arenas)]
         self._turn = 0
         self.num_sent_bytes = 0  # of the last arena
         self.words = stream.new_device_tensor(self._arenas[0].words)
-        self.fields = self._views(self.words, layout)  # never move: a CUDA graph may read them
+        self.fields = self._views(self.words)  # never move: a CUDA graph may read them
 
-    def _new_arena(self, layout: dict[str, Field], num_words: int) -> Arena:
+    def _new_arena(self, num_words: int) -> Arena:
         words = self._stream.new_host_tensor(num_words, torch.int32)
-        fields = {name: view.numpy() for name, view in self._views(words, layout).items()}
+        fields = {name: view.numpy() for name, view in self._views(words).items()}
         return Arena(words, fields, self._stream.new_event())
 
-    def _views(self, words: torch.Tensor, layout: dict[str, Field]) -> dict[str, torch.Tensor]:
+    def _views(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
         views = {}
-        for name, field in layout.items():
-            begin = self._ends[name] - field.num_words
-            view = words[begin : begin + field.size * (2 if field.is_wide else 1)]
-            views[name] = view.view(torch.int64) if field.is_wide else view
+        for name, (field, offset) in self._fields.items():
+            view = words[offset // _WORD_BYTES : (offset + field.itemsize) // _WORD_BYTES]
+            views[name] = view.view(torch.int64) if field.base == np.int64 else view
         return views
 
     def begin(self, watch: Watch = UNWATCHED) -> Arena:
@@ -98,7 +83,8 @@ class Arenas:
 
     def end_of(self, name: str) -> int:
         """The number of words up to the end of a field."""
-        return self._ends[name]
+        field, offset = self._fields[name]
+        return (offset + field.itemsize) // _WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +103,25 @@ class StagingSizes:
         """Of one slot."""
         return -(-self.max_model_len // self.block_size)
 
-    def layout(self) -> dict[str, Field]:
-        """The fields of a step: those that index tensors are wide, those that attention kernels read are not."""
-        return {
+    def layout(self) -> np.dtype[np.void]:
+        """The fields of a step: those that index tensors are int64, those that attention kernels read are int32."""
+        fields: list[tuple[str, type[np.generic], int]] = [
             # A graph of decode rows reads these.
-            "slot_indices": Field(self.max_rows, is_wide=True),
-            "row_positions": Field(self.max_rows, is_wide=True),  # of the row's one token
-            "next_positions": Field(self.max_rows, is_wide=True),  # of the token to be sampled
-            "last_entries": Field(self.max_rows, is_wide=True),  # index in the block table for the row's token
-            "last_blocks": Field(self.max_rows),  # that block
-            "slots": Field(self.max_rows),
-            "starts": Field(self.max_rows),
-            "query_starts": Field(self.max_rows + 1),
+            ("slot_indices", np.int64, self.max_rows),
+            ("row_positions", np.int64, self.max_rows),  # of the row's one token
+            ("next_positions", np.int64, self.max_rows),  # of the token to be sampled
+            ("last_entries", np.int64, self.max_rows),  # index in the block table for the row's token
+            ("last_blocks", np.int32, self.max_rows),  # that block
+            ("slots", np.int32, self.max_rows),
+            ("starts", np.int32, self.max_rows),
+            ("query_starts", np.int32, self.max_rows + 1),
             # All other steps read these too.
-            "token_ids": Field(self.max_tokens, is_wide=True),
-            "token_positions": Field(self.max_tokens, is_wide=True),
-            "sampled_tokens": Field(self.max_rows, is_wide=True),  # index of the last token of each row that samples
-            "sampled_slots": Field(self.max_rows, is_wide=True),
-        }
+            ("token_ids", np.int64, self.max_tokens),
+            ("token_positions", np.int64, self.max_tokens),
+            ("sampled_tokens", np.int64, self.max_rows),  # index of the last token of each row that samples
+            ("sampled_slots", np.int64, self.max_rows),
+        ]
+        return np.dtype(fields, align=True)
 
 
 _LAST_DECODE_FIELD = "query_starts"
@@ -196,14 +183,20 @@ class InputStaging:
         slots, positions = _repeat_last(batch.slots, num_tokens), _repeat_last(batch.starts, num_tokens)
         host["slot_indices"][:num_tokens] = slots
         host["token_positions"][:num_tokens] = positions
+        packed = self._packed(batch, slots, positions, self._counting[: num_rows + 1])
+        return self._decode_step(packed, self._device["token_positions"][:num_tokens], num_rows)
+
+    def _decode_step(self, packed: PackedTokens, positions: torch.Tensor, num_rows: int) -> StagedStep:
+        num_tokens = len(positions)
+        slots = self._device["slot_indices"][:num_tokens]
         return StagedStep(
-            packed=self._packed(batch, slots, positions, self._counting[: num_rows + 1]),
+            packed=packed,
             token_ids=self._device["token_ids"][:num_tokens],
             num_gathered=num_tokens,
-            slots=self._device["slot_indices"][:num_tokens],
-            positions=self._device["token_positions"][:num_tokens],
+            slots=slots,
+            positions=positions,
             sampled_tokens=None,
-            sampled_slots=self._device["slot_indices"][:num_rows],
+            sampled_slots=slots[:num_rows],
             num_samples=num_rows,
         )
 
@@ -321,25 +314,16 @@ class InputStaging:
 
     def decode_step(self, num_rows: int) -> StagedStep:
         """The step that `stage_decode` sends, at addresses that never change. Its host arrays are placeholders."""
-        slots = self._device["slot_indices"][:num_rows]
-        return StagedStep(
-            packed=PackedTokens(
-                slots=np.full(num_rows, self.spare_slot, np.int32),
-                positions=np.zeros(num_rows, np.int32),
-                query_starts=self._counting[: num_rows + 1],
-                block_table=np.zeros((0, self._sizes.max_blocks), np.int32),
-                max_query_len=1,
-                max_context_len=self._sizes.max_model_len,
-                device=self._device_tokens(num_rows),
-            ),
-            token_ids=self._device["token_ids"][:num_rows],
-            num_gathered=num_rows,
-            slots=slots,
-            positions=self._device["row_positions"][:num_rows],
-            sampled_tokens=None,
-            sampled_slots=slots,
-            num_samples=num_rows,
+        packed = PackedTokens(
+            slots=np.full(num_rows, self.spare_slot, np.int32),
+            positions=np.zeros(num_rows, np.int32),
+            query_starts=self._counting[: num_rows + 1],
+            block_table=np.zeros((0, self._sizes.max_blocks), np.int32),
+            max_query_len=1,
+            max_context_len=self._sizes.max_model_len,
+            device=self._device_tokens(num_rows),
         )
+        return self._decode_step(packed, self._device["row_positions"][:num_rows], num_rows)
 
     def put_last_blocks(self, num_rows: int) -> None:
         """Put the blocks that `stage_decode` sent into the device's block table. Part of the graph."""

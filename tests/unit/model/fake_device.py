@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from roseinfer.model.device_stream import Graph
+from roseinfer.model.device_stream import Graph, Stream
 
 NUM_WARM_RUNS = 2
 
@@ -36,7 +36,7 @@ class LateEvent:
         self._stream.run_until(self._mark)
 
 
-class LateStream:
+class LateStream(Stream):
     """`Stream` of a device that does nothing until somebody waits, or, with `is_late=False`, everything at once."""
 
     is_host = False

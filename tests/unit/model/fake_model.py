@@ -87,14 +87,11 @@ class RowModel:
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self.vocab_size = vocab_size
+        self.layer_linears: list[Linear] = []
         generator = torch.Generator().manual_seed(5)
         self._tokens = torch.randn(vocab_size, HEAD_DIM, generator=generator)
         self._positions = torch.randn(MAX_MODEL_LEN, HEAD_DIM, generator=generator)
         self._head = torch.randn(vocab_size, HEAD_DIM, generator=generator)
-
-    @property
-    def layer_linears(self) -> list[Linear]:
-        return []
 
     @property
     def head(self) -> Linear:

@@ -1,4 +1,4 @@
-"""The attention backends by name, and which one `auto` takes. Adding one is a file and a case here."""
+"""Attention backends by name, and the one that `auto` takes. To add one: write its file, and add its case here."""
 
 from importlib.util import find_spec
 
@@ -18,7 +18,7 @@ def choose_attention(
 ) -> AttentionBackend:
     """The backend called `name` in the configuration, over `cache`. Raises ConfigError where it cannot run.
 
-    `batch_invariant` is asked of a GPU's: a CPU's are.
+    `batch_invariant` selects among a GPU's backends: a CPU's are batch-invariant.
     """
     is_on_cuda = cache.keys[0].device.type == "cuda"
     if name == "auto":

@@ -1,4 +1,4 @@
-"""The seam between a model and the way its attention is computed. Knows nothing about either side."""
+"""What a model and an attention backend share: the tokens of a step, and the call that computes attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +29,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:
-    """The integers of one step where a GPU reads them: int32. A token's position follows from its row's.
+    """The integers of one step on a GPU: int32. A token's position follows from its row's.
 
-    Under a CUDA graph the tensors keep their addresses, and rows past the step's own belong to a slot whose blocks
-    nobody reads.
+    Under a CUDA graph the tensors keep their addresses, and rows past the step's own belong to a slot of no request.
     """
 
     slots: torch.Tensor  # [rows] row of the block table
@@ -45,7 +44,7 @@ class DeviceTokens:
 class PackedTokens:
     """The tokens of one step, sequence after sequence, without padding.
 
-    The last token may be repeated, to round their number up; what attention returns for a repetition is not read.
+    The last token may be repeated, to round their number up; the attention of repetitions is not read.
     """
 
     slots: Int32Array  # [tokens] row of the block table
@@ -65,7 +64,7 @@ class AttentionBackend(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """A CUDA graph can hold a step of single tokens: of it, nothing is read but `PackedTokens.device`."""
+        """Whether a CUDA graph can hold a step of single tokens, of which only `PackedTokens.device` is read."""
 
     def prepare(self, tokens: PackedTokens) -> Attend:
-        """Build the step's indices once; what is returned serves all layers of this step, until the next call."""
+        """Build the step's indices once; the returned function serves all layers of this step, until the next call."""

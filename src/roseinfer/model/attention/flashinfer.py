@@ -1,8 +1,8 @@
-"""Packed tokens into attention over pages, with FlashInfer's kernel for prompts. Knows nothing about models or graphs.
+"""Attention over pages with FlashInfer's kernel for prompts, and Triton's for decoding.
 
-FlashInfer plans a step on the host, from lengths, before it runs; a captured graph has no host and no lengths. So a
-step of single tokens goes the way of `TritonAttention`, which a graph can hold, and FlashInfer computes the steps that
-have a longer row: those run outside of graphs in any case, and there its kernels are ahead of ours.
+FlashInfer plans a step on the host, from lengths, before it runs; a captured graph has no host and no lengths. So steps
+of single tokens go through `TritonAttention`, which a graph can hold, and steps with a longer row, which run outside of
+graphs in any case, through FlashInfer, whose kernels are faster there.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,6 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _WORKSPACE_BYTES = 128 << 20  # as its documentation recommends
 
 
-def is_available() -> bool:
-    """FlashInfer is installed."""
-    return find_spec("flashinfer") is not None
-
-
 def refusal(spec: AttentionSpec, dtype: torch.dtype) -> str | None:
     """Why FlashInfer cannot serve this model, in one sentence; None if it can."""
     if spec.head_dim not in _HEAD_DIMS:
@@ -48,8 +43,8 @@ class FlashInferAttention:
     is_capturable = True
 
     def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
-        """Raises ConfigError where FlashInfer is not installed, or does not know the shape of the model's heads."""
-        reason = refusal(spec, cache.keys[0].dtype) if is_available() else "FlashInfer is not installed."
+        """Raises ConfigError where FlashInfer is not installed, or does not support the shape of the model's heads."""
+        reason = refusal(spec, cache.keys[0].dtype) if find_spec("flashinfer") else "FlashInfer is not installed."
         if reason is not None:
             raise ConfigError(f"{reason} runner.attention can be triton.", param="runner.attention")
         self._cache = cache
@@ -64,7 +59,7 @@ class FlashInferAttention:
         }
 
     def prepare(self, tokens: PackedTokens) -> Attend:
-        """See AttentionBackend. Reads both the host's and the device's side of the step."""
+        """Reads both the host's and the device's side of the step."""
         if tokens.max_query_len == 1:
             return self._single.prepare(tokens)
         page_starts, pages, last_page_lens = page_index(tokens, self._cache.block_size)
@@ -100,7 +95,7 @@ class FlashInferAttention:
 
 
 def page_index(tokens: PackedTokens, block_size: int) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """The rows' pages, row after row, as FlashInfer takes them.
+    """The rows' pages, row after row, in FlashInfer's form.
 
     Returns the index of each row's first page and the number of pages [rows + 1], the pages' block ids, and how many
     positions each row has in its last page [rows], from 1 to block_size.

@@ -1,10 +1,9 @@
-"""Packed tokens into attention over pages, in plain torch: the CPU without a compiler. Knows nothing about models.
+"""Attention over pages in plain torch, for a CPU without compiled kernels.
 
-Its rule is "same shape, same place": a query at position p is always row p % 8 of query tile p // 8 of its sequence,
-and meets the keys in tiles of 64, also cut at absolute positions. Each (query tile, key tile) pair is a product of the
-same small shape, and the tiles of a query are added up in one order, from its own tile down to the first that one of
-the query tile's positions sees. So a token's bits do not depend on the batch, on chunking or on what was found in the
-cache.
+A query at position p is always row p % 8 of query tile p // 8 of its sequence, and meets the keys in tiles of 64, also
+cut at absolute positions. Each (query tile, key tile) pair is a product of the same small shape, and the tiles of a
+query are added up in one order, from its own tile down to the first that one of the query tile's positions sees. So a
+token's bits do not depend on the batch, on chunking or on what was found in the cache.
 
 Query tiles are sorted by their number of key tiles, most first, and pairs by how far the key tile lies below the
 query's own: the tiles that have a j-th pair are then a prefix of all tiles, and their j-th pairs are one contiguous
@@ -72,7 +71,6 @@ class GatheredAttention:
         self._scratch = Scratch(self._device)
 
     def prepare(self, tokens: PackedTokens) -> Attend:
-        """See AttentionBackend."""
         return partial(self._attend, {window: self._plan(tokens, window) for window in set(self._spec.windows)})
 
     def _plan(self, tokens: PackedTokens, window: int | None) -> _Plan:

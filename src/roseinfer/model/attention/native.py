@@ -1,7 +1,7 @@
-"""Packed tokens into attention over pages, by the compiled kernel. Knows nothing about models.
+"""Attention over pages by the compiled CPU kernel (`kernels/attention.cpp`).
 
-The kernel writes the new keys and values and reads them again in a layout of its own (`kernels/attention.cpp`), so a
-cache that this backend has written is read by no other.
+The kernel writes the new keys and values, and reads them, in a layout of its own, so no other backend can read a cache
+that this one has written.
 """
 
 import ctypes
@@ -51,9 +51,9 @@ class _Call(Structure):
 
 
 class NativeAttention:
-    """Attention over the cache's bytes in the kernel's layout; softmax and sums in float32.
+    """Attention over the cache in the kernel's layout; softmax and sums in float32.
 
-    `attend` gives the same tensor back in every layer of a step, overwritten.
+    `attend` returns the same tensor in every layer of a step, overwritten.
     """
 
     name = "native"
@@ -83,11 +83,10 @@ class NativeAttention:
 
     @staticmethod
     def can_compute(spec: AttentionSpec) -> bool:
-        """Whether the kernel knows the shape."""
+        """Whether the kernel supports the shape."""
         return spec.head_dim % 8 == 0
 
     def prepare(self, tokens: PackedTokens) -> Attend:
-        """See AttentionBackend."""
         arrays = tuple(map(np.ascontiguousarray, (tokens.slots, tokens.positions, tokens.query_starts)))
         slots, positions, query_starts = (array.ctypes.data for array in arrays)
         num_most = int(tokens.query_starts[-1]) * self._spec.num_heads

@@ -1,7 +1,7 @@
-"""Packed tokens into attention over pages, one token at a time: what the other backends are held against.
+"""Reference attention in plain torch, one token at a time, with which the tests compare the other backends.
 
-Knows nothing about models. What a token gets is computed from its own query and the keys and values it sees, by
-operations whose shapes follow from its position alone; so it cannot depend on its neighbours.
+A token's result is computed from its own query and the keys and values that it sees, by operations whose shapes follow
+from its position alone; so it cannot depend on other tokens.
 """
 
 from functools import partial
@@ -24,7 +24,6 @@ class ReferenceAttention:
         self._spec = spec
 
     def prepare(self, tokens: PackedTokens) -> Attend:
-        """See AttentionBackend."""
         num_tokens = int(tokens.query_starts[-1])
         return partial(
             self._attend,
@@ -56,7 +55,7 @@ class ReferenceAttention:
     def _token(
         self, layer: int, q: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """The query [heads, head_dim] of one token, and its sequence's pages up to its own -> [heads, head_dim]."""
+        """The query [heads, head_dim] of one token and its sequence's pages up to its own -> [heads, head_dim]."""
         window = self._spec.windows[layer]
         seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
         keys, values = (pages.transpose(0, 1).flatten(1, 2)[:, seen].float() for pages in (keys, values))

@@ -1,13 +1,13 @@
-"""Device tokens into attention over pages, in Triton kernels on a GPU. Knows nothing about models or graphs.
+"""Attention over pages in Triton kernels on a GPU.
 
-A step in which every row has one token goes through the split-KV kernel, any other through the kernel for packed rows
-(`roseinfer.model.triton_kernels`). Both read slots, starts, lengths and block ids on the device: of the host's side of
-a step only the shapes count, and the two maxima. So a captured graph serves every step of its shape, whatever the
-lengths; `max_context_len` decides how far rows are split, not what is right.
+A step in which every row has one token goes through the split-KV kernel (triton_kernels/decode.py), any other through
+the kernel for packed rows (triton_kernels/varlen.py). Both read slots, starts, lengths and block ids on the device; on
+the host only the shapes and the two maxima count. So a captured graph serves every step of its shape, whatever the
+lengths: `max_context_len` decides how rows are split, not the result.
 
 `batch_invariant` sends every step through the kernel for packed rows, which never splits a row's keys and cuts them at
 absolute positions. Then the bits of a token's attention depend on its own sequence alone: not on the other rows, nor
-on how the prompt was cut into steps, nor on what was found in the cache. Nothing is said of the matrix products around
+on how the prompt was cut into steps, nor on what was found in the cache. This does not cover the matrix products around
 it. It costs a long sequence that decodes in a small batch most of the GPU, since one program for each key head reads
 all of its keys. Without it, the bits depend on the number of rows of the step, and on whether another row of it has
 more than one token.
@@ -33,8 +33,8 @@ _INTERPRETED_PROCESSORS = 132
 class TritonAttention:
     """Attention over a head-major cache `[blocks, kv_heads, block_size, head_dim]`; softmax and sums in float32.
 
-    What `attend` returns for a step of single tokens is valid until its next call: such a step allocates nothing. With
-    `batch_invariant` it does, as every other: what each layer returns is a tensor of its own.
+    The result of `attend` for a step of single tokens is valid until its next call, and nothing is allocated. With
+    `batch_invariant`, as for any other step, each layer's result is a tensor of its own.
     """
 
     name = "triton"
@@ -62,7 +62,7 @@ class TritonAttention:
         self._scratch = Scratch(device)
 
     def prepare(self, tokens: PackedTokens) -> Attend:
-        """See AttentionBackend. Reads `tokens.device` and the two maxima; launches nothing and copies nothing."""
+        """Reads `tokens.device` and the two maxima; launches nothing and copies nothing."""
         assert tokens.device is not None
         rows = rows_of(tokens.device)
         if tokens.max_query_len > 1 or self._batch_invariant:

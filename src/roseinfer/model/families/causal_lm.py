@@ -20,27 +20,13 @@ Spec = TypeVar("Spec", bound=msgspec.Struct)
 class CausalLM(Protocol):
     """A model: hidden rows of token ids, logits of hidden rows, and the shapes around them."""
 
-    @property
-    def model_type(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def attention_spec(self) -> AttentionSpec: ...
-
-    @property
-    def cache_shape(self) -> CacheShape: ...
-
-    @property
-    def num_parameters(self) -> int: ...
-
-    @property
-    def layer_linears(self) -> list[Linear]:
-        """Linears run with one row a token, at least one of each shape."""
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    attention_spec: AttentionSpec
+    cache_shape: CacheShape
+    num_parameters: int
+    layer_linears: list[Linear]  # run with one row a token; at least one of each shape
 
     @property
     def head(self) -> Linear:

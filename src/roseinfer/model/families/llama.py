@@ -234,15 +234,12 @@ class Llama:
         self._rotations = RotationTable(spec.rope, spec.head_width, spec.max_positions, placement.device)
         self._gate = SiluGate(placement)
         self._blocks = [_Block(spec, read, f"model.layers.{layer}.") for layer in range(spec.num_hidden_layers)]
+        first = self._blocks[0]
+        self.layer_linears = [first.qkv, first.attention_out, first.gate_up, first.down]
         self._final_norm = read.norm("model.norm", spec.hidden_size)
         self.head = read.head(self._token_embedding, "model.embed_tokens.weight", is_tied=spec.tie_word_embeddings)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
-
-    @property
-    def layer_linears(self) -> list[Linear]:
-        first = self._blocks[0]
-        return [first.qkv, first.attention_out, first.gate_up, first.down]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         x = self._token_embedding(token_ids)

@@ -1,9 +1,9 @@
-"""C++ sources into one shared object a level, in the user's cache. Runs a compiler; knows nothing about torch.
+"""Compiles the C++ kernels into one shared object for each level, in the user's cache.
 
-The object is named by its level, by a digest of sources and flags, and by a digest of the compiler's version, and
-appears under that name when it is whole: two builders at once make the same file twice, and a reader never sees half
-of one. It is linked to no OpenMP runtime: its symbols resolve to the one that torch has loaded (`library.py`), since
-two pools of threads on the same cores would wait for each other.
+The object is named by its level, a digest of sources and flags, and a digest of the compiler's version. It gets that
+name when it is complete: two builders at once make the same file twice, and a reader never sees half of one. It is
+linked to no OpenMP runtime: its symbols resolve to the one that torch has loaded (`library.py`), since two pools of
+threads on the same cores would wait for each other.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ OnProgress = Callable[[int], None]  # takes the number of files compiled so far
 
 
 def find_compiler(named: str | None = None) -> str:
-    """The path of the C++ compiler: the one named, or the first of the usual ones. Raises ConfigError without one."""
+    """The path of the compiler called `named`, or of the first usual one. Raises ConfigError if there is none."""
     names = (named,) if named else COMPILERS
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
@@ -38,9 +38,9 @@ def find_compiler(named: str | None = None) -> str:
 def build_kernels(
     level: Level, kernels_dir: Path, compiler: str, on_progress: OnProgress = lambda *_: None
 ) -> tuple[Path, bool]:
-    """The shared object of the present sources at this level, and whether it had to be compiled.
+    """The shared object of the present sources at this level, and whether it was compiled now.
 
-    Raises ConfigError when the compiler refuses, or the directory cannot be written.
+    Raises ConfigError when compilation fails, or the directory cannot be written.
     """
     target = kernels_dir / f"{level.name}-{digest(level)}-{_compiler_digest(compiler)}.so"
     if target.is_file():
@@ -56,7 +56,7 @@ def build_kernels(
 
 
 def _compile(level: Level, work: Path, compiler: str, on_progress: OnProgress) -> Path:
-    """One object a source, as many at once as there are cores, and all of them in one shared object."""
+    """Compile as many sources at once as there are cores, and link the objects into one shared object."""
     files = sources()
     objects = [work / f"{path.stem}.o" for path in files]
     commands = [
@@ -74,15 +74,15 @@ def _compile(level: Level, work: Path, compiler: str, on_progress: OnProgress) -
 
 
 def _run(command: Sequence[str]) -> str:
-    """Standard output of a compiler run. Raises ConfigError with the first error it told."""
+    """Standard output of a compiler run. Raises ConfigError with the compiler's first error."""
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        told = next((line for line in lines if "error" in line), lines[-1] if lines else f"exit {done.returncode}")
-        raise ConfigError(f"{Path(command[0]).name} did not compile the kernels: {told}")
+        first = next((line for line in lines if "error" in line), lines[-1] if lines else f"exit {done.returncode}")
+        raise ConfigError(f"{Path(command[0]).name} did not compile the kernels: {first}")
     return done.stdout
 
 
 def _compiler_digest(compiler: str) -> str:
-    """Of what the compiler says of itself: another version may fuse other products."""
+    """Digest of the compiler's version: another one may fuse other products."""
     return hashlib.sha256(_run([compiler, "--version"]).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""What a processor says of itself into the levels of the compiled kernels. Knows neither compiler nor kernels.
+"""Levels of the compiled kernels, and which of them this processor can run.
 
 A level is a set of instructions that the compiler may use everywhere in one shared object, so the processor must have
 all of them. Each level includes the ones before it.
@@ -50,7 +50,7 @@ LEVELS = {
     )
 }  # lowest first
 
-# Where /proc/cpuinfo writes an instruction set in another way than the compiler.
+# Instruction sets whose names in /proc/cpuinfo differ from the compiler's.
 _LINUX_NAMES = {
     "avx512bf16": "avx512_bf16",
     "avx512vnni": "avx512_vnni",
@@ -61,7 +61,7 @@ _LINUX_NAMES = {
 
 
 def processor_flags(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
-    """The instruction sets of this processor in Linux's names; none where Linux does not tell."""
+    """The instruction sets of this processor in Linux's names; none where /proc/cpuinfo cannot be read."""
     try:
         lines = cpu_info.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -81,7 +81,7 @@ def sources() -> list[Path]:
 
 
 def digest(level: Level) -> str:
-    """Of everything that we decide about a build: sources, headers and flags. A build of other sources is not found."""
+    """Digest of the sources, headers and flags of a build, so that a build of other sources is not found."""
     parts = [" ".join(level.compiler_flags).encode()]
     for path in sorted((*sources(), *SOURCE_DIR.glob("*.h"))):
         parts += [path.name.encode(), path.read_bytes()]
@@ -89,11 +89,11 @@ def digest(level: Level) -> str:
 
 
 def kernels_directory(configured: str | None) -> Path:
-    """Where compiled kernels lie: as configured, or the user's cache."""
+    """The directory of compiled kernels: as configured, or in the user's cache."""
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "roseinfer" / "kernels"
 
 
 def find_built(level: Level, kernels_dir: Path) -> Path | None:
-    """The newest build of the present sources at this level, whichever compiler made it."""
+    """The newest build of the present sources at this level, by any compiler."""
     built = kernels_dir.glob(f"{level.name}-{digest(level)}-*.so")
     return max(built, key=lambda path: path.stat().st_mtime_ns, default=None)

@@ -1,4 +1,4 @@
-"""A built shared object into functions that Python calls. Knows no kernel by name, and never compiles.
+"""Loads a built shared object, whose functions Python calls. It never compiles.
 
 The object's OpenMP symbols resolve to the runtime that torch has loaded, so kernels and torch share one pool of
 threads: import torch first. A call releases the GIL.
@@ -24,7 +24,7 @@ class Kernels:
     def __init__(self, level: str, path: Path) -> None:
         """Raises OSError when the object cannot be loaded, or the system refuses the level's instructions."""
         for runtime in openmp_runtimes():
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # loaded already: now its symbols are seen by others too
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # loaded already; this makes its symbols visible to others
         self.level = level
         self._library = ctypes.CDLL(str(path))
         if self._library.roseinfer_init():
@@ -43,7 +43,7 @@ class Kernels:
 
 
 def openmp_runtimes() -> list[str]:
-    """The files of the OpenMP runtimes that this process has loaded: one, once torch is imported."""
+    """The files of the OpenMP runtimes that this process has loaded: one, after torch is imported."""
     try:
         return sorted(set(_OPENMP.findall(_MAPS.read_text(encoding="utf-8"))))
     except OSError:
@@ -51,9 +51,9 @@ def openmp_runtimes() -> list[str]:
 
 
 def load_kernels(config: RunnerConfig) -> Kernels | None:
-    """The kernels that the configuration asks for, or None where `auto` finds none built. Import torch first.
+    """The configured kernels, or None if they are off or `auto` finds none built. Import torch first.
 
-    Raises ConfigError for a level that was named and cannot be used.
+    Raises ConfigError for a level that the configuration names and that cannot be used.
     """
     if config.kernels == "off":
         return None

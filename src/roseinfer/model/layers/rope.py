@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from msgspec import Meta
+from torch.nn import functional
 
 from roseinfer.model.device import Placement
-from roseinfer.model.layers.norm import RMSNorm
 
 _DEFAULT_THETA = 10_000.0
 _MAX_COMPILED_HEAD_DIM = 512
@@ -226,13 +226,10 @@ class QueryKeyRotation:
             pointer, size = ctypes.c_void_p, ctypes.c_int64
             argtypes = (pointer, *[size] * 5, *[pointer] * 4, ctypes.c_float)
             self._compiled = placement.compiled("turn_heads", *argtypes)
-        self._query_norm = self._key_norm = self._weights = None
-        self._epsilon = 0.0
+        self._epsilon, self._weights = 0.0, None
         if norms is not None:
-            self._epsilon = norms.epsilon
-            self._query_norm, self._key_norm = (RMSNorm(w, norms.epsilon, placement) for w in (norms.query, norms.key))
             query, key = (w.to(placement.device, torch.float32, copy=True) for w in (norms.query, norms.key))
-            self._weights = query, key
+            self._epsilon, self._weights = norms.epsilon, (query, key)
 
     def __call__(self, merged: torch.Tensor, rotation: Rotation) -> Heads:
         """Merged rows [tokens, heads * head_dim] -> queries, keys and values [tokens, heads, head_dim].
@@ -248,7 +245,9 @@ class QueryKeyRotation:
         elif self._has_triton:
             self._by_triton(heads, rotation)
         else:
-            return rotation(_normed(q, self._query_norm)), rotation(_normed(k, self._key_norm)), v
+            if self._weights is not None:
+                q, k = (self._normed(x, weight) for x, weight in zip((q, k), self._weights, strict=True))
+            return rotation(q), rotation(k), v
         return q, k, v
 
     def _by_compiled(self, turn: Callable[..., None], merged: torch.Tensor, rotation: Rotation) -> None:
@@ -267,6 +266,6 @@ class QueryKeyRotation:
         num_heads, num_kv_heads = self._counts.num_heads, self._counts.num_kv_heads
         turn_heads(heads, num_heads, num_kv_heads, rotation.cos, rotation.sin, self._weights, self._epsilon)
 
-
-def _normed(heads: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-    return heads if norm is None else norm(heads.float().flatten(0, 1)).view(heads.shape)
+    def _normed(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = heads.float().flatten(0, 1)
+        return functional.rms_norm(rows, weight.shape, weight, self._epsilon).to(heads.dtype).view(heads.shape)

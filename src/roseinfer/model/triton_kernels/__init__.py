@@ -1,1 +1,1 @@
-"""Tensors on a GPU into tensors, in Triton: paged attention and norms. Knows nothing about models, steps or buckets."""
+"""Triton kernels for GPUs: paged attention, norms, rotations and gates, and sampling."""

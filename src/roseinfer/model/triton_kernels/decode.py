@@ -1,4 +1,4 @@
-"""One new token a row into its attention over the paged KV cache. Knows nothing about layers or buckets.
+"""Attention of rows with one new token each over the paged KV cache.
 
 softmax(q K^T * scale) V over the positions up to the token's own, or the last `window` of them. The cached keys of a
 row are cut into tiles, and the tiles into at most `num_splits` runs, one program each (split KV, as in Flash-Decoding,
@@ -26,7 +26,7 @@ _LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that the diffe
 
 
 class Parts(NamedTuple):
-    """What each split leaves of each row and query head, float32. Where there is one split nobody reads it."""
+    """Results of each split for each row and query head, float32. They are not read if there is one split."""
 
     mixed: Pointer  # [rows, heads, splits, head_dim] sum of 2^(score - peak) * value; arbitrary where total is 0
     peaks: Pointer  # [rows, heads, splits] greatest score, as a power of two
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a row's keys are shared out."""
+    """How a row's keys are divided."""
 
     tile: Constant  # keys of a tile, a power of two
     num_splits: Constant  # a power of two
@@ -231,7 +231,7 @@ def _decode_group(
 
 @kernel()
 def _join(step: Step, parts: Parts, heads: Heads, num_splits: tl.constexpr) -> None:
-    """The splits of one row and query head into its result, in the order of the splits."""
+    """Join the splits of one row and query head, in the order of the splits."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, heads.padded_dim)

@@ -1,4 +1,4 @@
-"""A Python function into a GPU kernel: what all kernels here share. Knows nothing about what they compute.
+"""What all Triton kernels here share: the decorator, constants and types.
 
 With TRITON_INTERPRET=1 in the environment before this module is imported, kernels run on the CPU, in numpy, one
 program after the other: slow, and the same arithmetic.
@@ -31,10 +31,10 @@ class Kernel(Protocol):
 
 
 def kernel(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Compile the function for the device at its first launch, and once more for each new combination of constants.
+    """Compile the function for the device at its first launch, and again for each new combination of constants.
 
-    Triton also compiles anew when an integer becomes 1 or a multiple of 16, unless the parameter is named as
-    `varying`; in a tuple no number is spared. Whatever changes from step to step must be named, for a compilation
+    Triton also compiles again when an integer becomes 1 or a multiple of 16, unless the parameter is named as
+    `varying`, which is not possible for numbers in a tuple. Name whatever changes from step to step: a compilation
     takes seconds, in the middle of a stream.
     """
 
@@ -48,12 +48,12 @@ def kernel(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
 def constant(value: Any) -> Constant:
     """A field of a tuple of arguments that is known when the kernel is compiled.
 
-    The same object for the same value: then a launch finds its compiled kernel without comparing them one by one.
+    Equal values give the same object, so that a launch finds its compiled kernel without comparing fields one by one.
     """
     return tl.constexpr(value)
 
 
 def dot_dtype(dtype: torch.dtype) -> Constant:
-    """The type in which tiles of this type are multiplied: their own, where that can be done."""
+    """The type in which tiles of this type are multiplied: their own, where that is possible."""
     # The interpreter keeps bfloat16 as bare bits and would multiply those.
     return tl.float32 if IS_INTERPRETED else _DOT_DTYPES[dtype]

@@ -1,8 +1,8 @@
-"""Rows, positions and block tables into addresses in a paged KV cache, on the device. Knows nothing about attention.
+"""Arguments of the attention kernels, and addresses in the paged KV cache by row, position and block table.
 
-The tuples are what kernels take as arguments: pointers and strides by name, strides in elements. A constant is known
-when a kernel is compiled, so a change of it compiles another kernel. No field can be called `values`: Triton's own
-tuples have an attribute of that name; and no field may be a number that changes from step to step (see `kernel`).
+The tuples are arguments of kernels: pointers and strides by name, strides in elements. A constant is known when a
+kernel is compiled, so a change of it compiles another kernel. No field can be called `values`, since Triton's own
+tuples have an attribute of that name, or be a number that changes from step to step (see `kernel`).
 """
 
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def rows_of(tokens: DeviceTokens) -> Rows:
 
 
 def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Step:
-    """The tensors as a kernel takes them; one whose heads do not follow each other is copied."""
+    """The tensors as a kernel takes them; those whose heads do not follow each other are copied."""
     q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
     return Step(q, k, v, out, q.stride(0), k.stride(0), v.stride(0), out.stride(0))
 
@@ -97,7 +97,7 @@ def table_of(rows: Rows, row: tl.tensor) -> tl.tensor:
 def page_offsets(
     pages: Pages, table: tl.tensor, head: tl.tensor, positions: tl.tensor, is_there: tl.tensor
 ) -> tl.tensor:
-    """Where the head's keys, and values, at these positions begin: elements from the start of the layer's tensor."""
+    """Offsets of the head's keys, and values, at these positions: elements from the start of the layer's tensor."""
     blocks = tl.load(table + positions // pages.block_size, mask=is_there, other=0).to(tl.int64)
     return blocks * pages.block_stride + head * pages.head_stride + (positions % pages.block_size) * pages.token_stride
 
@@ -107,7 +107,7 @@ def find_tile(rows: Rows, num_rows: tl.tensor, tile: tl.tensor, tile_queries: tl
     """The row that owns a tile of queries, and the index in that row of the tile's first query.
 
     Row r owns the tiles from query_starts[r] // tile_queries + r on, at least one and as many as it needs; the last
-    tiles of a row may lie past its end. So nobody has to count tiles before the launch.
+    tiles of a row may lie past its end. So tiles need not be counted before the launch.
     """
     low = 0
     high = num_rows
@@ -121,5 +121,5 @@ def find_tile(rows: Rows, num_rows: tl.tensor, tile: tl.tensor, tile_queries: tl
 
 
 def num_tiles(num_tokens: int, num_rows: int, tile_queries: int) -> int:
-    """Tiles that the rows of a step own between them, at most."""
+    """The most tiles that the rows of a step own together."""
     return num_tokens // tile_queries + num_rows

@@ -1,7 +1,4 @@
-"""Merged heads into normed and rotated ones, gates into gated rows. Knows nothing about weights of linears or pages.
-
-Both compute in float32, and a row's bits depend on no other row.
-"""
+"""Norms and rotation of merged heads, and the SwiGLU gate, in float32. A row's bits depend on no other."""
 
 from typing import NamedTuple
 
@@ -14,7 +11,7 @@ _GATE_TILE = 1024
 
 
 class TurnedHeads(NamedTuple):
-    """Which heads of a merged row are turned, and their shape; the first `num_queries` of them are queries."""
+    """The rotated heads of a merged row, of which the first `num_queries` are queries, and their shape."""
 
     num_queries: Constant
     num_turned: Constant
@@ -32,7 +29,7 @@ def turn_heads(
     norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
 ) -> None:
-    """Turn the queries and keys of merged rows in place: [tokens, heads + 2 * kv_heads, head_dim].
+    """Rotate the queries and keys of merged rows in place: [tokens, heads + 2 * kv_heads, head_dim].
 
     x * cos + rotate_half(x) * sin (Su et al. 2021), cos and sin [tokens, head_dim / 2] float32, in any shape. With
     weights [head_dim], of queries and of keys, each head is x / sqrt(mean(x^2) + epsilon) * weight before.
@@ -54,7 +51,7 @@ def turn_heads(
 
 
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Gates and what they let through [rows, 2 * inner] -> silu(gate) * up [rows, inner] (Shazeer 2020, SwiGLU)."""
+    """Gates, and the numbers they scale, [rows, 2 * inner] -> silu(gate) * up [rows, inner] (Shazeer 2020, SwiGLU)."""
     assert gate_up.is_contiguous()
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, inner)

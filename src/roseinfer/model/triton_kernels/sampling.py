@@ -1,4 +1,4 @@
-"""Rows of logits into one token each: the likeliest, or a draw from all of them. Knows nothing about limits of a draw.
+"""Samples a token of each row of logits: the likeliest, or a draw from all.
 
 A row is cut into pieces, one program each, which leave their peak, its place and their mass; then one program a row
 joins them. It inverts the cumulative distribution in two levels: it finds the piece among the masses, reads that piece
@@ -37,7 +37,7 @@ class Logits(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What each slot asks for, one of each in a record of the table."""
+    """The parameters of slots: each pointer is that of a field in the first record of the table."""
 
     seeds: Pointer  # int64
     temperatures: Pointer  # float32
@@ -46,7 +46,7 @@ class Table(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What the pieces of each row leave [rows, pieces]."""
+    """Results of the pieces of each row [rows, pieces]."""
 
     peaks: Pointer  # float32, the largest logit
     places: Pointer  # int32, its first index in the piece
@@ -120,11 +120,11 @@ def _join_pieces(
 
 @kernel()
 def _piece_of(logits: Logits, row: tl.tensor, piece: tl.tensor) -> tl.tensor:
-    """float32, what lies past the vocabulary as -inf; NaN becomes +inf: the row is then no row."""
+    """float32, with -inf past the vocabulary; NaN becomes +inf, which makes the row have no token."""
     columns = piece * logits.piece + tl.arange(0, logits.piece)
     at = logits.numbers + row * logits.row_stride + columns
     values = tl.load(at, mask=columns < logits.vocab_size, other=_LOWEST).to(tl.float32)
-    return tl.where(values == values, values, -_LOWEST)  # noqa: PLR0124 - not so for NaN
+    return tl.where(values == values, values, -_LOWEST)  # noqa: PLR0124 - false for NaN
 
 
 @kernel()

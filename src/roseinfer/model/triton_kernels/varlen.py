@@ -1,11 +1,11 @@
-"""Packed rows of new tokens into their attention over the paged KV cache. Knows nothing about layers or steps.
+"""Attention of packed rows of new tokens over the paged KV cache.
 
 softmax(q K^T * scale) V, each token over the positions up to its own, or the last `window` of them. A tile of queries
 is one program for each key head, with a running softmax over tiles of keys (FlashAttention-2, Dao 2023, over pages); a
 tile is filled with the query heads of a group and then with tokens, so grouped queries share what is read.
 
 Key tiles are cut at absolute positions and met in ascending order, and one that a query sees nothing of changes no bit
-of its sums. So what a token gets does not depend on the other rows, on where its row was cut into steps, or on whether
+of its sums. So a token's result does not depend on the other rows, on where its row was cut into steps, or on whether
 its prefix was computed here. The keys and values of the step are written by a kernel before, since any program may
 read them.
 """
@@ -76,7 +76,7 @@ def _tile_shape(padded_dim: int, item_size: int) -> tuple[int, int]:
 def _append_tile(
     step: Step, pages: Pages, rows: Rows, heads: Heads, num_rows: tl.tensor, num_tile_tokens: tl.constexpr
 ) -> None:
-    """One head's keys and values of some tokens of a row into the cache."""
+    """Write one head's keys and values of some tokens of a row into the cache."""
     row, first_query = find_tile(rows, num_rows, tl.program_id(0), num_tile_tokens)
     head = tl.program_id(1)
     first_token = tl.load(rows.query_starts + row)
