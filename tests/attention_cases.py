@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from roseinfer.model.attention import AttentionBackend, choose_attention
-from roseinfer.model.attention.base import AttentionSpec, DeviceTokens, PackedTokens
+from roseinfer.model.attention.base import AttentionBackend, AttentionSpec, DeviceTokens, PackedTokens
+from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.device import Placement
-from roseinfer.model.kv_cache import CacheShape, KVCache
+from roseinfer.model.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -38,8 +38,7 @@ class Case:
 
     def new_cache(self, num_blocks: int, device: torch.device) -> KVCache:
         """Full of what a former owner might have left there: not even numbers."""
-        shape = CacheShape(1, self.num_kv_heads, self.head_dim)
-        cache = KVCache(shape, num_blocks, self.block_size, Placement(device, self.dtype))
+        cache = KVCache(self.spec, num_blocks, self.block_size, Placement(device, self.dtype))
         for pages in (*cache.keys, *cache.values):
             pages.fill_(torch.nan)
         return cache
@@ -117,6 +116,7 @@ class Bench:
                 starts=self._int32(np.append(starts, np.zeros(num_padding_rows))),
                 query_starts=self._int32(np.append(query_starts, query_starts[-1] + padding)),
                 block_table=self._int32(self.table),
+                table_stride=self.table.shape[1],
             ),
         )
 

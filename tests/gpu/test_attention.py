@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from roseinfer.model.attention import Attend, AttentionBackend, PackedTokens
+from roseinfer.model.attention.base import Attend, AttentionBackend, PackedTokens
 from tests.attention_cases import (
     Bench,
     Case,

@@ -1,27 +1,13 @@
 """The paged KV cache: its tensors, and how many blocks fit into memory."""
 
-from dataclasses import dataclass
-
 import torch
 
 from roseinfer.config.tree import CacheConfig
 from roseinfer.errors import ConfigError
+from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
 
 _STEP_BYTES = 1 << 30  # of a GPU's memory, left for a step's temporaries and the pool of the CUDA graphs
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """The shape of one token's keys and values: one of `head_dim` numbers each for each layer and key head."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of the keys and values of one token."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 class KVCache:
@@ -30,19 +16,16 @@ class KVCache:
     Head-major, so that the tokens of one head in one block are one contiguous piece.
     """
 
-    def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, placement: Placement) -> None:
-        self.shape = shape
+    def __init__(self, spec: AttentionSpec, num_blocks: int, block_size: int, placement: Placement) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        layer = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
-        zeros = [
-            torch.zeros(layer, dtype=placement.dtype, device=placement.device) for _ in range(2 * shape.num_layers)
-        ]
-        self.keys, self.values = zeros[: shape.num_layers], zeros[shape.num_layers :]
+        num_layers, layer = len(spec.windows), (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+        zeros = [torch.zeros(layer, dtype=placement.dtype, device=placement.device) for _ in range(2 * num_layers)]
+        self.keys, self.values = zeros[:num_layers], zeros[num_layers:]
 
 
 def plan_num_blocks(
-    config: CacheConfig, shape: CacheShape, placement: Placement, max_model_len: int, max_active_seqs: int
+    config: CacheConfig, spec: AttentionSpec, placement: Placement, max_model_len: int, max_active_seqs: int
 ) -> int:
     """Blocks of the pool: as configured, or what `max_active_seqs` of full length need, or what the memory holds.
 
@@ -52,7 +35,7 @@ def plan_num_blocks(
     if config.num_blocks is not None:
         num_blocks, cause = config.num_blocks, "cache.num_blocks"
     else:
-        block_bytes = config.block_size * shape.bytes_per_token(placement.dtype)
+        block_bytes = config.block_size * spec.bytes_per_token(placement.dtype)
         budget_bytes, cause = _budget_bytes(config, placement.device)
         num_blocks = min(blocks_per_seq * max_active_seqs, budget_bytes // block_bytes)
     if num_blocks < blocks_per_seq:

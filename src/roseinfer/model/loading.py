@@ -11,7 +11,8 @@ import torch
 from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, SamplingDefaults
-from roseinfer.model.attention import AttentionBackend, choose_attention
+from roseinfer.model.attention.base import AttentionBackend
+from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.device import (
     Placement,
@@ -61,10 +62,10 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         is_auto = config.model.generation_config == "auto"
         sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
     max_model_len = _max_model_len(config.model.max_model_len, model)
-    num_blocks = plan_num_blocks(config.cache, model.cache_shape, placement, max_model_len, max_active_seqs)
+    num_blocks = plan_num_blocks(config.cache, model.attention_spec, placement, max_model_len, max_active_seqs)
     on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {config.cache.block_size} tokens")
     num_spare_blocks = 0 if device_name == "cpu" else 1  # for rows that fill up a CUDA graph
-    cache = KVCache(model.cache_shape, num_blocks + num_spare_blocks, config.cache.block_size, placement)
+    cache = KVCache(model.attention_spec, num_blocks + num_spare_blocks, config.cache.block_size, placement)
     attention = choose_attention(
         config.runner.attention,
         cache,

@@ -253,6 +253,7 @@ class InputStaging:
             starts=self._device["starts"][:num_rows],
             query_starts=self._device["query_starts"][: num_rows + 1],
             block_table=self.block_table,
+            table_stride=self.block_table.stride(0),
         )
 
     @property

@@ -18,7 +18,7 @@ from roseinfer.model.device import Placement
 from roseinfer.model.device_stream import Stream
 from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.registry import build_model
-from roseinfer.model.kv_cache import CacheShape, KVCache
+from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.layers.linear import Linear
 from roseinfer.model.loading import LoadedModel, OnProgress
 from roseinfer.model.runner import ModelRunner, RunnerLimits
@@ -83,7 +83,6 @@ class RowModel:
     max_positions = MAX_MODEL_LEN
     num_parameters = 0
     attention_spec = AttentionSpec(1, 1, HEAD_DIM, 1.0, (None,))
-    cache_shape = CacheShape(1, 1, HEAD_DIM)
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self.vocab_size = vocab_size
@@ -129,7 +128,7 @@ def read_model(directory: Path, attention: str) -> Parts:
 
 def _new_cache(model: CausalLM) -> KVCache:
     """With one block more than a scheduler would know of."""
-    return KVCache(model.cache_shape, NUM_BLOCKS + 1, BLOCK_SIZE, UNPADDED)
+    return KVCache(model.attention_spec, NUM_BLOCKS + 1, BLOCK_SIZE, UNPADDED)
 
 
 def make_runner(

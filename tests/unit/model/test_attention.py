@@ -13,11 +13,12 @@ import torch
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
-from roseinfer.model.attention import AttentionBackend, AttentionSpec, PackedTokens, choose_attention
+from roseinfer.model.attention.base import AttentionBackend, AttentionSpec, PackedTokens
+from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.device import Placement
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
-from roseinfer.model.kv_cache import CacheShape, KVCache
+from roseinfer.model.kv_cache import KVCache
 from tests.conftest import BuiltKernels
 
 CPU = torch.device("cpu")
@@ -39,8 +40,7 @@ def make_backend(request: pytest.FixtureRequest, built_kernels: BuiltKernels) ->
 
 
 def make_cache(spec: AttentionSpec, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> KVCache:
-    shape = CacheShape(len(spec.windows), spec.num_kv_heads, spec.head_dim)
-    return KVCache(shape, num_blocks, block_size, Placement(CPU, dtype))
+    return KVCache(spec, num_blocks, block_size, Placement(CPU, dtype))
 
 
 def spec_of(num_heads: int, num_kv_heads: int, head_dim: int, *windows: int | None) -> AttentionSpec:

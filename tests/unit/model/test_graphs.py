@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.messages import SamplingParams
-from roseinfer.model.attention import Attend
+from roseinfer.model.attention.base import Attend
 from roseinfer.model.graphs import CudaGraphs, graph_sizes
 from roseinfer.model.runner import ModelRunner
 from roseinfer.records import LifecycleState

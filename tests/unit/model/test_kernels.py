@@ -216,9 +216,10 @@ CHILD = """
 import sys
 import torch
 from roseinfer.config.tree import RunnerConfig
-from roseinfer.model.attention import AttentionSpec, PackedTokens, choose_attention
+from roseinfer.model.attention.base import AttentionSpec, PackedTokens
+from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.kernels.library import load_kernels
-from roseinfer.model.kv_cache import CacheShape, KVCache
+from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.device import Placement
 import numpy as np
 
@@ -226,8 +227,9 @@ torch.set_num_threads(2)
 torch.randn(512, 512) @ torch.randn(512, 512)
 torch.randn(1 << 20).exp()
 kernels = load_kernels(RunnerConfig(kernels_dir=sys.argv[1]))
-cache = KVCache(CacheShape(1, 8, 64), 8, 16, Placement(torch.device("cpu"), torch.float32))
-attention = choose_attention("native", cache, AttentionSpec(8, 8, 64, 1.0, (None,)), kernels)
+spec = AttentionSpec(8, 8, 64, 1.0, (None,))
+cache = KVCache(spec, 8, 16, Placement(torch.device("cpu"), torch.float32))
+attention = choose_attention("native", cache, spec, kernels)
 tokens = PackedTokens(np.zeros(64, np.int32), np.arange(64, dtype=np.int32), np.array([0, 64], np.int32),
                       np.arange(8, dtype=np.int32)[None], 64, 64)
 attention.prepare(tokens)(0, *torch.randn(3, 64, 8, 64))

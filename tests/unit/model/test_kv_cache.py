@@ -5,21 +5,22 @@ import torch
 
 from roseinfer.config.tree import CacheConfig
 from roseinfer.errors import ConfigError
+from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
-from roseinfer.model.kv_cache import CacheShape, KVCache, plan_num_blocks
+from roseinfer.model.kv_cache import KVCache, plan_num_blocks
 
-SHAPE = CacheShape(num_layers=2, num_kv_heads=4, head_dim=32)  # 2 KiB a token in float32
+SPEC = AttentionSpec(8, 4, 32, scale=1.0, windows=(None, None))  # 2 KiB a token in float32
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 
 
 def plan(config: CacheConfig, max_model_len: int = 1000, max_active_seqs: int = 4) -> int:
-    return plan_num_blocks(config, SHAPE, FLOAT32, max_model_len, max_active_seqs)
+    return plan_num_blocks(config, SPEC, FLOAT32, max_model_len, max_active_seqs)
 
 
 def test_bytes_are_keys_and_values_of_all_layers() -> None:
-    assert SHAPE.bytes_per_token(torch.float32) == 2 * 2 * 4 * 32 * 4
-    cache = KVCache(SHAPE, 5, 16, FLOAT32)
-    assert sum(x.nbytes for x in (*cache.keys, *cache.values)) == 5 * 16 * SHAPE.bytes_per_token(torch.float32)
+    assert SPEC.bytes_per_token(torch.float32) == 2 * 2 * 4 * 32 * 4
+    cache = KVCache(SPEC, 5, 16, FLOAT32)
+    assert sum(x.nbytes for x in (*cache.keys, *cache.values)) == 5 * 16 * SPEC.bytes_per_token(torch.float32)
 
 
 def test_as_many_blocks_as_configured() -> None:
@@ -59,13 +60,13 @@ def test_on_a_gpu_the_share_of_its_memory_that_weights_left(monkeypatch: pytest.
     """Of 100 GiB a share of 0.5 is 50, and 30 are in use."""
     memory_of(monkeypatch, free=70 * GIB, total=100 * GIB)
     config = CacheConfig(memory_utilization=0.5)
-    assert plan_num_blocks(config, SHAPE, GPU, 1000, 1_000_000) == 20 * GIB // BLOCK_BYTES
+    assert plan_num_blocks(config, SPEC, GPU, 1000, 1_000_000) == 20 * GIB // BLOCK_BYTES
     with pytest.raises(ConfigError, match=r"hold 0 tokens.*raise cache.memory_utilization"):
-        plan_num_blocks(CacheConfig(memory_utilization=0.1), SHAPE, GPU, 1000, 1_000_000)
+        plan_num_blocks(CacheConfig(memory_utilization=0.1), SPEC, GPU, 1000, 1_000_000)
 
 
 def test_on_a_gpu_something_is_left_to_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever share was asked for: a step has its own tensors, and so have the graphs."""
     memory_of(monkeypatch, free=70 * GIB, total=100 * GIB)
     config = CacheConfig(memory_utilization=1.0)
-    assert plan_num_blocks(config, SHAPE, GPU, 1000, 1_000_000) == 69 * GIB // BLOCK_BYTES
+    assert plan_num_blocks(config, SPEC, GPU, 1000, 1_000_000) == 69 * GIB // BLOCK_BYTES

@@ -179,7 +179,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 def compile_steps(capability: int, case: Case, steps: list[list[int]]) -> list[tuple[str, int]]:
     """Steps of rows with so many new tokens each -> name and bytes of shared memory of each kernel they are made of."""
     from roseinfer.model.triton_kernels.decode import Parts, decode
-    from roseinfer.model.triton_kernels.paging import heads_of, pages_of, rows_of, step_of
+    from roseinfer.model.triton_kernels.paging import heads_of, pages_of, step_of
     from roseinfer.model.triton_kernels.varlen import varlen
 
     Ahead.capability = capability
@@ -194,9 +194,9 @@ def compile_steps(capability: int, case: Case, steps: list[list[int]]) -> list[t
         step, shape = step_of(q, k, v, torch.empty_like(q)), (len(counts), case.num_heads, 4)
         if max(counts) == 1:
             parts = Parts(torch.empty(*shape, case.head_dim), torch.empty(shape), torch.empty(shape))
-            decode(step, pages, rows_of(tokens.device), parts, heads, scale=0.125, window=case.window)
+            decode(step, pages, tokens.device, parts, heads, scale=0.125, window=case.window)
         else:
-            varlen(step, pages, rows_of(tokens.device), heads, scale=0.125, window=case.window)
+            varlen(step, pages, tokens.device, heads, scale=0.125, window=case.window)
     kernels = {id(kernel): kernel.metadata for kernel in compiled}
     return sorted((metadata.name, metadata.shared) for metadata in kernels.values())
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,9 +26,17 @@ class AttentionSpec:
     scale: float  # of the products of queries and keys
     windows: tuple[int | None, ...]  # of each layer: a token sees the last `window` positions, its own included
 
+    @property
+    def num_merged_heads(self) -> int:
+        """Heads of queries, keys and values together."""
+        return self.num_heads + 2 * self.num_kv_heads
 
-@dataclass(frozen=True, slots=True)
-class DeviceTokens:
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * len(self.windows) * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class DeviceTokens(NamedTuple):
     """The integers of one step on a GPU: int32. A token's position follows from its row's.
 
     Under a CUDA graph the tensors keep their addresses, and rows past the step's own belong to a slot of no request.
@@ -38,6 +46,7 @@ class DeviceTokens:
     starts: torch.Tensor  # [rows] position of the row's first new token
     query_starts: torch.Tensor  # [rows + 1] index of the row's first token; ends with the number of tokens
     block_table: torch.Tensor  # [slots, max_blocks]
+    table_stride: int  # elements from one slot's blocks to the next slot's
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +68,7 @@ class PackedTokens:
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     @property
     def is_capturable(self) -> bool:

@@ -19,7 +19,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
 from roseinfer.model.attention.triton import TritonAttention
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.triton_kernels.paging import heads_of, pages_of, rows_of, step_of
+from roseinfer.model.triton_kernels.paging import heads_of, pages_of, step_of
 from roseinfer.model.triton_kernels.varlen import append
 
 _HEAD_DIMS = (64, 128, 256)
@@ -87,7 +87,7 @@ class FlashInferAttention:
         assert tokens.device is not None
         num_tokens = int(tokens.query_starts[-1])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        append(step_of(q, k, v, out), pages_of(self._cache, layer), rows_of(tokens.device), self._heads)
+        append(step_of(q, k, v, out), pages_of(self._cache, layer), tokens.device, self._heads)
         wrapper = self._wrappers[self._spec.windows[layer]]
         cache = (self._cache.keys[layer], self._cache.values[layer])
         wrapper.run(q[:num_tokens], cache, out=out[:num_tokens])

@@ -18,12 +18,12 @@ from functools import partial
 import torch
 
 from roseinfer.errors import ConfigError
-from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.attention.base import Attend, AttentionSpec, DeviceTokens, PackedTokens
 from roseinfer.model.device import Scratch
 from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.triton_kernels.decode import Parts, choose_num_splits, decode
 from roseinfer.model.triton_kernels.language import IS_INTERPRETED
-from roseinfer.model.triton_kernels.paging import Rows, heads_of, pages_of, rows_of, step_of
+from roseinfer.model.triton_kernels.paging import heads_of, pages_of, step_of
 from roseinfer.model.triton_kernels.varlen import varlen
 
 _MAX_HEAD_DIM = 256
@@ -64,7 +64,7 @@ class TritonAttention:
     def prepare(self, tokens: PackedTokens) -> Attend:
         """Reads `tokens.device` and the two maxima; launches nothing and copies nothing."""
         assert tokens.device is not None
-        rows = rows_of(tokens.device)
+        rows = tokens.device
         if tokens.max_query_len > 1 or self._batch_invariant:
             return partial(self._attend_packed, rows)
         num_splits = choose_num_splits(
@@ -76,14 +76,16 @@ class TritonAttention:
         """The most positions that a token sees in any layer."""
         return max(context_len if window is None else min(window, context_len) for window in self._spec.windows)
 
-    def _attend_packed(self, rows: Rows, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend_packed(
+        self, rows: DeviceTokens, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         scale, window = self._spec.scale, self._spec.windows[layer]
         varlen(step_of(q, k, v, out), self._pages[layer], rows, self._heads, scale=scale, window=window)
         return out.flatten(1)
 
     def _attend_single(
-        self, rows: Rows, num_splits: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, rows: DeviceTokens, num_splits: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         shape = (rows.starts.shape[0], self._spec.num_heads, num_splits)
         parts = Parts(

@@ -10,7 +10,6 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
-from roseinfer.model.kv_cache import CacheShape
 from roseinfer.model.layers.embedding import Embedding
 from roseinfer.model.layers.linear import Linear
 
@@ -24,7 +23,6 @@ class CausalLM(Protocol):
     vocab_size: int
     max_positions: int
     attention_spec: AttentionSpec
-    cache_shape: CacheShape
     num_parameters: int
     layer_linears: list[Linear]  # run with one row a token; at least one of each shape
 

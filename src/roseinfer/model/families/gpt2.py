@@ -13,7 +13,6 @@ from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader, read_spec
-from roseinfer.model.kv_cache import CacheShape
 from roseinfer.model.layers.activation import Activation
 from roseinfer.model.layers.embedding import Embedding
 from roseinfer.model.layers.linear import Linear
@@ -97,7 +96,6 @@ class GPT2:
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.n_positions
         self.attention_spec = spec.attention
-        self.cache_shape = CacheShape(spec.n_layer, spec.n_head, spec.head_dim)
         self._token_embedding = Embedding(read.tensor("wte.weight", spec.vocab_size, spec.n_embd), placement)
         self._position_embedding = Embedding(read.tensor("wpe.weight", spec.n_positions, spec.n_embd), placement)
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]

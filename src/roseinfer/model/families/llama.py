@@ -15,14 +15,12 @@ from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader, read_spec
-from roseinfer.model.kv_cache import CacheShape
 from roseinfer.model.layers.activation import SiluGate
 from roseinfer.model.layers.embedding import Embedding
 from roseinfer.model.layers.linear import Linear
 from roseinfer.model.layers.norm import RMSNorm
 from roseinfer.model.layers.rope import (
     AnyRope,
-    HeadCounts,
     HeadNorms,
     PositiveFloat,
     PositiveInt,
@@ -185,14 +183,13 @@ class _Block:
 
     def __init__(self, spec: FamilySpec, read: "_Reader", prefix: str) -> None:
         width, inner, biases = spec.hidden_size, spec.intermediate_size, spec.biases
-        counts = HeadCounts(spec.num_attention_heads, spec.num_kv_heads, spec.head_width)
-        q, kv = counts.num_heads * counts.head_dim, counts.num_kv_heads * counts.head_dim
+        q, kv = spec.num_attention_heads * spec.head_width, spec.num_kv_heads * spec.head_width
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         self.attention_norm = read.norm(f"{prefix}input_layernorm", width)
         projections = {f"{attention}q_proj": q, f"{attention}k_proj": kv, f"{attention}v_proj": kv}
         self.qkv = read.linear(projections, width, biases.qkv)
-        norms = read.head_norms(attention, counts.head_dim) if spec.has_head_norms else None
-        self.rotate = QueryKeyRotation(counts, norms, read.placement)
+        norms = read.head_norms(attention, spec.head_width) if spec.has_head_norms else None
+        self.rotate = QueryKeyRotation(spec.attention, norms, read.placement)
         self.attention_out = read.linear({f"{attention}o_proj": width}, q, biases.attention_out)
         self.mlp_norm = read.norm(f"{prefix}post_attention_layernorm", width)
         self.gate_up = read.linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, width, biases.mlp)
@@ -228,7 +225,6 @@ class Llama:
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.max_positions
         self.attention_spec = spec.attention
-        self.cache_shape = CacheShape(spec.num_hidden_layers, spec.num_kv_heads, spec.head_width)
         table = read.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._token_embedding = Embedding(table, placement)
         self._rotations = RotationTable(spec.rope, spec.head_width, spec.max_positions, placement.device)

@@ -15,6 +15,7 @@ import torch
 from msgspec import Meta
 from torch.nn import functional
 
+from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
 
 _DEFAULT_THETA = 10_000.0
@@ -190,19 +191,6 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and val
 
 
 @dataclass(frozen=True, slots=True)
-class HeadCounts:
-    """How a merged row is cut: heads of queries, then of keys, then as many of values."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def total(self) -> int:
-        return self.num_heads + 2 * self.num_kv_heads
-
-
-@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Weights [head_dim] of the RMSNorms of queries and of keys."""
 
@@ -218,11 +206,11 @@ class QueryKeyRotation:
     computes in float32, and gives a row the same bits whatever other rows there are.
     """
 
-    def __init__(self, counts: HeadCounts, norms: HeadNorms | None, placement: Placement) -> None:
-        self._counts = counts
+    def __init__(self, spec: AttentionSpec, norms: HeadNorms | None, placement: Placement) -> None:
+        self._spec = spec
         self._has_triton = placement.has_triton
         self._compiled = None
-        if counts.head_dim <= _MAX_COMPILED_HEAD_DIM:
+        if spec.head_dim <= _MAX_COMPILED_HEAD_DIM:
             pointer, size = ctypes.c_void_p, ctypes.c_int64
             argtypes = (pointer, *[size] * 5, *[pointer] * 4, ctypes.c_float)
             self._compiled = placement.compiled("turn_heads", *argtypes)
@@ -236,9 +224,9 @@ class QueryKeyRotation:
 
         It may change `merged`, and return views of it.
         """
-        counts = self._counts
-        first_key, first_value = counts.num_heads, counts.num_heads + counts.num_kv_heads
-        heads = merged.view(-1, counts.total, counts.head_dim)
+        spec = self._spec
+        first_key, first_value = spec.num_heads, spec.num_heads + spec.num_kv_heads
+        heads = merged.view(-1, spec.num_merged_heads, spec.head_dim)
         q, k, v = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
         if self._compiled is not None:
             self._by_compiled(self._compiled, merged, rotation)
@@ -251,10 +239,10 @@ class QueryKeyRotation:
         return q, k, v
 
     def _by_compiled(self, turn: Callable[..., None], merged: torch.Tensor, rotation: Rotation) -> None:
-        counts = self._counts
+        spec = self._spec
         turn(
             *(merged.data_ptr(), merged.shape[0], merged.stride(0)),
-            *(counts.num_heads, counts.num_kv_heads, counts.head_dim),
+            *(spec.num_heads, spec.num_kv_heads, spec.head_dim),
             *(rotation.cos.data_ptr(), rotation.sin.data_ptr()),
             *(weight.data_ptr() for weight in self._weights) if self._weights else (None, None),
             self._epsilon,
@@ -263,7 +251,7 @@ class QueryKeyRotation:
     def _by_triton(self, heads: torch.Tensor, rotation: Rotation) -> None:
         from roseinfer.model.triton_kernels.pointwise import turn_heads
 
-        num_heads, num_kv_heads = self._counts.num_heads, self._counts.num_kv_heads
+        num_heads, num_kv_heads = self._spec.num_heads, self._spec.num_kv_heads
         turn_heads(heads, num_heads, num_kv_heads, rotation.cos, rotation.sin, self._weights, self._epsilon)
 
     def _normed(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from roseinfer.model.attention.base import DeviceTokens
 from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, dot_dtype, kernel
-from roseinfer.model.triton_kernels.paging import Heads, Pages, Rows, Step, page_offsets, table_of
+from roseinfer.model.triton_kernels.paging import Heads, Pages, Step, page_offsets, table_of
 
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # a program with fewer keys costs more to start than it saves
@@ -54,7 +55,7 @@ def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> 
 
 
 def decode(
-    step: Step, pages: Pages, rows: Rows, parts: Parts, heads: Heads, *, scale: float, window: int | None
+    step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, *, scale: float, window: int | None
 ) -> None:
     """Write the keys and values of the rows' tokens into the cache, and their attention into `step.out`.
 
@@ -115,7 +116,9 @@ def _append(step: Step, pages: Pages, table: tl.tensor, position: tl.tensor, hea
 
 
 @kernel()
-def _decode_head(step: Step, pages: Pages, rows: Rows, parts: Parts, heads: Heads, cut: Cut, scale: tl.tensor) -> None:
+def _decode_head(
+    step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, cut: Cut, scale: tl.tensor
+) -> None:
     """Multi-head attention: a query head has its key head for itself, so a product of matrices would be mostly padding.
 
     Each of the tile's lanes keeps a running softmax of its own, and they are joined once, at the end: inside the loop
@@ -170,7 +173,7 @@ def _decode_head(step: Step, pages: Pages, rows: Rows, parts: Parts, heads: Head
 def _decode_group(
     step: Step,
     pages: Pages,
-    rows: Rows,
+    rows: DeviceTokens,
     parts: Parts,
     heads: Heads,
     cut: Cut,

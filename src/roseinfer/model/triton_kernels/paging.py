@@ -26,16 +26,6 @@ class Pages(NamedTuple):
     block_size: Constant
 
 
-class Rows(NamedTuple):
-    """The sequences of a step; see DeviceTokens."""
-
-    slots: Pointer
-    starts: Pointer
-    query_starts: Pointer
-    block_table: Pointer
-    table_stride: int
-
-
 class Step(NamedTuple):
     """Queries and results [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of the new tokens.
 
@@ -66,16 +56,6 @@ def pages_of(cache: KVCache, layer: int) -> Pages:
     return Pages(keys, values, block, head, token, constant(cache.block_size))
 
 
-def rows_of(tokens: DeviceTokens) -> Rows:
-    return Rows(
-        slots=tokens.slots,
-        starts=tokens.starts,
-        query_starts=tokens.query_starts,
-        block_table=tokens.block_table,
-        table_stride=tokens.block_table.stride(0),
-    )
-
-
 def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Step:
     """The tensors as a kernel takes them; those whose heads do not follow each other are copied."""
     q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
@@ -88,7 +68,7 @@ def heads_of(spec: AttentionSpec) -> Heads:
 
 
 @kernel()
-def table_of(rows: Rows, row: tl.tensor) -> tl.tensor:
+def table_of(rows: DeviceTokens, row: tl.tensor) -> tl.tensor:
     """The address of the row's block ids."""
     return rows.block_table + tl.load(rows.slots + row).to(tl.int64) * rows.table_stride
 
@@ -103,7 +83,7 @@ def page_offsets(
 
 
 @kernel()
-def find_tile(rows: Rows, num_rows: tl.tensor, tile: tl.tensor, tile_queries: tl.constexpr) -> tl.tensor:
+def find_tile(rows: DeviceTokens, num_rows: tl.tensor, tile: tl.tensor, tile_queries: tl.constexpr) -> tl.tensor:
     """The row that owns a tile of queries, and the index in that row of the tile's first query.
 
     Row r owns the tiles from query_starts[r] // tile_queries + r on, at least one and as many as it needs; the last

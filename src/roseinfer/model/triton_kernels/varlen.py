@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from roseinfer.model.attention.base import DeviceTokens
 from roseinfer.model.triton_kernels.language import LOG2_E, Constant, constant, dot_dtype, kernel
-from roseinfer.model.triton_kernels.paging import Heads, Pages, Rows, Step, find_tile, num_tiles, page_offsets, table_of
+from roseinfer.model.triton_kernels.paging import Heads, Pages, Step, find_tile, num_tiles, page_offsets, table_of
 
 _APPENDED_TOKENS = 32  # by one program, for one head
 _TILE_ROWS = 64  # of tensor cores' products, unless a group has more heads
@@ -33,7 +34,7 @@ class Tiles(NamedTuple):
     dot_dtype: Constant
 
 
-def varlen(step: Step, pages: Pages, rows: Rows, heads: Heads, *, scale: float, window: int | None) -> None:
+def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, *, scale: float, window: int | None) -> None:
     """Write the keys and values of all rows' tokens into the cache, and their attention into `step.out`.
 
     Row r has the tokens from query_starts[r] to query_starts[r + 1]. Tokens past the last row are left alone.
@@ -57,7 +58,7 @@ def varlen(step: Step, pages: Pages, rows: Rows, heads: Heads, *, scale: float, 
     _attend_tile[grid](step, pages, rows, heads, tiles, num_rows, scale * LOG2_E, num_warps=num_warps)
 
 
-def append(step: Step, pages: Pages, rows: Rows, heads: Heads) -> None:
+def append(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads) -> None:
     """Write the keys and values of all rows' tokens into the cache."""
     num_tokens, num_kv_heads = step.k.shape[:2]
     num_rows = rows.starts.shape[0]
@@ -74,7 +75,7 @@ def _tile_shape(padded_dim: int, item_size: int) -> tuple[int, int]:
 
 @kernel("num_rows")
 def _append_tile(
-    step: Step, pages: Pages, rows: Rows, heads: Heads, num_rows: tl.tensor, num_tile_tokens: tl.constexpr
+    step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, num_rows: tl.tensor, num_tile_tokens: tl.constexpr
 ) -> None:
     """Write one head's keys and values of some tokens of a row into the cache."""
     row, first_query = find_tile(rows, num_rows, tl.program_id(0), num_tile_tokens)
@@ -96,7 +97,7 @@ def _append_tile(
 
 @kernel("num_rows")
 def _attend_tile(
-    step: Step, pages: Pages, rows: Rows, heads: Heads, tiles: Tiles, num_rows: tl.tensor, scale: tl.tensor
+    step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, tiles: Tiles, num_rows: tl.tensor, scale: tl.tensor
 ) -> None:
     """One tile of queries over all keys that any of them sees."""
     row, first_query = find_tile(rows, num_rows, tl.program_id(0), tiles.queries)

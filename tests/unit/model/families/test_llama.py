@@ -158,7 +158,7 @@ def test_without_architectures_the_model_type_decides(tmp_path: Path) -> None:
     model = build(write_checkpoint(tmp_path, tie_word_embeddings=True, architectures=None))
     assert model.model_type == "llama"
     assert (model.vocab_size, model.max_positions, model.num_parameters) == (40, 64, 40 * 32 + 32 + 3 * 7744)
-    assert model.cache_shape.num_kv_heads == 2
+    assert model.attention_spec.num_kv_heads == 2
 
 
 def test_every_shape_of_linear_is_named_for_warm_up(tmp_path: Path) -> None:

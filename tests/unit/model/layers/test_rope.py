@@ -11,13 +11,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from roseinfer.config.tree import RunnerConfig
+from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
 from roseinfer.model.families.llama import LlamaSpec
 from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
 from roseinfer.model.layers.rope import (
     DynamicRope,
-    HeadCounts,
     HeadNorms,
     Llama3Rope,
     QueryKeyRotation,
@@ -190,23 +190,27 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def heads_of(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
+    return AttentionSpec(num_heads, num_kv_heads, head_dim, scale=1.0, windows=(None,))
+
+
 def norms_of(head_dim: int) -> HeadNorms:
     return HeadNorms(1 + random(head_dim, seed=1) / 4, 1 + random(head_dim, seed=2) / 4, 1e-6)
 
 
 @every_dtype
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("counts", [HeadCounts(4, 2, 64), HeadCounts(3, 3, 10), HeadCounts(16, 2, 128)], ids=str)
-def test_heads(kernels: Kernels | None, counts: HeadCounts, has_norms: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spec", [heads_of(4, 2, 64), heads_of(3, 3, 10), heads_of(16, 2, 128)], ids=str)
+def test_heads(kernels: Kernels | None, spec: AttentionSpec, has_norms: bool, dtype: torch.dtype) -> None:
     """Against the formulas in float32: RMSNorm of each head, then the rotation of pairs."""
-    norms = norms_of(counts.head_dim) if has_norms else None
-    rows = random(21, counts.total * counts.head_dim).to(dtype)
-    table = RotationTable(Rope(rope_theta=100.0), counts.head_dim, 30, CPU)
+    norms = norms_of(spec.head_dim) if has_norms else None
+    rows = random(21, spec.num_merged_heads * spec.head_dim).to(dtype)
+    table = RotationTable(Rope(rope_theta=100.0), spec.head_dim, 30, CPU)
     rotation = table.at(torch.arange(21).flip(0))
-    turn = QueryKeyRotation(counts, norms, Placement(CPU, dtype, kernels=kernels))
+    turn = QueryKeyRotation(spec, norms, Placement(CPU, dtype, kernels=kernels))
     q, k, v = (part.clone() for part in turn(rows.clone(), rotation))
-    heads = rows.float().view(21, counts.total, counts.head_dim)
-    cuts = [counts.num_heads, counts.num_heads + counts.num_kv_heads]
+    heads = rows.float().view(21, spec.num_merged_heads, spec.head_dim)
+    cuts = [spec.num_heads, spec.num_heads + spec.num_kv_heads]
     wide_q, wide_k, wide_v = heads.tensor_split(cuts, 1)
     if norms is not None:
         wide_q, wide_k = (
@@ -223,10 +227,10 @@ def test_heads(kernels: Kernels | None, counts: HeadCounts, has_norms: bool, dty
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_heads_have_the_same_bits_in_any_company(kernels: Kernels | None, dtype: torch.dtype, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    counts, positions = HeadCounts(6, 2, 48), torch.arange(99)
-    rotate = QueryKeyRotation(counts, norms_of(48), Placement(CPU, dtype, kernels=kernels))
+    spec, positions = heads_of(6, 2, 48), torch.arange(99)
+    rotate = QueryKeyRotation(spec, norms_of(48), Placement(CPU, dtype, kernels=kernels))
     table = RotationTable(Rope(rope_theta=100.0), 48, 100, CPU)
-    merged = random(99, counts.total * 48).to(dtype)
+    merged = random(99, spec.num_merged_heads * 48).to(dtype)
     together = [part.clone() for part in rotate(merged.clone(), table.at(positions))]
     for rows in (slice(0, 1), slice(98, 99), slice(3, 20), slice(17, 82)):
         parts = rotate(merged[rows].clone(), table.at(positions[rows]))
