@@ -1,4 +1,4 @@
-// What stands around a product: numbers of other types into registers of float32 and back, and activations.
+// Before and after a product: numbers of other types to registers of float32 and back, and activations.
 
 #pragma once
 
@@ -12,7 +12,7 @@ struct alignas(alignof(T)) Several {
     T values[LANES];
 };
 
-// Names of layers.ACTIVATIONS, in its order.
+// The names of `ACTIVATIONS` in layers/activation.py, in its order.
 enum Activation : int32_t { kNone, kGelu, kGeluTanh, kSilu };
 
 static inline Floats load(const bfloat16* from) {
@@ -104,7 +104,7 @@ static inline Floats activate(Floats x) {
     }
 }
 
-// Calls `finish` with the number of the activation as a constant, so that loops inside it do not ask again.
+// Calls `finish` with the number of the activation as a constant, so that loops inside it do not test it again.
 template <typename Finish>
 static inline void with_activation(int32_t activation, const Finish& finish) {
     switch (activation) {

@@ -12,8 +12,8 @@
 // Every query is computed by one sequence of operations, which depends on its own numbers and its own position alone:
 // keys are met in tiles of 64 cut at absolute positions, in ascending order, and the softmax is corrected once a tile
 // (online softmax, Milakov and Gimelshein, 2018). How many queries are computed together changes which sums wait for
-// each other, never what is added to what. A key that a query does not see has the weight 0, which changes no sum,
-// because values are finite: whatever is not is made so when it is written.
+// each other, never the order of a sum. A key that a query does not see has the weight 0, which changes no sum, because
+// values are finite: others are replaced when they are written.
 
 #include "attention.h"
 #include "attention_registers.h"
@@ -69,7 +69,7 @@ float hide(float* scores, Span span, int num_vectors, float scale, float so_far)
     return largest(highest);
 }
 
-// Scores of one row into weights relative to e^maximum; corrects and adds to the totals of what was summed before.
+// Scores of one row into weights relative to e^maximum; corrects the earlier totals and adds to them.
 template <class Type>
 void weigh(const float* scores, int num_vectors, float maximum, float correction, float* lane_totals,
            typename Type::Operand* weights) {
@@ -109,7 +109,7 @@ struct Rows {
     alignas(64) float lane_totals[MAX_ROWS * LANES];  // of the weights; these and the sums are relative to e^maximum
     alignas(64) float scores[MAX_ROWS * KEY_TILE];    // of one tile of keys
     alignas(64) Operand weights[MAX_ROWS * KEY_TILE];
-    alignas(64) float corrections[MAX_ROWS];  // of what was summed before this tile
+    alignas(64) float corrections[MAX_ROWS];  // of the sums before this tile
     float maxima[MAX_ROWS];
     int64_t positions[MAX_ROWS];
     Operand* q;   // [rows, head_dim]
@@ -147,8 +147,8 @@ int find_blocks(const Call& call, const Rows<Products>& rows, int64_t tile_start
     return num_blocks;
 }
 
-// One tile of keys: the scores of all rows, then the weights of all, then the sums of all, so that none waits for its
-// own. `heads` has the tile of each head, and behind them that which follows, if one does.
+// One tile of keys: the scores of all rows, then the weights of all, then the sums of all, so that no row waits for its
+// own. `heads` has the tile of each head, and after them the next tile, if there is one.
 template <class Products>
 void attend_tile(const Call& call, const Tile<typename Products::Number>* heads, bool has_next, int64_t tile_start,
                  Rows<Products>& rows) {

@@ -1,4 +1,4 @@
-// What the files of the attention kernel share: what a step hands over, and where a tile of keys lies in the cache.
+// Shared by the files of the attention kernel: the arguments of a step, and the places of a tile of keys in the cache.
 // The cache's layout is described in attention.cpp.
 
 #pragma once
@@ -12,7 +12,7 @@ constexpr int KEY_TILE = 64;
 constexpr int TILE_VECTORS = KEY_TILE / LANES;
 constexpr int MAX_TILE_BLOCKS = KEY_TILE / 8;
 
-// What Python hands over, once a step; below the line it changes with the layer.
+// The arguments from Python, once a step; those below the line change with the layer.
 struct Call {
     const int32_t* slots;         // [tokens] row of the block table
     const int32_t* positions;     // [tokens]
@@ -48,7 +48,7 @@ struct Tile {
     const Number* values[MAX_TILE_BLOCKS];
 };
 
-// Keys and values are read from memory once, and while one tile is computed the next one is asked for: its lines come in
+// Keys and values are read from memory once, and while one tile is computed the next one is prefetched: its lines come in
 // between the products, since the processor has room for a few outstanding requests only.
 inline void prefetch_to_level1(const void* line) { __builtin_prefetch(line, 0, 3); }
 inline void prefetch_to_level2(const void* line) { __builtin_prefetch(line, 0, 2); }

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int BLOCK_VECTORS = LANES == 16 ? 4 : 2;  // registers of each row that are computed together
 
-// How numbers of a type are multiplied: an Operand is what is broadcast, a Vector what meets it lane by lane.
+// How numbers of a type are multiplied: an Operand is broadcast, and a Vector multiplied with it lane by lane.
 
 struct Float32 {
     using Number = float;

@@ -25,7 +25,7 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-// What tiles read was written by instructions that the compiler may move, for it does not know that they read memory.
+// Tiles read memory that was written by instructions which the compiler may move, since it does not know of the reads.
 inline void settle_memory() { asm volatile("" ::: "memory"); }
 
 struct Tiles : BFloat16 {

@@ -44,7 +44,7 @@ Place place_of(const Call& call, int64_t token, int64_t head) {
     return {page + offset * STEP, page + offset / STEP * call.head_dim * STEP + offset % STEP};
 }
 
-// Asks for the lines that `append` will write a single token to, one for each STEP dimensions of its key.
+// Prefetches the lines that `append` will write a single token to, one for each STEP dimensions of its key.
 template <class Type>
 void prefetch_place(const Call& call, int64_t token, int64_t head) {
     using Number = typename Type::Number;

@@ -1,4 +1,4 @@
-// What every kernel includes: how a function is exported, and the types of numbers.
+// Included by every kernel: the export of a function, and the types of numbers.
 
 #pragma once
 

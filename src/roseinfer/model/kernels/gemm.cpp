@@ -1,12 +1,12 @@
 // y = activation(x W^T + b) on AMX tiles, the weight packed once: in bfloat16, or in int8 with a scale for each row of
-// x and of W. Knows nothing of layers.
+// x and of W.
 //
 // An output is one chain of tile products over k, in ascending order, each into the sum of the ones before it. Rows and
 // columns of a tile do not mix. So an output's bits depend on its row of x and its row of W alone: not on the number of
 // rows, on their order, or on the threads, which share out columns and rows and never k.
 //
 // Packed weight: for each 16 outputs, one below the other, a tile for each 64 bytes of k. Tile row r holds, for each
-// output, the 4 bytes of k that follow 4 r: what the tile product wants of its right operand. Everything past the
+// output, the 4 bytes of k that follow 4 r: the layout of the tile product's right operand. Everything past the
 // weight's edges is 0. The rows of x are packed on each call: for each 16 rows a tile for each 64 bytes of k.
 
 #include "common.h"
@@ -29,10 +29,10 @@ constexpr int64_t kChunk = 8;             // tiles of k after which, of more tha
                                           // turn: the panel's 16 KiB stay in the nearest cache meanwhile
 constexpr int64_t kRowsBytes = 1 << 20;   // packed rows that stay in the second cache while panels go by
 constexpr int64_t kMaxRows = 512;         // of them
-constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are asked for
+constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are prefetched
 constexpr int64_t kWorthThreads = 64;     // tiles; below, waking a thread costs more than it saves
 
-// A linear layer, as amx.py's _Descriptor lays it out.
+// A linear layer: _TileDescriptor of layers/packed_linear.py.
 struct Linear {
     const uint8_t* weight;  // packed
     const float* scales;    // [num_outputs] of an int8 weight
@@ -74,7 +74,7 @@ void finish_rows(const Linear& linear, const Sum<T>* sums, const float* scales, 
     });
 }
 
-// What a call multiplies, packed.
+// The packed operands of a call.
 struct Rows {
     const uint8_t* tiles;
     const float* scales;  // of int8 rows
@@ -93,7 +93,7 @@ void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64
     at.rows_step = num_tiles * row_step;
     at.column_step = num_tiles * kTileBytes;
     const int64_t num_row_tiles = (end - first + kTileRows - 1) / kTileRows;
-    if (num_row_tiles <= 4) {  // the weight is read once, so what is asked for is a little further on in it
+    if (num_row_tiles <= 4) {  // the weight is read once, so a line a little further on in it is prefetched
         at.rows = rows.tiles + first / kTileRows * at.rows_step;
         at.num_tiles = num_tiles;
         at.num_ahead = kTileRows;
@@ -106,7 +106,7 @@ void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64
         }
         return;
     }
-    // Each two row tiles ask for their share of the next panel.
+    // Each two row tiles prefetch their share of the next panel.
     const int64_t num_turns = (num_row_tiles + 1) / 2;
     const int64_t num_lines = num_columns * kTileRows / (num_turns < 4 ? 2 : num_turns < 8 ? 4 : 8);
     for (int64_t tile = 0; tile < num_tiles; tile += kChunk) {
@@ -148,7 +148,7 @@ void pack_row(const In* x, int64_t num_inputs, uint8_t* to, int64_t step, float*
     }
 }
 
-// So many rows that they stay in the cache, and no more than give every thread something to do.
+// As many rows as stay in the cache, and no more than leave work for every thread.
 int64_t rows_at_once(int64_t num_rows, int64_t row_bytes, int64_t num_panels) {
     int64_t at_once = std::min(kMaxRows, kRowsBytes / row_bytes);
     const int64_t num_wanted = 2 * omp_get_max_threads();
@@ -233,7 +233,7 @@ EXPORT void roseinfer_linear_pack_int8(const int8_t* weight, int64_t output_step
     pack(weight, output_step, input_step, num_outputs, num_inputs, packed);
 }
 
-// x [num_rows, num_inputs] -> out [num_rows, num_outputs], of the type that the linear says.
+// x [num_rows, num_inputs] -> out [num_rows, num_outputs], of the linear's output type.
 EXPORT void roseinfer_linear_bfloat16(const Linear* linear, const bfloat16* x, int64_t num_rows, void* out) {
     run<bfloat16>(*linear, x, num_rows, out);
 }

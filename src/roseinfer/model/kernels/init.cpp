@@ -1,4 +1,4 @@
-// What a process must ask of the system before it runs kernels of this level.
+// Requests that the system allow this process the instructions of the level.
 
 #include "common.h"
 
@@ -10,7 +10,7 @@
 // 0, or another number when the system refuses the level's instructions. Called once, before any other function.
 EXPORT int roseinfer_init() {
 #if defined(__AMX_TILE__) && defined(__linux__)
-    // The tiles' 8 KiB of state are given to a process that asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    // The tiles' 8 KiB of state must be requested: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
     return syscall(SYS_arch_prctl, 0x1023, 18) != 0;
 #else
     return 0;

@@ -1,11 +1,11 @@
 // y = activation(x W^T + b) in registers, the weight packed once: in float32, in bfloat16, or in int8 with a scale for
-// each row of x and of W. Knows nothing of layers.
+// each row of x and of W.
 //
 // Beside gemm.cpp because there are no tiles of float32, and processors that multiply the other types without tiles:
 // here a product is a register's and not a tile's, rows are read where they lie, and for float32 AVX2 will do. What
 // both do to a sum at the end is in activation.h.
 //
-// What is multiplied is words of 4 bytes, each one input in float32, two in bfloat16 or four in int8. An output is one
+// The factors are words of 4 bytes, each one input in float32, two in bfloat16 or four in int8. An output is one
 // chain of multiply-adds over its words, in ascending order, from 0: a sum that has to wait in memory has the bits
 // there that it has in its register. Rows do not mix. So an output's bits depend on its row of x and its row of W
 // alone: not on the number of rows, on how they are cut into blocks, or on the threads, which share out panels and
@@ -14,8 +14,9 @@
 // Packed weight: panels of kPanel outputs, one below the other; in a panel, for each word, those of its outputs.
 // Outputs past the weight's edge, and inputs that fill up a row's last word, are 0.
 //
-// The instruction for int8 wants x unsigned, so x has 128 added, and each sum 128 times its weights too much. Sums may
-// wrap around on the way: taking the surplus away wraps them back, and what is left fits for up to 133,144 inputs.
+// The instruction for int8 takes x unsigned, so 128 is added to x, and each sum is too large by 128 times the sum of its
+// weights. Sums may wrap around on the way: subtracting this surplus wraps them back, and for up to 133,144 inputs the
+// result fits.
 
 #include <omp.h>
 
@@ -32,10 +33,10 @@ constexpr int64_t kLineWords = 16;  // a cache line
 
 constexpr int kVectors = 3;                   // registers of outputs side by side: 8 rows of 3 sums, 3 weights and a
 constexpr int kBlockRows = LANES / 2;         // number of x fill 28 of AVX-512's 32 registers; 4 rows AVX2's 16
-constexpr int64_t kPanel = kVectors * LANES;  // register_linear.py rounds up to 48
+constexpr int64_t kPanel = kVectors * LANES;  // packed_linear.py rounds up to 48
 constexpr int64_t kChunk = 768;               // words of a panel, at most, that rows pass before the next one does:
                                               // 144 KiB in the second cache, and as much on its way there
-constexpr int64_t kPiece = 8;                 // of them, how many between two turns of asking for what is to come:
+constexpr int64_t kPiece = 8;                 // of them, how many between two turns of prefetching:
 constexpr int64_t kAheadLines = 3;            // so many lines each of
 constexpr int64_t kStreams = kPiece * kPanel / kLineWords / kAheadLines;  // places, which memory likes more than one
 constexpr int64_t kMaxRows = 128;             // whose share of a chunk, 384 KiB, stays in the second cache too; it
@@ -44,7 +45,7 @@ constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that
 constexpr int64_t kWorthThreads = 1 << 16;    // words to multiply; below, waking a thread costs more than it saves
 constexpr int64_t kWorthQuantizing = 16384;   // numbers, of which the same is true
 
-// A linear layer, as register_linear.py's _Descriptor lays it out. A word is the float32 that has its bits.
+// A linear layer: _RegisterDescriptor of layers/packed_linear.py. A word is the float32 that has its bits.
 struct Linear {
     const float* weight;     // packed words
     const float* scales;     // [num_outputs] of an int8 weight
@@ -66,12 +67,12 @@ struct Block {
     bool is_first;        // chunk of the panel: sums begin at 0
     bool is_last;         // outputs come next
     float* sums;          // [row][kPanel]
-    const float* ahead;   // the first stream to ask for
+    const float* ahead;   // the first stream to prefetch
     int64_t num_streams;  // how many
     int64_t stream_step;  // from one to the next
 };
 
-// What sums are while they stay in registers. Of int8 they are integers there: GCC 12 keeps a second copy of each sum in
+// The type of sums in registers. Of int8 they are integers there: GCC 12 keeps a second copy of each sum in
 // memory where its type changes at every product.
 typedef int32_t Integers __attribute__((vector_size(sizeof(Floats))));
 template <typename T>
@@ -184,7 +185,7 @@ void finish_rows(const Linear& linear, const float* sums, const float* scales, i
     });
 }
 
-// Has the lines fetched that the sums of a panel will be written to.
+// Prefetches the lines that the sums of a panel will be written to.
 template <typename Out>
 void ask_for_outputs(const Out* out, int64_t row_step, int64_t num_rows) {
     constexpr int64_t kLine = kLineWords * sizeof(float) / sizeof(Out);
@@ -194,7 +195,8 @@ void ask_for_outputs(const Out* out, int64_t row_step, int64_t num_rows) {
     }
 }
 
-// Rows times a chunk of one panel. `all` is the first of the blocks, and what it has to ask for is what all share out.
+// Rows times a chunk of one panel. `all` is the first of the blocks; the blocks share out the lines that it has to
+// prefetch.
 template <typename T, typename Out>
 void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, const Out* out) {
     const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
@@ -240,7 +242,7 @@ void multiply_panels(const Linear& linear, const float* x, const float* scales, 
     }
 }
 
-// Into how many groups rows are cut: no group has more than kMaxRows, and every thread gets something to do.
+// The number of groups that rows are cut into: no group has more than kMaxRows, and every thread has work.
 int64_t num_groups(int64_t num_rows, int64_t num_panels) {
     const int64_t wanted = (2 * omp_get_max_threads() + num_panels - 1) / num_panels;
     const int64_t possible = (num_rows + kBlockRows - 1) / kBlockRows;
@@ -340,7 +342,7 @@ EXPORT void roseinfer_linear_pack_bfloat16_pairs(const bfloat16* weight, int64_t
     pack(weight, output_step, input_step, num_outputs, num_inputs, packed);
 }
 
-// x [num_rows, 2 * num_words] bfloat16 -> out [num_rows, num_outputs], of the type that the linear says.
+// x [num_rows, 2 * num_words] bfloat16 -> out [num_rows, num_outputs], of the linear's output type.
 EXPORT void roseinfer_linear_bfloat16_pairs(const Linear* linear, const float* x, int64_t num_rows, void* out) {
     run<bfloat16>(*linear, x, nullptr, num_rows, out);
 }

@@ -1,5 +1,4 @@
-// Rows of the residual stream, what is added to them, and the norm of the sum. Knows nothing of layers; the same in
-// torch is in norm.py.
+// Adds to rows of the residual stream, and norms the sums. The same in torch is in layers/norm.py.
 //
 // A row is one thread's work and is summed in one order, so its bits do not depend on other rows.
 
@@ -11,7 +10,7 @@ namespace {
 
 constexpr int64_t kWorthThreads = 16384;  // numbers; below, waking a thread costs more than it saves
 
-// A norm, as norm.py's _Descriptor lays it out.
+// A norm: _Descriptor of layers/norm.py.
 struct Norm {
     const float* weight;  // [width]
     const float* bias;    // [width], or null: then the norm has no mean either, and is RMSNorm

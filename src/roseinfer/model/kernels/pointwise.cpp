@@ -1,5 +1,5 @@
-// What a layer does to one head or to one number at a time: norm and rotation of queries and keys, gating. Knows no
-// weights of linears and no pages. The same in torch, and the shapes once more, are in pointwise.py.
+// Norm and rotation of queries and keys, and gating: one head or one number at a time. The same in torch, and the shapes,
+// are in layers/rope.py and layers/activation.py.
 //
 // A head, or a run of a row's numbers, is cut at places that do not depend on how many rows there are and is one
 // thread's work, so a row's bits do not depend on its neighbours.
@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int64_t kLanes = 16;         // partial sums kept side by side, in an order that no compiler may change
-constexpr int64_t kMaxHeadDim = 512;   // pointwise.py looks at it
+constexpr int64_t kMaxHeadDim = 512;   // as in layers/rope.py
 constexpr int64_t kRun = 1024;         // numbers of a row that one thread gates
 constexpr int64_t kPiece = 64;         // of them, how many are in registers and the nearest cache together
 constexpr int64_t kWorthThreads = 16384;  // numbers; below, waking a thread costs more than it saves

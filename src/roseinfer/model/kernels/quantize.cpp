@@ -1,6 +1,5 @@
-// What stands around torch's product of int8 matrices: rows into int8 and scales, and sums into outputs. Knows nothing
-// of the product; gemm.cpp and linear.cpp do all three at once, where a processor has what they need. The same in torch
-// is in int8.py.
+// The steps before and after torch's product of int8 matrices: rows to int8 and scales, and sums to outputs. gemm.cpp and
+// linear.cpp do all three at once, on processors that have their instructions. The same in torch is in layers/int8.py.
 
 #include <algorithm>
 

@@ -1,8 +1,8 @@
-// Rows of logits into token ids, and into log-probabilities. Knows nothing about models.
+// Samples a token of each row of logits, and computes log-probabilities.
 //
-// A row is one thread's work from its first number to its token, so its result depends on nothing but itself. A row of
-// some hundred kilobytes stays in the core's cache, so main memory is read once, whatever the number of passes. What
-// each function computes is said again, in torch, in sampling_torch.py.
+// A row is one thread's work from its first number to its token, so its result depends on the row alone. A row of some
+// hundred kilobytes stays in the core's cache, so main memory is read once, whatever the number of passes. The same in
+// torch is in sampling/torch.py.
 
 #include <algorithm>
 #include <cmath>
@@ -23,7 +23,7 @@ constexpr int64_t kNoToken = -1;  // `NO_TOKEN` of engine/core/batch.py
 
 enum Need : int32_t { kGreedy, kWhole, kTruncated };
 
-// One slot's parameters: the fields of `SLOT` in sampling_slots.py.
+// One slot's parameters: the fields of `SLOT` in sampling/slot_table.py.
 struct Slot {
     int64_t seed;
     int64_t top_k;  // 0: no limit
@@ -49,7 +49,7 @@ struct Row {
 
     int64_t num_chunks() const { return (vocab_size + kChunk - 1) / kChunk; }
 
-    // Chunk `index` as float32, what lies past the vocabulary as -inf. NaN becomes +inf: the row is then no row.
+    // Chunk `index` as float32, with -inf past the vocabulary. NaN becomes +inf: the row then has no token.
     void load(int64_t index, float* out) const {
         const int64_t start = index * kChunk, size = std::min(kChunk, vocab_size - start);
         const T* from = logits + start;
@@ -234,8 +234,8 @@ int64_t draw_selected(const Row<T>& row, const Slot& slot, const Mass& mass, dou
     return work.candidates[invert(work.cumulative.data(), num_kept, &draw)].id;
 }
 
-// The largest threshold that `reaches` says yes to, which says yes to 0 and to all below one it says yes to. Masses are
-// never negative, so their order is that of their bits, and never above 1.
+// The largest threshold for which `reaches` is true; it is true for 0 and for all below one for which it is true. Masses
+// are never negative, so their order is that of their bits, and never above 1.
 template <typename Reaches>
 float largest_reaching(Reaches reaches) {
     uint32_t low = 0, high = 0x3f800001;  // the bits of 0 and of what follows 1
@@ -307,7 +307,7 @@ uint64_t mix64(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-// The number in [0, 1) of a seed and a position: `uniforms` in sampling_uniforms.py.
+// The number in [0, 1) of a seed and a position: `uniforms` in sampling/torch.py.
 double uniform(int64_t seed, int64_t position) {
     const uint64_t state = mix64(uint64_t(seed)) + (uint64_t(position) + 1) * 0x9E3779B97F4A7C15;
     return double(mix64(state) >> 11) * 0x1p-53;
