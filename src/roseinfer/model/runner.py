@@ -54,27 +54,20 @@ class RunnerLimits:
     max_tokens: int
 
 
+@dataclass(slots=True)
 class LaunchedBatch:
     """The torch `Launched`: a batch whose tokens are sampled on the device, or will be."""
 
-    def __init__(
-        self,
-        token_ids: torch.Tensor,
-        event: Event,
-        logprobs: LogprobRows | None,
-        scores: PromptScores | None,
-        graph_rows: int,
-    ) -> None:
-        self.graph_rows = graph_rows  # rows of the CUDA graph it runs in; 0 without one
-        self.h2d_bytes = 0
-        self._token_ids = token_ids  # on the host; valid when the event has passed
-        self._event = event
-        self._logprobs = logprobs
-        self._scores = scores
-        self._sampled: SampledTokens | None = None
-        self._failed_rows: npt.NDArray[np.intp] | None = None
+    _token_ids: torch.Tensor  # on the host; valid when the event has passed
+    _event: Event
+    _logprobs: LogprobRows | None
+    _scores: PromptScores | None
+    graph_rows: int  # rows of the CUDA graph it runs in; 0 without one
+    h2d_bytes: int = 0
+    _sampled: SampledTokens | None = None
+    _failed_rows: npt.NDArray[np.intp] | None = None
 
-    def fail(self, rows: npt.NDArray[np.intp]) -> None:
+    def fail_rows(self, rows: npt.NDArray[np.intp]) -> None:
         """Give these of the sampling rows `OWN_FAULT` instead of the tokens that the device computes."""
         self._failed_rows = rows
 
@@ -178,7 +171,7 @@ class ModelRunner:
         launched = self._launch_graph(batch, watch) or self._launch_eager(batch, watch)
         launched.h2d_bytes = self._staging.num_sent_bytes
         if self._failed_slots:
-            launched.fail(np.flatnonzero(np.isin(_sampled(batch)[0], list(self._failed_slots))))
+            launched.fail_rows(np.flatnonzero(np.isin(_sampled(batch)[0], list(self._failed_slots))))
         return launched
 
     def _launch_graph(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch | None:

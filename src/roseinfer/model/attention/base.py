@@ -69,10 +69,7 @@ class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache."""
 
     name: str
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph can hold a step of single tokens, of which only `PackedTokens.device` is read."""
+    is_capturable: bool  # a CUDA graph can hold a step of single tokens, of which only `PackedTokens.device` is read
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         """Build the step's indices once; the returned function serves all layers of this step, until the next call."""

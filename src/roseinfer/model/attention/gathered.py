@@ -63,7 +63,6 @@ class GatheredAttention:
     def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
         self._cache = cache
         self._spec = spec
-        self._num_heads = spec.num_heads
         self._num_kv_heads = spec.num_kv_heads
         self._head_dim = spec.head_dim
         self._num_rows = QUERY_TILE * spec.num_heads // spec.num_kv_heads
@@ -97,7 +96,9 @@ class GatheredAttention:
         key_tiles = own_key_tiles[pair_tiles] - runs
         pair_blocks = self._key_tile_blocks(tokens, tile_slots[pair_tiles], key_tiles, last_positions[pair_tiles])
         num_masked = num_tiles if window is None else len(runs)
-        query_rows = (rank[tile_of_token][:, None] * self._num_heads + np.arange(self._num_heads)) * QUERY_TILE
+        query_rows = (
+            rank[tile_of_token][:, None] * self._spec.num_heads + np.arange(self._spec.num_heads)
+        ) * QUERY_TILE
         num_products = len(runs) * self._num_kv_heads
         tiles_shape = (num_tiles, self._num_kv_heads, self._num_rows, self._head_dim)
         tiles_on_device = self._index(pair_tiles)

@@ -3,11 +3,10 @@
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; checkpoints as Hugging Face stores them.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
-from msgspec import Meta
 
 from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
@@ -17,8 +16,8 @@ from roseinfer.model.layers.activation import Activation
 from roseinfer.model.layers.embedding import Embedding
 from roseinfer.model.layers.linear import Linear
 from roseinfer.model.layers.norm import LayerNorm
+from roseinfer.model.layers.rope import PositiveInt
 
-_PositiveInt = Annotated[int, Meta(ge=1)]
 _ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _CAUSAL_MASKS = (".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry along
 
@@ -26,12 +25,12 @@ _CAUSAL_MASKS = (".attn.bias", ".attn.masked_bias")  # buffers that old checkpoi
 class GPT2Spec(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of `config.json` that shape the computation, under their names there."""
 
-    vocab_size: _PositiveInt
-    n_positions: _PositiveInt
-    n_embd: _PositiveInt
-    n_layer: _PositiveInt
-    n_head: _PositiveInt
-    n_inner: _PositiveInt | None = None
+    vocab_size: PositiveInt
+    n_positions: PositiveInt
+    n_embd: PositiveInt
+    n_layer: PositiveInt
+    n_head: PositiveInt
+    n_inner: PositiveInt | None = None
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = True

@@ -21,7 +21,6 @@ from roseinfer.model.layers.linear import Linear
 from roseinfer.model.layers.norm import RMSNorm
 from roseinfer.model.layers.rope import (
     AnyRope,
-    HeadNorms,
     PositiveFloat,
     PositiveInt,
     QueryKeyRotation,
@@ -188,8 +187,11 @@ class _Block:
         self.attention_norm = read.norm(f"{prefix}input_layernorm", width)
         projections = {f"{attention}q_proj": q, f"{attention}k_proj": kv, f"{attention}v_proj": kv}
         self.qkv = read.linear(projections, width, biases.qkv)
-        norms = read.head_norms(attention, spec.head_width) if spec.has_head_norms else None
-        self.rotate = QueryKeyRotation(spec.attention, norms, read.placement)
+        norms = None
+        if spec.has_head_norms:
+            query, key = (read.tensor(f"{attention}{name}.weight", spec.head_width) for name in ("q_norm", "k_norm"))
+            norms = query, key
+        self.rotate = QueryKeyRotation(spec.attention, norms, spec.rms_norm_eps, read.placement)
         self.attention_out = read.linear({f"{attention}o_proj": width}, q, biases.attention_out)
         self.mlp_norm = read.norm(f"{prefix}post_attention_layernorm", width)
         self.gate_up = read.linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, width, biases.mlp)
@@ -201,10 +203,6 @@ class _Reader(LayerReader):
 
     def norm(self, name: str, width: int) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight", width), self.epsilon, self.placement)
-
-    def head_norms(self, prefix: str, head_dim: int) -> HeadNorms:
-        query, key = (self.tensor(f"{prefix}{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
-        return HeadNorms(query, key, self.epsilon)
 
     def linear(self, num_outputs: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
         """One linear of the modules that `num_outputs` names, one below the other."""

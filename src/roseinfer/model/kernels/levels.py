@@ -37,27 +37,16 @@ class Level:
         return (*_COMMON_FLAGS, *(f"-m{name}" for name in self.instructions), *wide)
 
     def runs_on(self, processor_flags: frozenset[str]) -> bool:
-        return all(_LINUX_NAMES.get(name, name) in processor_flags for name in self.instructions)
+        return all(_LINUX_NAMES.get(name, name.replace("-", "_")) in processor_flags for name in self.instructions)
 
 
-LEVELS = {
-    level.name: level
-    for level in (
-        Level("avx2", _AVX2),
-        Level("avx512", _AVX512),
-        Level("avx512_bf16", _AVX512_BF16),
-        Level("amx", _AMX),
-    )
-}  # lowest first
-
-# Instruction sets whose names in /proc/cpuinfo differ from the compiler's.
-_LINUX_NAMES = {
-    "avx512bf16": "avx512_bf16",
-    "avx512vnni": "avx512_vnni",
-    "amx-tile": "amx_tile",
-    "amx-bf16": "amx_bf16",
-    "amx-int8": "amx_int8",
+LEVELS = {  # lowest first
+    name: Level(name, instructions)
+    for name, instructions in (("avx2", _AVX2), ("avx512", _AVX512), ("avx512_bf16", _AVX512_BF16), ("amx", _AMX))
 }
+
+# Instruction sets whose names in /proc/cpuinfo differ from the compiler's by more than a hyphen.
+_LINUX_NAMES = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
 
 
 def processor_flags(cpu_info: Path = _CPU_INFO) -> frozenset[str]:

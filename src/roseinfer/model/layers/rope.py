@@ -190,15 +190,6 @@ class RotationTable:
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values [tokens, heads, head_dim]
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights [head_dim] of the RMSNorms of queries and of keys."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    epsilon: float
-
-
 class QueryKeyRotation:
     """Rotates queries and keys, and norms each head before, where the model has norms of heads.
 
@@ -206,7 +197,10 @@ class QueryKeyRotation:
     computes in float32, and gives a row the same bits whatever other rows there are.
     """
 
-    def __init__(self, spec: AttentionSpec, norms: HeadNorms | None, placement: Placement) -> None:
+    def __init__(
+        self, spec: AttentionSpec, norms: tuple[torch.Tensor, torch.Tensor] | None, epsilon: float, placement: Placement
+    ) -> None:
+        """`norms`: weights [head_dim] of the RMSNorms of queries and of keys."""
         self._spec = spec
         self._has_triton = placement.has_triton
         self._compiled = None
@@ -214,10 +208,11 @@ class QueryKeyRotation:
             pointer, size = ctypes.c_void_p, ctypes.c_int64
             argtypes = (pointer, *[size] * 5, *[pointer] * 4, ctypes.c_float)
             self._compiled = placement.compiled("turn_heads", *argtypes)
-        self._epsilon, self._weights = 0.0, None
+        self._epsilon = epsilon
+        self._weights = None
         if norms is not None:
-            query, key = (w.to(placement.device, torch.float32, copy=True) for w in (norms.query, norms.key))
-            self._epsilon, self._weights = norms.epsilon, (query, key)
+            query, key = (weight.to(placement.device, torch.float32, copy=True) for weight in norms)
+            self._weights = query, key
 
     def __call__(self, merged: torch.Tensor, rotation: Rotation) -> Heads:
         """Merged rows [tokens, heads * head_dim] -> queries, keys and values [tokens, heads, head_dim].

@@ -12,18 +12,26 @@ alone writes them. So no program reads what another one writes, and the append c
 from typing import NamedTuple
 
 import triton.language as tl
+from triton import next_power_of_2
 
 from roseinfer.model.attention.base import DeviceTokens
-from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, dot_dtype, kernel
+from roseinfer.model.triton_kernels.language import (
+    LOG2_E,
+    LOWEST,
+    SPILLING_SUMS,
+    Constant,
+    Pointer,
+    constant,
+    dot_dtype,
+    kernel,
+)
 from roseinfer.model.triton_kernels.paging import Heads, Pages, Step, page_offsets, table_of
 
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # a program with fewer keys costs more to start than it saves
 
 _TILE_ELEMENTS = 4096  # keys of a tile times padded_dim: 32 registers a thread for each of K, V and the sums
-_SPILLING_SUMS = 64 * 256  # of a program: with four warps ptxas spills registers from here on (docs/log.md)
 _DOT_ROWS = 16  # rows of the smallest product of tensor cores
-_LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that the difference of two of them is a number
 
 
 class Parts(NamedTuple):
@@ -51,7 +59,7 @@ def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> 
     """
     wanted = -(-2 * num_processors // num_programs)
     useful = -(-num_keys // MIN_SPLIT_KEYS)
-    return 1 << (max(1, min(wanted, useful, MAX_SPLITS)) - 1).bit_length()
+    return next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
 
 
 def decode(
@@ -76,8 +84,8 @@ def decode(
     if group == 1:
         _decode_head[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_warps=4)
     else:
-        num_dot_rows = max(_DOT_ROWS, 1 << (group - 1).bit_length())
-        num_warps = 8 if num_dot_rows * padded_dim >= _SPILLING_SUMS else 4
+        num_dot_rows = max(_DOT_ROWS, next_power_of_2(group))
+        num_warps = 8 if num_dot_rows * padded_dim >= SPILLING_SUMS else 4
         _decode_group[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_dot_rows, num_warps=num_warps)
     if num_splits > 1:
         _join[num_rows, num_heads](step, parts, heads, num_splits, num_warps=2)
@@ -134,7 +142,7 @@ def _decode_head(
     query = tl.load(step.q + row * step.q_stride + head * heads.dim + dims, mask=is_dim, other=0.0)
     query = query.to(tl.float32) * scale
     first, begin, end = _share(position, split, cut)
-    peaks = tl.full([cut.tile], _LOWEST, tl.float32)
+    peaks = tl.full([cut.tile], LOWEST, tl.float32)
     totals = tl.zeros([cut.tile], tl.float32)
     mixed = tl.zeros([cut.tile, heads.padded_dim], tl.float32)
     for tile in range(begin, end):
@@ -195,7 +203,7 @@ def _decode_group(
     is_here = is_member[:, None] & is_dim[None, :]
     queries = tl.load(step.q + row * step.q_stride + here, mask=is_here, other=0.0)
     first, begin, end = _share(position, split, cut)
-    peaks = tl.full([num_dot_rows], _LOWEST, tl.float32)
+    peaks = tl.full([num_dot_rows], LOWEST, tl.float32)
     totals = tl.zeros([num_dot_rows], tl.float32)
     mixed = tl.zeros([num_dot_rows, heads.padded_dim], tl.float32)
     for tile in range(begin, end):

@@ -16,6 +16,9 @@ IS_INTERPRETED: bool = triton.knobs.runtime.interpret
 
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E), and only exp2 is one instruction
 
+LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that the difference of two of them is a number
+SPILLING_SUMS = 64 * 256  # of a program: with four warps ptxas spills registers from here on (docs/log.md)
+
 Pointer = Any  # a torch.Tensor where a kernel is launched, the address of its first element inside
 Constant = Any  # known when a kernel is compiled
 

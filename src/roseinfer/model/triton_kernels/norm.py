@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import triton.language as tl
+from triton import next_power_of_2
 
 from roseinfer.model.triton_kernels.language import Constant, constant, kernel
 
@@ -33,7 +34,7 @@ def add_norm(
     assert x.is_contiguous()
     num_rows, size = x.shape
     delta = None if delta is None else delta.contiguous()
-    width = Width(constant(size), constant(max(16, 1 << (size - 1).bit_length())))
+    width = Width(constant(size), constant(max(16, next_power_of_2(size))))
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     num_warps = max(1, min(16, width.padded.value // 256))
     _add_norm_row[num_rows,](x, delta, weight, bias, out, eps, width, bias is not None, num_warps=num_warps)

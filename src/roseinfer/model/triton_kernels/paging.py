@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import triton.language as tl
+from triton import next_power_of_2
 
 from roseinfer.model.attention.base import AttentionSpec, DeviceTokens
 from roseinfer.model.kv_cache import KVCache
@@ -63,7 +64,7 @@ def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
 
 
 def heads_of(spec: AttentionSpec) -> Heads:
-    padded_dim = max(16, 1 << (spec.head_dim - 1).bit_length())
+    padded_dim = max(16, next_power_of_2(spec.head_dim))
     return Heads(constant(spec.head_dim), constant(padded_dim), constant(spec.num_heads // spec.num_kv_heads))
 
 

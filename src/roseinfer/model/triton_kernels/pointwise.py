@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import triton.language as tl
+from triton import next_power_of_2
 
 from roseinfer.model.triton_kernels.language import Constant, constant, kernel
 
@@ -42,9 +43,9 @@ def turn_heads(
     shape = TurnedHeads(
         num_queries=constant(num_heads),
         num_turned=constant(num_turned),
-        padded_turned=constant(_next_power_of_two(num_turned)),
+        padded_turned=constant(next_power_of_2(num_turned)),
         half=constant(half),
-        padded_half=constant(_next_power_of_two(half)),
+        padded_half=constant(next_power_of_2(half)),
     )
     query_weight, key_weight = norm_weights or (None, None)
     _turn_row[num_tokens,](merged, merged.stride(0), cos, sin, query_weight, key_weight, epsilon, shape, num_warps=4)
@@ -57,10 +58,6 @@ def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(num_rows, inner)
     _gate_tile[num_rows, -(-inner // _GATE_TILE)](gate_up, out, inner, _GATE_TILE, num_warps=4)
     return out
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 @kernel()

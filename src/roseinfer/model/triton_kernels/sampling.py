@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import triton.language as tl
+from triton import next_power_of_2
 
 from roseinfer.engine.core.batch import NO_TOKEN
 from roseinfer.model.sampling.slot_table import GREEDY, SLOT, SlotTable
@@ -74,7 +75,7 @@ def choose(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, t
         constant(vocab_size),
         constant(PIECE),
         constant(num_pieces),
-        constant(1 << (num_pieces - 1).bit_length()),
+        constant(next_power_of_2(num_pieces)),
     )
     asked = Table(table.seed, table.temperature, table.need, constant(SLOT.itemsize // 8))
     ids = torch.empty(num_rows, dtype=torch.int64, device=device)

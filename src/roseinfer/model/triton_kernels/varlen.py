@@ -13,15 +13,14 @@ read them.
 from typing import NamedTuple
 
 import triton.language as tl
+from triton import next_power_of_2
 
 from roseinfer.model.attention.base import DeviceTokens
-from roseinfer.model.triton_kernels.language import LOG2_E, Constant, constant, dot_dtype, kernel
+from roseinfer.model.triton_kernels.language import LOG2_E, LOWEST, SPILLING_SUMS, Constant, constant, dot_dtype, kernel
 from roseinfer.model.triton_kernels.paging import Heads, Pages, Step, find_tile, num_tiles, page_offsets, table_of
 
 _APPENDED_TOKENS = 32  # by one program, for one head
 _TILE_ROWS = 64  # of tensor cores' products, unless a group has more heads
-_SPILLING_SUMS = 64 * 256  # of larger tiles: with four warps ptxas spills registers from here on (docs/log.md)
-_LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that the difference of two of them is a number
 
 
 class Tiles(NamedTuple):
@@ -41,7 +40,7 @@ def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, *, scale:
     """
     group, padded_dim = heads.group.value, heads.padded_dim.value
     num_tile_rows, num_tile_keys = _tile_shape(padded_dim, pages.k.element_size())
-    num_tile_rows = max(num_tile_rows, 1 << (group - 1).bit_length())
+    num_tile_rows = max(num_tile_rows, next_power_of_2(group))
     num_tile_queries = num_tile_rows // group
     tiles = Tiles(
         queries=constant(num_tile_queries),
@@ -54,7 +53,7 @@ def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, *, scale:
     num_tokens, num_kv_heads = step.k.shape[:2]
     num_rows = rows.starts.shape[0]
     grid = (num_tiles(num_tokens, num_rows, num_tile_queries), num_kv_heads)
-    num_warps = 8 if num_tile_rows > _TILE_ROWS and num_tile_rows * padded_dim >= _SPILLING_SUMS else 4
+    num_warps = 8 if num_tile_rows > _TILE_ROWS and num_tile_rows * padded_dim >= SPILLING_SUMS else 4
     _attend_tile[grid](step, pages, rows, heads, tiles, num_rows, scale * LOG2_E, num_warps=num_warps)
 
 
@@ -119,7 +118,7 @@ def _attend_tile(
     is_here = is_query[:, None] & is_dim[None, :]
     tile_queries = tl.load(step.q + tokens * step.q_stride + here, mask=is_here, other=0.0)
     tile_queries = tile_queries.to(tiles.dot_dtype)
-    peaks = tl.full([tiles.rows], _LOWEST, tl.float32)
+    peaks = tl.full([tiles.rows], LOWEST, tl.float32)
     totals = tl.zeros([tiles.rows], tl.float32)
     mixed = tl.zeros([tiles.rows, heads.padded_dim], tl.float32)
     first = start * 0

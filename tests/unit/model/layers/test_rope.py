@@ -18,7 +18,6 @@ from roseinfer.model.kernels.levels import levels_here
 from roseinfer.model.kernels.library import Kernels, load_kernels
 from roseinfer.model.layers.rope import (
     DynamicRope,
-    HeadNorms,
     Llama3Rope,
     QueryKeyRotation,
     Rope,
@@ -194,8 +193,8 @@ def heads_of(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
     return AttentionSpec(num_heads, num_kv_heads, head_dim, scale=1.0, windows=(None,))
 
 
-def norms_of(head_dim: int) -> HeadNorms:
-    return HeadNorms(1 + random(head_dim, seed=1) / 4, 1 + random(head_dim, seed=2) / 4, 1e-6)
+def norms_of(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return 1 + random(head_dim, seed=1) / 4, 1 + random(head_dim, seed=2) / 4
 
 
 @every_dtype
@@ -207,15 +206,15 @@ def test_heads(kernels: Kernels | None, spec: AttentionSpec, has_norms: bool, dt
     rows = random(21, spec.num_merged_heads * spec.head_dim).to(dtype)
     table = RotationTable(Rope(rope_theta=100.0), spec.head_dim, 30, CPU)
     rotation = table.at(torch.arange(21).flip(0))
-    turn = QueryKeyRotation(spec, norms, Placement(CPU, dtype, kernels=kernels))
+    turn = QueryKeyRotation(spec, norms, 1e-6, Placement(CPU, dtype, kernels=kernels))
     q, k, v = (part.clone() for part in turn(rows.clone(), rotation))
     heads = rows.float().view(21, spec.num_merged_heads, spec.head_dim)
     cuts = [spec.num_heads, spec.num_heads + spec.num_kv_heads]
     wide_q, wide_k, wide_v = heads.tensor_split(cuts, 1)
     if norms is not None:
         wide_q, wide_k = (
-            x * (x.square().mean(-1, keepdim=True) + norms.epsilon).rsqrt() * weight
-            for x, weight in ((wide_q, norms.query), (wide_k, norms.key))
+            x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+            for x, weight in ((wide_q, norms[0]), (wide_k, norms[1]))
         )
     for part, expected in ((q, rotation(wide_q)), (k, rotation(wide_k))):
         assert part.dtype == dtype
@@ -228,7 +227,7 @@ def test_heads(kernels: Kernels | None, spec: AttentionSpec, has_norms: bool, dt
 def test_heads_have_the_same_bits_in_any_company(kernels: Kernels | None, dtype: torch.dtype, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     spec, positions = heads_of(6, 2, 48), torch.arange(99)
-    rotate = QueryKeyRotation(spec, norms_of(48), Placement(CPU, dtype, kernels=kernels))
+    rotate = QueryKeyRotation(spec, norms_of(48), 1e-6, Placement(CPU, dtype, kernels=kernels))
     table = RotationTable(Rope(rope_theta=100.0), 48, 100, CPU)
     merged = random(99, spec.num_merged_heads * 48).to(dtype)
     together = [part.clone() for part in rotate(merged.clone(), table.at(positions))]
