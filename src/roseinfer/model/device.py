@@ -217,7 +217,7 @@ class Placement:
         return self.kernels.function(name, *argtypes)
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows to run linears with for `num_rows`: oneDNN wants few sizes, the others take any.
+        """The number of rows to run linears with for `num_rows`: oneDNN needs few sizes, the others take any.
 
         oneDNN builds a kernel for each number of rows, about a millisecond for each shape of weight, and multiplies a
         single row in another way than several, to other bits. So: even, and with four significant bits at most. All

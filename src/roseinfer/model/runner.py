@@ -54,7 +54,7 @@ class RunnerLimits:
     max_tokens: int
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class LaunchedBatch:
     """The torch `Launched`: a batch whose tokens are sampled on the device, or will be."""
 

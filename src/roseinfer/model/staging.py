@@ -89,7 +89,7 @@ class Arenas:
 
 @dataclass(frozen=True, slots=True)
 class StagingSizes:
-    """The most that a step may bring, and the shape of the block table."""
+    """The largest step, and the shape of the block table."""
 
     num_slots: int  # of the scheduler
     max_rows: int  # with those that fill up a graph
@@ -100,7 +100,7 @@ class StagingSizes:
 
     @property
     def max_blocks(self) -> int:
-        """Of one slot."""
+        """The most blocks of one slot."""
         return -(-self.max_model_len // self.block_size)
 
     def layout(self) -> np.dtype[np.void]:

@@ -26,7 +26,7 @@ _GAMMA, _FIRST, _SECOND = (
 
 
 class _Rows(NamedTuple):
-    """Rows of one need, on the device: logits [rows, vocab_size] and, one entry a row, what their slots ask for."""
+    """Rows of one need, on the device: logits [rows, vocab_size] and, one entry a row, their slots' parameters."""
 
     logits: torch.Tensor
     temperature: torch.Tensor
@@ -243,9 +243,9 @@ def _draw_kept(rows: _Rows, masses: torch.Tensor, spare: torch.Tensor) -> torch.
 def _largest_reaching(
     reaches: Callable[[torch.Tensor], torch.Tensor], num_rows: int, device: torch.device
 ) -> torch.Tensor:
-    """For each row the largest threshold [rows, 1] that `reaches` says yes to, which says yes to 0.
+    """The largest threshold [rows, 1] for which `reaches` is true in each row; it is true for 0.
 
-    Masses are never negative, so their order is that of their bits, and never above 1: halving is done in the bits.
+    Masses are never negative, so their order is that of their bits, and never above 1: the search halves the bits.
     """
     low = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
     high = torch.full_like(low, _BITS_ABOVE_1)
@@ -310,5 +310,5 @@ def _mix64(z: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The bits of int64 moved to the right; zeros come in, not the sign."""
+    """The bits of int64 shifted to the right; zeros come in, not the sign."""
     return torch.bitwise_and(z >> num_bits, 2 ** (64 - num_bits) - 1)

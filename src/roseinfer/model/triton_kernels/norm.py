@@ -10,7 +10,7 @@ from roseinfer.model.triton_kernels.language import Constant, constant, kernel
 
 
 class Width(NamedTuple):
-    """Of a row."""
+    """The width of a row."""
 
     size: Constant
     padded: Constant  # the next power of two: Triton's tiles have no other sizes
