@@ -37,7 +37,7 @@ setup: .venv/.installed .venv/.kernels ## install the tested versions into .venv
 	@touch $@
 
 # Without a compiler the command says so, and the server runs in plain torch: no reason to stop here.
-.venv/.kernels: .venv/.serving $(wildcard src/roseinfer/model/kernels/*.cpp src/roseinfer/model/kernels/*.h)
+.venv/.kernels: .venv/.serving $(wildcard src/roseinfer/model/kernels/cpp/*.cpp src/roseinfer/model/kernels/cpp/*.h)
 	@$(BIN)/roseinfer kernels build || true
 	@touch $@
 

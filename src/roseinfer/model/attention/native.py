@@ -1,4 +1,4 @@
-"""Attention over pages by the compiled CPU kernel (`kernels/attention.cpp`).
+"""Attention over pages by the compiled CPU kernel (`kernels/cpp/attention.cpp`).
 
 The kernel writes the new keys and values, and reads them, in a layout of its own, so no other backend can read a cache
 that this one has written.
@@ -20,7 +20,7 @@ _FUNCTIONS = {torch.float32: "attention_float32", torch.bfloat16: "attention_bfl
 
 
 class _Call(Structure):
-    """`Call` of kernels/attention.cpp."""
+    """`Call` of kernels/cpp/attention.cpp."""
 
     _fields_ = (
         ("slots", c_void_p),

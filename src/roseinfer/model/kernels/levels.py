@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE_DIR = Path(__file__).parent
+SOURCE_DIR = Path(__file__).parent / "cpp"
 
 _CPU_INFO = Path("/proc/cpuinfo")
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from roseinfer.model.device import Placement
 
 Activation = Literal["none", "gelu", "gelu_tanh", "silu"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)  # in the order of kernels/activation.h
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)  # in the order of kernels/cpp/activation.h
 
 
 def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:

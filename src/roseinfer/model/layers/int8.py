@@ -19,7 +19,7 @@ _ROWS_AT_ONCE = 4096  # of a weight, so that its float32 copy is small
 
 
 def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [rows, width] -> int8 of the same shape, and scales [rows] float32; the same bits as kernels/quantize.h.
+    """Rows [rows, width] -> int8 of the same shape, and scales [rows] float32; the same bits as kernels/cpp/quantize.h.
 
     A row so small that 127 / max|x| is no float32, below about 3.7e-37, becomes zeros with a scale of 0. A row that is
     not finite becomes zeros with a scale of NaN, and so do all products with it.

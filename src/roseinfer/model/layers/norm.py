@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm of the residual stream, which add the last sublayer's result to it in the same pass.
 
-The pass is `kernels/norm.cpp` on a CPU and Triton on a GPU; without either it is two steps in torch, with which the
+The pass is `kernels/cpp/norm.cpp` on a CPU and Triton on a GPU; without either it is two steps in torch, with which the
 tests compare the kernels.
 """
 
@@ -13,7 +13,7 @@ from roseinfer.model.device import Placement
 
 
 class _Descriptor(ctypes.Structure):
-    """`Norm` of kernels/norm.cpp."""
+    """`Norm` of kernels/cpp/norm.cpp."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),

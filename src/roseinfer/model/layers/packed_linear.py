@@ -15,7 +15,7 @@ _UNSIGNED = 128  # what the instruction for int8 wants rows to have added
 
 
 class _TileDescriptor(ctypes.Structure):
-    """`Linear` of kernels/gemm.cpp."""
+    """`Linear` of kernels/cpp/gemm.cpp."""
 
     _fields_ = (
         ("weight", _POINTER),
@@ -29,7 +29,7 @@ class _TileDescriptor(ctypes.Structure):
 
 
 class _RegisterDescriptor(ctypes.Structure):
-    """`Linear` of kernels/linear.cpp."""
+    """`Linear` of kernels/cpp/linear.cpp."""
 
     _fields_ = (
         ("weight", _POINTER),

@@ -193,8 +193,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and val
 class QueryKeyRotation:
     """Rotates queries and keys, and norms each head before, where the model has norms of heads.
 
-    One call of kernels/pointwise.cpp or triton_kernels/pointwise.py, else torch, with which the tests compare them. It
-    computes in float32, and gives a row the same bits whatever other rows there are.
+    One call of kernels/cpp/pointwise.cpp or triton_kernels/pointwise.py, else torch, with which the tests compare them.
+    It computes in float32, and gives a row the same bits whatever other rows there are.
     """
 
     def __init__(

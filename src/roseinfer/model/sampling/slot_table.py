@@ -12,7 +12,7 @@ Int64Array = npt.NDArray[np.int64]
 
 GREEDY, WHOLE, TRUNCATED = range(3)  # a slot's need: the maximum, a draw from all tokens, from the likeliest
 
-# One slot's parameters, laid out as `Slot` in kernels/sampling.cpp.
+# One slot's parameters, laid out as `Slot` in kernels/cpp/sampling.cpp.
 SLOT = np.dtype(
     [
         ("seed", np.int64),
