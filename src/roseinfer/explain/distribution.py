@@ -1,16 +1,7 @@
 """The distribution of gaps: its modes, which causes make p99 longer than p50, and p99 without each of them.
 
-Modes: the density of the durations' logarithms is estimated with a Gaussian kernel, eight per cent of a duration wide
-whatever the duration is. Two peaks are two modes if the density between them falls below half of the lower one; a
-duration belongs to the peak on its side of the valley. Peaks with few members are scatter, and no modes.
-
-Shares: what is usual of a cause is its mean part in the gaps in the middle of the order, ranks 40 to 60 %. The gaps
-around p99, half a per cent of the ranks on either side and nine at least, have one vote each, which a gap divides among
-causes in proportion to what each took above its usual part. The means of the votes are the shares of p99 - p50. So a
-gap of seconds beyond p99 says no more about it than its neighbours do.
-
-The counterfactual takes from every gap what one cause took above its usual part, and takes p99 again. Causes that
-overlap in a gap save less one by one than together, so the savings need not add up to anything.
+docs/explain.md gives the method, under "The method". The counterfactual takes from every gap what one cause took above
+its usual part, and takes p99 again: causes that overlap in a gap save less one by one than together.
 """
 
 import math

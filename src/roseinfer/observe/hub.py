@@ -1,11 +1,8 @@
-"""Gives each fact to every observer that hears it.
+"""Gives each fact to every observer that hears it; drops an observer that raises, so that no request fails for it.
 
-Steps, writes and ends of requests wait a little, and observers then get several of each: an engine on the same
-processor leaves nothing in its caches, so each delivery pays for fetching all the code and data that observers touch.
-Facts that wait are delivered before an observer is asked, before the server's state changes, and when a request fails.
-
-An observer or a listener that raises is logged once, with its traceback, and hears nothing more: a fault in telemetry
-may cost telemetry, never a request. This is the one place in `observe/` that catches everything.
+Steps, writes and ends of requests wait a little, and observers get several of each: an engine on the same processor
+leaves nothing in its caches, so each delivery pays for fetching all the code and data that observers touch. What waits
+is delivered before an observer is asked, before the server's state changes, and when a request fails.
 """
 
 import asyncio

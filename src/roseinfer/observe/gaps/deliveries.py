@@ -4,7 +4,6 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.records import Delivery
@@ -13,13 +12,6 @@ Interruption = tuple[int, int, Cause]
 """When it began, when it was over, and whether it was a collection or a scrape."""
 
 _MAX_INTERRUPTIONS = 512
-
-
-class Interruptions(Protocol):
-    """The times in which the front end's interpreter did something else than serve."""
-
-    def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
-        """Returns those that overlap the interval, cut to it, in the order of time, with no moment in two of them."""
 
 
 class LiveInterruptions:
@@ -47,6 +39,7 @@ class LiveInterruptions:
         return math.inf if self._under_way else self._last_end_ns
 
     def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
+        """Returns those that overlap the interval, cut to it, in the order of time, with no moment in two of them."""
         if start_ns >= self.quiet_since_ns:
             return ()
         # Copies, since another one may come meanwhile. Lists: to make a tuple may collect garbage while it reads, and
@@ -67,6 +60,7 @@ class RecordedInterruptions:
         self._ends = [end for _, end, _ in self._apart]
 
     def within(self, start_ns: int, end_ns: int) -> Sequence[Interruption]:
+        """See LiveInterruptions."""
         first = last = bisect_right(self._ends, start_ns)
         while last < len(self._apart) and self._apart[last][0] < end_ns:
             last += 1
@@ -98,7 +92,9 @@ def _cut(pieces: Iterable[Interruption], start_ns: int, end_ns: int) -> list[Int
     ]
 
 
-def delivery_segments(delivery: Delivery, start_ns: int, interruptions: Interruptions) -> list[tuple[Cause, int]]:
+def delivery_segments(
+    delivery: Delivery, start_ns: int, interruptions: LiveInterruptions | RecordedInterruptions
+) -> list[tuple[Cause, int]]:
     """Splits the way of a token to its write, from `start_ns` or from when it was known, whichever is later.
 
     Only what the front end's interpreter did can be interrupted there: not the engine, nor the waiting for a client.

@@ -8,14 +8,14 @@ different: prompt tokens of others, more rows, no graph, a profiler.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 import msgspec
 
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.step_costs import StepCosts, rows_of
-from roseinfer.records import PhaseTimes, StepRecord
+from roseinfer.observe.recorder.recording import RequestRecord
+from roseinfer.records import PhaseTimes, RequestTimeline, StepRecord
 
 Segments = tuple[tuple[Cause, int], ...]
 """Nanoseconds by cause, in the order of time; a cause may come more than once."""
@@ -152,19 +152,6 @@ def _compute_ns(record: StepRecord, total_ns: int) -> int:
     return max(0, record.phases.wait + host.launch - host.h2d - host.capture - host.sample)
 
 
-class Tokens(Protocol):
-    """What is read of a request: of its timeline, or of its record."""
-
-    @property
-    def token_ns(self) -> Sequence[int]: ...
-
-    @property
-    def preempted_ns(self) -> int: ...
-
-    @property
-    def resumed_ns(self) -> int: ...
-
-
 class StepGaps:
     """Gaps of steps, found by when their tokens were known."""
 
@@ -183,7 +170,7 @@ class StepGaps:
         at = bisect_left(self._ends, tokens_ns)
         return self._gaps[at] if at < len(self._ends) and self._ends[at] == tokens_ns else None
 
-    def between(self, request: Tokens, index: int) -> Segments | None:
+    def between(self, request: RequestTimeline | RequestRecord, index: int) -> Segments | None:
         """Returns the segments from the token before `index` to that token; None when the steps are not here."""
         start_ns = request.token_ns[index - 1]
         gap = self.ended_at(request.token_ns[index])
@@ -193,7 +180,7 @@ class StepGaps:
             return gap.segments
         return segments_since(start_ns, gap, request.preempted_ns, request.resumed_ns)
 
-    def since(self, request: Tokens, start_ns: int, tokens_ns: int) -> Segments | None:
+    def since(self, request: RequestTimeline | RequestRecord, start_ns: int, tokens_ns: int) -> Segments | None:
         """Returns the segments from a moment to the token known at `tokens_ns`; None when the steps are not here."""
         segments: list[tuple[Cause, int]] = []
         at = bisect_left(request.token_ns, tokens_ns)

@@ -1,19 +1,8 @@
 """Watches the rules of `observe.capture_rules`, and saves what happened around a breach in a directory.
 
 A breach takes a copy of what the flight recorder remembers, waits, takes another, and a thread writes both, with a
-manifest. There is one capture at a time and a pause after each: what breaks a rule meanwhile is not counted.
-
-A rule is a sentence such as `3 gaps over 60 ms in 10 s`:
-
-    rule     = count what "in" duration
-    what     = "gap" ["s"] "over" duration
-             | "ttft" "over" duration
-             | "slow" "gap" ["s"] ["of" cause]
-    duration = number ("ms" | "s")
-
-Words are separated by blanks; a number and its unit may be. A gap is one between two writes of a stream, or between two
-tokens of a request that is not streamed; `ttft` is the time to the first token of such an answer. A slow gap is one by
-`observe.slow_gap_factor` and `observe.slow_gap_min_ms`.
+manifest. There is one capture at a time and a pause after each: what breaks a rule meanwhile is not counted. A rule is
+a sentence such as `3 gaps over 60 ms in 10 s`; docs/capture.md has the grammar.
 """
 
 import asyncio
