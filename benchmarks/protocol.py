@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
 MARK = "answer: "
+REST_S = 0.1
 RAISED_NICE = -15  # of a scheduling group; see raise_groups
 
 
@@ -96,7 +98,11 @@ def stop(process: subprocess.Popen[Any], timeout_s: float = 30.0) -> None:
 
 
 def pause(pid: int) -> None:
-    """Stop a process and its descendants where they stand, so that they take no time while another is measured."""
+    """Stop a process and its descendants, so that they take no time while another is measured.
+
+    They may first end what they are doing: an engine that is stopped in a step takes the pause for the step's time.
+    """
+    time.sleep(REST_S)
     _signal(family_of(pid), signal.SIGSTOP)
 
 
