@@ -31,8 +31,8 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load import report
-from roseinfer.bench.load.endpoint import Endpoint, RequestForm, authorization, key_in, read_models
-from roseinfer.bench.load.event_stream import read_events, read_refusal
+from roseinfer.bench.load.endpoint import RequestForm, authorization, find_endpoint, key_in
+from roseinfer.bench.load.event_stream import read_answer
 from roseinfer.bench.load.report import Verdict, lag_p99_ns, mean_interval_ns, objective_of
 from roseinfer.bench.load.scenario import PARAM, load_scenario
 from roseinfer.bench.report import NS_PER_MS
@@ -92,7 +92,7 @@ class Load:
             self.url, maxsize=1000, timeout=TIMEOUT, retries=False, headers=authorization(key)
         )
         self.pool.ConnectionCls = _TimedHTTPS if self.url.startswith("https:") else _TimedHTTP
-        self.endpoint = self._find_endpoint(key)
+        self.endpoint = find_endpoint(self.url, key, "--host")
         self.form = RequestForm.of(
             self.endpoint,
             self.seed,
@@ -104,17 +104,6 @@ class Load:
         self.cpu_s = time.process_time()
         self.ids = itertools.count()
         self.bursts_ns: dict[int, int] = {}  # of each phase: when its first user has joined
-
-    def _find_endpoint(self, key: str) -> Endpoint:
-        try:
-            answer = self.pool.request("GET", "/v1/models")
-        except urllib3.exceptions.HTTPError as error:
-            why = f"{error.__cause__ or error}; `make serve` starts a server"
-            raise ConfigError(f"nothing answers at {self.url}/v1/models: {why}", param="--host") from None
-        if answer.status != 200:
-            problem = answer.data.decode(errors="replace")[:200]
-            raise ConfigError(f"{self.url}/v1/models answers {answer.status}: {problem}", param="--host")
-        return read_models(self.url, key, answer.data)
 
     def burst_ns(self) -> int | None:
         """When the first request of a user who joins now is due, in a burst: all of them together. Else None."""
@@ -135,17 +124,14 @@ class Load:
             answer = self.pool.urlopen("POST", self.form.path, body, headers, preload_content=False)
             connection = answer.connection
             assert isinstance(connection, _TimedHTTP | _TimedHTTPS)
-            seen.sent_ns = connection.sent_ns
+            seen.sent_ns, seen.status = connection.sent_ns, answer.status
             while data := answer.read1(65536):
                 reads.append((time.monotonic_ns(), data))
             answer.release_conn()
         except (urllib3.exceptions.HTTPError, OSError) as error:
             seen.error = f"{type(error).__name__}: {error}"
         seen.end_ns = time.monotonic_ns()
-        if not seen.error and answer.status != 200:
-            read_refusal(seen, answer.status, b"".join(data for _, data in reads))
-        elif not seen.error:
-            read_events(seen, reads, self.form.stream_interval)
+        read_answer(seen, reads, self.form.stream_interval)
         if self.seen is not None:
             self.seen.append(seen)
         return seen
@@ -334,7 +320,8 @@ def _load_of(environment: Environment) -> Load:
 
 
 def text_of(error: ConfigError) -> str:
-    return f"loadtest: {error.param}: {error.message}"
+    hint = "; `make serve` starts a server" if error.message.startswith("nothing answers") else ""
+    return f"loadtest: {error.param}: {error.message}{hint}"
 
 
 def scenario_file(text: str) -> Path:

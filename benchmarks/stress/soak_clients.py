@@ -4,7 +4,6 @@ Each kind is a coroutine that does one thing and notes what went wrong; `Clients
 """
 
 import asyncio
-import io
 import itertools
 import json
 import random
@@ -14,8 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
-
-import aiohttp
 
 from roseinfer.bench.load.client import Answer, LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
@@ -63,7 +60,7 @@ class Clients:
             try:
                 async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
                     await kind()
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            except OSError as error:
                 self._fault(f"{kind.__name__}: {type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
 
@@ -171,9 +168,9 @@ class Clients:
         case = next(self._bad)
         headers = {**case.headers, "Connection": "close"}
         try:
-            answer = await self._client.exchange(case.path, io.BytesIO(case.body), headers, case.method)
+            answer = await self._client.exchange(case.path, case.body, headers, case.method)
             self._count(f"bad: {case.kind}", answer, *range(400, 500))
-        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):  # refused while the body was still being sent
+        except ConnectionError:  # refused while the body was still being sent
             self.statuses[f"bad: {case.kind} cut"] += 1
         await asyncio.sleep(0.05)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from roseinfer.bench.compare.compare import started_server
-from roseinfer.bench.load.client import find_endpoint
+from roseinfer.bench.load.endpoint import find_endpoint
 from roseinfer.cli import main as cli
 from roseinfer.errors import ConfigError
 from tests.e2e.server import Server

@@ -7,22 +7,19 @@ thread waits for the times, since an event loop's timers are only good to a mill
 
 import asyncio
 import gc
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from roseinfer.bench.definitions import Observed
-from roseinfer.bench.load.connection import CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S, Connection, open_connection
-from roseinfer.bench.load.endpoint import Endpoint, authorization, base_of, read_models
-from roseinfer.bench.load.event_stream import DATA, read_events, read_refusal
-from roseinfer.errors import ConfigError
+from roseinfer.bench.load.connection import Connection, Reader, open_connection
+from roseinfer.bench.load.endpoint import Endpoint, authorization
+from roseinfer.bench.load.event_stream import DATA, read_answer
 
 HEAD_START_NS = 50_000_000  # before the first request is due
 
@@ -41,7 +38,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(NamedTuple):
-    """A whole answer."""
+    """A whole answer; names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -96,11 +93,8 @@ class LoadClient:
         self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
         self._path = urlsplit(endpoint.url).path
         self._idle: list[Connection] = []
-        self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -108,7 +102,6 @@ class LoadClient:
             connection.close()
         self._idle.clear()
         await asyncio.sleep(0)  # in which their sockets close
-        await self._session.close()
 
     def run(self, requests: Sequence[PreparedRequest]) -> list[Observed]:
         """Send all and wait for the last answer. Garbage is collected before and after, not in between."""
@@ -172,68 +165,50 @@ class LoadClient:
         except OSError as error:
             seen.error = f"{type(error).__name__}: {error}"
         seen.end_ns = self._clock()
-        if not seen.error and seen.status not in {0, 200}:
-            read_refusal(seen, seen.status, b"".join(data for _, data in reads))
-        elif not seen.error:
-            read_events(seen, reads, request.stream_interval)
+        read_answer(seen, reads, request.stream_interval)
         self._num_done += 1
         self._on_done(self._num_done)
         return seen
 
-    async def _post(self, request: PreparedRequest, seen: Observed, keep: Callable[[int, bytes], bool]) -> None:
+    async def _post(self, request: PreparedRequest, seen: Observed, keep: Reader) -> None:
         intended_s = (seen.intended_ns + self._unix_offset_ns) / 1e9
         headers = self._endpoint.headers(request.request_id, intended_s, asks_ledger=request.asks_ledger)
-        connection = await self._connection()
-        try:
-            await connection.post(self._path + request.path, headers, request.body, keep)
-        finally:
-            seen.sent_ns, seen.status = connection.sent_ns, connection.status
-        retry_after = connection.headers.get("retry-after", "")
-        seen.retry_after_s = int(retry_after) if retry_after.isdecimal() else None
-        if connection.is_open:
-            self._idle.append(connection)
-
-    async def _connection(self) -> Connection:
-        while self._idle:
-            if (connection := self._idle.pop()).is_open:  # the server closes what has been idle for long
-                return connection
-        return await open_connection(self._endpoint.url, self._clock)
+        async with self._connection() as connection:
+            try:
+                await connection.ask("POST", self._path + request.path, headers, request.body, keep)
+            finally:
+                seen.sent_ns, seen.status = connection.sent_ns, connection.status
+            retry_after = connection.headers.get("retry-after", "")
+            seen.retry_after_s = int(retry_after) if retry_after.isdecimal() else None
 
     async def exchange(
-        self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str = ""
+        self, path: str, body: bytes | dict[str, Any] = b"", headers: Mapping[str, str] | None = None, method: str = ""
     ) -> Answer:
-        """One request of any kind and its whole answer; a GET without a body. Raises aiohttp.ClientError.
+        """One request of any kind and its whole answer; a GET without a body. Raises OSError.
 
-        `body` is sent as it is when it is bytes or a file, and as JSON otherwise.
+        A dict is sent as JSON.
         """
-        data = msgspec.json.encode(body) if isinstance(body, dict) else body
-        sent = {"Content-Type": "application/json", **authorization(self._endpoint.api_key), **(headers or {})}
-        url, method = self._endpoint.url + path, method or ("GET" if body is None else "POST")
-        async with self._session.request(method, url, data=data, headers=sent) as response:
-            return Answer(response.status, response.headers, await response.read())
+        sent = authorization(self._endpoint.api_key) | dict(headers or {})
+        if isinstance(body, dict):
+            body, sent = msgspec.json.encode(body), {"Content-Type": "application/json", **sent}
+        parts: list[bytes] = []
 
+        def keep(_: int, data: bytes) -> bool:
+            parts.append(data)
+            return True
 
-async def get(url: str, api_key: str, param: str) -> bytes:
-    """The body of a GET. Raises ConfigError when nothing answers or the answer is another status than 200."""
-    timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout, headers=authorization(api_key)) as session,
-            session.get(url) as response,
-        ):
-            body = await response.read()
-            if response.status == 200:
-                return body
-            raise ConfigError(f"{url} answers {response.status}: {body.decode(errors='replace')[:200]}", param=param)
-    except aiohttp.ClientConnectorError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"nothing answers at {url}: {reason}", param=param) from None
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise ConfigError(f"nothing answers at {url}: {type(error).__name__} {error}", param=param) from None
+        async with self._connection() as connection:
+            await connection.ask(method or ("POST" if body else "GET"), self._path + path, sent, body, keep)
+            return Answer(connection.status, connection.headers, b"".join(parts))
 
-
-def find_endpoint(url: str, api_key: str) -> Endpoint:
-    """The server at `url`, with `/v1` at its end or without. Raises ConfigError when there is none."""
-    url = base_of(url)
-    body = asyncio.run(get(f"{url}/v1/models", api_key, "--url"))
-    return read_models(url, api_key, body)
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        """One that is idle, or a new one; kept for the next request if it is still open."""
+        while self._idle:
+            if (connection := self._idle.pop()).is_open:  # the server closes what has been idle for long
+                break
+        else:
+            connection = await open_connection(self._endpoint.url, self._clock)
+        yield connection
+        if connection.is_open:
+            self._idle.append(connection)

@@ -9,12 +9,15 @@ import ssl
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
+Reader = Callable[[int, bytes], bool]
+"""Gets the stamp and the bytes of each read of a body; when it returns False the connection closes."""
+
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_TIMEOUT_S = 600.0  # between two reads
 
 
 class Connection(asyncio.Protocol):
-    """Sends one POST at a time, and reads its answer; `open_connection` makes it.
+    """Sends one request at a time, and reads its answer; `open_connection` makes it.
 
     `status` and `headers`, with names in lower case, are the last answer's.
     """
@@ -27,7 +30,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self._begin(lambda _, __: True)
 
-    def _begin(self, on_read: Callable[[int, bytes], bool]) -> None:
+    def _begin(self, on_read: Reader) -> None:
         self._on_read = on_read
         self._head = b""
         self._line = b""  # of a chunk's size, as far as it has been read
@@ -37,18 +40,13 @@ class Connection(asyncio.Protocol):
         self.status, self.sent_ns = 0, 0
         self.headers: dict[str, str] = {}
 
-    async def post(
-        self, path: str, headers: Mapping[str, str], body: bytes, on_read: Callable[[int, bytes], bool]
-    ) -> None:
-        """Send a request and wait for the end of its answer. Raises OSError, of which TimeoutError is one.
-
-        `on_read` gets the stamp and the bytes of each read; when it returns False the connection closes.
-        """
+    async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes, on_read: Reader) -> None:
+        """Send a request and wait for the end of its answer. Raises OSError, of which TimeoutError is one."""
         self._begin(on_read)
         self._done = asyncio.get_running_loop().create_future()
         fields = {"Host": self._host, **headers, "Content-Length": str(len(body))}
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self._transport.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+        self._transport.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
         self.sent_ns = self._clock()
         try:
             await self._wait(self._done)

@@ -1,7 +1,10 @@
-"""Where a load is sent, and the headers and bodies of its requests."""
+"""Where a load is sent, what serves there, and the headers and bodies of its requests."""
 
+import http.client
 import os
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +15,7 @@ from roseinfer.bench.load.plan import Segment, Tokens
 from roseinfer.config.api_keys import read_keys
 from roseinfer.errors import ConfigError
 
+GET_TIMEOUT_S = 10.0
 UNKNOWN_VOCAB_SIZE = 256  # of a server that does not report one: ids below it are in every vocabulary
 
 # Common words, each one token with the space before it in most vocabularies: what chat messages are made of.
@@ -74,6 +78,29 @@ def read_models(url: str, api_key: str, body: bytes) -> Endpoint:
     model = models[0]
     vocab_size = model.vocab_size or UNKNOWN_VOCAB_SIZE
     return Endpoint(url, api_key, model.id, model.max_model_len, vocab_size, takes_salt=bool(model.vocab_size))
+
+
+def find_endpoint(url: str, api_key: str, param: str = "--url") -> Endpoint:
+    """The server at `url`, with `/v1` at its end or without. Raises ConfigError when there is none."""
+    url = base_of(url)
+    return read_models(url, api_key, get(f"{url}/v1/models", api_key, param))
+
+
+def get(url: str, api_key: str, param: str) -> bytes:
+    """The body of a GET. Raises ConfigError when nothing answers or the answer is another status than 200."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load: without a proxy
+    try:
+        request = urllib.request.Request(url, headers=authorization(api_key))  # noqa: S310 - http or https
+        with opener.open(request, timeout=GET_TIMEOUT_S) as answer:
+            body: bytes = answer.read()
+            return body
+    except urllib.error.HTTPError as error:
+        problem = error.read().decode(errors="replace")[:200]
+        raise ConfigError(f"{url} answers {error.code}: {problem}", param=param) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        problem = (isinstance(reason, OSError) and reason.strerror) or f"{type(reason).__name__} {reason}"
+        raise ConfigError(f"nothing answers at {url}: {problem}", param=param) from None
 
 
 class RequestForm(NamedTuple):

@@ -40,6 +40,16 @@ class _Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
+def read_answer(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: int | None) -> None:
+    """Fill in what an answer says, whose status has been filled in, unless an error has ended it."""
+    if seen.error:
+        return
+    if seen.status in {0, 200}:
+        read_events(seen, reads, interval)
+    else:
+        read_refusal(seen, seen.status, b"".join(data for _, data in reads))
+
+
 def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: int | None) -> None:
     """Fill in what an event stream says. An event's stamp is that of the read that completed it."""
     ends = list(accumulate(len(data) for _, data in reads))

@@ -1,7 +1,6 @@
 """`roseinfer bench serve`: a load through HTTP, on an absolute schedule, from a process of its own."""
 
 import argparse
-import asyncio
 import io
 import secrets
 import time
@@ -12,8 +11,8 @@ from typing import Any
 import msgspec
 
 from roseinfer.bench.load import report
-from roseinfer.bench.load.client import LoadClient, Pacer, PreparedRequest, find_endpoint, get
-from roseinfer.bench.load.endpoint import Endpoint, RequestForm, key_in
+from roseinfer.bench.load.client import LoadClient, Pacer, PreparedRequest
+from roseinfer.bench.load.endpoint import Endpoint, RequestForm, find_endpoint, get, key_in
 from roseinfer.bench.load.plan import PlannedRequest, describe, echo_of, interval_ns_of, planner_of
 from roseinfer.bench.load.report import ServeRun, Verdict, lag_p99_ns, objective_of
 from roseinfer.bench.load.scenario import apply_scenario
@@ -116,7 +115,7 @@ class _Steps(msgspec.Struct):
 def clock_ns(ops_url: str, api_key: str) -> int:
     """The monotonic clock of the server's host, now. Raises ConfigError."""
     url = f"{ops_url.rstrip('/')}/debug/steps?limit=1"
-    body = asyncio.run(get(url, api_key, "--ops-url"))
+    body = get(url, api_key, "--ops-url")
     try:
         return msgspec.json.decode(body, type=_Steps).clock.monotonic_ns
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -126,7 +125,7 @@ def clock_ns(ops_url: str, api_key: str) -> int:
 def fetch_recording(ops_url: str, api_key: str, file: Path, since_ns: int = 0) -> None:
     """Write the server's recording since a moment of its clock to a file. Raises ConfigError or InvalidRequest."""
     url = f"{ops_url.rstrip('/')}/debug/recording?since_ns={since_ns}"
-    body = asyncio.run(get(url, api_key, "--ops-url"))
+    body = get(url, api_key, "--ops-url")
     Recording.read(io.BytesIO(body), f"What {ops_url} sent")  # checked before an older file is overwritten
     with writing(file, "--recording"):
         file.write_bytes(body)

@@ -44,7 +44,7 @@ async def post(*answers: Sequence[bytes], num_posts: int = 1, is_left: bool = Fa
                 reads.append(data)
                 return not is_left
 
-            await connection.post("/v1/x", {}, b"{}", keep)
+            await connection.ask("POST", "/v1/x", {}, b"{}", keep)
             seen.append((b"".join(reads), connection.status))
         assert connection.is_open is (num_posts == 2)
         connection.close()
