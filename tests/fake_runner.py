@@ -62,10 +62,6 @@ class FakeRunner:
         self.latency_s = latency_s
         self.latency_per_token_s = latency_per_token_s
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
     def launch(self, batch: ScheduledBatch, _watch: Watch = UNWATCHED) -> _FakeLaunched:
         """See Runner."""
         delay_s = self.latency_s + self.latency_per_token_s * batch.num_tokens

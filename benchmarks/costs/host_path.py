@@ -52,10 +52,6 @@ class InstantRunner:
         self._token_ids = np.arange(1, max_rows + 1, dtype=np.int32)
         self._weights = np.ones(evicted_mib << 17)  # eight bytes each
 
-    @property
-    def vocab_size(self) -> int:
-        return VOCAB_SIZE
-
     def launch(self, batch: ScheduledBatch, _: Watch) -> Ready:
         self._weights.sum()
         return Ready(SampledTokens(self._token_ids[: np.count_nonzero(batch.samples)], None))

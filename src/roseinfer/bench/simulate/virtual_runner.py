@@ -78,10 +78,6 @@ class VirtualRunner:
         self._seeds = np.zeros(num_slots, np.uint64)
         self._ready_ns = 0  # of the batch launched last
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
     def launch(self, batch: ScheduledBatch, watch: Watch) -> VirtualLaunched:
         """See Runner."""
         self._on_launch(batch)

@@ -120,9 +120,6 @@ class Runner(Protocol):
     table; the KV entry of position p lies at offset p % block_size of the block `block_table[slot, p // block_size]`.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
     def launch(self, batch: ScheduledBatch, watch: Watch) -> Launched:
         """Start computing a batch of at least one row; `watch` measures the launch's parts.
 
