@@ -23,7 +23,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = tuple(stop)
         self._includes_stop = includes_stop
-        self._max_held = max((len(s) for s in self._stop), default=1) - 1
+        self._longest_stop = max(map(len, self._stop), default=0)
         self._held = ""
         self.num_chars = 0  # decoded so far, held or not: where the next token's text begins
         self.stopped = False
@@ -49,17 +49,21 @@ class Detokenizer:
             self.stopped, self._held = True, ""
             end, start = min(ends)
             return text[: end if self._includes_stop else start]
-        start = self._first_candidate(text)
+        start = first_candidate(text, self._stop, self._longest_stop)
         self._held = text[start:]
         return text[:start]
 
-    def _first_candidate(self, text: str) -> int:
-        """Where the longest tail of `text` that begins a stop string starts; `len(text)` when there is none."""
-        for start in range(max(0, len(text) - self._max_held), len(text)):
-            tail = text[start:]
-            if any(s.startswith(tail) for s in self._stop):
-                return start
-        return len(text)
+
+def first_candidate(text: str, words: Sequence[str], longest: int) -> int:
+    """Where the longest tail of `text` that begins a word starts; `len(text)` when there is none.
+
+    The longest word has `longest` characters.
+    """
+    for start in range(max(0, len(text) - longest + 1), len(text)):
+        tail = text[start:]
+        if any(word.startswith(tail) for word in words):
+            return start
+    return len(text)
 
 
 def text_offsets(token_bytes: Callable[[int], bytes], token_ids: Iterable[int]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from roseinfer.messages import CALL_TAGS, CallGrammar, CallShape, Grammar
+from roseinfer.text.detokenizer import first_candidate
 from roseinfer.text.grammar.source import encode_source
 
 ToolFormat = Literal["hermes", "llama3_json"]
@@ -273,7 +274,7 @@ class ToolCallParser:
             self._blanks = text[len(before) : start]
             self._call = _Call(self.num_calls, self._names)
             return text[start + len(self._opening) :]
-        certain = len(text[: _first_candidate(text, self._opening)].rstrip())
+        certain = len(text[: first_candidate(text, (self._opening,), len(self._opening))].rstrip())
         self._hold(text[certain:])
         self._add_text(text[:certain], parts)
         return ""
@@ -312,14 +313,6 @@ class ToolCallParser:
 def in_pieces(text: str) -> Iterator[str]:
     """Cut `text` into pieces that are each read in well under a millisecond."""
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-
-
-def _first_candidate(text: str, tag: str) -> int:
-    """Where the longest tail of `text` begins that the tag starts with; its length when there is none."""
-    for start in range(max(0, len(text) - len(tag) + 1), len(text)):
-        if tag.startswith(text[start:]):
-            return start
-    return len(text)
 
 
 _BLANK_RUN = re.compile(r"[ \t\r\n]*")
