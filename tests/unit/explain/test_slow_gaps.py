@@ -2,7 +2,6 @@
 
 import pytest
 
-from roseinfer.config.tree import options
 from roseinfer.explain.slow_gaps import widest_gaps
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.recording import RequestRecord
@@ -67,14 +66,12 @@ def test_many_newcomers_are_counted() -> None:
 
 
 @pytest.mark.parametrize("cause", Cause)
-def test_every_cause_has_a_sentence_and_a_knob_that_exists(cause: Cause) -> None:
+def test_every_cause_has_a_sentence(cause: Cause) -> None:
     step = make_step(step_id=2, start_ns=25 * MS, tokens_ns=100 * MS, phases=PhaseTimes(capture=MS))
     gap = make_gap({cause: 70.0}, end_ms=100, step_id=2)
     for steps in ([step], []):
         [story] = widest_gaps([gap], make_recording(STREAMS, steps), limit=1)
         assert len(story.sentence.split()) >= 4
-    assert cause.row.option in {"", *options()}
-    assert cause.row.advice
 
 
 def test_a_collection_is_placed_where_it_happened() -> None:
