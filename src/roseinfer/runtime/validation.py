@@ -55,13 +55,13 @@ class Misfit(ValueError):
         return "".join(steps).removeprefix(".")
 
     def __str__(self) -> str:
-        """The place and the reason, where several files of fields are in question: `phases[0].users: Expected …`."""
+        """The path and the reason, to follow the name of a file: `phases[0].users: Expected …`."""
         if self.kind != "value":
             return f"{self.reason} `{self.where}`"
         return f"{self.where}: {self.reason}" if self.path else self.reason
 
     def sentence(self, note: str = "") -> str:
-        """`top_p`: Expected `float` <= 1.0."""
+        """One sentence that names the value, such as "`top_p`: Expected `float` <= 1.0."."""
         return f"`{self.where}`: {self.reason}{note}." if self.kind == "value" else f"{self.reason} `{self.where}`."
 
 
@@ -153,18 +153,16 @@ class _Search:
 
 
 def _first_refused(values: Sequence[Any], error_of: Callable[[Sequence[Any]], Exception | None]) -> int | None:
-    """The index of the first value that does not fit; each is looked at about twice, by msgspec."""
-    if error_of(values) is None:
-        return None
+    """The index of the first value that does not fit; halving looks at each about once."""
     low, high = 0, len(values)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if error_of(values[low:middle]) is None else (low, middle)
-    return low
+    return low if error_of(values[low:high]) is not None else None
 
 
 def _reason(value: Any, alternatives: list[Any], error: msgspec.ValidationError) -> str:
-    """What is expected of a value without parts; of a closed set, what is in it."""
+    """The reason that msgspec gives for a value without parts, or the members of the closed set that the value is not in."""
     choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
     if not any(type(value) is type(choice) for choice in choices):
         return str(error)

@@ -65,7 +65,7 @@ class Exchange:
         self._ledger = ledger
         self._asks_for_ledger = request.headers.get(LEDGER_HEADER)
         self._client = client
-        self._key = key
+        self.key = key  # names the exchange among those in flight
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -75,18 +75,13 @@ class Exchange:
         client.open_timeline(self.timelines[0])
 
     @property
-    def key(self) -> str:
-        """Names the exchange among those in flight."""
-        return self._key
-
-    @property
     def is_in_engine(self) -> bool:
         """Whether the engine has not ended each sequence: an abort may be on its way."""
         return any(self._client.holds(timeline.request_id) for timeline in self.timelines)
 
     def sequence_id(self, index: int) -> str:
         """The engine's id of one of its sequences; `/` is in no key, so no two exchanges share one."""
-        return f"{self._key}/{index}" if index else self._key
+        return f"{self.key}/{index}" if index else self.key
 
     @property
     def wants_ledger(self) -> bool:

@@ -75,10 +75,8 @@ def _authorize(request: web.Request) -> None:
     elif service.api_keys is not None and not service.api_keys.knows(request.headers.get("Authorization", "")):
         message = "A valid API key is needed: `Authorization: Bearer <key>`, or as the password of Basic."
         raise Unauthorized(message, challenge='Basic realm="roseinfer", charset="UTF-8"')
-    if request.method not in _SAFE_METHODS and request.headers.get("Sec-Fetch-Site", "none") not in {
-        "same-origin",
-        "none",
-    }:
+    site = request.headers.get("Sec-Fetch-Site", "none")
+    if request.method not in _SAFE_METHODS and site not in {"same-origin", "none"}:
         raise CrossSite("Another site's page may not do this.", param="Sec-Fetch-Site")
 
 
