@@ -162,7 +162,7 @@ def _first_refused(values: Sequence[Any], error_of: Callable[[Sequence[Any]], Ex
 
 
 def _reason(value: Any, alternatives: list[Any], error: msgspec.ValidationError) -> str:
-    """The reason that msgspec gives for a value without parts, or the members of the closed set that the value is not in."""
+    """The reason that msgspec gives for a value without parts; of a closed set, its members."""
     choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
     if not any(type(value) is type(choice) for choice in choices):
         return str(error)
