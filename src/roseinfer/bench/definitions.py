@@ -55,25 +55,27 @@ class Observed(msgspec.Struct, kw_only=True):
 
     @property
     def submit_lag_ns(self) -> int:
-        """How late the request was sent."""
+        """M1: how late the request was sent."""
         return max(0, self.sent_ns - self.intended_ns)
 
     @property
     def ttft_ns(self) -> int:
+        """M6: time to first token. In the engine's stamps (tokenized - submit_start) + queue wait + prefill."""
         return self.token_ns[0] - self.sent_ns
 
     @property
     def tpot_ns(self) -> float | None:
-        """Time per output token after the first chunk; None with one chunk."""
+        """M7: time per output token after the first chunk; None with one chunk."""
         num_later = self.num_tokens - self.token_counts[0]
         return (self.token_ns[-1] - self.token_ns[0]) / num_later if num_later else None
 
     @property
     def latency_ns(self) -> int:
+        """M9: from sending to the end."""
         return self.end_ns - self.sent_ns
 
     def inter_token_latencies_ns(self) -> list[float]:
-        """One for each token after the first chunk."""
+        """M8: one for each token after the first chunk."""
         gaps = zip(self.chunk_gaps_ns(), self.token_counts[1:], strict=True)
         return [gap / count for gap, count in gaps for _ in range(count)]
 
@@ -103,10 +105,18 @@ class RequestTimes:
         if not times.token_ns:
             raise ValueError(f"{times.request_id} has no token.")
 
-
-def submit_lag(times: RequestTimes) -> int | None:
-    """M1: how late the load generator itself was. None without a target."""
-    return None if times.target is None else max(0, times.submit_start - times.target)
+    @property
+    def seen(self) -> Observed:
+        """M1 and M6 to M9: the request as the caller of the submission sees it, a chunk for each token."""
+        times = self.timeline
+        return Observed(
+            request_id=times.request_id,
+            intended_ns=self.submit_start if self.target is None else self.target,
+            sent_ns=self.submit_start,
+            token_ns=times.token_ns,
+            token_counts=[1] * len(times.token_ns),
+            end_ns=times.end_ns,
+        )
 
 
 def add_request_latency(times: RequestTimes) -> int:
@@ -139,30 +149,10 @@ def prefill_to_first_token(times: RequestTimes) -> int:
     return _lived(intervals.prefill_ns(times.timeline))
 
 
-def ttft(times: RequestTimes) -> int:
-    """M6: time to first token. Always (tokenized - submit_start) + queue_wait + prefill_to_first_token."""
-    return times.timeline.token_ns[0] - times.submit_start
-
-
-def tpot(times: RequestTimes) -> float | None:
-    """M7: time per output token after the first. None with fewer than two tokens."""
-    return intervals.time_per_output_token_ns(times.timeline)
-
-
 def tpot_to_end(times: RequestTimes) -> float:
     """M7 as the scheduler benchmark has it: up to the end, which is known a little after the last token."""
     tokens = times.timeline.token_ns
     return (times.timeline.end_ns - tokens[0]) / max(1, len(tokens) - 1)
-
-
-def inter_token_latencies(times: RequestTimes) -> list[int]:
-    """M8: every gap between two neighbouring tokens, to be pooled over all requests."""
-    return gaps_of(times.timeline.token_ns)
-
-
-def latency(times: RequestTimes) -> int:
-    """M9: from submission to end."""
-    return times.timeline.end_ns - times.submit_start
 
 
 def throughput(requests: Sequence[RequestTimes]) -> float:

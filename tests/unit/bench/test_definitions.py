@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from roseinfer.bench import definitions as d
 from roseinfer.bench.definitions import RequestTimes
+from roseinfer.bench.seeds.report import streaming_pools
+from roseinfer.bench.seeds.runs import Run
 from roseinfer.records import RequestTimeline
 
 GAP = st.integers(0, 10**10)
@@ -52,19 +54,19 @@ def request_times(draw: st.DrawFn) -> RequestTimes:
 def test_worked_numbers() -> None:
     """Every definition of docs/benchmarking.md on one request, with numbers that no two of them share by chance."""
     request = times(target=3)
-    assert d.submit_lag(request) == 10 - 3
+    assert request.seen.submit_lag_ns == 10 - 3
     assert d.add_request_latency(request) == 13 - 10
     assert d.tokenize(request) == 17 - 13
     assert d.engine_submit_lag(request) == 22 - 17
     assert d.engine_queue_wait(request) == 30 - 22
     assert d.queue_wait(request) == 30 - 17
     assert d.prefill_to_first_token(request) == 50 - 30
-    assert d.ttft(request) == 50 - 10
-    assert d.tpot(request) == (75 - 50) / 2
+    assert request.seen.ttft_ns == 50 - 10
+    assert request.seen.tpot_ns == (75 - 50) / 2
     assert d.tpot_to_end(request) == (80 - 50) / 2
-    assert d.inter_token_latencies(request) == [60 - 50, 75 - 60]
+    assert request.seen.inter_token_latencies_ns() == [60 - 50, 75 - 60]
     assert d.flush_gaps(request) == [77 - 51]
-    assert d.latency(request) == 80 - 10
+    assert request.seen.latency_ns == 80 - 10
     other = times(start=5, end=6, recv_ns=5, token_ns=[70], end_ns=95)
     assert d.split_elapsed([request, other]) == (70 - 5, 95 - 70)
     assert d.num_decode_tokens([request, other]) == 1
@@ -73,7 +75,7 @@ def test_worked_numbers() -> None:
 
 def test_only_the_two_differences_that_may_be_negative_are_cut_at_zero() -> None:
     early = times(target=12, tokenized_ns=12)
-    assert d.submit_lag(early) == 0, "it went out before it was due"
+    assert early.seen.submit_lag_ns == 0, "it went out before it was due"
     assert d.tokenize(early) == 0, "the submission itself tokenised"
 
 
@@ -94,9 +96,9 @@ def test_a_stamp_before_its_predecessor_is_an_error_and_not_a_zero(changed: dict
 def test_the_parts_of_ttft_add_up(times: RequestTimes) -> None:
     parts = d.queue_wait(times) + d.prefill_to_first_token(times)
     tokenized = times.timeline.tokenized_ns
-    assert tokenized - times.submit_start + parts == d.ttft(times)
+    assert tokenized - times.submit_start + parts == times.seen.ttft_ns
     if tokenized >= times.submit_end:
-        assert d.add_request_latency(times) + d.tokenize(times) + parts == d.ttft(times)
+        assert d.add_request_latency(times) + d.tokenize(times) + parts == times.seen.ttft_ns
     else:
         assert d.tokenize(times) == 0
     assert d.engine_submit_lag(times) + d.engine_queue_wait(times) == d.queue_wait(times)
@@ -104,26 +106,25 @@ def test_the_parts_of_ttft_add_up(times: RequestTimes) -> None:
 
 @given(request_times())
 def test_nothing_is_negative_and_ttft_is_within_latency(times: RequestTimes) -> None:
-    for metric in (d.add_request_latency, d.tokenize, d.queue_wait, d.prefill_to_first_token, d.ttft, d.latency):
+    for metric in (d.add_request_latency, d.tokenize, d.queue_wait, d.prefill_to_first_token):
         assert metric(times) >= 0
-    assert (d.submit_lag(times) or 0) >= 0
-    assert min(d.inter_token_latencies(times), default=0) >= 0
-    assert d.ttft(times) <= d.latency(times)
+    assert min(times.seen.submit_lag_ns, times.seen.ttft_ns, times.seen.latency_ns) >= 0
+    assert min(times.seen.inter_token_latencies_ns(), default=0) >= 0
+    assert times.seen.ttft_ns <= times.seen.latency_ns
 
 
 @given(request_times())
 def test_tpot_is_the_mean_of_a_requests_itl(times: RequestTimes) -> None:
-    gaps = d.inter_token_latencies(times)
+    gaps = times.seen.inter_token_latencies_ns()
     assert len(gaps) == len(times.timeline.token_ns) - 1
-    assert d.tpot(times) == (pytest.approx(statistics.mean(gaps)) if gaps else None)
-    assert d.tpot_to_end(times) >= (d.tpot(times) or 0)
+    assert times.seen.tpot_ns == (pytest.approx(statistics.mean(gaps)) if gaps else None)
+    assert d.tpot_to_end(times) >= (times.seen.tpot_ns or 0)
 
 
 @given(request_times())
 def test_submit_lag_exists_under_an_absolute_schedule_only(times: RequestTimes) -> None:
-    assert (d.submit_lag(times) is None) == (times.target is None)
-    if times.target is not None:
-        assert d.submit_lag(times) == max(0, times.submit_start - times.target)
+    lags = [pool.values for pool in streaming_pools(Run(requests=[times], submit_wall=0)) if pool.name == "Submit lag"]
+    assert lags == ([] if times.target is None else [[max(0, times.submit_start - times.target)]])
 
 
 @given(st.lists(request_times(), min_size=1, max_size=8))
@@ -156,6 +157,6 @@ def test_percentiles_of_a_known_list() -> None:
 def test_a_flush_interval_moves_flush_gaps_and_not_itl() -> None:
     tokens = range(100, 1700, 100)
     fine, coarse = (times(token_ns=[*tokens], write_ns=[*tokens[::every]], end_ns=1700) for every in (1, 8))
-    assert d.inter_token_latencies(fine) == d.inter_token_latencies(coarse) == [100] * 15
+    assert fine.seen.inter_token_latencies_ns() == coarse.seen.inter_token_latencies_ns() == [100] * 15
     assert d.flush_gaps(fine) == [100] * 15
     assert d.flush_gaps(coarse) == [800]

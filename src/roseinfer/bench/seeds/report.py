@@ -34,15 +34,15 @@ def _all(run: Run, name: str, metric: Callable[[RequestTimes], Sequence[float]])
 def streaming_pools(run: Run) -> list[Pool]:
     """The seeds' distributions, in their order; those without a value are left out."""
     pools = [
-        _each(run, "Submit lag", d.submit_lag),
+        _pool("Submit lag", [times.seen.submit_lag_ns for times in run.requests if times.target is not None]),
         _each(run, "add_request latency", d.add_request_latency),
         _each(run, "Tokenize", d.tokenize),
         _each(run, "Queue wait (post-tok)", d.queue_wait),
         _each(run, "Prefill->first token", d.prefill_to_first_token),
-        _each(run, "TTFT", d.ttft),
-        _each(run, "TPOT", d.tpot, "ms/token"),
-        _all(run, "ITL", d.inter_token_latencies),
-        _each(run, "Latency", d.latency),
+        _each(run, "TTFT", lambda times: times.seen.ttft_ns),
+        _each(run, "TPOT", lambda times: times.seen.tpot_ns, "ms/token"),
+        _all(run, "ITL", lambda times: times.seen.inter_token_latencies_ns()),
+        _each(run, "Latency", lambda times: times.seen.latency_ns),
     ]
     return [pool for pool in pools if pool.values]
 
@@ -62,9 +62,9 @@ def own_pools(run: Run) -> list[Pool]:
 def scheduler_pools(run: Run) -> list[Pool]:
     """The online mode's distributions, as the scheduler benchmark of the seeds defines them."""
     return [
-        _each(run, "TTFT", d.ttft),
+        _each(run, "TTFT", lambda times: times.seen.ttft_ns),
         _each(run, "TPOT", d.tpot_to_end, "ms/token"),
-        _each(run, "Latency", d.latency),
+        _each(run, "Latency", lambda times: times.seen.latency_ns),
     ]
 
 
