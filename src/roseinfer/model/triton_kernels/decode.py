@@ -59,7 +59,8 @@ def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> 
     """
     wanted = -(-2 * num_processors // num_programs)
     useful = -(-num_keys // MIN_SPLIT_KEYS)
-    return next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
+    num_splits: int = next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
+    return num_splits
 
 
 def decode(
