@@ -13,6 +13,7 @@ from aiohttp import web
 
 from roseinfer import __version__, errors
 from roseinfer.messages import EngineInfo
+from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies
 from roseinfer.server.openai.parsing import UNSERVED
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody, StreamOptions
@@ -92,7 +93,6 @@ OPERATIONS = (
         )
     ),
 )
-_PUBLIC = {"/livez", "/readyz", "/health", "/startupz"}
 
 
 async def handle(request: web.Request) -> web.Response:
@@ -200,7 +200,7 @@ def _operation(operation: Operation, *, has_keys: bool) -> Schema:
         ]
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": _json_of(operation.body)}
-    if has_keys and operation.path not in _PUBLIC:
+    if has_keys and operation.path not in PROBE_PATHS:
         described["security"] = [{"key": []}]
     return described
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.config.api_keys import parse_keys, read_keys
+from roseinfer.config.api_keys import parse_keys
 from roseinfer.errors import ConfigError
 from roseinfer.server.connection.api_keys import ApiKeys
 
@@ -35,18 +35,6 @@ def test_keys_have_names(tmp_path: Path) -> None:
     assert second.name.startswith("key-")
     assert "secret-2" not in second.name
     assert keys.caller("Bearer team-a") is None
-    assert [key for _, key in read_keys(file)] == ["secret-1", "secret-2"]
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [("a b c", "Line 1"), ("ok\nnäme key", "Line 2"), ("a/b key", "Line 1"), ("x 1\nx 2", "x comes twice")],
-)
-def test_a_line_that_is_no_key_is_named_and_not_shown(tmp_path: Path, content: str, said: str) -> None:
-    (tmp_path / "keys").write_text(content)
-    with pytest.raises(ConfigError, match=said) as caught:
-        ApiKeys([], tmp_path / "keys")
-    assert "key" not in caught.value.message.split(": ")[0]
 
 
 def test_the_salt_is_the_keys_own_and_does_not_tell_it() -> None:
@@ -93,22 +81,3 @@ def test_what_the_file_holds_now_takes_the_place_of_what_it_held(tmp_path: Path)
     with pytest.raises(ConfigError):
         keys.read()
     assert keys.caller("Bearer new"), "a file that cannot be used changes nothing"
-
-
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"# nothing\n", b"\xff\xfe"])
-def test_a_file_without_a_key_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "keys").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        ApiKeys([], tmp_path / "keys")
-    assert caught.value.param == "server.api_key_file"
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ApiKeys([], tmp_path / "keys")
-    assert caught.value.param == "server.api_key_file"
-
-
-def test_a_file_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r": The API key file .*none cannot be read: No such file or directory\.$"):
-        read_keys(tmp_path / "none")
