@@ -16,7 +16,7 @@ def features_of(rows: FloatArray, context: FloatArray) -> FloatArray:
 @pytest.fixture
 def features() -> FloatArray:
     numbers = np.random.default_rng(1)
-    return features_of(numbers.integers(1, 64, NUM_STEPS) * 1.0, numbers.integers(100, 20_000, NUM_STEPS) * 1.0)
+    return features_of(numbers.uniform(1, 64, NUM_STEPS), numbers.uniform(100, 20_000, NUM_STEPS))
 
 
 def test_planted_costs_are_found_again_whatever_the_outliers(features: FloatArray) -> None:
