@@ -1,4 +1,4 @@
-"""Reads the body of a request within its limits of bytes, time and values, and parses it into its struct.
+"""Reads the body of a request within its limits of bytes and time, and counts the values in a long one.
 
 Decoding and checking a value takes some tens of nanoseconds, in which no other thread of the process runs: a body of
 two megabytes can hold a million, and would hold up every stream and probe for a tenth of a second. So the values of a
@@ -7,7 +7,6 @@ refused.
 """
 
 import asyncio
-import time
 from collections.abc import Iterable
 
 import msgspec
@@ -18,41 +17,14 @@ from roseinfer.errors import (
     BodyTooLarge,
     InvalidRequest,
     MalformedRequest,
-    NotJSON,
     PromptTooLong,
     RequestError,
-    UnknownModel,
 )
 from roseinfer.server.connection.body_budget import HELD_BYTES
-from roseinfer.server.exchange import EXCHANGE
-from roseinfer.server.openai.parsing import BodyT, parse_body
-from roseinfer.server.openai.schema import GenerationBody
 from roseinfer.server.service import SERVICE
 
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
 FEW_VALUES = 1 << 16  # beside those of prompts as long as the context: 64 prompts of a thousand token ids
-
-
-async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
-    """Step 2: the validated body. Raises RequestError, UnknownModel or Overloaded."""
-    service = request.app[SERVICE]
-    _check_media_type(request)
-    raw = await read_bytes(request, service.config.max_body_bytes, service.config.body_timeout_s)
-    if len(raw) <= INLINE_BYTES:
-        body = parse_body(raw, body_type)
-    else:
-        body = await service.long_bodies.do(_parse_long, raw, body_type, service.client.info.max_model_len)
-    if body.model not in {None, service.model_name}:
-        message = f"The model `{body.model}` does not exist here; this is {service.model_name}."
-        raise UnknownModel(message, param="model")
-    if (exchange := request.get(EXCHANGE)) is not None:
-        exchange.timelines[0].parsed_ns = time.monotonic_ns()
-        assert isinstance(body, GenerationBody), "an exchange is about tokens"
-        config = service.config
-        exchange.set_deadlines(
-            body.timeout_s or config.request_timeout_s, body.queue_timeout_s or config.queue_timeout_s
-        )
-    return body
 
 
 async def refuse_body(request: web.Request) -> None:
@@ -90,21 +62,6 @@ async def read_bytes(request: web.Request, limit: int, timeout_s: float, param: 
     except web.RequestPayloadError:
         raise MalformedRequest("This cannot be read as an HTTP request: its body is badly framed.") from None
     return raw
-
-
-def _check_media_type(request: web.Request) -> None:
-    if request.content_type != "application/json":
-        raise NotJSON("The body must be JSON, with the header Content-Type: application/json.")
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.lower() != "identity":
-        raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
-
-
-def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
-    check_num_values(raw, max_model_len)
-    body = parse_body(raw, body_type)
-    check_num_values_within(body.json_texts(), max_model_len)
-    return body
 
 
 def check_num_values(raw: bytes | bytearray, max_model_len: int) -> None:

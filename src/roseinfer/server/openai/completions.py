@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.errors import PromptName, PromptTooLong
-from roseinfer.server.connection.body import read_body
 from roseinfer.server.exchange import generates_tokens
+from roseinfer.server.openai.parsing import read_body
 from roseinfer.server.openai.respond import Dialect, Job, respond
 from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar

@@ -1,14 +1,19 @@
 """Reads a request body: JSON bytes become a validated struct of `schema.py`, or an error that names the field."""
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from aiohttp import web
 
-from roseinfer.errors import InvalidRequest
+from roseinfer.errors import InvalidRequest, NotJSON, UnknownModel
 from roseinfer.runtime.validation import Misfit, convert
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody
+from roseinfer.server.connection.body import INLINE_BYTES, check_num_values, check_num_values_within, read_bytes
+from roseinfer.server.exchange import EXCHANGE
+from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody, ModelBody
+from roseinfer.server.service import SERVICE
 
 # Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
 _UNSERVED: Mapping[str, tuple[object, ...]] = {
@@ -46,8 +51,45 @@ _PARTS = ("messages", "stream_options", "response_format", "structured_outputs",
 BodyT = TypeVar("BodyT", bound=ModelBody)
 
 
+async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
+    """Step 2: the validated body. Raises RequestError, UnknownModel or Overloaded."""
+    service = request.app[SERVICE]
+    _check_media_type(request)
+    raw = await read_bytes(request, service.config.max_body_bytes, service.config.body_timeout_s)
+    if len(raw) <= INLINE_BYTES:
+        body = parse_body(raw, body_type)
+    else:
+        body = await service.long_bodies.do(_parse_long, raw, body_type, service.client.info.max_model_len)
+    if body.model not in {None, service.model_name}:
+        message = f"The model `{body.model}` does not exist here; this is {service.model_name}."
+        raise UnknownModel(message, param="model")
+    if (exchange := request.get(EXCHANGE)) is not None:
+        exchange.timelines[0].parsed_ns = time.monotonic_ns()
+        assert isinstance(body, GenerationBody), "an exchange is about tokens"
+        config = service.config
+        exchange.set_deadlines(
+            body.timeout_s or config.request_timeout_s, body.queue_timeout_s or config.queue_timeout_s
+        )
+    return body
+
+
+def _check_media_type(request: web.Request) -> None:
+    if request.content_type != "application/json":
+        raise NotJSON("The body must be JSON, with the header Content-Type: application/json.")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
+
+
+def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
+    check_num_values(raw, max_model_len)
+    body = parse_body(raw, body_type)
+    check_num_values_within(body.json_texts(), max_model_len)
+    return body
+
+
 def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
-    """Read a request body. Raises InvalidRequest that names the field."""
+    """Parse a request body. Raises InvalidRequest that names the field."""
     try:
         body = msgspec.json.decode(raw, type=body_type)
     except (ValueError, RecursionError):
