@@ -474,7 +474,7 @@ _EXPORTER = (
         kind="counter",
         label=Label(name="signal", values=("interval", "log_line", "span")),
         is_per_model=False,
-        help="Facts that were not told: intervals refused because negative, which is a mistake in a stamp, log lines "
+        help="Facts that were lost: intervals refused because negative, which is a mistake in a stamp, log lines "
         "for which the queue had no room or the stream failed, and spans likewise.",
         source=AtScrape(measures.dropped),
     ),

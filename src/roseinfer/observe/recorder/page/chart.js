@@ -1,4 +1,4 @@
-// Data and a window of time into pixels, and pixels back into gaps and steps. Knows no cause's words.
+// Draws requests, steps and gaps in a window of time, and finds what lies under a pixel.
 
 import { drawNames } from "./names.js";
 import { drawOverview } from "./overview.js";
@@ -20,7 +20,7 @@ export class Chart {
     this.selected = null; // a gap
     this.step = null; // a step
     this.hover = null;
-    this.absent = new Map(); // lane -> who is beside the window, where nobody is in it
+    this.absent = new Map(); // lane -> the request beside the window, where none is in it
     this.shown = new Set(); // names of the colours that the last drawing used
     this.readColors();
   }
@@ -230,9 +230,9 @@ export class Chart {
     );
     if (first === null) return this.#drawEnd(context, request, y, height);
     if (request.scheduled_ns) this.#rect(context, "--prefill", request.scheduled_ns, first, y, height, 1.5);
-    const told = request.gaps.at(-1)?.end ?? first,
+    const newest = request.gaps.at(-1)?.end ?? first,
       begin = request.first_write_ns ?? first;
-    this.#rect(context, "--decode", first, Math.max(told, request.token_ns.at(-1) ?? first), y, height);
+    this.#rect(context, "--decode", first, Math.max(newest, request.token_ns.at(-1) ?? first), y, height);
     if (begin > first) this.#rect(context, "--write", first, begin, y + height - 3, 3);
     this.#drawGaps(context, request, y, height);
     this.#drawEnd(context, request, y, height);

@@ -1,4 +1,4 @@
-// Answers of the server into steps, requests in lanes, and gaps. Knows no pixels.
+// Keeps the server's answers as steps, requests in lanes, and gaps.
 
 const MAX_STEPS = 4000; // beyond so many the oldest are forgotten
 
@@ -37,7 +37,7 @@ export class Data {
           : "idle";
       if (step.step_id > last) this.steps.push(step);
     }
-    for (const told of answer.requests) this.#mergeRequest(told);
+    for (const sent of answer.requests) this.#mergeRequest(sent);
     for (const row of answer.gaps) this.#addGap(row, answer.meta.causes);
     for (const [start, end, cause] of answer.interruptions) {
       if (start > (this.interruptions.at(-1)?.start ?? -1))
@@ -47,17 +47,17 @@ export class Data {
     this.#forget();
   }
 
-  #mergeRequest(told) {
-    const known = this.requests.get(told.serial);
+  #mergeRequest(sent) {
+    const known = this.requests.get(sent.serial);
     const tokens = known ? known.token_ns : [];
-    if (known && told.tokens_from < known.tokens_from + tokens.length)
-      tokens.length = Math.max(0, told.tokens_from - known.tokens_from);
-    const isJoined = known && told.tokens_from === known.tokens_from + tokens.length;
+    if (known && sent.tokens_from < known.tokens_from + tokens.length)
+      tokens.length = Math.max(0, sent.tokens_from - known.tokens_from);
+    const isJoined = known && sent.tokens_from === known.tokens_from + tokens.length;
     const request = known ?? { gaps: [], slow: [], ends: new Set() };
-    Object.assign(request, told, { first_write_ns: known?.first_write_ns ?? told.first_write_ns });
+    Object.assign(request, sent, { first_write_ns: known?.first_write_ns ?? sent.first_write_ns });
     if (isJoined) {
-      request.tokens_from = told.tokens_from - tokens.length;
-      request.token_ns = tokens.concat(told.token_ns);
+      request.tokens_from = sent.tokens_from - tokens.length;
+      request.token_ns = tokens.concat(sent.token_ns);
     }
     if (!known) {
       request.lane = this.#laneFor(request);
@@ -102,7 +102,7 @@ export class Data {
     this.interruptions = this.interruptions.filter((one) => one.end >= begin);
   }
 
-  /** Lanes of which nobody is remembered would be empty for ever, since the first free one is taken. */
+  /** Lanes without a remembered request would stay empty, since the first free one is taken. */
   #closeLanes() {
     const used = [...new Set([...this.requests.values()].map((request) => request.lane))].sort((a, b) => a - b);
     if (used.length === this.lanes.length) return;
@@ -159,7 +159,7 @@ export class Data {
     return index < 0 ? null : gap.request.tokens_from + index + 1;
   }
 
-  /** Steps whose tokens became known in a gap: more than one where the client was told of several at once. */
+  /** Steps whose tokens became known in a gap: more than one where several were written at once. */
   stepsIn(gap) {
     const found = [];
     for (

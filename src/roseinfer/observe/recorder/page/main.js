@@ -1,4 +1,4 @@
-// Puts the page together: asks the server for what is new, and turns keys into what is shown.
+// Puts the page together: asks the server for what is new, and handles keys.
 
 import { Chart } from "./chart.js";
 import { Data } from "./data.js";
@@ -99,8 +99,8 @@ async function selectRequest(request) {
   chart.hover = request;
   renderDetail(find("detail"), data, null, null, request, null);
   if (request.end_ns !== null || state.file) return;
-  const told = await ask(`requests/${encodeURIComponent(request.id)}`).catch(() => null);
-  if (told && chart.hover === request && !chart.selected) renderDetail(find("detail"), data, null, null, request, told);
+  const answer = await ask(`requests/${encodeURIComponent(request.id)}`).catch(() => null);
+  if (answer && chart.hover === request && !chart.selected) renderDetail(find("detail"), data, null, null, request, answer);
 }
 
 const hold = () => {

@@ -1,4 +1,4 @@
-// Lanes into the names beside them: who is in each, or whom one would find by going left or right. Knows no times' meaning.
+// Draws the names beside the lanes: who is in each, or who is found to the left or right.
 
 /** `stepsY` is the middle of the row of steps. */
 export function drawNames(chart, context, stepsY) {
@@ -28,7 +28,7 @@ export function drawNames(chart, context, stepsY) {
   context.globalAlpha = 1;
 }
 
-/** Of lanes with nobody in sight: the last one to the left or, where there is none, the first to the right. */
+/** For lanes without a request in sight: the last one to the left or, where there is none, the first to the right. */
 function absentOf(chart, names) {
   const absent = new Map();
   for (const { lane, recv_ns: at, id } of chart.data.requests.values()) {

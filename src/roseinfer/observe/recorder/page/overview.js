@@ -1,4 +1,4 @@
-// All there is into one small strip. Knows no lanes.
+// Draws all of the data into one small strip.
 
 import { colorOf } from "./words.js";
 

@@ -1,4 +1,4 @@
-// What is selected into elements: the cause in words, the parts as a bar, the step's numbers, the distributions.
+// Shows what is selected: the cause in words, its parts as a bar, the step's numbers, and the distributions.
 // Text from requests only ever becomes a text node.
 
 import { adviceOf, colorOf, limitName, ms, nameOf, sentence } from "./words.js";
@@ -44,9 +44,9 @@ export function renderLegend(list, shown) {
   );
 }
 
-/** `told` is the server's answer about a request, where it was asked. */
-export function renderDetail(box, data, gap, step, request, told) {
-  if (request) box.replaceChildren(...requestDetail(request, told));
+/** `answer` is the server's answer about a request, where it was asked. */
+export function renderDetail(box, data, gap, step, request, answer) {
+  if (request) box.replaceChildren(...requestDetail(request, answer));
   else if (gap) box.replaceChildren(...gapDetail(data, gap));
   else if (step)
     box.replaceChildren(
@@ -60,7 +60,7 @@ export function renderDetail(box, data, gap, step, request, told) {
       element(
         "p",
         { class: "meta" },
-        "Each lane is a request, each column an engine step. A gap is the time between two tokens; its cause is told here, with all of its parts. Press n for the next slow one.",
+        "Each lane is a request, each column an engine step. A gap is the time between two tokens; its cause stands here, with all of its parts. Press n for the next slow one.",
       ),
     );
 }
@@ -111,12 +111,12 @@ function gapDetail(data, gap) {
   ];
 }
 
-function requestDetail(request, told) {
-  const waiting = told?.waiting,
+function requestDetail(request, answer) {
+  const waiting = answer?.waiting,
     estimate = waiting?.estimate;
   return [
     element("p", { class: "meta" }, "Selected request"),
-    element("p", { class: "cause" }, `${request.id}: ${told?.stage ?? request.finish_reason ?? "running"}`),
+    element("p", { class: "cause" }, `${request.id}: ${answer?.stage ?? request.finish_reason ?? "running"}`),
     ...(waiting
       ? [
           element("p", { class: "knob" }, waiting.sentence),
@@ -126,7 +126,7 @@ function requestDetail(request, told) {
             `${waiting.is_place_exact ? "" : "About "}${waiting.num_before} before it. ` +
               (estimate
                 ? `It may start in ${seconds(estimate.seconds)}, or in ${seconds(estimate.low_seconds)} to ${seconds(estimate.high_seconds)}.`
-                : "When it may start cannot be told yet."),
+                : "When it may start is not known yet."),
           ),
         ]
       : []),

@@ -1,4 +1,4 @@
-// Wheel, pointer and touch into what is shown and chosen. Knows no server.
+// Moves, zooms and selects by wheel, pointer and touch.
 
 import { ms, sentence } from "./words.js";
 
