@@ -39,7 +39,7 @@ from roseinfer.bench.load.launcher import free_port, serving
 
 NOTHING = "–"  # in a cell of a table
 LEDGER_SHARE = 0.1
-ANSWER_TIMEOUT_S = 120.0  # many times what a server takes that lets nobody wait for long
+ANSWER_TIMEOUT_S = 120.0  # many times what a server takes that refuses in time
 PARTS = ("receive", "tokenize", "submit_lag", "queue_wait", "prefill")  # of a ledger, up to the first token
 ALL_PARTS = ("late", *PARTS, "way")
 WARM_S = 3.0

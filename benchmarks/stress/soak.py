@@ -51,7 +51,7 @@ OPTIONS = ("--max-num-seqs", "16", "--server.max-inflight", "256", "--log-level"
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What the server holds when nobody asks for anything."""
+    """What an idle server holds."""
 
     after_s: float
     front_end_mib: float  # resident memory

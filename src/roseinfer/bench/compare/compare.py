@@ -9,7 +9,8 @@ prompts. A server that is started here is a new process for each run, since proc
 import argparse
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from roseinfer.bench.compare.comparison import MIN_RUNS, Thresholds, judge
-from roseinfer.bench.compare.report import Comparison, lines_of, write_comparison
+from roseinfer.bench.compare.comparison import MIN_RUNS, Finding, Outcome, Thresholds, judge, overall
 from roseinfer.bench.compare.results import (
     Measured,
     describe_differences,
@@ -34,15 +34,31 @@ from roseinfer.bench.load.plan import PlannedRequest, describe, echo_of, interva
 from roseinfer.bench.load.report import ServeRun, write_result
 from roseinfer.bench.load.scenario import apply_scenario
 from roseinfer.bench.load.serve import endpoint_of, send, settings_of, settle_seed
-from roseinfer.bench.report import say
+from roseinfer.bench.report import header_lines, say, write_json
 from roseinfer.cli.output_files import check_folder, check_outputs
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError
 
+COMPARISON_FORMAT = "roseinfer bench compare 1"
 EXIT_FAILED = 1
 NUM_WARM_UP = 8  # requests at once that are not counted: what comes first in a process is slower
 MAX_ATTEMPTS = 3  # at a run in which the generator itself was late
 _URL = ("http://", "https://")
+
+
+class Comparison(NamedTuple):
+    """The findings, or the objections for which nothing was judged."""
+
+    findings: list[Finding]
+    objections: list[str]
+    num_runs: tuple[int, int]
+    is_interleaved: bool
+    thresholds: Thresholds
+    left_out: list[str]  # metrics that some run has no figure of, or none above zero
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome.VOID if self.objections else overall(self.findings)
 
 
 class Side(NamedTuple):
@@ -236,3 +252,49 @@ def _brief(measured: Measured) -> str:
         f"{metric.name} {value:.2f} {metric.unit}" for metric, value in measured.figures.items() if "p50" in metric.name
     ]
     return measured.objection or ", ".join(shown)
+
+
+def lines_of(comparison: Comparison, header: Mapping[str, Any]) -> list[str]:
+    """The report."""
+    num_a, num_b = comparison.num_runs
+    turns = "in turn" if comparison.is_interleaved else "NOT in turn: a machine that changed in between looks like this"
+    lines = ["=== comparison ===", *header_lines(header), f"Runs: {num_a} of A and {num_b} of B, {turns}"]
+    if comparison.objections:
+        return [*lines, *(f"Void: {objection}" for objection in comparison.objections)]
+    if comparison.left_out:
+        lines.append(f"Left out, without a figure above zero in every run: {', '.join(comparison.left_out)}")
+    sure, effect, drift = comparison.thresholds
+    lines.append(f"Intervals: {sure:.0%} for all together; noise below {effect:.1%}, void above {drift:.1%} of drift")
+    outcomes = Counter(finding.outcome for finding in comparison.findings)
+    said = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in Outcome if outcomes[outcome])
+    return [*lines, *_table(comparison.findings), f"Verdict: {comparison.outcome} ({said})"]
+
+
+def _table(findings: Sequence[Finding]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("metric", "A", "B", "effect", "interval", "drift", "verdict")]
+    for finding in findings:
+        interval = f"{finding.low:+.1%} to {finding.high:+.1%}"
+        values = (f"{finding.a:.4g}", f"{finding.b:.4g}", f"{finding.effect:+.1%}", interval, f"{finding.drift:.1%}")
+        rows.append((f"{finding.metric}, {finding.unit}", *values, finding.outcome))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    return lines
+
+
+def write_comparison(file: Path, comparison: Comparison, settings: Mapping[str, Any]) -> None:
+    """Effects, intervals and drift are shares: 0.05 is five percent. Raises ConfigError."""
+    content = {
+        "format": COMPARISON_FORMAT,
+        "outcome": comparison.outcome,
+        "objections": comparison.objections,
+        "num_runs": {"a": comparison.num_runs[0], "b": comparison.num_runs[1]},
+        "is_interleaved": comparison.is_interleaved,
+        "thresholds": comparison.thresholds._asdict(),
+        "settings": settings,
+        "left_out": comparison.left_out,
+        "findings": msgspec.to_builtins(comparison.findings),
+    }
+    write_json(file, content)
