@@ -21,15 +21,8 @@ class LogprobRows:
 
     def fetch(self) -> "LogprobRows":
         """Queue the copies to the host, complete when the step's event has passed; torch keeps the pinned memory."""
-        return replace(
-            self,
-            logprobs=self.logprobs.to("cpu", non_blocking=True),
-            ranks=self.ranks.to("cpu", non_blocking=True),
-            likeliest=[
-                (rows, ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True))
-                for rows, ids, values in self.likeliest
-            ],
-        )
+        likeliest = [(rows, _fetched(ids), _fetched(values)) for rows, ids, values in self.likeliest]
+        return replace(self, logprobs=_fetched(self.logprobs), ranks=_fetched(self.ranks), likeliest=likeliest)
 
     def to_host(self, num_rows: int) -> list[TokenLogprobs | None]:
         """One entry for each row of the batch, None for those without log-probabilities."""
@@ -42,6 +35,10 @@ class LogprobRows:
         ):
             result[row] = TokenLogprobs(logprob, rank, *top[index])
         return result
+
+
+def _fetched(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
