@@ -1,6 +1,7 @@
 """`LLM` from the threads that use it: streams, results, aborts and stop strings."""
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,8 +20,10 @@ from roseinfer.errors import (
     UnknownRequest,
 )
 from roseinfer.llm.llm import LLM
+from roseinfer.llm.streams import Stream
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams
 from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.text.generation import Generation
 from tests.integration.fake_llm import expected_tokens, greedy, text_of, until, use_fake_engine, write_tokenizer
 
 
@@ -129,6 +132,28 @@ def test_abort_ends_what_nobody_reads(llm: LLM, engines: list[AsyncEngine]) -> N
         llm.abort(request_id)
     until(lambda: engines[0].num_unfinished == 0)
     until(lambda: {llm.timeline(request_id).finish_reason for request_id in ids} == {FinishReason.ABORT})
+
+
+def test_an_abort_may_come_before_the_engine_has_the_request(
+    llm: LLM, engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm._loop.post(time.sleep, 0.05)  # so that what follows comes in one turn of the loop
+    request_id = llm.submit([1, 2], greedy(100))
+    timeline = llm.timeline(request_id)
+    llm.abort(request_id)
+    until(lambda: timeline.end_ns > 0)
+    assert (timeline.finish_reason, timeline.token_ns, timeline.inbox_ns) == (FinishReason.ABORT, [], 0)
+
+    drive = LLM._drive
+
+    async def abort_one_and_drive(llm: LLM, streams: Sequence[Stream], generation: Generation) -> None:
+        llm._abort(streams[0])
+        await drive(llm, streams, generation)
+
+    monkeypatch.setattr(LLM, "_drive", abort_one_and_drive)
+    done = llm.generate([[1], [2]], greedy(50))
+    assert [completion.finish_reason for completion in done] == [FinishReason.ABORT, FinishReason.LENGTH]
+    until(lambda: engines[0].num_unfinished == 0)
 
 
 def test_a_stop_string_ends_the_text_before_it(llm: LLM, engines: list[AsyncEngine]) -> None:

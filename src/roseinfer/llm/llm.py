@@ -300,8 +300,7 @@ class LLM:
                 [token_ids] = await self.tokenizer.encode([text], add_special_tokens=True)
                 prompt = EncodedPrompt(token_ids, PromptName("prompt"))
                 generation = self._new_generation([stream], wanted, [prompt])
-            if not stream.is_aborted:
-                await self._run([stream], generation)
+            await self._run([stream], generation)
 
     @contextmanager
     def _running(self, streams: Sequence[Stream]) -> Iterator[None]:
@@ -317,6 +316,11 @@ class LLM:
                 self._finish(stream, FinishReason.ABORT if error is None else failure, error)
 
     async def _run(self, streams: Sequence[Stream], generation: Generation) -> None:
+        aborted = [stream for stream in streams if stream.is_aborted]  # before the engine has their requests
+        if len(aborted) == len(streams):
+            return
+        for stream in aborted:
+            asyncio.get_running_loop().call_soon(self._abort, stream)  # when it has them
         by_id = {stream.timeline.request_id: stream for stream in streams}
         async with aclosing(generation.outputs) as batches:
             async for batch in batches:
