@@ -89,7 +89,7 @@ def test_weak_packages_are_named_and_so_are_unknown_ones() -> None:
     assert num_weak == 1
     assert "jinja2 2.0: PYSEC-1, fixed in 3.0" in told
     assert "1 of 2 packages" in told
-    assert "nothing of torch" in told
+    assert "no entry for torch" in told
 
 
 def test_exactly_the_installed_versions_are_asked_about(tmp_path: Path) -> None:
