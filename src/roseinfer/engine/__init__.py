@@ -1,1 +1,1 @@
-"""TOKENS. Decides which sequences advance and keeps their blocks. Never sees text, HTTP or torch."""
+"""Tokens: decides which sequences advance, and keeps their blocks."""

@@ -1,1 +1,1 @@
-"""FACTS: what is made of records and timelines: metrics, logs, traces, causes of gaps, and recordings."""
+"""Facts: turns records and timelines into metrics, causes of gaps, recordings, traces and logs."""

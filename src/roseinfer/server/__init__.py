@@ -1,1 +1,1 @@
-"""TEXT. Turns HTTP requests into token requests and sampled tokens into streamed text. Never sees torch or a block."""
+"""HTTP: turns requests into generations, and their text into answers and streams."""

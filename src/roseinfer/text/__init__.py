@@ -1,1 +1,1 @@
-"""TEXT. Turns prompts into token ids and sampled tokens into text, for the server, `LLM` and the terminal."""
+"""Text: turns prompts into token ids and sampled tokens into text, for the server, `LLM` and the terminal."""

@@ -1,1 +1,1 @@
-"""The engine of an afternoon: schedule, launch, commit, over paged KV blocks."""
+"""The engine of an afternoon: schedules, launches and commits steps over paged KV blocks."""
