@@ -1,4 +1,4 @@
-"""Defines the figures of every report: lag, queue wait, TTFT, TPOT, ITL, latency, throughput and percentiles.
+"""The figures of benchmark reports, as a client saw them; the server's latencies are in `observe/gaps/intervals.py`.
 
 `RequestTimes` has the engine's stamps of a request and `Observed` its client's, in nanoseconds of the host's monotonic
 clock. The order of the engine's stamps is

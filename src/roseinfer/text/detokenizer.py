@@ -30,15 +30,16 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Decode tokens and return the text that has become certain; empty after a stop string."""
-        return self._release(self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
+        return self._match_stop(self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
 
     def flush(self) -> str:
         """End the text and return what was held back. A character cut short becomes U+FFFD."""
-        text = self._release(self._decoder.decode(b"", final=True))
+        text = self._match_stop(self._decoder.decode(b"", final=True))
         held, self._held = self._held, ""
         return text + held
 
-    def _release(self, text: str) -> str:
+    def _match_stop(self, text: str) -> str:
+        """Find a stop string, or hold back what may begin one; return the text before it."""
         if self.stopped or not text:
             return ""
         self.num_chars += len(text)

@@ -1,1 +1,1 @@
-"""Model families: one file for each architecture, and the registry that finds it by `model_type`."""
+"""Model families: one file for each architecture, and the registry that finds it by what config.json names."""

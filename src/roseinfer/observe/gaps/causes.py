@@ -1,9 +1,9 @@
 """The table of causes: what the time between two tokens of a request can go to, and what to do about it.
 
-To add a cause, add a row at the end: a recording stores the row's number. Metrics, capture rules, `roseinfer explain`,
-the jitter dashboard, docs/causes.md and the timeline page take causes and words from here; `make docs dashboards`
-writes those that are files. Time is given to causes in `step_gaps.py` (the engine) and `deliveries.py` (the way to the
-socket).
+To add a cause, add a row at the end, after UNKNOWN: a recording stores the row's number. Metrics, capture rules,
+`roseinfer explain`, the jitter dashboard, docs/causes.md and the timeline page take causes and words from here;
+`make docs dashboards` writes those that are files. Time is given to causes in `step_gaps.py` (the engine),
+`deliveries.py` (the way to the socket) and `observe/recorder/flight.py` (what interrupts the front end).
 """
 
 from enum import StrEnum

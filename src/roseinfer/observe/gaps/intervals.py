@@ -47,10 +47,12 @@ def first_write_ns(timeline: RequestTimeline) -> int | None:
 
 
 def time_to_first_token_ns(timeline: RequestTimeline) -> int | None:
+    """TTFT: from the head of the request to the return of the socket write with its first token."""
     return _between(timeline.recv_ns, _first(timeline.write_ns))
 
 
 def engine_time_to_first_token_ns(timeline: RequestTimeline) -> int | None:
+    """TTFT without HTTP and text: from the tokenized prompt to the first token known on the host."""
     return _between(timeline.tokenized_ns, _first(timeline.token_ns))
 
 
