@@ -53,9 +53,6 @@ class Grammar(msgspec.Struct, frozen=True, gc=False):
     source: str
 
 
-CALL_TAGS = ("<tool_call>", "</tool_call>")  # around a call, in the format of Hermes
-
-
 class CallShape(msgspec.Struct, frozen=True):
     """The form of a call of one function: JSON by the schema, with fixed text before and after it."""
 

@@ -10,7 +10,7 @@ from roseinfer.server.openai.schema import (
     StructuredOutputs,
 )
 from roseinfer.server.openai.structured import requested_grammar
-from roseinfer.text.tool_calls import Function, ToolUse
+from roseinfer.text.tool_calls import FORMATS, Function, ToolUse
 from tests.unit.server.harness import ScriptedEngine, says, serving, text_model
 
 LONG = "a" * 70_000  # what makes a body so long that a thread decodes it
@@ -62,7 +62,9 @@ def test_what_cannot_be_encoded_is_refused_by_its_field() -> None:
     with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
         requested_grammar(completion(response_format=wanted))
     assert caught.value.param == "response_format.json_schema.schema"
-    use = ToolUse([Function("f", parameters=endless())], is_forced=True, is_parallel=True, tool_format="hermes")
+    use = ToolUse(
+        [Function("f", parameters=endless())], is_forced=True, is_parallel=True, tool_format=FORMATS["hermes"]
+    )
     with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
         use.grammar()
     assert caught.value.param == "tools"

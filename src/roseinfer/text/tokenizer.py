@@ -19,9 +19,9 @@ import tokenizers
 from tokenizers import processors
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptName, PromptTooLong
-from roseinfer.messages import CALL_TAGS
 from roseinfer.runtime import memory
 from roseinfer.runtime.niceness import be_nicer_in_this_thread
+from roseinfer.text.tool_calls import CALL_TAGS
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
 LONG_CHARS = 128 * 1024  # encoding takes a few hundred bytes of memory for each token: longer texts wait for each other

@@ -1,38 +1,54 @@
 """Tool calls: which functions a model may call, the grammar that forces a call, and the calls in an answer's text.
 
-Models write calls in one of two formats (docs/structured-output.md). Nothing is evaluated and no expression
-backtracks: the text is searched for one tag, and the JSON behind it is scanned once (CVE-2025-9141, CVE-2025-48887).
-Texts that grow are lists of pieces, joined once: adding to a string copies it.
+To add a format, add a row to FORMATS and its name to `structured.tool_format` in config/options.py; where the option is
+`auto`, `find_format` chooses by the chat template. docs/structured-output.md shows the formats.
+
+Nothing is evaluated and no expression backtracks: the text is searched for one tag, and the JSON behind it is scanned
+once (CVE-2025-9141, CVE-2025-48887). Texts that grow are lists of pieces, joined once: adding to a string copies it.
 """
 
 import re
 import secrets
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from roseinfer.messages import CALL_TAGS, CallGrammar, CallShape, Grammar
+from roseinfer.messages import CallGrammar, CallShape, Grammar
 from roseinfer.text.detokenizer import first_candidate
 from roseinfer.text.grammar.source import encode_source
 
-ToolFormat = Literal["hermes", "llama3_json"]
 
-OPENING, CLOSING = CALL_TAGS
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes a call: an object with a name and arguments, between tags where it has any."""
+
+    opening: str
+    closing: str
+    arguments_key: str
+    can_repeat: bool  # an answer may hold several calls
+
+
+FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments", can_repeat=True),
+    "llama3_json": ToolFormat("", "", "parameters", can_repeat=False),
+}
+CALL_TAGS = tuple(tag for row in FORMATS.values() for tag in (row.opening, row.closing) if tag)
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_ARGUMENT_KEYS = ("arguments", "parameters")
+_ARGUMENT_KEYS = tuple(row.arguments_key for row in FORMATS.values())  # models mix them up
 PIECE = 4096  # characters read at once: what is left of them is copied at each tag in them
 MAX_RESCANNED_CHARS = 512  # of text that turns out to be no call: in more than that no other is looked for
 MAX_FORCED_CALLS = 16  # in one answer; a small model would go on until its tokens are used up
 
 
-def find_format(wanted: Literal["auto"] | ToolFormat, template: str | None) -> ToolFormat:
-    """How the model writes calls. Its chat template shows it, since it writes the calls of earlier turns."""
+def find_format(wanted: str, template: str | None) -> ToolFormat:
+    """The format named, or with `auto` the one in which the chat template writes the calls of earlier turns."""
     if wanted != "auto":
-        return wanted
-    is_llama = template is not None and OPENING not in template and '"parameters"' in template
-    return "llama3_json" if is_llama else "hermes"
+        return FORMATS[wanted]
+    hermes = FORMATS["hermes"]
+    is_llama = template is not None and hermes.opening not in template and '"parameters"' in template
+    return FORMATS["llama3_json"] if is_llama else hermes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +78,18 @@ class ToolUse:
         """Allows calls that follow their schemas and nothing else; None unless calls are forced."""
         if not self.is_forced:
             return None
-        is_hermes = self.tool_format == "hermes"
-        before, key, after = (f"{OPENING}\n", "arguments", f"\n{CLOSING}") if is_hermes else ("", "parameters", "")
+        form = self.tool_format
+        before, after = (f"{form.opening}\n", f"\n{form.closing}") if form.opening else ("", "")
         shapes = [
             CallShape(
-                before=f'{before}{{"name": "{function.name}", "{key}": ',
+                before=f'{before}{{"name": "{function.name}", "{form.arguments_key}": ',
                 # A call's arguments are an object, whatever else is left open.
                 schema={"type": "object"} | (function.parameters or NO_PARAMETERS),
                 after="}" + after,
             )
             for function in self.functions
         ]
-        most = MAX_FORCED_CALLS if self.is_parallel and is_hermes else 1
+        most = MAX_FORCED_CALLS if self.is_parallel and form.can_repeat else 1
         return Grammar("calls", encode_source(CallGrammar(shapes, "\n", most), "tools"))
 
     def parser(self) -> "ToolCallParser":
@@ -192,9 +208,9 @@ class ToolCallParser:
     def __init__(self, tool_format: ToolFormat, names: Collection[str], *, is_parallel: bool, is_forced: bool) -> None:
         self.num_calls = 0
         self.is_cut = False  # the text ended amid the arguments of a call
-        self._opening = OPENING if tool_format == "hermes" else ""
+        self._opening, self._closing = tool_format.opening, tool_format.closing
         self._names = names
-        self._is_single = not is_parallel or tool_format != "hermes"
+        self._is_single = not (is_parallel and tool_format.can_repeat)
         self._is_forced = is_forced  # the text is nothing but calls
         self._held: list[str] = []  # blanks that a call may follow, and what may begin a tag
         self._blanks = ""  # before the tag of the call
@@ -248,7 +264,7 @@ class ToolCallParser:
             self._add_text(raw, parts)
             return rest
         if call.scanner.is_done or call.scanner.is_malformed:
-            self._call, self._is_after_call, self._expects_closing = None, True, bool(self._opening)
+            self._call, self._is_after_call, self._expects_closing = None, True, bool(self._closing)
         return rest
 
     def _push_text(self, text: str, parts: Parts) -> str:
@@ -296,11 +312,11 @@ class ToolCallParser:
         """Drop a closing tag and the blanks behind it, or hold the beginning of one."""
         if not self._expects_closing:
             return text
-        if text != CLOSING and CLOSING.startswith(text):
+        if text != self._closing and self._closing.startswith(text):
             self._hold(text)
             return ""
         self._expects_closing = False
-        return text.removeprefix(CLOSING).lstrip()
+        return text.removeprefix(self._closing).lstrip()
 
     def _hold(self, text: str) -> None:
         self._held = [text] if text else []

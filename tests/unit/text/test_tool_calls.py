@@ -3,29 +3,30 @@
 import json
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from roseinfer.config.options import StructuredConfig
 from roseinfer.messages import TokenOutput
 from roseinfer.records import RequestTimeline
 from roseinfer.server.openai.chat import ToolDialect
 from roseinfer.text.choice import Choice
 from roseinfer.text.tool_calls import (
-    CLOSING,
+    CALL_TAGS,
+    FORMATS,
     MAX_RESCANNED_CHARS,
-    OPENING,
     Function,
     ObjectScanner,
     Parts,
     ToolCallParser,
-    ToolFormat,
     ToolUse,
 )
 from tests.unit.server.harness import ids, text_model
 
+OPENING, CLOSING = CALL_TAGS
 NAMES = ["f", "get_weather"]
 # Inside strings: all that could be taken for structure, for an escape or for a tag.
 TEXTS = st.text(st.sampled_from('{}[]",:\\/ \n\t\x01aé\u2028\U0001f600')) | st.sampled_from(
@@ -54,19 +55,23 @@ def cut(text: str, at: Iterable[int]) -> list[str]:
 
 def read(
     pieces: Iterable[str],
-    tool_format: ToolFormat = "hermes",
+    tool_format: str = "hermes",
     *,
     names: Sequence[str] = NAMES,
     is_parallel: bool = True,
     is_forced: bool = False,
 ) -> tuple[str, list[tuple[str | None, str]], int, bool]:
     """Text, names and arguments of the calls, their number, and whether the last one was cut."""
-    parser = ToolCallParser(tool_format, names, is_parallel=is_parallel, is_forced=is_forced)
+    parser = ToolCallParser(FORMATS[tool_format], names, is_parallel=is_parallel, is_forced=is_forced)
     parts = Parts()
     for piece in pieces:
         parts.extend(parser.push(piece))
     parts.extend(parser.finish())
     return parts.content, [(call.name, call.arguments) for call in parts.calls], parser.num_calls, parser.is_cut
+
+
+def test_every_format_can_be_chosen() -> None:
+    assert {"auto", *FORMATS} == set(get_args(get_type_hints(StructuredConfig)["tool_format"]))
 
 
 @given(st.dictionaries(TEXTS, VALUES, min_size=1, max_size=4), LAYOUTS, TEXTS, CUTS)
@@ -141,7 +146,7 @@ FRAGMENTS = st.sampled_from(
 @example(f'{OPENING}{{"name": "nobody"}} {"x" * 600} {OPENING}{{"name": "f"}}', [], "hermes", True, False)
 @example(f'{OPENING}{{"arguments": "{"x" * 600}{OPENING}{{"name": "f"}}', [], "hermes", True, False)
 def test_what_comes_out_does_not_depend_on_how_the_text_was_cut(
-    text: str, cuts: Iterable[int], tool_format: ToolFormat, is_parallel: bool, is_forced: bool
+    text: str, cuts: Iterable[int], tool_format: str, is_parallel: bool, is_forced: bool
 ) -> None:
     by_character = read(text, tool_format, is_parallel=is_parallel, is_forced=is_forced)
     assert read(cut(text, cuts), tool_format, is_parallel=is_parallel, is_forced=is_forced) == by_character
@@ -165,7 +170,7 @@ def test_a_parser_is_made_for_each_choice_once(monkeypatch: pytest.MonkeyPatch) 
         return made[-1]
 
     monkeypatch.setattr(ToolUse, "parser", making)
-    dialect = ToolDialect(ToolUse([Function("f")], is_forced=False, is_parallel=True, tool_format="hermes"))
+    dialect = ToolDialect(ToolUse([Function("f")], is_forced=False, is_parallel=True, tool_format=FORMATS["hermes"]))
     for index in (0, 1):
         choice = Choice(index, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1))
         for token_id in ids("abc"):

@@ -5,8 +5,9 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from roseinfer.text.tool_calls import CLOSING, OPENING, PIECE, Parts, ToolCallParser, ToolFormat
+from roseinfer.text.tool_calls import CALL_TAGS, FORMATS, PIECE, Parts, ToolCallParser
 
+OPENING, CLOSING = CALL_TAGS
 CALL = f'{OPENING}{{"name": "f", "arguments": '
 
 
@@ -48,9 +49,9 @@ class Counted(str):
         return self.made(super().strip(*chars))
 
 
-def work(text: str, num_pushed: int, tool_format: ToolFormat = "hermes") -> tuple[Parts, int, int]:
+def work(text: str, num_pushed: int, tool_format: str = "hermes") -> tuple[Parts, int, int]:
     """What it amounts to if so many characters come at a time; the steps that took, and the characters copied."""
-    parser = ToolCallParser(tool_format, ["f"], is_parallel=True, is_forced=False)
+    parser = ToolCallParser(FORMATS[tool_format], ["f"], is_parallel=True, is_forced=False)
     told = Parts()
     pushed = [Counted(text[start : start + num_pushed]) for start in range(0, len(text), num_pushed)]
     Counted.num_steps = Counted.num_chars = 0
@@ -92,7 +93,7 @@ def test_a_text_that_counts_does() -> None:
     ],
 )
 def test_a_text_that_is_four_times_as_long_is_four_times_the_work(
-    before: str, repeated: str, after: str, tool_format: ToolFormat, num_pushed: int
+    before: str, repeated: str, after: str, tool_format: str, num_pushed: int
 ) -> None:
     one, four = (
         work(before + repeated * (num_chars // len(repeated)) + after, num_pushed, tool_format)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.messages import CALL_TAGS
+from roseinfer.text.tool_calls import CALL_TAGS
 
 MAX_TOKEN_CHARS = 255
 # A name for a control token that no text contains: it begins with a code point that Unicode reserves for no character.
