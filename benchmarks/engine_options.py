@@ -7,7 +7,7 @@ from pathlib import Path
 from roseinfer.config.sources import Given, load
 from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
-from roseinfer.model.kernels.levels import find_built, kernels_directory, levels_here
+from roseinfer.model.kernels.library import find_built, kernels_directory, levels_here
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from roseinfer.errors import ConfigError
-from roseinfer.model.kernels.build import build_kernels, find_compiler
-from roseinfer.model.kernels.levels import LEVELS, Level, find_built, kernels_directory
+from roseinfer.model.kernels.library import LEVELS, Level, build_kernels, find_built, find_compiler, kernels_directory
 
 # Sockets, processes and clocks: a machine that stands still for a second can fail what is right.
 _TESTS = Path(__file__).parent

@@ -22,9 +22,7 @@ from benchmarks.roofs import STEP_LINEARS
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.device import Placement
 from roseinfer.model.kernels.library import load_kernels
-from roseinfer.model.layers.int8 import IntegerLinear, quantized_weight
-from roseinfer.model.layers.linear import OneDnnLinear
-from roseinfer.model.layers.packed_linear import RegisterLinear, TileLinear
+from roseinfer.model.layers.linear import IntegerLinear, OneDnnLinear, RegisterLinear, TileLinear, quantized_weight
 
 CPU = torch.device("cpu")
 Multiply = Callable[[torch.Tensor], torch.Tensor]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roseinfer import __version__
-from roseinfer.model.kernels.levels import LEVELS, levels_here
+from roseinfer.model.kernels.library import LEVELS, levels_here
 from tests.deploy.container import Container
 from tests.deploy.image import BuildError, ImageStore
 from tests.repo.tree import ROOT

@@ -148,7 +148,7 @@ def test_flashinfer_takes_over_what_has_longer_rows(case: Case) -> None:
 @pytest.mark.parametrize("width", [768, 1000, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 def test_norms(width: int, dtype: torch.dtype) -> None:
-    from roseinfer.model.triton_kernels.norm import add_norm
+    from roseinfer.model.triton_kernels.pointwise import add_norm
 
     x, delta = torch.randn(65, width, device=CUDA) + 2, torch.randn(65, width, device=CUDA).to(dtype)
     weight, bias = torch.randn(2, width, device=CUDA)

@@ -19,8 +19,7 @@ from roseinfer.errors import (
     RequestError,
     UnknownRequest,
 )
-from roseinfer.llm.llm import LLM
-from roseinfer.llm.streams import Stream
+from roseinfer.llm.llm import LLM, Stream
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.text.generation import Generation

@@ -31,7 +31,7 @@ from transformers import (
 from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
-from roseinfer.model.kernels.levels import levels_here
+from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.runner import ModelRunner, load_runner
 from tests.conftest import BuiltKernels
 

@@ -17,7 +17,7 @@ from roseinfer.config.flags import Parser, add_config_flags, parser_of, values_g
 from roseinfer.config.sources import Given, LoadedConfig, build, gather
 from roseinfer.errors import ConfigError, EngineError, RoseinferError
 from roseinfer.messages import Seed, Temperature, TokenCount, TopK, TopP
-from roseinfer.model.kernels.levels import LEVELS, find_built, kernels_directory, levels_here, sources
+from roseinfer.model.kernels.library import LEVELS, find_built, kernels_directory, levels_here, sources
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 70
@@ -224,7 +224,7 @@ def _add_kernels(parser: Parser) -> None:
 
 def _build_kernels(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.cli.progress import Progress
-    from roseinfer.model.kernels.build import build_kernels, find_compiler
+    from roseinfer.model.kernels.library import build_kernels, find_compiler
 
     kernels_dir = kernels_directory(loaded.config.runner.kernels_dir)
     compiler = find_compiler(os.environ.get("CXX") or None)

@@ -7,23 +7,35 @@ measures. Each request has a `RequestTimeline`; its `write_ns` are the moments w
 
 import asyncio
 import itertools
+import logging
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, aclosing, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from queue import SimpleQueue
+from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from roseinfer import wiring
 from roseinfer.config.tree import Config, shown
-from roseinfer.errors import EngineError, Overloaded, PromptName, RequestError, RoseinferError
-from roseinfer.llm.arguments import Prompt, as_prompt, as_prompts, as_stops, check_params, check_settings
-from roseinfer.llm.streams import Stream, Streams, as_error
+from roseinfer.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    PromptName,
+    RequestError,
+    RoseinferError,
+    UnknownRequest,
+)
 from roseinfer.messages import (
     EngineInfo,
     Grammar,
@@ -41,7 +53,165 @@ from roseinfer.text.generation import Generation, GenerationRequest
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.tokenizer import Tokenizer
 
+Prompt = str | Sequence[int]
 T = TypeVar("T")
+
+NUM_KEPT_TIMELINES = 4096
+
+_log = logging.getLogger(__name__)
+
+
+def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts; one text or one list of token ids becomes a list of one. Raises InvalidRequest."""
+    if isinstance(given, str):
+        return [given]
+    if not _has_an_order(given):
+        raise InvalidRequest(
+            f"`prompts`: expected a text, a list of token ids, or a list of these; got {shown(given)}.", param="prompts"
+        )
+    items: list[Any] = list(given)
+    return [items] if items and isinstance(items[0], int) else items
+
+
+def as_prompt(given: Prompt, name: str) -> str | list[int]:
+    """A prompt as text or list, whose items are not checked. Raises InvalidRequest that calls it `name`."""
+    if isinstance(given, str):
+        check_text(given, name)
+        return given
+    if not _has_an_order(given):
+        raise InvalidRequest(f"`{name}`: expected a text or a list of token ids; got {shown(given)}.", param=name)
+    return list(given)
+
+
+def as_stops(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Stop strings; one text becomes a tuple of one. Raises InvalidRequest for an empty text or another type."""
+    if not isinstance(given, str) and not _has_an_order(given):
+        raise InvalidRequest(f"`stop`: expected a text or a list of texts; got {shown(given)}.", param="stop")
+    named = [("stop", given)] if isinstance(given, str) else [(f"stop[{i}]", text) for i, text in enumerate(given)]
+    for name, text in named:
+        check_text(text, name)
+        if not text:
+            raise InvalidRequest(f"`{name}` is empty.", param=name)
+    return tuple(text for _, text in named)
+
+
+def check_params(given: SamplingParams | None) -> None:
+    """Raises InvalidRequest for what are no parameters, and for log-probabilities of prompts."""
+    if given is None:
+        return
+    if not isinstance(given, SamplingParams):
+        raise InvalidRequest(f"`params`: expected SamplingParams; got {shown(given)}.", param="params")
+    if given.num_prompt_logprobs is not None:
+        raise InvalidRequest(
+            "`num_prompt_logprobs`: `LLM` has no log-probabilities of prompts; a server has, for `echo`.",
+            param="num_prompt_logprobs",
+        )
+
+
+def check_settings(config: object, observers: object, **numbers: int | None) -> None:
+    """Check the arguments of the constructor; `max_inflight` is at least 1 or None. Raises ConfigError."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"expected a Config; got {shown(config)}.", param="config")
+    if not isinstance(observers, Sequence) or not all(isinstance(observer, Observer) for observer in observers):
+        raise ConfigError(f"expected a list of observers; got {shown(observers)}.", param="observers")
+    kinds = {"tokenize_workers": Annotated[int, Meta(ge=0)], "max_inflight": Annotated[int, Meta(ge=1)] | None}
+    for name, number in numbers.items():
+        try:
+            check_value(number, kinds[name], name)
+        except InvalidRequest as error:
+            raise ConfigError(error.message, param=name) from None
+
+
+def _has_an_order(given: object) -> TypeGuard[Iterable[Any]]:
+    """It is a list, or like one. A mapping or a set is iterable too, but is no list of prompts."""
+    return isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping | AbstractSet)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request: the queue of what it has generated, and how far it is."""
+
+    timeline: RequestTimeline
+    logprobs: list[TokenLogprobs] | None = None  # of its tokens, and maybe of some behind its end
+    has_place: bool = False  # one of `max_inflight`, given back at its end
+    is_aborted: bool = False
+    is_finished: bool = False
+    _deltas: SimpleQueue[Delta | RoseinferError | None] = field(default_factory=SimpleQueue)
+
+    def put_delta(self, delta: Delta) -> None:
+        self._deltas.put(delta)
+
+    def end(self, error: RoseinferError | None = None) -> None:
+        """Put the end behind the last delta; readers raise `error` if there is one."""
+        self._deltas.put(error)
+
+    def iter_deltas(self) -> Generator[Delta, None, None]:
+        """Deltas as they come, each to one reader. At the end every reader raises the error."""
+        while isinstance(delta := self._deltas.get(), Delta):
+            yield delta
+        self._deltas.put(delta)
+        if delta is not None:
+            raise delta
+
+
+class Streams:
+    """Streams by the id of their request, until the last piece is read; then their timelines, for a while.
+
+    Any thread may call any method; what it finds does not depend on what another thread is removing.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Stream] = {}
+        self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of removed streams
+
+    def add_streams(self, streams: Iterable[Stream]) -> None:
+        self._streams.update((stream.timeline.request_id, stream) for stream in streams)
+
+    def find(self, request_id: str) -> Stream:
+        """Raises UnknownRequest for an id without a stream, or InvalidRequest for what is no id."""
+        check_value(request_id, str, "request_id")
+        stream = self._streams.get(request_id)
+        if stream is None:
+            message = f"There is no request {shown(request_id)} here, or what it generated has been taken already."
+            raise UnknownRequest(message, param="request_id")
+        return stream
+
+    def remove(self, request_id: str) -> Stream | None:
+        """Remove the stream and return it, if there is one. Raises InvalidRequest for what is no id."""
+        check_value(request_id, str, "request_id")
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._timelines[request_id] = stream.timeline  # first, so that the timeline is found at any moment
+            while len(self._timelines) > NUM_KEPT_TIMELINES:
+                self._timelines.popitem(last=False)
+            self._streams.pop(request_id, None)
+        return stream
+
+    def timeline(self, request_id: str) -> RequestTimeline:
+        """The timeline of a stream, or of one removed not too long ago. Raises what `find` does."""
+        try:
+            return self.find(request_id).timeline
+        except UnknownRequest:
+            if (timeline := self._timelines.get(request_id)) is None:
+                raise
+            return timeline
+
+
+def as_error(raised: BaseException | None, streams: Iterable[Stream]) -> RoseinferError | None:
+    """The error for the callers of the streams: an unforeseen one becomes the cause of an EngineError.
+
+    None where nothing failed: nothing was raised, or the requests were cancelled. Where all streams have ended no
+    caller is left to raise it, so it is logged.
+    """
+    if raised is None or isinstance(raised, asyncio.CancelledError):
+        return None
+    if all(stream.is_finished for stream in streams):
+        _log.error("something failed when its requests had ended", exc_info=raised)
+    if isinstance(raised, RoseinferError):
+        return raised
+    error = EngineError(f"The request met an unforeseen {type(raised).__name__}.")
+    error.__cause__ = raised
+    return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import pytest
 
 from roseinfer.cli.main import main
 from roseinfer.config.tree import options
-from roseinfer.model.kernels import levels
-from roseinfer.model.kernels.levels import LEVELS, find_built
+from roseinfer.model.kernels import library
+from roseinfer.model.kernels.library import LEVELS, find_built
 from tests.conftest import require_tool
 
 
@@ -28,7 +28,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "init.cpp").write_text('extern "C" int roseinfer_init() { return 0; }\n')
-    monkeypatch.setattr(levels, "SOURCE_DIR", folder)
+    monkeypatch.setattr(library, "SOURCE_DIR", folder)
     return folder
 
 
@@ -49,7 +49,7 @@ def test_build_takes_the_highest_level_of_the_processor(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_compiler: None
 ) -> None:
     """A processor without any level is told so: it has to be named which other machine the build is for."""
-    expected = levels.levels_here()[-1:]
+    expected = library.levels_here()[-1:]
     code = main(["kernels", "build", "--runner.kernels-dir", str(tmp_path / "out")])
     out, err = capsys.readouterr()
     if expected:
@@ -67,7 +67,7 @@ def test_list_tells_what_is_here_and_what_is_built(
     capsys.readouterr()
     assert main(["kernels", "list", *flags]) == 0
     lines = dict(zip(LEVELS, capsys.readouterr().out.splitlines(), strict=True))
-    here = levels.levels_here()
+    here = library.levels_here()
     for name, line in lines.items():
         has = "this processor has it" if LEVELS[name] in here else "this processor lacks it"
         assert line.split(maxsplit=1)[0] == name

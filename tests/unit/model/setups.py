@@ -7,8 +7,7 @@ import torch
 
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.device import DTYPES, Placement, Quantization
-from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.kernels.library import load_kernels
+from roseinfer.model.kernels.library import levels_here, load_kernels
 from tests.conftest import BuiltKernels
 
 

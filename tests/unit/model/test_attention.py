@@ -16,8 +16,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionBackend, AttentionSpec, PackedTokens
 from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.device import Placement
-from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.kernels.library import Kernels, load_kernels
+from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
 from roseinfer.model.kv_cache import KVCache
 from tests.conftest import BuiltKernels
 

@@ -11,11 +11,19 @@ import pytest
 
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.errors import ConfigError
-from roseinfer.model.kernels import levels as levels_module
 from roseinfer.model.kernels import library
-from roseinfer.model.kernels.build import build_kernels, find_compiler
-from roseinfer.model.kernels.levels import LEVELS, digest, find_built, kernels_directory, levels_here, processor_flags
-from roseinfer.model.kernels.library import Kernels, load_kernels
+from roseinfer.model.kernels.library import (
+    LEVELS,
+    Kernels,
+    build_kernels,
+    digest,
+    find_built,
+    find_compiler,
+    kernels_directory,
+    levels_here,
+    load_kernels,
+    processor_flags,
+)
 from tests.conftest import BuiltKernels, require_tool
 
 AVX2 = LEVELS["avx2"]
@@ -30,7 +38,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "init.cpp").write_text(INIT)
     (folder / "double.cpp").write_text(f"{EXPORT}EXPORT void twice(int* x) {{ *x *= 2; }}\n")
-    monkeypatch.setattr(levels_module, "SOURCE_DIR", folder)
+    monkeypatch.setattr(library, "SOURCE_DIR", folder)
     return folder
 
 
@@ -113,7 +121,7 @@ def test_auto_takes_the_highest_level_that_is_built(
     sources: Path, tmp_path: Path, compiler: str, has_avx2: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And goes down where the system refuses a level, as some do with AMX; a level that was named is not exchanged."""
-    twin = levels_module.Level("avx512", AVX2.instructions)  # runs here, whatever the processor
+    twin = library.Level("avx512", AVX2.instructions)  # runs here, whatever the processor
     monkeypatch.setitem(LEVELS, "avx512", twin)
     monkeypatch.setattr(library, "levels_here", lambda: [AVX2, twin])
     for folder, refuses, expected in (("yes", 0, "avx512"), ("no", 1, "avx2")):

@@ -17,8 +17,7 @@ import roseinfer
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import DTYPES
 from roseinfer.model.families.registry import build_model
-from roseinfer.model.layers.int8 import IntegerLinear, quantized_rows, quantized_weight
-from roseinfer.model.layers.linear import Linear
+from roseinfer.model.layers.linear import IntegerLinear, Linear, quantized_rows, quantized_weight
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
 

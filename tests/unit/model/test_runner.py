@@ -11,7 +11,7 @@ from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import OWN_FAULT, ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
-from roseinfer.model.kernels.levels import levels_here
+from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.layers.linear import Linear
 from roseinfer.model.runner import ModelRunner, Results, load_runner
 from roseinfer.model.sampling.logprobs import LogprobRows

@@ -101,7 +101,7 @@ def test_offsets_of_a_step_may_pass_two_to_the_31(interpreter: Worker, tmp_path:
 
 def norms(width: int, dtype: torch.dtype, has_delta: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(computed, expected): the sum in place, its layer norm, the sum again, its root-mean-square norm."""
-    from roseinfer.model.triton_kernels.norm import add_norm
+    from roseinfer.model.triton_kernels.pointwise import add_norm
 
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(5, width, generator=generator) + 2
@@ -256,8 +256,7 @@ def test_large_groups_get_the_warps_that_hold_their_sums(
 
 def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:
     """What else a layer is made of, for batches of several sizes -> name and bytes of shared memory of each kernel."""
-    from roseinfer.model.triton_kernels.norm import add_norm
-    from roseinfer.model.triton_kernels.pointwise import silu_gate, turn_heads
+    from roseinfer.model.triton_kernels.pointwise import add_norm, silu_gate, turn_heads
 
     Ahead.capability = capability
     compiled.clear()

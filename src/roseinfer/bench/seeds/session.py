@@ -17,8 +17,7 @@ from roseinfer.bench.seeds.runs import Run, StepLog
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress, show_loading
 from roseinfer.config.sources import LoadedConfig
-from roseinfer.llm.arguments import Prompt
-from roseinfer.llm.llm import LLM
+from roseinfer.llm.llm import LLM, Prompt
 
 Measure = Callable[[Sequence[Prompt], str], Run]  # of prompts and a cache salt
 Pools = Callable[[Run], Sequence[Pool]]

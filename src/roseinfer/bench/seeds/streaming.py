@@ -7,7 +7,7 @@ from roseinfer.bench.report import say
 from roseinfer.bench.seeds import report, session, workload
 from roseinfer.bench.seeds.runs import Run, Schedule, run_online
 from roseinfer.config.sources import LoadedConfig
-from roseinfer.llm.arguments import Prompt
+from roseinfer.llm.llm import Prompt
 
 
 def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

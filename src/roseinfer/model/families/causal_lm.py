@@ -10,8 +10,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
-from roseinfer.model.layers.embedding import Embedding
-from roseinfer.model.layers.linear import Linear
+from roseinfer.model.layers.linear import Embedding, Linear
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
 

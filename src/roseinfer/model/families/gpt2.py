@@ -13,9 +13,8 @@ from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader, read_spec
 from roseinfer.model.layers.activation import Activation
-from roseinfer.model.layers.embedding import Embedding
-from roseinfer.model.layers.linear import Linear
-from roseinfer.model.layers.norm import LayerNorm
+from roseinfer.model.layers.linear import Embedding, Linear
+from roseinfer.model.layers.norm import Norm
 from roseinfer.model.layers.rope import PositiveInt
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -71,9 +70,9 @@ class _Block:
 class _Reader(LayerReader):
     """Reads GPT-2's tensors into layers."""
 
-    def norm(self, name: str, width: int) -> LayerNorm:
+    def norm(self, name: str, width: int) -> Norm:
         weight, bias = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width)
-        return LayerNorm(weight, bias, self.epsilon, self.placement)
+        return Norm(weight, bias, self.epsilon, self.placement)
 
     def linear(self, name: str, num_inputs: int, num_outputs: int, activation: Activation = "none") -> Linear:
         # GPT-2 was written with one-dimensional convolutions, whose weights are [inputs, outputs].

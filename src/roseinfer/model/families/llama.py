@@ -16,9 +16,8 @@ from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader, read_spec
 from roseinfer.model.layers.activation import SiluGate
-from roseinfer.model.layers.embedding import Embedding
-from roseinfer.model.layers.linear import Linear
-from roseinfer.model.layers.norm import RMSNorm
+from roseinfer.model.layers.linear import Embedding, Linear
+from roseinfer.model.layers.norm import Norm
 from roseinfer.model.layers.rope import (
     AnyRope,
     PositiveFloat,
@@ -201,8 +200,8 @@ class _Block:
 class _Reader(LayerReader):
     """Reads tensors into layers. Tensors that are used together are joined into one linear."""
 
-    def norm(self, name: str, width: int) -> RMSNorm:
-        return RMSNorm(self.tensor(f"{name}.weight", width), self.epsilon, self.placement)
+    def norm(self, name: str, width: int) -> Norm:
+        return Norm(self.tensor(f"{name}.weight", width), None, self.epsilon, self.placement)
 
     def linear(self, num_outputs: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
         """One linear of the modules that `num_outputs` names, one below the other."""

@@ -1,21 +1,180 @@
-"""Loads a built shared object, whose functions Python calls. It never compiles.
+"""Compiles the C++ kernels for the levels of instructions that processors have, finds what is built, and loads it.
 
-The object's OpenMP symbols resolve to the runtime that torch has loaded, so kernels and torch share one pool of
-threads: import torch first. A call releases the GIL.
+A level is a set of instructions that the compiler may use everywhere in one shared object, so the processor must have
+all of them; each level includes the ones before it.
+
+The object is in the user's cache, named by its level, a digest of sources and flags, and a digest of the compiler's
+version. It gets that name when it is complete: two builders at once make the same file twice, and a reader never sees
+half of one. It is linked to no OpenMP runtime: its symbols resolve to the one that torch has loaded, since two pools of
+threads on the same cores would wait for each other. So import torch before loading it. A call releases the GIL.
 """
 
 import ctypes
+import hashlib
+import os
 import re
-from collections.abc import Callable
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.errors import ConfigError
-from roseinfer.model.kernels.levels import LEVELS, Level, find_built, kernels_directory, levels_here
 
+SOURCE_DIR = Path(__file__).parent / "cpp"
+
+COMPILERS = ("g++", "clang++", "c++")
+
+_CPU_INFO = Path("/proc/cpuinfo")
 _MAPS = Path("/proc/self/maps")
 _OPENMP = re.compile(r"/\S*/lib(?:g|i)?omp\d*(?:-\w+)?\.so\S*")
+
+# No -ffast-math: infinities and NaN keep their meaning, and sums their order. No contraction: a product and a sum are
+# fused where the source says so, and not where a compiler happened to inline it.
+_COMMON_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+)
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_AVX512_BF16 = (*_AVX512, "avx512bf16", "avx512vnni")
+_AMX = (*_AVX512_BF16, "amx-tile", "amx-bf16", "amx-int8")
+
+
+OnProgress = Callable[[int], None]  # takes the number of files compiled so far
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One set of instructions, in the compiler's names."""
+
+    name: str
+    instructions: tuple[str, ...]
+
+    @property
+    def compiler_flags(self) -> tuple[str, ...]:
+        wide = ("-mprefer-vector-width=512",) if "avx512f" in self.instructions else ()
+        return (*_COMMON_FLAGS, *(f"-m{name}" for name in self.instructions), *wide)
+
+    def runs_on(self, processor_flags: frozenset[str]) -> bool:
+        return all(_LINUX_NAMES.get(name, name.replace("-", "_")) in processor_flags for name in self.instructions)
+
+
+LEVELS = {  # lowest first
+    name: Level(name, instructions)
+    for name, instructions in (("avx2", _AVX2), ("avx512", _AVX512), ("avx512_bf16", _AVX512_BF16), ("amx", _AMX))
+}
+
+# Instruction sets whose names in /proc/cpuinfo differ from the compiler's by more than a hyphen.
+_LINUX_NAMES = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
+
+
+def processor_flags(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
+    """The instruction sets of this processor in Linux's names; none where /proc/cpuinfo cannot be read."""
+    try:
+        lines = cpu_info.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def levels_here() -> list[Level]:
+    """The levels that this processor can run, lowest first."""
+    flags = processor_flags()
+    return [level for level in LEVELS.values() if level.runs_on(flags)]
+
+
+def sources() -> list[Path]:
+    """The files that are compiled."""
+    return sorted(SOURCE_DIR.glob("*.cpp"))
+
+
+def digest(level: Level) -> str:
+    """Digest of the sources, headers and flags of a build, so that a build of other sources is not found."""
+    parts = [" ".join(level.compiler_flags).encode()]
+    for path in sorted((*sources(), *SOURCE_DIR.glob("*.h"))):
+        parts += [path.name.encode(), path.read_bytes()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def kernels_directory(configured: str | None) -> Path:
+    """The directory of compiled kernels: as configured, or in the user's cache."""
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "roseinfer" / "kernels"
+
+
+def find_built(level: Level, kernels_dir: Path) -> Path | None:
+    """The newest build of the present sources at this level, by any compiler."""
+    built = kernels_dir.glob(f"{level.name}-{digest(level)}-*.so")
+    return max(built, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def find_compiler(named: str | None = None) -> str:
+    """The path of the compiler called `named`, or of the first usual one. Raises ConfigError if there is none."""
+    names = (named,) if named else COMPILERS
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        raise ConfigError(
+            f"No C++ compiler is on the PATH ({', '.join(names)}): install one, for instance with `apt-get install "
+            "g++`, or go on without compiled kernels, in plain torch and slower."
+        )
+    return path
+
+
+def build_kernels(
+    level: Level, kernels_dir: Path, compiler: str, on_progress: OnProgress = lambda *_: None
+) -> tuple[Path, bool]:
+    """The shared object of the present sources at this level, and whether it was compiled now.
+
+    Raises ConfigError when compilation fails, or the directory cannot be written.
+    """
+    target = kernels_dir / f"{level.name}-{digest(level)}-{_compiler_digest(compiler)}.so"
+    if target.is_file():
+        return target, False
+    try:
+        kernels_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=kernels_dir) as work:
+            shared_object = _compile(level, Path(work), compiler, on_progress)
+            os.replace(shared_object, target)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or kernels_dir}: {error.strerror}", param="runner.kernels_dir") from None
+    return target, True
+
+
+def _compile(level: Level, work: Path, compiler: str, on_progress: OnProgress) -> Path:
+    """Compile as many sources at once as there are cores, and link the objects into one shared object."""
+    files = sources()
+    objects = [work / f"{path.stem}.o" for path in files]
+    commands = [
+        [compiler, *level.compiler_flags, "-c", str(path), "-o", str(made)]
+        for path, made in zip(files, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(_run, command) for command in commands]
+        for num_done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            on_progress(num_done)
+    shared_object = work / "kernels.so"
+    _run([compiler, "-shared", *map(str, objects), "-o", str(shared_object)])
+    return shared_object
+
+
+def _run(command: Sequence[str]) -> str:
+    """Standard output of a compiler run. Raises ConfigError with the compiler's first error."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        first = next((line for line in lines if "error" in line), lines[-1] if lines else f"exit {done.returncode}")
+        raise ConfigError(f"{Path(command[0]).name} did not compile the kernels: {first}")
+    return done.stdout
+
+
+def _compiler_digest(compiler: str) -> str:
+    """Digest of the compiler's version: another one may fuse other products."""
+    return hashlib.sha256(_run([compiler, "--version"]).encode()).hexdigest()[:8]
 
 
 class Kernels:

@@ -24,8 +24,12 @@ class _Descriptor(ctypes.Structure):
     )
 
 
-class _AddNorm:
-    """Either norm, computed in float32: without a bias it is RMSNorm."""
+class Norm:
+    """Adds to the residual stream and norms the sum, in float32.
+
+    With a bias LayerNorm: (x + delta - mean) / sqrt(var + epsilon) * weight + bias (Ba, Kiros and Hinton 2016). Without
+    one RMSNorm: (x + delta) / sqrt(mean of squares + epsilon) * weight (Zhang and Sennrich 2019).
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, placement: Placement) -> None:
         self._weight = weight.to(placement.device, torch.float32, copy=True)
@@ -63,7 +67,7 @@ class _AddNorm:
         return out
 
     def _by_triton(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        from roseinfer.model.triton_kernels.norm import add_norm
+        from roseinfer.model.triton_kernels.pointwise import add_norm
 
         return add_norm(x, delta, self._weight, self._bias, self._epsilon, self._dtype)
 
@@ -76,17 +80,3 @@ class _AddNorm:
         else:
             normed = functional.layer_norm(x, shape, self._weight, self._bias, self._epsilon)
         return normed.to(self._dtype)
-
-
-class LayerNorm(_AddNorm):
-    """(x + delta - mean) / sqrt(var + epsilon) * weight + bias (Ba, Kiros and Hinton 2016)."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, epsilon: float, placement: Placement) -> None:
-        super().__init__(weight, bias, epsilon, placement)
-
-
-class RMSNorm(_AddNorm):
-    """(x + delta) / sqrt(mean of squares + epsilon) * weight (Zhang and Sennrich 2019)."""
-
-    def __init__(self, weight: torch.Tensor, epsilon: float, placement: Placement) -> None:
-        super().__init__(weight, None, epsilon, placement)

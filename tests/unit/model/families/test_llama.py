@@ -16,7 +16,7 @@ from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.llama import FamilySpec, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
 from roseinfer.model.families.registry import build_model
-from roseinfer.model.kernels.levels import levels_here
+from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.layers.rope import normalise_rope
 from roseinfer.model.runner import load_runner
 from tests.conftest import BuiltKernels

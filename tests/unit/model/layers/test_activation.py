@@ -5,8 +5,7 @@ import torch
 
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.device import Placement
-from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.kernels.library import Kernels, load_kernels
+from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
 from roseinfer.model.layers.activation import SiluGate
 from tests.conftest import BuiltKernels
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from roseinfer.model.layers.norm import LayerNorm, RMSNorm
+from roseinfer.model.layers.norm import Norm
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_HERE, Setup
 
@@ -22,12 +22,12 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 def test_both_norms(built_kernels: BuiltKernels, level: str, dtype: str, width: int) -> None:
     placement = Setup(dtype, "none", level).placement(built_kernels)  # type: ignore[arg-type]
     weight, bias = random(width, seed=1), random(width, seed=2)
-    norms = (LayerNorm(weight, bias, EPSILON, placement), RMSNorm(weight, EPSILON, placement))
+    norms = (Norm(weight, bias, EPSILON, placement), Norm(weight, None, EPSILON, placement))
     for delta in (None, random(33, width, seed=4), random(33, width, seed=4).bfloat16()):
         for norm in norms:
             x = random(33, width, seed=3) * 100 + 50  # the residual stream has a mean, and it is large
             expected_x = x if delta is None else x + delta
-            if isinstance(norm, LayerNorm):
+            if norm is norms[0]:
                 expected = functional.layer_norm(expected_x.double(), (width,), weight.double(), bias.double(), EPSILON)
             else:
                 expected = functional.rms_norm(expected_x.double(), (width,), weight.double(), EPSILON)
@@ -41,7 +41,7 @@ def test_both_norms(built_kernels: BuiltKernels, level: str, dtype: str, width: 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_row_depends_on_nothing_but_itself(built_kernels: BuiltKernels, level: str) -> None:
     placement = Setup("bfloat16", "none", level).placement(built_kernels)
-    norm = LayerNorm(random(200, seed=1), random(200, seed=2), EPSILON, placement)
+    norm = Norm(random(200, seed=1), random(200, seed=2), EPSILON, placement)
     x, delta = random(300, 200, seed=3), random(300, 200, seed=4).bfloat16()
     whole_x = x.clone()
     whole = norm(whole_x, delta)
@@ -55,7 +55,7 @@ def test_a_row_depends_on_nothing_but_itself(built_kernels: BuiltKernels, level:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_row_that_is_not_finite_stays_alone(built_kernels: BuiltKernels, level: str) -> None:
-    norm = RMSNorm(random(40, seed=1), EPSILON, Setup("float32", "none", level).placement(built_kernels))
+    norm = Norm(random(40, seed=1), None, EPSILON, Setup("float32", "none", level).placement(built_kernels))
     x = random(5, 40, seed=3)
     expected = norm(x)
     x[3, 7] = torch.nan

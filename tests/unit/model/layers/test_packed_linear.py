@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from roseinfer.model.device import DTYPES
 from roseinfer.model.layers.activation import ACTIVATIONS
-from roseinfer.model.layers.int8 import IntegerLinear, quantized_weight
-from roseinfer.model.layers.packed_linear import RegisterLinear
+from roseinfer.model.layers.linear import IntegerLinear, RegisterLinear, quantized_weight
 from tests.conftest import BuiltKernels
 from tests.unit.model.layers.test_linear import random, reference
 from tests.unit.model.setups import LEVELS_HERE, Setup

@@ -14,8 +14,7 @@ from roseinfer.config.tree import RunnerConfig
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
 from roseinfer.model.families.llama import LlamaSpec
-from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.kernels.library import Kernels, load_kernels
+from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
 from roseinfer.model.layers.rope import (
     DynamicRope,
     Llama3Rope,

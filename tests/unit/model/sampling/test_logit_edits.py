@@ -18,8 +18,7 @@ from roseinfer.config.tree import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
-from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.kernels.library import Kernels, load_kernels
+from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
 from roseinfer.model.sampling.logit_edits import GROUP, Penalties
 from roseinfer.model.sampling.sampler import Sampler
 from tests.conftest import BuiltKernels

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
-from roseinfer.model.kernels.levels import levels_here
-from roseinfer.model.kernels.library import Kernels, load_kernels
+from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
 from roseinfer.model.sampling.sampler import Sampler
 from tests.conftest import BuiltKernels
 

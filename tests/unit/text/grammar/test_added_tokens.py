@@ -12,8 +12,7 @@ import pytest
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar
-from roseinfer.text.grammar.compiler import Vocabulary
-from roseinfer.text.grammar.tokenizer_file import TokenizerFile
+from roseinfer.text.grammar.compiler import TokenizerFile, Vocabulary
 from roseinfer.text.tokenizer import Tokenizer
 from roseinfer.text.tool_calls import CALL_TAGS
 from tests.unit.text.grammar import tagged

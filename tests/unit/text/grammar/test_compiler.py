@@ -14,13 +14,13 @@ from roseinfer.messages import CallGrammar, CallShape, Grammar
 from roseinfer.text.grammar.compiler import (
     MAX_FOLLOWED_NS,
     MAX_FORCED_TOKENS,
+    MAX_TOKEN_CHARS,
     Compiled,
     GrammarCache,
     GrammarCompiler,
     Vocabulary,
     entry_bytes,
 )
-from roseinfer.text.grammar.tokenizer_file import MAX_TOKEN_CHARS
 from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.text.grammar import vocabulary as checkpoint
 

@@ -45,7 +45,7 @@ constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that
 constexpr int64_t kWorthThreads = 1 << 16;    // words to multiply; below, waking a thread costs more than it saves
 constexpr int64_t kWorthQuantizing = 16384;   // numbers, of which the same is true
 
-// A linear layer: _RegisterDescriptor of layers/packed_linear.py. A word is the float32 that has its bits.
+// A linear layer: _RegisterDescriptor of layers/linear.py. A word is the float32 that has its bits.
 struct Linear {
     const float* weight;     // packed words
     const float* scales;     // [num_outputs] of an int8 weight
