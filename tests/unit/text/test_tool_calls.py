@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from roseinfer.config.options import StructuredConfig
 
+from roseinfer.config.tree import StructuredConfig
 from roseinfer.messages import TokenOutput
 from roseinfer.records import RequestTimeline
 from roseinfer.server.openai.chat import ToolDialect
