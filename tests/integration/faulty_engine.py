@@ -3,6 +3,7 @@
 import gc
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 from roseinfer.config.tree import Config
@@ -17,8 +18,15 @@ GC_EVERY = 60  # steps
 
 
 def huge_heap() -> list[list[int]]:
-    """Enough containers to keep a collection busy for two hundred milliseconds."""
-    return [[] for _ in range(4_000_000)]
+    """Enough containers to keep a collection busy for two hundred milliseconds on this processor."""
+    heap: list[list[int]] = []
+    busy_s = 0.0
+    while busy_s < 0.2:
+        heap += [[] for _ in range(2_000_000)]
+        began_s = time.process_time()
+        gc.collect()
+        busy_s = time.process_time() - began_s
+    return heap
 
 
 def build_faulty_engine(config: Config, _: Callable[[StartupProgress], None]) -> Engine:
