@@ -9,7 +9,6 @@ row that says so.
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from benchmarks import protocol, rotation
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import PeerFailed, Worker
 from benchmarks.random_gpt2 import make
-from benchmarks.rotation import Driver, Limits
+from benchmarks.rotation import Limits
 from benchmarks.served import DEFAULT_PEERS
 from benchmarks.workloads import Words
 
@@ -61,19 +60,15 @@ def command_of(peer: Peer, model: Path, peers: Path) -> list[str] | None:
     return [*command, "--precision", peer.precision]
 
 
-def measure(
-    peer: Peer, worker: Worker, words: Words, workloads: Sequence[str], num_repeats: int
-) -> list[dict[str, Any]]:
+def measure(peer: Peer, worker: Worker, words: Words, num_repeats: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    entrant = Driver(worker, workloads)
     limits = Limits(num_repeats, WORKLOAD_BUDGET_S)
     began = time.monotonic()
-    for workload in workloads:
-        spent = time.monotonic() - began
-        if spent > peer.budget_s:
+    for workload in worker.workloads:
+        if time.monotonic() - began > peer.budget_s:
             rows.append({"name": peer.name, "workload": workload, "repeats": [], "error": "not reached in its time"})
         else:
-            rows += rotation.run([entrant], words, [workload], limits)
+            rows += rotation.run([worker], words, [workload], limits)
     return rows
 
 
@@ -94,10 +89,10 @@ def main() -> int:
                 rows.append(rotation.absent(peer.name, "not set up"))
                 continue
             print(f"  starting {peer.name}", flush=True)
-            with Worker(peer.name, command, log) as worker:
+            with Worker(peer.name, command, log, workloads) as worker:
                 try:
                     versions[peer.name] = worker.call("describe")
-                    rows += measure(peer, worker, words, workloads, num_repeats)
+                    rows += measure(peer, worker, words, num_repeats)
                 except PeerFailed as error:
                     rows.append(rotation.absent(peer.name, str(error)))
     sitting.write(arguments.out, {"versions": versions, "rows": rows})

@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 
 import msgspec
 
-from benchmarks.protocol import answer
+from benchmarks.protocol import PeerFailed, answer
 from benchmarks.workloads import PlannedRequest
 from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load.client import LoadClient, PreparedRequest
@@ -21,7 +21,7 @@ from roseinfer.bench.load.endpoint import Endpoint
 ANSWER_TIMEOUT_S = 300.0
 
 
-class ServerRefused(RuntimeError):
+class ServerRefused(PeerFailed):
     """The server answered with an error, or with another number of tokens."""
 
 

@@ -14,9 +14,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from roseinfer.bench.definitions import Observed
 
 ROOT = Path(__file__).parents[1]
 MARK = "answer: "
@@ -97,21 +100,6 @@ def stop(process: subprocess.Popen[Any], timeout_s: float = 30.0) -> None:
     process.wait()
 
 
-def pause(pid: int) -> None:
-    """Stop a process and its descendants, so that they take no time while another is measured.
-
-    They may first end what they are doing: an engine that is stopped in a step takes the pause for the step's time.
-    """
-    time.sleep(REST_S)
-    _signal(family_of(pid), signal.SIGSTOP)
-
-
-def resume(pid: int) -> None:
-    """Let them go on, with the weight that a measured process has."""
-    raise_groups(pid)
-    _signal(family_of(pid), signal.SIGCONT)
-
-
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         try:
@@ -138,21 +126,56 @@ def own_session_raised() -> Iterator[bool]:
             group.write_text(before)
 
 
-class Worker:
+class Entrant:
+    """A process that is measured: it answers requests, is paused while others do, and ends with its descendants."""
+
+    name: str
+    workloads: Sequence[str] = ()  # those that it runs
+    process: subprocess.Popen[Any]
+
+    def drive(self, requests: Sequence[Any]) -> "list[Observed]":
+        """Raises PeerFailed when it could not answer them all."""
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        """Stop the process and its descendants, so that they take no time while another is measured.
+
+        They may first end what they are doing: an engine that is stopped in a step takes the pause for the step's time.
+        """
+        time.sleep(REST_S)
+        _signal(family_of(self.process.pid), signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on, with the weight that a measured process has."""
+        raise_groups(self.process.pid)
+        _signal(family_of(self.process.pid), signal.SIGCONT)
+
+    def peak_rss_mb(self) -> float:
+        return peak_rss_mb(self.process.pid)
+
+    def close(self) -> None:
+        stop(self.process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Worker(Entrant):
     """A process that answers calls, at the benchmark's end."""
 
-    def __init__(
-        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
-    ) -> None:
-        self.name = name
+    def __init__(self, name: str, command: Sequence[str], log: Path, workloads: Sequence[str] = ()) -> None:
+        self.name, self.workloads = name, workloads
         self._log = log
-        self.process = start(
-            command,
-            log,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
-        )
+        self.process = start(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def drive(self, requests: Sequence[Any], call: str = "drive") -> "list[Observed]":
+        """See Entrant."""
+        from benchmarks.figures import streams_of
+
+        return streams_of(self.call(call, requests=requests))
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Return what the process answers. Raises PeerFailed."""
@@ -160,11 +183,14 @@ class Worker:
         return self.receive(name)
 
     def send(self, name: str, **arguments: Any) -> None:
-        """Send a call without waiting, so that several processes work at once; `receive` must follow."""
+        """Send a call without waiting, so that several processes work at once; `receive` must follow.
+
+        Dataclasses are sent as objects of their fields.
+        """
         raise_groups(self.process.pid)  # again, since an engine that it has started has a session of its own
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+            self.process.stdin.write(json.dumps({"call": name, **arguments}, default=asdict) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:  # it has ended, and `receive` says so
             pass
@@ -180,15 +206,6 @@ class Worker:
             raise PeerFailed(f"{self.name}: {reply['error']}; see {self._log}")
         return reply["result"]
 
-    def peak_rss_mb(self) -> float:
-        return peak_rss_mb(self.process.pid)
-
-    def pause(self) -> None:
-        pause(self.process.pid)
-
-    def resume(self) -> None:
-        resume(self.process.pid)
-
     def close(self) -> None:
         self.resume()
         if self.process.stdin is not None:
@@ -197,15 +214,9 @@ class Worker:
                 self.process.wait(10)
             except (BrokenPipeError, subprocess.TimeoutExpired):
                 pass
-        stop(self.process)
+        super().close()
         if self.process.stdout is not None:
             self.process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        self.close()
 
 
 def peak_rss_mb(pid: int) -> float:

@@ -7,54 +7,14 @@ All but the one whose turn it is are paused. Each repeat has new prompts, the sa
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks import protocol
-from benchmarks.figures import medians, streams_of, summarise
+from benchmarks.figures import medians, summarise
+from benchmarks.protocol import Entrant, PeerFailed
 from benchmarks.workloads import WORKLOADS, PlannedRequest, Words, requests_of
 from roseinfer.bench.definitions import Observed
 
 WARM_UP = "W1x32"  # run once by each entrant and not counted: what comes first in a process is slower
-
-
-class Entrant(Protocol):
-    """Something that answers requests, and is paused while others do."""
-
-    name: str
-
-    @property
-    def workloads(self) -> Sequence[str]:
-        """Those that it runs."""
-
-    def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
-        """Raises EntrantFailed when it could not answer them all."""
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def peak_rss_mb(self) -> float: ...
-
-
-class EntrantFailed(RuntimeError):
-    """It did not start, or did not answer."""
-
-
-class Driver:
-    """An engine or a library without a server: a program of ours that answers `drive`."""
-
-    def __init__(self, worker: protocol.Worker, workloads: Sequence[str]) -> None:
-        self.name = worker.name
-        self.workloads = workloads
-        self.pause, self.resume, self.peak_rss_mb = worker.pause, worker.resume, worker.peak_rss_mb
-        self._worker = worker
-
-    def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
-        """See Entrant."""
-        try:
-            return streams_of(self._worker.call("drive", requests=[request.to_json() for request in requests]))
-        except protocol.PeerFailed as error:
-            raise EntrantFailed(str(error)) from None
 
 
 class Limits:
@@ -109,7 +69,7 @@ def _take_turn(entrant: Entrant, requests: Sequence[PlannedRequest], failures: d
     entrant.resume()
     try:
         return entrant.drive(requests)
-    except EntrantFailed as error:
+    except PeerFailed as error:
         failures[entrant.name] = str(error)
         return None
     finally:

@@ -8,17 +8,19 @@ taken from DIR/vllm, where `benchmarks/peers/setup.sh` puts it.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import protocol, rotation
 from benchmarks.engine_options import PRECISIONS, engine_command, require_kernels
 from benchmarks.machine import Sitting, part_parser
-from benchmarks.protocol import Worker
+from benchmarks.protocol import Entrant, Worker
 from benchmarks.random_gpt2 import make
-from benchmarks.rotation import Driver, Entrant, Limits
-from benchmarks.servers import Server, ServerPlan, roseinfer_plan, serving_options, vllm_plan, vllm_version
+from benchmarks.rotation import Limits
+from benchmarks.servers import Server, serving_options, start_roseinfer, start_vllm, vllm_version
 from benchmarks.workloads import WORKLOADS, Words
 from roseinfer.bench.load.launcher import LaunchFailed
 
@@ -29,36 +31,31 @@ QUICK_WORKLOADS = ("W1x32", "W2")
 DEFAULT_PEERS = Path.home() / ".cache" / "roseinfer" / "benchmarks" / "peers"
 
 
-def enter(stack: ExitStack, plan: ServerPlan, log: Path) -> Server:
-    """Start a server and wait until it answers. Raises LaunchFailed."""
-    print(f"  starting {plan.name}", flush=True)
-    server = stack.enter_context(Server(plan, log))
-    print(f"  {plan.name} answers after {server.started_s:.0f} s", flush=True)
-    server.pause()
-    return server
-
-
 def entrants_of(
     stack: ExitStack, model: Path, precision: str, vllm: Path | None, log: Path
 ) -> tuple[list[Entrant], list[dict[str, Any]]]:
     """Entrants that are ready at this precision, and rows for those that are not."""
+    require_kernels()
+    options = serving_options(precision)
+    starts: dict[str, Callable[[], Server]] = {
+        f"roseinfer {precision}": partial(start_roseinfer, f"roseinfer {precision}", model, options, log)
+    }
     entrants: list[Entrant] = []
     absent = []
-    require_kernels()
-    plans = [roseinfer_plan(f"roseinfer {precision}", model, serving_options(precision))]
-    if precision in VLLM_PRECISIONS:
-        if vllm is None:
-            absent.append(rotation.absent(f"vllm {precision}", "not set up"))
-        else:
-            plans.append(vllm_plan(vllm, model, precision))
-    for plan in plans:
+    if precision in VLLM_PRECISIONS and vllm is None:
+        absent.append(rotation.absent(f"vllm {precision}", "not set up"))
+    elif precision in VLLM_PRECISIONS and vllm is not None:
+        starts[f"vllm {precision}"] = partial(start_vllm, vllm, model, precision, log)
+    for name, start in starts.items():
         try:
-            entrants.append(enter(stack, plan, log))
+            entrants.append(stack.enter_context(start()))
         except LaunchFailed as error:
-            absent.append(rotation.absent(plan.name, str(error)))
-    command = engine_command(model, serving_options(precision))
-    worker = stack.enter_context(Worker(f"engine only {precision}", command, log))
-    entrants.append(Driver(worker, ("W2",)))
+            absent.append(rotation.absent(name, str(error)))
+        else:
+            entrants[-1].pause()
+    entrants.append(
+        stack.enter_context(Worker(f"engine only {precision}", engine_command(model, options), log, ("W2",)))
+    )
     return entrants, absent
 
 

@@ -8,16 +8,13 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import http_client, protocol
 from benchmarks.engine_options import precision_options
-from benchmarks.rotation import EntrantFailed
+from benchmarks.protocol import Entrant
 from benchmarks.workloads import BATCH, WORKLOADS, PlannedRequest
 from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load import launcher
@@ -26,16 +23,6 @@ from roseinfer.bench.load.launcher import free_port, serve_command
 
 MODEL_NAME = "gpt2-random"
 START_TIMEOUT_S = 420.0  # vLLM compiles for some minutes the first time it meets a model
-
-
-@dataclass(frozen=True, slots=True)
-class ServerPlan:
-    """A command line that serves MODEL_NAME on a port of this host."""
-
-    name: str
-    command: Sequence[str]
-    port: int
-    environment: Mapping[str, str]
 
 
 def serving_options(precision: str) -> dict[str, str]:
@@ -47,15 +34,48 @@ def serving_options(precision: str) -> dict[str, str]:
     }
 
 
-def roseinfer_plan(name: str, model: Path, options: Mapping[str, str]) -> ServerPlan:
+class Server(launcher.Server, Entrant):
+    """A running server of MODEL_NAME that takes turns with others."""
+
+    workloads = tuple(WORKLOADS)
+    poll_s = 0.5
+
+    def __init__(
+        self, name: str, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Waits until the server generates. Raises LaunchFailed."""
+        self.name = name
+        log.parent.mkdir(parents=True, exist_ok=True)
+        print(f"  starting {name}", flush=True)
+        began = time.monotonic()
+        super().__init__(command, port, log, environment={**os.environ, **(environment or {})})
+        self.endpoint = Endpoint(self.url, model=MODEL_NAME)
+        try:
+            protocol.raise_groups(self.pid)
+            self.wait_ready(START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+        protocol.raise_groups(self.pid)  # again: its engine has a session of its own
+        print(f"  {name} answers after {time.monotonic() - began:.0f} s", flush=True)
+
+    def is_ready(self) -> bool:
+        return http_client.is_answering(self.endpoint)
+
+    def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
+        """See Entrant."""
+        return http_client.drive(self.endpoint, requests)
+
+
+def start_roseinfer(name: str, model: Path, options: Mapping[str, str], log: Path) -> Server:
     """`roseinfer serve` with these options, by path."""
     options = {**options, "server.served_model_name": MODEL_NAME}
     flags = [word for path, value in options.items() for word in (f"--{path.replace('_', '-')}", value)]
     port = free_port()
-    return ServerPlan(name, serve_command(port, 0, ["--model", str(model), *flags]), port, {})
+    return Server(name, serve_command(port, 0, ["--model", str(model), *flags]), port, log)
 
 
-def vllm_plan(venv: Path, model: Path, precision: str) -> ServerPlan:
+def start_vllm(venv: Path, model: Path, precision: str, log: Path) -> Server:
     """The CPU build of vLLM as its documentation starts it: every core bound, prefix cache on, 3 GiB of KV."""
     port = free_port()
     cores = sorted(os.sched_getaffinity(0))
@@ -68,58 +88,7 @@ def vllm_plan(venv: Path, model: Path, precision: str) -> ServerPlan:
     }
     options = ("--served-model-name", MODEL_NAME, "--dtype", precision, "--max-num-seqs", str(BATCH))
     command = (str(venv / "bin" / "vllm"), "serve", str(model), *options, "--host", "127.0.0.1", "--port", str(port))
-    return ServerPlan(f"vllm {precision}", command, port, environment)
-
-
-class Server(launcher.Server):
-    """A running server that takes turns with others: an Entrant."""
-
-    poll_s = 0.5
-
-    def __init__(self, plan: ServerPlan, log: Path) -> None:
-        """Waits until the server generates. Raises LaunchFailed."""
-        self.name = plan.name
-        self.workloads: Sequence[str] = tuple(WORKLOADS)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
-        super().__init__(plan.command, plan.port, log, environment={**os.environ, **plan.environment})
-        self.endpoint = Endpoint(self.url, model=MODEL_NAME)
-        try:
-            protocol.raise_groups(self.pid)
-            self.wait_ready(START_TIMEOUT_S)
-        except BaseException:
-            self.close()
-            raise
-        protocol.raise_groups(self.pid)  # again: its engine has a session of its own
-        self.started_s = time.monotonic() - began
-
-    def is_ready(self) -> bool:
-        return http_client.is_answering(self.endpoint)
-
-    def drive(self, requests: Sequence[PlannedRequest]) -> list[Observed]:
-        """See Entrant."""
-        try:
-            return http_client.drive(self.endpoint, requests)
-        except http_client.ServerRefused as error:
-            raise EntrantFailed(str(error)) from None
-
-    def pause(self) -> None:
-        protocol.pause(self.pid)
-
-    def resume(self) -> None:
-        protocol.resume(self.pid)
-
-    def peak_rss_mb(self) -> float:
-        return protocol.peak_rss_mb(self.pid)
-
-    def close(self) -> None:
-        protocol.stop(self.process)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        self.close()
+    return Server(f"vllm {precision}", command, port, log, environment)
 
 
 def vllm_version(venv: Path) -> str | None:

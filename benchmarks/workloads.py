@@ -13,10 +13,9 @@ is gained there is gained inside the burst.
 """
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,6 @@ class PlannedRequest:
     text: str
     token_ids: list[int]
     new_tokens: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Words:

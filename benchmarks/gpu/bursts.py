@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmarks.figures import streams_of, summarise
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import Worker
 from benchmarks.random_gpt2 import make
-from benchmarks.servers import MODEL_NAME, Server, roseinfer_plan
+from benchmarks.servers import MODEL_NAME, start_roseinfer
 from benchmarks.workloads import PlannedRequest, Shape, Words, requests_of
 from roseinfer.bench.definitions import Observed
 
@@ -52,19 +53,12 @@ def repeat(name: str, drive: Drive, shape: Shape, words: Words, num_repeats: int
     return rows
 
 
-def through(worker: Worker, call: str) -> Drive:
-    def drive(requests: Sequence[PlannedRequest]) -> list[Observed]:
-        return streams_of(worker.call(call, requests=[request.to_json() for request in requests]))
-
-    return drive
-
-
 def over_http(clients: Sequence[Worker]) -> Drive:
     """Every client has its share of the requests, and all work at once."""
 
     def drive(requests: Sequence[PlannedRequest]) -> list[Observed]:
         for i, client in enumerate(clients):
-            client.send("drive", requests=[request.to_json() for request in requests[i :: len(clients)]])
+            client.send("drive", requests=requests[i :: len(clients)])
         return [stream for client in clients for stream in streams_of(client.receive("drive"))]
 
     return drive
@@ -76,18 +70,20 @@ def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, 
     burst, bursts, streams = (QUICK_BURST, 1, 2) if arguments.quick else (BURST, NUM_BURSTS, NUM_STREAMS)
     rows = {}
     with Worker("engine only", engine_command(model, options), log) as worker:
-        rows["burst offline"] = repeat("burst offline", through(worker, "drive_offline"), burst, words, bursts)
-        rows["burst online"] = repeat("burst online", through(worker, "drive"), burst, words, bursts)
-        rows["one stream"] = repeat("one stream", through(worker, "drive"), ONE_STREAM, words, streams)
+        rows["burst offline"] = repeat(
+            "burst offline", partial(worker.drive, call="drive_offline"), burst, words, bursts
+        )
+        rows["burst online"] = repeat("burst online", worker.drive, burst, words, bursts)
+        rows["one stream"] = repeat("one stream", worker.drive, ONE_STREAM, words, streams)
     precision = "bfloat16" if arguments.device == "cuda" else "float32"
     rival = [sys.executable, "-m", "benchmarks.peers.transformers_static", str(model), "--precision", precision]
     with Worker("transformers", [*rival, "--device", arguments.device], log) as worker:
         name = "one stream, transformers"
-        rows[name] = repeat(name, through(worker, "drive"), ONE_STREAM, words, streams)
-        rows["burst, transformers"] = repeat("burst, transformers", through(worker, "drive"), burst, words, 1)
+        rows[name] = repeat(name, worker.drive, ONE_STREAM, words, streams)
+        rows["burst, transformers"] = repeat("burst, transformers", worker.drive, burst, words, 1)
     served = {**options, "server.max_inflight": str(2 * BURST.num_requests)}
     with ExitStack() as stack:
-        server = stack.enter_context(Server(roseinfer_plan("roseinfer", model, served), log))
+        server = stack.enter_context(start_roseinfer("roseinfer", model, served, log))
         client = [sys.executable, "-m", "benchmarks.http_client", server.url, MODEL_NAME]
         clients = [stack.enter_context(Worker(f"client {i}", client, log)) for i in range(NUM_CLIENTS)]
         rows["burst over HTTP"] = repeat("burst over HTTP", over_http(clients), burst, words, bursts)

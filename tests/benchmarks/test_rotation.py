@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.figures import stream_of
 from benchmarks.peers.static_batches import drive
-from benchmarks.rotation import EntrantFailed, Limits, run
+from benchmarks.protocol import Entrant, PeerFailed
+from benchmarks.rotation import Limits, run
 from benchmarks.workloads import PlannedRequest, Words
 from roseinfer.bench.definitions import Observed
 
@@ -15,7 +16,7 @@ DEMO_TOKENIZER = Path(__file__).parents[2] / "src" / "roseinfer" / "demo" / "tok
 BOTH = ("W1x32", "W4")
 
 
-class FakeEntrant:
+class FakeEntrant(Entrant):
     """Answers at once, and writes down what happens to it."""
 
     def __init__(self, name: str, told: list[str], workloads: Sequence[str] = BOTH, fails_at: int = 0) -> None:
@@ -29,7 +30,7 @@ class FakeEntrant:
         self._told.append(f"{self.name} {len(requests)}")
         self._num_drives += 1
         if self._num_drives == self._fails_at:
-            raise EntrantFailed("it fell over")
+            raise PeerFailed("it fell over")
         return [stream_of(0.0, [1.0, 2.0], request.new_tokens) for request in requests]
 
     def pause(self) -> None:
