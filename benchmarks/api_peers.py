@@ -7,13 +7,13 @@ them. Each peer has a budget of seconds; short workloads come first, and a workl
 row that says so.
 """
 
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import protocol, rotation
 from benchmarks.machine import Sitting, part_parser
+from benchmarks.peers import libraries
 from benchmarks.protocol import PeerFailed, Worker
 from benchmarks.random_gpt2 import make
 from benchmarks.rotation import Limits
@@ -30,34 +30,34 @@ class Peer(NamedTuple):
     """A library at one precision."""
 
     name: str
-    module: str  # of benchmarks.peers
+    library: str  # of benchmarks.peers.libraries
     precision: str
     budget_s: float
     is_own: bool = False  # it comes with our environment
 
 
 PEERS = (
-    Peer("openvino float32", "openvino_batching", "float32", 100.0),
-    Peer("openvino bfloat16", "openvino_batching", "bfloat16", 60.0),
-    Peer("openvino int8", "openvino_batching", "int8", 50.0),
-    Peer("ctranslate2 float32", "ctranslate2_static", "float32", 35.0),
-    Peer("ctranslate2 int8", "ctranslate2_static", "int8", 40.0),
-    Peer("transformers float32", "transformers_static", "float32", 25.0, is_own=True),
-    Peer("transformers bfloat16", "transformers_static", "bfloat16", 25.0, is_own=True),
+    Peer("openvino float32", "openvino", "float32", 100.0),
+    Peer("openvino bfloat16", "openvino", "bfloat16", 60.0),
+    Peer("openvino int8", "openvino", "int8", 50.0),
+    Peer("ctranslate2 float32", "ctranslate2", "float32", 35.0),
+    Peer("ctranslate2 int8", "ctranslate2", "int8", 40.0),
+    Peer("transformers float32", "transformers", "float32", 25.0, is_own=True),
+    Peer("transformers bfloat16", "transformers", "bfloat16", 25.0, is_own=True),
 )
 
 
 def command_of(peer: Peer, model: Path, peers: Path) -> list[str] | None:
     """How its driver is started; None when it is not set up."""
-    python = Path(sys.executable) if peer.is_own else peers / "api" / "bin" / "python"
+    if peer.is_own:
+        return libraries.command_of(peer.library, model, peer.precision)
+    python = peers / "api" / "bin" / "python"
     if not python.exists():
         return None
-    command = [str(python), "-m", f"benchmarks.peers.{peer.module}", str(model)]
-    if not peer.is_own:
-        # OpenVINO writes other files for int8 weights; for the rest one conversion serves every precision.
-        weights = "-int8" if peer.name == "openvino int8" else ""
-        command.append(str(peers / "models" / f"{model.name}-{peer.module}{weights}"))
-    return [*command, "--precision", peer.precision]
+    # OpenVINO writes other files for int8 weights; for the rest one conversion serves every precision.
+    weights = "-int8" if peer.name == "openvino int8" else ""
+    converted = peers / "models" / f"{model.name}-{peer.library}{weights}"
+    return libraries.command_of(peer.library, model, peer.precision, converted=converted, python=python)
 
 
 def measure(peer: Peer, worker: Worker, words: Words, num_repeats: int) -> list[dict[str, Any]]:

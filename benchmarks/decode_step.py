@@ -11,7 +11,6 @@ share a GPU's memory, so each KV pool is bounded.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from benchmarks import protocol
 from benchmarks.engine_options import PRECISIONS, engine_command, precision_options
 from benchmarks.figures import Spread
 from benchmarks.machine import Sitting, part_parser
+from benchmarks.peers import libraries
 from benchmarks.protocol import PeerFailed, Worker
 from benchmarks.random_gpt2 import make
 
@@ -131,8 +131,8 @@ def commands_of(arguments: argparse.Namespace, model: Path) -> dict[str, list[st
     sizes = ["--steps", "--batch", batch, "--context", context]
     commands = {name: [*engine_command(model, {**device, **options}), *sizes] for name, options in own.items()}
     precision = "bfloat16" if arguments.ablations else "float32"
-    rival = [sys.executable, "-m", "benchmarks.peers.transformers_static", str(model), "--device", arguments.device]
-    return {**commands, f"transformers {precision}": [*rival, "--precision", precision]}
+    rival = libraries.command_of("transformers", model, precision)
+    return {**commands, f"transformers {precision}": [*rival, "--device", arguments.device]}
 
 
 def main() -> int:

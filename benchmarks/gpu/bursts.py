@@ -20,6 +20,7 @@ from benchmarks import protocol
 from benchmarks.engine_options import engine_command, precision_options
 from benchmarks.figures import streams_of, summarise
 from benchmarks.machine import Sitting, part_parser
+from benchmarks.peers import libraries
 from benchmarks.protocol import Worker
 from benchmarks.random_gpt2 import make
 from benchmarks.servers import MODEL_NAME, start_roseinfer
@@ -76,7 +77,7 @@ def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, 
         rows["burst online"] = repeat("burst online", worker.drive, burst, words, bursts)
         rows["one stream"] = repeat("one stream", worker.drive, ONE_STREAM, words, streams)
     precision = "bfloat16" if arguments.device == "cuda" else "float32"
-    rival = [sys.executable, "-m", "benchmarks.peers.transformers_static", str(model), "--precision", precision]
+    rival = libraries.command_of("transformers", model, precision)
     with Worker("transformers", [*rival, "--device", arguments.device], log) as worker:
         name = "one stream, transformers"
         rows[name] = repeat(name, worker.drive, ONE_STREAM, words, streams)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import stream_of
-from benchmarks.peers.static_batches import drive
+from benchmarks.peers.libraries import drive
 from benchmarks.protocol import Entrant, PeerFailed
 from benchmarks.rotation import Limits, run
 from benchmarks.workloads import PlannedRequest, Words
