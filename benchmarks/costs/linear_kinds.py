@@ -20,7 +20,7 @@ from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_gpt2 import WIDTH
 from benchmarks.roofs import STEP_LINEARS
 from roseinfer.config.tree import RunnerConfig
-from roseinfer.model.device import Placement
+from roseinfer.model.device import FOURS, PAIRS, TILES, Placement
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.layers.linear import IntegerLinear, OneDnnLinear, RegisterLinear, TileLinear, quantized_weight
 
@@ -45,11 +45,11 @@ def kinds() -> dict[str, Kind]:
         "oneDNN float32": (True, Kind(float32, one_dnn, fewest_rows=2)),
         "registers float32": (kernels is not None, Kind(float32, partial(own, RegisterLinear))),
         "oneDNN bfloat16": (True, Kind(bfloat16, one_dnn, fewest_rows=2)),
-        "registers bfloat16": (bfloat16.has_pairs, Kind(bfloat16, partial(own, RegisterLinear))),
-        "tiles bfloat16": (bfloat16.has_tiles, Kind(bfloat16, partial(own, TileLinear))),
+        "registers bfloat16": (bfloat16.has_kernel(PAIRS), Kind(bfloat16, partial(own, RegisterLinear))),
+        "tiles bfloat16": (bfloat16.has_kernel(TILES), Kind(bfloat16, partial(own, TileLinear))),
         "torch int8": (True, Kind(bfloat16, partial(integer, IntegerLinear))),
-        "registers int8": (bfloat16.has_fours, Kind(bfloat16, partial(integer, RegisterLinear))),
-        "tiles int8": (bfloat16.has_tiles, Kind(bfloat16, partial(integer, TileLinear))),
+        "registers int8": (bfloat16.has_kernel(FOURS), Kind(bfloat16, partial(integer, RegisterLinear))),
+        "tiles int8": (bfloat16.has_kernel(TILES), Kind(bfloat16, partial(integer, TileLinear))),
     }
     return {name: kind for name, (is_here, kind) in known.items() if is_here}
 

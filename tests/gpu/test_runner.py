@@ -154,7 +154,7 @@ def test_pageable_staging_gives_the_same_tokens(load: LoadRunner) -> None:
     found = []
     for staging in ("pinned", "pageable"):
         runner = load(staging=staging)
-        words = runner._staging._arenas._arenas[0].words
+        words = runner._staging.arenas._arenas[0].words
         assert words.is_pinned() == (staging == "pinned")
         found.append(run(runner, asks, Plan(depth=1))[0])
     assert found[0] == found[1]

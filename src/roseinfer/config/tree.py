@@ -100,9 +100,8 @@ class CacheConfig:
 class Limits:
     """The scheduler's limits with every default resolved.
 
-    Two bounds on starvation follow from them. Decode: a sequence decodes at least once in
-    ceil(max_active_seqs / max_num_seqs) steps, and no step carries more than `max_prefill_tokens` of others' prompts.
-    Prefill: decode rows leave at least one block of the budget, so the oldest prompt advances in every step.
+    A sequence decodes at least once in ceil(max_active_seqs / max_num_seqs) steps, and no step carries more than
+    `max_prefill_tokens` of prompts. Decode rows leave at least one block of the budget to the oldest prompt.
     """
 
     max_num_seqs: int

@@ -198,10 +198,9 @@ class Streams:
 
 
 def as_error(raised: BaseException | None, streams: Iterable[Stream]) -> RoseinferError | None:
-    """The error for the callers of the streams: an unforeseen one becomes the cause of an EngineError.
+    """The error for the callers of the streams: an unforeseen one is the cause of an EngineError; None without one.
 
-    None where nothing failed: nothing was raised, or the requests were cancelled. Where all streams have ended no
-    caller is left to raise it, so it is logged.
+    Where all streams have ended, no caller is left to raise it, so it is logged.
     """
     if raised is None or isinstance(raised, asyncio.CancelledError):
         return None
@@ -288,10 +287,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End running requests with reason abort, stop the engine, join the thread.
-
-        Calls that wait for an answer raise EngineDead. Only the first call does anything; a later one returns at once.
-        """
+        """End running requests with reason abort, and stop the engine. Calls that wait for it raise EngineDead."""
         if self._loop.shut():
             self._undo.close()
 
@@ -369,8 +365,7 @@ class LLM:
     def stream(self, request_id: str) -> Iterator[str]:
         """Pieces of text as they come, which can be read once; leaving early aborts the request.
 
-        Raises UnknownRequest at once for an id without a request or whose pieces were read already, and while it is
-        read EngineError when the engine could not finish the request.
+        Raises UnknownRequest at once, also for pieces that were read already, and EngineError while it is read.
         """
         return self._pieces(self._streams.find(request_id), lambda delta: delta.text)
 
@@ -379,10 +374,7 @@ class LLM:
         return self._pieces(self._streams.find(request_id), lambda delta: delta.token_ids)
 
     def result(self, request_id: str) -> Completion:
-        """Wait for the end. Raises what `stream` does.
-
-        A request that another thread ends, by `abort` or `close`, gives what there was, with the reason abort.
-        """
+        """Wait for the end. Raises what `stream` does; after an `abort` or `close` it returns what there was."""
         stream = self._streams.find(request_id)
         deltas, timeline = list(self._pieces(stream, lambda delta: delta)), stream.timeline
         assert timeline.finish_reason is not None, "a finished request has a reason"

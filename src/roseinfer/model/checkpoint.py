@@ -118,9 +118,9 @@ class Checkpoint:
         return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """The ids that end a text: of generation_config.json, else of config.json; none if neither has any.
+        """The ids that end a text: of generation_config.json, else of config.json.
 
-        Ids past the vocabulary are left out, since they are never sampled: small models may name a larger one's eos.
+        Small models may name a larger one's eos: ids past the vocabulary are left out.
         """
         value = self._generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -179,10 +179,7 @@ class Checkpoint:
         return whole
 
     def has_other_values(self, name: str, tied_to: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor `name` exists and differs from `tied_to`, to which config.json ties it.
-
-        Then the file's is used, as transformers does. Both have this shape.
-        """
+        """Whether there is a tensor `name` other than `tied_to`, to which config.json ties it; if so, it counts."""
         if name not in self._file_of:
             return False
         tensor, other = self.tensor(name, shape), self.tensor(tied_to, shape)

@@ -16,6 +16,7 @@ from roseinfer.model.kernels.library import Kernels
 
 LinearKind = Literal["torch", "onednn", "amx", "registers", "int8"]
 Quantization = Literal["none", "int8"]
+TILES, PAIRS, FOURS = "linear_bfloat16", "linear_bfloat16_pairs", "linear_int8_fours_of_float32"  # kernels by name
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _MAX_EXACT_BFLOAT16_THREADS = 8
@@ -39,7 +40,10 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of weights and KV cache; `auto` takes bfloat16 where the hardware multiplies it, else float32."""
     if name != "auto":
         return DTYPES[name]
-    return torch.bfloat16 if device.type == "cuda" or _cpu_multiplies_bfloat16() else torch.float32
+    # Without these instructions oneDNN emulates bfloat16 by widening, which is slower than float32. Torch has no public
+    # question for it in all the versions we support.
+    on_cpu = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+    return torch.bfloat16 if device.type == "cuda" or on_cpu else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -47,17 +51,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cpu_multiplies_bfloat16() -> bool:
-    # Without these instructions oneDNN emulates bfloat16 by widening, which is slower than float32. Torch has no
-    # public question for it in all the versions we support.
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
-
-
 def check_num_threads(configured: int | None, *, splits_sums: bool) -> None:
     """Raise ConfigError for so many CPU threads that a request's tokens would depend on other requests.
 
-    `splits_sums`: oneDNN multiplies in bfloat16. With 16 threads it was seen to split a sum between threads by the
-    number of rows, and then a row's bits depend on its neighbours (docs/log.md, 2026-11-21).
+    With 16 threads oneDNN in bfloat16 (`splits_sums`) splits sums by the number of rows (docs/log.md, 2026-11-21).
     """
     if splits_sums and configured is not None and configured > _MAX_EXACT_BFLOAT16_THREADS:
         raise ConfigError(
@@ -71,18 +68,14 @@ def check_num_threads(configured: int | None, *, splits_sums: bool) -> None:
 def default_num_threads(*, num_weight_bytes: int, splits_sums: bool) -> int:
     """One thread for each 16 MiB of weights, up to every usable core; at most 8 if sums are split.
 
-    Threads wait for each other several times in each layer. In a small model such a wait takes longer than the work
-    between two of them, and longer still while the front end has a core (docs/log.md, 2026-11-22).
+    In a small model waiting for other threads takes longer than the work between (docs/log.md, 2026-11-22).
     """
     most = min(num_usable_cores(), _MAX_EXACT_BFLOAT16_THREADS) if splits_sums else num_usable_cores()
     return max(1, min(most, num_weight_bytes // _WEIGHT_BYTES_PER_THREAD))
 
 
 def num_usable_cores() -> int:
-    """Cores this process may use: its affinity, and the CPU quota of its container (cgroup v2) rounded down, from 1.
-
-    More OpenMP threads than that wait for each other through whole scheduler slices.
-    """
+    """Cores that this process may use: its affinity, and its container's CPU quota (cgroup v2), rounded down."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -94,9 +87,8 @@ def num_usable_cores() -> int:
 class WeightMemory:
     """Cuts memory for packed weights out of large blocks on huge pages, where the system has them.
 
-    A step on few rows reads every weight once and computes little: on pages of 4 KiB one step in ten is spent waiting
-    for address translations. Many weights are smaller than a huge page, so they share blocks. A block is freed with
-    the last tensor in it.
+    On pages of 4 KiB one step in ten is spent waiting for address translations. Many weights are smaller than a huge
+    page, so they share blocks; a block is freed with the last tensor in it.
     """
 
     def __init__(self) -> None:
@@ -141,10 +133,9 @@ class Scratch:
         return buffer[:size].view(shape)
 
     def _new_size(self, size: int, outgrown: torch.Tensor | None) -> int:
-        """The size to allocate for `size` in place of a buffer that is too small.
+        """The size to allocate for `size`. A GPU keeps an outgrown buffer, since a CUDA graph may write to its address.
 
-        On a GPU that one is kept, since a CUDA graph may write to its address as long as it lives. At least twice its
-        size is allocated, so that all outgrown buffers together are no larger than the last.
+        At least doubling bounds all outgrown buffers by the last.
         """
         if outgrown is None or self._device.type == "cpu":
             return size
@@ -178,9 +169,9 @@ class Placement:
             return "int8"
         if self.device.type != "cpu":
             return "torch"
-        if self.dtype == torch.bfloat16 and self.has_tiles:
+        if self.dtype == torch.bfloat16 and self.has_kernel(TILES):
             return "amx"
-        if self.kernels is not None and (self.dtype == torch.float32 or self.has_pairs):
+        if self.kernels is not None and (self.dtype == torch.float32 or self.has_kernel(PAIRS)):
             return "registers"
         return "onednn" if hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"
 
@@ -189,20 +180,9 @@ class Placement:
         """Whether many threads would make a row's bits depend on its neighbours."""
         return self.linears == "onednn" and self.dtype == torch.bfloat16
 
-    @property
-    def has_tiles(self) -> bool:
-        """Whether the kernels multiply on AMX tiles."""
-        return self.kernels is not None and self.kernels.has("roseinfer_linear_bfloat16")
-
-    @property
-    def has_pairs(self) -> bool:
-        """Whether the kernels multiply pairs of bfloat16 in registers."""
-        return self.kernels is not None and self.kernels.has("roseinfer_linear_bfloat16_pairs")
-
-    @property
-    def has_fours(self) -> bool:
-        """Whether the kernels multiply int8 in registers, by fours."""
-        return self.kernels is not None and self.kernels.has("roseinfer_linear_int8_fours_of_float32")
+    def has_kernel(self, name: str) -> bool:
+        """Whether the compiled kernels have `roseinfer_<name>` at their level."""
+        return self.kernels is not None and self.kernels.has(f"roseinfer_{name}")
 
     @property
     def has_triton(self) -> bool:
@@ -211,17 +191,16 @@ class Placement:
 
     def compiled(self, name: str, *argtypes: Any) -> Callable[..., None] | None:
         """The CPU kernel `roseinfer_<name>_<dtype>`, which takes these ctypes types; None if there is none."""
-        name = f"roseinfer_{name}_{dtype_name(self.dtype)}"
-        if self.kernels is None or not self.kernels.has(name):
+        name = f"{name}_{dtype_name(self.dtype)}"
+        if self.kernels is None or not self.has_kernel(name):
             return None
-        return self.kernels.function(name, *argtypes)
+        return self.kernels.function(f"roseinfer_{name}", *argtypes)
 
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows to run linears with for `num_rows`: oneDNN needs few sizes, the others take any.
 
-        oneDNN builds a kernel for each number of rows, about a millisecond for each shape of weight, and multiplies a
-        single row in another way than several, to other bits. So: even, and with four significant bits at most. All
-        these sizes, 8 to each doubling, can be run before the first request, and cost at most an eighth more rows.
+        oneDNN builds a kernel for each number of rows, and multiplies a single row to other bits. So: even, with at
+        most four significant bits, 8 sizes to a doubling, which can all be run before the first request.
         """
         if self.linears != "onednn":
             return num_rows

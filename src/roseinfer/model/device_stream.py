@@ -114,10 +114,9 @@ def open_stream(device: torch.device, *, is_pinned: bool) -> Stream:
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A few numbers on the device: on a CPU the array itself, on a GPU a copy that is queued.
+    """A few numbers on the device: on a CPU the array itself, on a GPU a queued copy, for which the host does not wait.
 
-    A plain copy would make the host wait until the device has done all its queued work. The pinned memory belongs to
-    torch, which keeps it until the copy is done and then uses it again.
+    Torch keeps the pinned memory until the copy is done, and then uses it again.
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -11,10 +11,7 @@ _STEP_BYTES = 1 << 30  # of a GPU's memory, left for a step's temporaries and th
 
 
 class KVCache:
-    """Keys and values, one tensor of each a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`.
-
-    Head-major, so that the tokens of one head in one block are one contiguous piece.
-    """
+    """Keys and values, one tensor of each a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`."""
 
     def __init__(self, spec: AttentionSpec, num_blocks: int, block_size: int, placement: Placement) -> None:
         self.num_blocks = num_blocks

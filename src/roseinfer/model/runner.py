@@ -7,6 +7,7 @@ are not read. On a GPU a step whose rows all decode is one CUDA graph, filled up
 
 import logging
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -25,11 +26,12 @@ from roseinfer.engine.core.batch import (
     SlotBinding,
     Watch,
 )
-from roseinfer.messages import SamplingParams
-from roseinfer.model import warm_up
+from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
+from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.device_stream import Event, Stream, open_stream, to_device
 from roseinfer.model.graphs import CudaGraphs, graph_sizes
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
+from roseinfer.model.sampling.logit_edits import GROUP
 from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
@@ -42,12 +44,20 @@ _NUM_BUFFERS = 2  # a step is launched before the one before is read, at most
 # Errors of a request's parameters on the host, before anything of theirs is on the device.
 _PARAMETER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
+# Parameters that the warm-up runs a prompt and a decode step with: every kind of sampling.
+WARM_UP_KINDS = (
+    SamplingParams(frequency_penalty=0.1, logit_bias={0: 1.0}),
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_p=0.9, num_logprobs=1),
+)
+
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """The most that a step may bring."""
+    """The largest step."""
 
     num_slots: int
     max_decode_rows: int  # rows of a step that does nothing but decode
@@ -65,18 +75,14 @@ class LaunchedBatch:
     graph_rows: int  # rows of the CUDA graph it runs in; 0 without one
     h2d_bytes: int = 0
     _sampled: SampledTokens | None = None
-    _failed_rows: npt.NDArray[np.intp] | None = None
-
-    def fail_rows(self, rows: npt.NDArray[np.intp]) -> None:
-        """Give these of the sampling rows `OWN_FAULT` instead of the tokens that the device computes."""
-        self._failed_rows = rows
+    failed_rows: npt.NDArray[np.intp] | None = None  # of the sampling rows: they get `OWN_FAULT` as their tokens
 
     def wait(self) -> SampledTokens:
         if self._sampled is None:
             self._event.synchronize()
             token_ids = self._token_ids.numpy().astype(np.int32)
-            if self._failed_rows is not None:
-                token_ids[self._failed_rows] = OWN_FAULT
+            if self.failed_rows is not None:
+                token_ids[self.failed_rows] = OWN_FAULT
             logprobs = None if self._logprobs is None else self._logprobs.to_host(len(token_ids))
             scores = () if self._scores is None else self._scores.to_host()
             self._sampled = SampledTokens(token_ids, logprobs, scores)
@@ -86,8 +92,7 @@ class LaunchedBatch:
 class Results:
     """Copies sampled tokens to the host while the next step runs.
 
-    Each step in flight has a buffer of pinned memory and an event: waiting for a step waits for nothing that was
-    queued after it.
+    Each step in flight has its buffer and event, so that waiting for it waits for nothing queued later.
     """
 
     def __init__(self, stream: Stream, max_rows: int) -> None:
@@ -169,9 +174,9 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch, watch: Watch = UNWATCHED) -> LaunchedBatch:
         self._bind(batch.bindings)
         launched = self._launch_graph(batch, watch) or self._launch_eager(batch, watch)
-        launched.h2d_bytes = self._staging.num_sent_bytes
+        launched.h2d_bytes = self._staging.arenas.num_sent_bytes
         if self._failed_slots:
-            launched.fail_rows(np.flatnonzero(np.isin(_sampled(batch)[0], list(self._failed_slots))))
+            launched.failed_rows = np.flatnonzero(np.isin(_sampled(batch)[0], list(self._failed_slots)))
         return launched
 
     def _launch_graph(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch | None:
@@ -273,16 +278,16 @@ class ModelRunner:
         prompt = np.zeros(prompt_length, np.int32)
         if not self._is_host:
             self._warm_sampling()
-        for params in warm_up.KINDS:
+        for params in WARM_UP_KINDS:
             binding = SlotBinding(0, params, prompt_length, (), prompt)
             batch = self._prompt_batch(prompt_length, (binding,))
             self.launch(msgspec.structs.replace(batch, scored=(ScoredRow(0, prompt, 1),))).wait()
-            self.launch(warm_up.decode_batch(1, prompt_length)).wait()
+            self.launch(decode_batch(1, prompt_length)).wait()
         # The largest steps come first: they touch every page of the buffers that grow, and graphs need their addresses.
         for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
             self.launch(self._prompt_batch(num_tokens)).wait()
         for num_rows in sorted(self._decode_sizes(), reverse=True):
-            self.launch(warm_up.decode_batch(num_rows)).wait()
+            self.launch(decode_batch(num_rows)).wait()
         self._graphs = graphs
         if graphs is not None and self._captures_at_startup:
             with torch.inference_mode():
@@ -294,13 +299,12 @@ class ModelRunner:
         self._last_token.zero_()
 
     def _warm_sampling(self) -> None:
-        """Run the largest draw and the largest masks, which give the sampler's buffers their final size.
+        """Run the largest draw and masks: a GPU keeps outgrown buffers, and what does not fit must fail here.
 
-        On a GPU outgrown buffers are kept, and what does not fit must fail here, not in a stream. The slots are greedy
-        again afterwards.
+        The slots are greedy again afterwards.
         """
         num_slots = self._limits.num_slots
-        for batch in (warm_up.largest_draw, warm_up.masked_draw):
+        for batch in (largest_draw, masked_draw):
             self.launch(batch(num_slots, self.vocab_size)).wait()
         self._bind(SlotBinding(slot, SamplingParams(temperature=0.0), 0, ()) for slot in range(num_slots))
 
@@ -313,16 +317,14 @@ class ModelRunner:
     def _decode_sizes(self) -> set[int]:
         """Numbers of rows of one token to run steps with: one in each range for which a GPU compiles kernels.
 
-        Beside rows that decode there may be the last tokens of prompts, so there may be more rows than a graph has: up
-        to one for each slot.
+        The last tokens of prompts are such rows too, so there may be one for each slot.
         """
-        num_slots, max_decode_rows = self._limits.num_slots, self._limits.max_decode_rows
         if self._is_host:
-            return {max_decode_rows}
-        return {*graph_sizes(max_decode_rows), *graph_sizes(num_slots)}
+            return {self._limits.max_decode_rows}
+        return {*graph_sizes(self._limits.max_decode_rows), *graph_sizes(self._limits.num_slots)}
 
     def _prompt_batch(self, num_tokens: int, bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
-        return warm_up.prompt_batch(num_tokens, self.info.max_model_len - 1, self._limits.num_slots, bindings)
+        return prompt_batch(num_tokens, self.info.max_model_len - 1, self._limits.num_slots, bindings)
 
     def _build_linears(self, max_num_tokens: int) -> None:
         """Run the linears of a layer, and the head, with every number of rows for which oneDNN builds a kernel."""
@@ -347,10 +349,7 @@ def _sampled(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:
 
 
 def load_runner(config: Config, max_active_seqs: int, on_progress: OnProgress) -> ModelRunner:
-    """Weights, cache and runner as configured, for slots 0..max_active_seqs-1; not yet warmed up.
-
-    Raises ConfigError when the checkpoint cannot be used, or does not fit.
-    """
+    """Load weights, cache and runner, without a warm-up. Raises ConfigError for a checkpoint that cannot be used."""
     loaded = load_model(config, max_active_seqs, on_progress)
     limits = RunnerLimits(
         num_slots=max_active_seqs,
@@ -359,3 +358,65 @@ def load_runner(config: Config, max_active_seqs: int, on_progress: OnProgress) -
     )
     stream = open_stream(loaded.placement.device, is_pinned=config.runner.staging == "pinned")
     return ModelRunner(loaded, stream, limits, config.runner, on_progress)
+
+
+def decode_batch(num_rows: int, start: int = 0, bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
+    """Rows that decode at one position."""
+    return _batch(start, np.ones(num_rows, np.int32), num_rows, bindings)
+
+
+def prompt_batch(
+    num_tokens: int, max_length: int, num_slots: int, bindings: tuple[SlotBinding, ...] = ()
+) -> ScheduledBatch:
+    """Prompts of zeros, each of `max_length` but the last; no more tokens than the slots can hold."""
+    num_rows = min(-(-num_tokens // max_length), num_slots)
+    lengths = np.full(num_rows, max_length, np.int32)
+    lengths[-1] = min(num_tokens - max_length * (num_rows - 1), max_length)
+    return _batch(0, lengths, 0, bindings)
+
+
+def _batch(
+    start: int, num_new_tokens: Int32Array, num_device_rows: int, bindings: tuple[SlotBinding, ...]
+) -> ScheduledBatch:
+    num_rows = len(num_new_tokens)
+    return ScheduledBatch(
+        step_id=0,
+        slots=np.arange(num_rows, dtype=np.int32),
+        starts=np.full(num_rows, start, np.int32),
+        num_new_tokens=num_new_tokens,
+        samples=np.ones(num_rows, np.bool_),
+        num_device_rows=num_device_rows,
+        token_ids=np.zeros(num_new_tokens[num_device_rows:].sum(), np.int32),
+        block_table=np.tile(np.arange(start + num_new_tokens.max(), dtype=np.int32), (num_rows, 1)),
+        bindings=bindings,
+    )
+
+
+def largest_draw(num_slots: int, vocab_size: int) -> ScheduledBatch:
+    """A row for each slot that keeps more tokens than the sampler's candidates, and must not end yet."""
+    params = SamplingParams(top_k=vocab_size - 1, min_tokens=1, num_logprobs=1)
+    return decode_batch(num_slots, bindings=tuple(SlotBinding(slot, params, 1, (0,)) for slot in range(num_slots)))
+
+
+def masked_draw(num_slots: int, vocab_size: int) -> ScheduledBatch:
+    """As many rows with a grammar as are edited at a time."""
+    params = SamplingParams(temperature=0.0, grammar=Grammar("regex", ""))
+    num_rows = min(GROUP, num_slots)
+    matcher: Future[Matcher] = Future()
+    matcher.set_result(_AnyToken())
+    constraint = Constraint(matcher, params, (), vocab_size)
+    batch = decode_batch(num_rows, bindings=tuple(SlotBinding(slot, params, 1, ()) for slot in range(num_rows)))
+    return msgspec.structs.replace(batch, masks=TokenMasks(dict.fromkeys(range(num_rows), constraint)))
+
+
+class _AnyToken:
+    """A `Matcher` that allows every token."""
+
+    is_over = False
+    has_failed = False
+    error = ""
+
+    def fill(self, allowed: MaskArray) -> None:
+        allowed[:] = 0xFFFFFFFF
+
+    def accept(self, token_id: int) -> None: ...

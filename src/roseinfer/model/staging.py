@@ -21,6 +21,7 @@ from roseinfer.runtime.stopwatch import UNWATCHED
 IntArray = npt.NDArray[np.integer[Any]]
 
 _WORD_BYTES = 4
+_LAST_DECODE_FIELD = "query_starts"  # of `StagingSizes.layout`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Arenas:
         self._arenas = [self._new_arena(self.num_field_words + num_free_words) for _ in range(num_arenas)]
         self._turn = 0
         self.num_sent_bytes = 0  # of the last arena
+        field, offset = self._fields[_LAST_DECODE_FIELD]
+        self.num_decode_words = (offset + field.itemsize) // _WORD_BYTES  # up to the end of what a decode step needs
         self.words = stream.new_device_tensor(self._arenas[0].words)
         self.fields = self._views(self.words)  # never move: a CUDA graph may read them
 
@@ -80,11 +83,6 @@ class Arenas:
             self._stream.copy(self.words[:num_words], arena.words[:num_words])
             arena.event.record()
         self.num_sent_bytes = num_words * self.words.itemsize
-
-    def end_of(self, name: str) -> int:
-        """The number of words up to the end of a field."""
-        field, offset = self._fields[name]
-        return (offset + field.itemsize) // _WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +122,6 @@ class StagingSizes:
         return np.dtype(fields, align=True)
 
 
-_LAST_DECODE_FIELD = "query_starts"
-
-
 @dataclass(frozen=True, slots=True)
 class StagedStep:
     """One step's integers on the device. Rows and tokens that only fill up come last."""
@@ -151,8 +146,8 @@ class InputStaging:
         self._padded_rows = padded_rows
         self.spare_slot = sizes.num_slots
         max_entries = 0 if stream.is_host else sizes.num_slots * sizes.max_blocks
-        self._arenas = Arenas(stream, sizes.layout(), 3 * max_entries)  # an entry's place is two words, its block one
-        self._device = self._arenas.fields
+        self.arenas = Arenas(stream, sizes.layout(), 3 * max_entries)  # an entry's place is two words, its block one
+        self._device = self.arenas.fields
         num_table_rows = 0 if stream.is_host else sizes.num_slots + 1  # on a CPU the scheduler's own table serves
         self.block_table = torch.zeros(num_table_rows, sizes.max_blocks, dtype=torch.int32, device=stream.device)
         self._is_unsent = np.zeros(sizes.num_slots, np.bool_)
@@ -164,7 +159,7 @@ class InputStaging:
 
     def stage(self, batch: ScheduledBatch, watch: Watch = UNWATCHED) -> StagedStep:
         """Send a batch. The result is valid until the next step is staged."""
-        arena = self._arenas.begin(watch)
+        arena = self.arenas.begin(watch)
         if batch.num_device_rows == batch.num_rows:
             step = self._pack_decode(batch, arena.fields)
         else:
@@ -256,20 +251,15 @@ class InputStaging:
             table_stride=self.block_table.stride(0),
         )
 
-    @property
-    def num_sent_bytes(self) -> int:
-        """Bytes copied to the device for the last step."""
-        return self._arenas.num_sent_bytes
-
     def _send_with_entries(self, batch: ScheduledBatch, arena: Arena, watch: Watch) -> None:
         """Send everything in one copy, and put the new entries into the device's block table."""
         entries, blocks = self._new_entries(batch)
-        first, count = self._arenas.num_field_words, len(entries)
+        first, count = self.arenas.num_field_words, len(entries)
         host_entries, host_blocks = _entries(arena.words, first, count)
         host_entries.numpy()[:] = entries
         host_blocks.numpy()[:] = blocks
-        self._arenas.send(arena, first + 3 * count, watch)
-        self._put(*_entries(self._arenas.words, first, count))
+        self.arenas.send(arena, first + 3 * count, watch)
+        self.block_table.view(-1).scatter_(0, *_entries(self.arenas.words, first, count))
 
     def _new_entries(self, batch: ScheduledBatch) -> tuple[npt.NDArray[np.int64], Int32Array]:
         """Entries of the block table that the rows need and the device does not have: their indices, and the blocks.
@@ -286,15 +276,12 @@ class InputStaging:
         self._is_unsent[slots] = False
         return rows * self._sizes.max_blocks + columns, batch.block_table[rows, columns]
 
-    def _put(self, entries: torch.Tensor, blocks: torch.Tensor) -> None:
-        self.block_table.view(-1).scatter_(0, entries, blocks)
-
     def stage_decode(self, batch: ScheduledBatch | None, num_rows: int, watch: Watch = UNWATCHED) -> None:
         """Send rows that decode, filled up to `num_rows`, to where `decode_step(num_rows)` reads them.
 
         None means no rows but those that fill up.
         """
-        arena = self._arenas.begin(watch)
+        arena = self.arenas.begin(watch)
         host, max_blocks = arena.fields, self._sizes.max_blocks
         num_used = 0 if batch is None else batch.num_rows
         if batch is not None:
@@ -311,7 +298,7 @@ class InputStaging:
         host["row_positions"][:num_rows] = host["starts"][:num_rows]
         host["next_positions"][:num_rows] = host["starts"][:num_rows] + 1
         host["query_starts"][: num_rows + 1] = self._counting[: num_rows + 1]
-        self._arenas.send(arena, self._arenas.end_of(_LAST_DECODE_FIELD), watch)
+        self.arenas.send(arena, self.arenas.num_decode_words, watch)
 
     def decode_step(self, num_rows: int) -> StagedStep:
         """The step that `stage_decode` sends, at addresses that never change. Its host arrays are placeholders."""
@@ -328,7 +315,8 @@ class InputStaging:
 
     def put_last_blocks(self, num_rows: int) -> None:
         """Put the blocks that `stage_decode` sent into the device's block table. Part of the graph."""
-        self._put(self._device["last_entries"][:num_rows], self._device["last_blocks"][:num_rows])
+        entries, blocks = self._device["last_entries"][:num_rows], self._device["last_blocks"][:num_rows]
+        self.block_table.view(-1).scatter_(0, entries, blocks)
 
     def next_positions(self, num_rows: int) -> torch.Tensor:
         """The positions of the tokens that the rows of `stage_decode` sample: int64 [num_rows]."""

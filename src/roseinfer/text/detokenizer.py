@@ -56,10 +56,7 @@ class Detokenizer:
 
 
 def first_candidate(text: str, words: Sequence[str], longest: int) -> int:
-    """Where the longest tail of `text` that begins a word starts; `len(text)` when there is none.
-
-    The longest word has `longest` characters.
-    """
+    """Where the longest tail of `text` that begins a word, of up to `longest` characters, starts; else `len(text)`."""
     for start in range(max(0, len(text) - longest + 1), len(text)):
         tail = text[start:]
         if any(word.startswith(tail) for word in words):

@@ -164,19 +164,15 @@ class ChatTemplate:
         messages: Iterable[Mapping[str, object]],
         tools: Sequence[object] | None = None,
         variables: Mapping[str, object] = _NO_VARIABLES,
+        *,
+        opens_turn: bool = True,
     ) -> str:
-        """The prompt up to the place where the assistant speaks, with a client's variables.
+        """The conversation, with a client's variables, up to where the assistant speaks if `opens_turn`.
 
         Messages may be made as they are gone through, in the thread that renders.
         Raises InvalidRequest when the template refuses the messages, or has no use for a variable.
         """
-        return self._render(variables, messages=list(messages), tools=tools, add_generation_prompt=True)
-
-    def render_closed(
-        self, messages: Iterable[Mapping[str, object]], variables: Mapping[str, object] = _NO_VARIABLES
-    ) -> str:
-        """The conversation alone, without the assistant's next turn."""
-        return self._render(variables, messages=list(messages), tools=None, add_generation_prompt=False)
+        return self._render(variables, messages=list(messages), tools=tools, add_generation_prompt=opens_turn)
 
     def _check(self, variables: Mapping[str, object]) -> None:
         """Refuse variables without effect, such as misspelt ones. Raises InvalidRequest that names the variable."""

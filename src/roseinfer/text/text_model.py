@@ -21,10 +21,7 @@ class TextModel:
 
     @classmethod
     def load(cls, checkpoint_dir: Path, chosen_template: str | None) -> "TextModel":
-        """Read the checkpoint's text files, in up to a second. Raises ConfigError when they cannot be used.
-
-        `chosen_template` takes the place of the checkpoint's.
-        """
+        """Read the checkpoint's files; `chosen_template` takes the place of its own. Raises ConfigError."""
         return cls(Tokenizer.load(checkpoint_dir), ChatTemplate.load(checkpoint_dir, chosen_template))
 
     def require_chat_template(self) -> ChatTemplate:

@@ -105,10 +105,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Read `tokenizer.json`, and what `tokenizer_config.json` wants around a text.
-
-        Raises ConfigError when the first is missing, broken or of an unknown family, or does not fit the second.
-        """
+        """Read `tokenizer.json`, and what `tokenizer_config.json` wants around a text. Raises ConfigError."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"The checkpoint has no tokenizer.json: {directory}.", param="model.path")
@@ -190,8 +187,7 @@ class Tokenizer:
     def _encode_batches(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         """Encode each text as a batch of its own: a batch of several would use the library's threads on all cores.
 
-        Those keep the priority of the thread that encoded the first batch. "fast" leaves out the offsets, which are
-        not needed and take most of the time and the memory.
+        Those keep the priority of the thread that encoded the first batch. "fast" leaves out the costly offsets.
         """
         encode = self._inner.encode_batch_fast
         return [encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
@@ -205,10 +201,7 @@ class Tokenizer:
         return b"" if token_id in self.special_ids else self.spell(token_id)
 
     def tagged_text_bytes(self, token_id: int) -> bytes:
-        """As `text_bytes`, but the tags of calls have their text where the vocabulary marks them special (Hermes 3).
-
-        For texts that follow a grammar or are searched for calls.
-        """
+        """As `text_bytes`, with the tags of calls where they are special (Hermes 3): for grammars and calls."""
         return b"" if token_id in self._silent_ids else self.spell(token_id)
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -317,12 +310,10 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def most_chars_per_token(content: bytes, pieces: Iterable[bytes]) -> int | None:
-    """Most characters that one token stands for: the length of the longest piece; None where text may vanish.
-
-    A text of more than so many for each token of the context cannot fit, and is not encoded to find that out.
+    """Most characters that one token stands for, the longest piece, to refuse long texts; None where text may vanish.
 
     Text vanishes in normalizers that fold or strip, in pre-tokenizers that remove, around added tokens that take the
-    space beside them, and where a character can become unknown: where the vocabulary has not every single byte.
+    space beside them, and where the vocabulary has not every single byte.
     """
     try:
         file = msgspec.json.decode(content, type=_TokenizerFile)

@@ -135,7 +135,7 @@ def test_a_cpu_reads_the_arena_itself() -> None:
     step = staging.stage(batch_of([(1, 0, 3)]))
     assert step.packed.device is None
     assert step.packed.block_table is TABLE
-    arena = staging._arenas._arenas[0].words
+    arena = staging.arenas._arenas[0].words
     assert arena.data_ptr() <= step.token_ids.data_ptr() < arena.data_ptr() + arena.nbytes
     assert staging.block_table.numel() == 0
 
@@ -216,7 +216,7 @@ def test_only_new_entries_travel() -> None:
 
     def num_sent(rows: list[tuple[int, int, int]]) -> int:
         staging.stage(batch_of(rows))
-        return (stream.copied_words[-1] - staging._arenas.num_field_words) // 3
+        return (stream.copied_words[-1] - staging.arenas.num_field_words) // 3
 
     assert num_sent([(1, 16, 3)]) == 3  # a prefix of two blocks was found in the cache: they come along
     assert num_sent([(1, 19, 2)]) == 0
@@ -265,7 +265,7 @@ def test_the_device_has_the_blocks_of_every_row(data: st.DataObject) -> None:
 
 
 def test_fields_do_not_overlap() -> None:
-    fields = make(LateStream())._arenas.fields.values()
+    fields = make(LateStream()).arenas.fields.values()
     places = sorted((field.data_ptr(), field.data_ptr() + field.nbytes) for field in fields)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
     assert all(begin % 8 == 0 for begin, _ in places)

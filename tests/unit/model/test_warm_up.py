@@ -12,12 +12,11 @@ from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device import Scratch
 from roseinfer.model.graphs import graph_sizes
-from roseinfer.model.runner import ModelRunner
+from roseinfer.model.runner import WARM_UP_KINDS, ModelRunner, decode_batch
 from roseinfer.model.sampling import torch as sampling_torch
 from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
-from roseinfer.model.warm_up import KINDS, decode_batch
 from tests.unit.model.conftest import MakePlayer, Shape
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.fake_model import make_runner, row_model
@@ -112,4 +111,4 @@ def test_a_cpu_is_spared_what_costs_it_time(make_player: MakePlayer, monkeypatch
 
     monkeypatch.setattr(runner, "launch", noted)
     runner.warm_up(200)
-    assert sizes == [(1, 64), (1, 1)] * len(KINDS) + [(1, 200), (12, 12)]
+    assert sizes == [(1, 64), (1, 1)] * len(WARM_UP_KINDS) + [(1, 200), (12, 12)]

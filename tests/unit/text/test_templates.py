@@ -191,7 +191,7 @@ def parsed(variables: object, body_type: type[ModelBody] = ChatBody) -> dict[str
 def test_a_variable_reaches_the_template() -> None:
     assert render_with(QWEN3) == render_with(QWEN3, enable_thinking=True) == "Hi"
     assert render_with(QWEN3, enable_thinking=False) == "Hi<think></think>"
-    assert ChatTemplate(QWEN3, {}).render_closed(HI, {"enable_thinking": False}) == "Hi<think></think>"
+    assert ChatTemplate(QWEN3, {}).render(HI, None, {"enable_thinking": False}, opens_turn=False) == "Hi<think></think>"
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,9 @@ class FlashInferAttention:
 
 
 def page_index(tokens: PackedTokens, block_size: int) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """The rows' pages, row after row, in FlashInfer's form.
+    """The index of each row's first page [rows + 1], the pages' block ids, and positions in each last page [rows].
 
-    Returns the index of each row's first page and the number of pages [rows + 1], the pages' block ids, and how many
-    positions each row has in its last page [rows], from 1 to block_size.
+    This is FlashInfer's form: the first array ends with the number of pages.
     """
     last_tokens = tokens.query_starts[1:] - 1
     context_lens = tokens.positions[last_tokens] + 1

@@ -137,7 +137,7 @@ class GatheredAttention:
     ) -> IndexArray:
         """[pairs, kv_heads, blocks] rows of the cache that make up each key tile.
 
-        Blocks after the last query's are not the sequence's; its last block stands in for them, behind the mask.
+        The last block of a sequence stands in for those after it, behind the mask.
         """
         blocks_per_tile = KEY_TILE // self._cache.block_size
         columns = key_tiles[:, None] * blocks_per_tile + np.arange(blocks_per_tile)

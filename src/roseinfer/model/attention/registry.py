@@ -19,8 +19,10 @@ def choose_attention(
     `batch_invariant` selects among a GPU's backends: a CPU's are batch-invariant.
     """
     is_on_cuda = cache.keys[0].device.type == "cuda"
-    if name == "auto":
-        name = _best_on_cuda(spec, cache, batch_invariant) if is_on_cuda else _best_on_cpu(spec, kernels)
+    if name == "auto" and is_on_cuda:
+        name = _best_on_cuda(spec, cache, batch_invariant)
+    elif name == "auto":
+        name = "native" if kernels is not None and NativeAttention.can_compute(spec) else "gathered"
     if name in {"triton", "flashinfer"} and not is_on_cuda:
         raise _refusal(f"`{name}` runs on CUDA only")
     try:
@@ -51,10 +53,6 @@ def _best_on_cuda(spec: AttentionSpec, cache: KVCache, batch_invariant: bool) ->
     from roseinfer.model.attention.flashinfer import refusal
 
     return "triton" if refusal(spec, cache.keys[0].dtype) else "flashinfer"
-
-
-def _best_on_cpu(spec: AttentionSpec, kernels: Kernels | None) -> str:
-    return "native" if kernels is not None and NativeAttention.can_compute(spec) else "gathered"
 
 
 def _native(cache: KVCache, spec: AttentionSpec, kernels: Kernels | None) -> AttentionBackend:

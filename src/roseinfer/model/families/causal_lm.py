@@ -33,10 +33,7 @@ class CausalLM(Protocol):
         """Ids and positions [tokens] -> hidden rows [tokens, width] float32, before the final norm."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [rows, width] -> logits [rows, vocab_size], float32 where linears have a choice of type.
-
-        Those of plain torch and of oneDNN give the type of the weights, so on CUDA it is bfloat16 as a rule.
-        """
+        """Hidden rows [rows, width] -> logits [rows, vocab_size], float32 where linears have a choice."""
 
 
 def read_spec(config: Mapping[str, Any], spec_type: type[Spec], checkpoint: Checkpoint) -> Spec:

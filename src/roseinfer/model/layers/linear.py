@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from roseinfer.model.device import Placement, dtype_name
+from roseinfer.model.device import FOURS, TILES, Placement, dtype_name
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation, activated
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -53,7 +53,8 @@ class Linear:
         match placement.linears:
             case "int8":
                 quantized, scales = quantized_weight(weight)
-                fast = TileLinear if placement.has_tiles else RegisterLinear if placement.has_fours else IntegerLinear
+                has_tiles, has_fours = placement.has_kernel(TILES), placement.has_kernel(FOURS)
+                fast = TileLinear if has_tiles else RegisterLinear if has_fours else IntegerLinear
                 self._multiply = fast(quantized, scales, bias, activation, dtype, placement)
             case "amx":
                 self._multiply = TileLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
@@ -265,8 +266,7 @@ def _surplus(weight: torch.Tensor) -> torch.Tensor:
 def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [rows, width] -> int8 of the same shape, and scales [rows] float32; the same bits as kernels/cpp/quantize.h.
 
-    A row so small that 127 / max|x| is no float32, below about 3.7e-37, becomes zeros with a scale of 0. A row that is
-    not finite becomes zeros with a scale of NaN, and so do all products with it.
+    Rows below about 3.7e-37 become zeros with a scale of 0, those that are not finite zeros with a scale of NaN.
     """
     x = x.float()
     limits = x.abs().amax(1, keepdim=True)

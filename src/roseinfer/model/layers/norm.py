@@ -55,7 +55,11 @@ class Norm:
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to x [rows, width] float32, in place -> norms of the sums, in the placement's dtype."""
         if self._compiled is None:
-            return self._by_triton(x, delta) if self._has_triton else self._by_torch(x, delta)
+            if not self._has_triton:
+                return self._by_torch(x, delta)
+            from roseinfer.model.triton_kernels.pointwise import add_norm
+
+            return add_norm(x, delta, self._weight, self._bias, self._epsilon, self._dtype)
         assert x.is_contiguous()
         out = x.new_empty(x.shape) if self._dtype == x.dtype else torch.empty(x.shape, dtype=self._dtype)
         delta_address, is_delta_float32 = None, False
@@ -65,11 +69,6 @@ class Norm:
             delta_address, is_delta_float32 = delta.data_ptr(), delta.dtype == torch.float32
         self._compiled(self._address, x.data_ptr(), delta_address, is_delta_float32, x.shape[0], out.data_ptr())
         return out
-
-    def _by_triton(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        from roseinfer.model.triton_kernels.pointwise import add_norm
-
-        return add_norm(x, delta, self._weight, self._bias, self._epsilon, self._dtype)
 
     def _by_torch(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         if delta is not None:

@@ -56,10 +56,7 @@ class LinearRope(Rope, frozen=True, kw_only=True, tag="linear"):
 
 
 class DynamicRope(Rope, frozen=True, kw_only=True, tag="dynamic"):
-    """NTK-aware scaling that grows with the text, of bloc97 and emozilla, 2023.
-
-    It begins past `max_position_embeddings`, and longer texts are not served: up to there nothing is scaled.
-    """
+    """NTK-aware scaling of bloc97 and emozilla, 2023. It begins past `max_position_embeddings`, so never here."""
 
     factor: ScaleFactor
 

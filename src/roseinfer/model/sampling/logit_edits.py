@@ -9,9 +9,7 @@ section 4.1); a token that was generated c > 0 times loses c * `frequency_penalt
 reference); last, what a grammar does not allow is set to minus infinity.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,77 +26,6 @@ GROUP = 32  # rows that are changed at a time, which bounds the memory of copies
 _NO_ROWS: Int64Array = np.zeros(0, np.int64)
 
 
-class LogitsEdit(Protocol):
-    """One kind of edit, with what it keeps of each slot."""
-
-    def bind(self, binding: SlotBinding) -> bool:
-        """Forget the slot's last owner; return whether the new owner's rows want this edit."""
-
-    def apply(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
-        """Change logits [rows, vocab_size] float32 in place; the slots differ, and each wants this edit.
-
-        `positions` are those of the tokens to be drawn, which is also the number of known tokens of each row; the last
-        of them may be known on the device only.
-        """
-
-    def note_tokens(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
-        """Keep the tokens [rows] int64, on the device, that were drawn for rows that want this edit."""
-
-
-class LogitsEdits:
-    """All edits, in the order in which they are made."""
-
-    def __init__(self, edits: Sequence[LogitsEdit], num_slots: int, device: torch.device) -> None:
-        self._edits = edits
-        self._device = device
-        self._scratch = Scratch(device)
-        self._wanted: npt.NDArray[np.bool_] = np.zeros((num_slots, len(edits)), np.bool_)
-        self._num_wanting = 0  # slots
-
-    def bind(self, binding: SlotBinding) -> None:
-        """Apply the edits that the slot's new owner wants to its rows from now on."""
-        wanted = [edit.bind(binding) for edit in self._edits]  # it may raise, and then the row is as it was
-        row = self._wanted[binding.slot]
-        self._num_wanting += int(any(wanted)) - int(row.any())
-        row[:] = wanted
-
-    def rows(self, slots: Int32Array) -> Int64Array:
-        """Indices of the rows that want any edit."""
-        if not self._num_wanting:
-            return _NO_ROWS
-        return np.flatnonzero(self._wanted[slots].any(axis=1))
-
-    def edited(self, logits: torch.Tensor, rows: Int64Array, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
-        """A changed copy of some rows of logits [all rows, vocab_size] -> float32 [len(rows), vocab_size].
-
-        Slots and positions are those of the rows. The copy is valid until the next one.
-        """
-        changed = self._scratch.buffer("rows", (len(rows), logits.shape[1]))
-        if logits.dtype == changed.dtype:
-            torch.index_select(logits, 0, self._tensor(rows), out=changed)
-        else:
-            changed.copy_(logits[self._tensor(rows)])
-        for edit, mine in zip(self._edits, self._wanted[slots].T, strict=True):
-            if mine.all():
-                edit.apply(changed, slots, positions)
-            elif mine.any():
-                some = self._tensor(np.flatnonzero(mine))
-                part = changed[some]
-                edit.apply(part, slots[mine], positions[mine])
-                changed[some] = part
-        return changed
-
-    def note_tokens(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
-        """Pass on the tokens [rows] that were drawn for rows which want an edit."""
-        for edit, mine in zip(self._edits, self._wanted[slots].T, strict=True):
-            if mine.any():
-                of_these = tokens if mine.all() else tokens[self._tensor(np.flatnonzero(mine))]
-                edit.note_tokens(of_these, slots[mine], positions[mine])
-
-    def _tensor(self, array: Int64Array) -> torch.Tensor:
-        return to_device(array, self._device)
-
-
 @dataclass(frozen=True, slots=True)
 class _Owner:
     """The parameters of one slot's owner, and its tokens on the device."""
@@ -111,7 +38,7 @@ class _Owner:
 
 
 class Penalties:
-    """The `LogitsEdit` of `logit_bias` and the penalties.
+    """Adds `logit_bias` and subtracts the penalties.
 
     Each slot's tokens are kept on the device, where a drawn one is known before the host has seen it: so the counts
     are right with a step in flight.
@@ -183,7 +110,7 @@ class Penalties:
 
 
 class GrammarMasks:
-    """The `LogitsEdit` of rows with a grammar: tokens that it does not allow get minus infinity."""
+    """Sets tokens that a grammar does not allow to minus infinity. The engine advances the grammars."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -206,5 +133,63 @@ class GrammarMasks:
         unpacked = packed.unsqueeze(-1).bitwise_right_shift(self._places).bitwise_and_(1).view(len(slots), -1)
         logits.masked_fill_(unpacked[:, : logits.shape[1]] == 0, -torch.inf)
 
+
+class LogitsEdits:
+    """The edits of all slots, in the order in which they are made.
+
+    Each edit's `bind` forgets the slot's last owner and returns whether the new one's rows want it; `apply` changes
+    logits [rows, vocab_size] float32 of different slots in place. Positions are those of the tokens to be drawn, which
+    is also the number of known tokens of each row; the last of them may be known on the device only.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.masks = GrammarMasks(device)
+        self._penalties = Penalties(device)
+        self._edits: tuple[Penalties | GrammarMasks, ...] = (self._penalties, self.masks)
+        self._device = device
+        self._scratch = Scratch(device)
+        self._wanted: npt.NDArray[np.bool_] = np.zeros((num_slots, len(self._edits)), np.bool_)
+        self._num_wanting = 0  # slots
+
+    def bind(self, binding: SlotBinding) -> None:
+        """Apply the edits that the slot's new owner wants to its rows from now on."""
+        wanted = [edit.bind(binding) for edit in self._edits]  # it may raise, and then the row is as it was
+        row = self._wanted[binding.slot]
+        self._num_wanting += int(any(wanted)) - int(row.any())
+        row[:] = wanted
+
+    def rows(self, slots: Int32Array) -> Int64Array:
+        """Indices of the rows that want any edit."""
+        if not self._num_wanting:
+            return _NO_ROWS
+        return np.flatnonzero(self._wanted[slots].any(axis=1))
+
+    def edited(self, logits: torch.Tensor, rows: Int64Array, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
+        """A changed copy of some rows of logits [all rows, vocab_size] -> float32 [len(rows), vocab_size].
+
+        Slots and positions are those of the rows. The copy is valid until the next one.
+        """
+        changed = self._scratch.buffer("rows", (len(rows), logits.shape[1]))
+        if logits.dtype == changed.dtype:
+            torch.index_select(logits, 0, self._tensor(rows), out=changed)
+        else:
+            changed.copy_(logits[self._tensor(rows)])
+        for edit, mine in zip(self._edits, self._wanted[slots].T, strict=True):
+            if mine.all():
+                edit.apply(changed, slots, positions)
+            elif mine.any():
+                some = self._tensor(np.flatnonzero(mine))
+                part = changed[some]
+                edit.apply(part, slots[mine], positions[mine])
+                changed[some] = part
+        return changed
+
     def note_tokens(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
-        """Nothing: the engine advances the grammars, once it has read the tokens."""
+        """Keep the tokens [rows] int64, on the device, that were drawn for rows which want an edit."""
+        mine = self._wanted[slots, 0]
+        if mine.any():
+            of_these = tokens if mine.all() else tokens[self._tensor(np.flatnonzero(mine))]
+            self._penalties.note_tokens(of_these, slots[mine], positions[mine])
+
+    def _tensor(self, array: Int64Array) -> torch.Tensor:
+        return to_device(array, self._device)

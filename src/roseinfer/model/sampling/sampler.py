@@ -16,7 +16,7 @@ from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBin
 from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.model.device_stream import to_device
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks, LogitsEdits, Penalties
+from roseinfer.model.sampling.logit_edits import GROUP, LogitsEdits
 from roseinfer.model.sampling.logprobs import LogprobRows
 from roseinfer.model.sampling.native import NativeSampling
 from roseinfer.model.sampling.slot_table import Int64Array, SlotTable
@@ -36,10 +36,7 @@ class SamplingBackend(Protocol):
         """Log-softmax of the raw logits of some rows: of their tokens, and of the likeliest `counts` [len(rows)]."""
 
     def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `tokens`, for rows that are greedy or draw from all tokens; nothing waits for the device.
-
-        Slots and positions [rows] are on the device, and so is what it reads of the table.
-        """
+        """As `tokens`, for rows that are greedy or draw from all tokens, of what is on the device, without waiting."""
 
 
 class Sampler:
@@ -49,8 +46,7 @@ class Sampler:
         self._table = SlotTable(num_slots, vocab_size, device)
         self._device = device
         self._backend = _backend_for(self._table, device, kernels)
-        self._grammar_masks = GrammarMasks(device)
-        self._edits = LogitsEdits([Penalties(device), self._grammar_masks], num_slots, device)
+        self._edits = LogitsEdits(num_slots, device)
 
     def bind(self, binding: SlotBinding) -> None:
         """Use the parameters of the slot's new owner from now on."""
@@ -62,11 +58,10 @@ class Sampler:
     ) -> tuple[torch.Tensor, LogprobRows | None]:
         """Logits [rows, vocab_size] and the positions of the tokens to draw -> ids [rows] int64 on the device.
 
-        The logits may be float32 or bfloat16; those of barred tokens are overwritten for a while. `masks` are those of
-        every row whose slot has a grammar. A row whose largest logit is not finite has `NO_TOKEN` if the model computed
-        it so, and `OWN_FAULT` if the edits of its request did.
+        Logits of barred tokens are overwritten for a while. `masks` are those of every row with a grammar. A row whose
+        largest logit is not finite has `NO_TOKEN` if the model computed it so, `OWN_FAULT` if its edits did.
         """
-        self._grammar_masks.stage(masks)
+        self._edits.masks.stage(masks)
         with self._barred(logits, slots, positions):
             tokens = self._tokens(logits, slots, positions)
         counts = self._table.host["num_logprobs"][slots]
@@ -117,19 +112,14 @@ class Sampler:
         logits[rows, ids] = before
 
     def can_capture(self, slots: Int32Array, positions: Int32Array | None = None) -> bool:
-        """Whether `sample_captured` gives rows of these slots the tokens that `sample` does.
+        """Whether `sample_captured` samples what `sample` does: no row bars, edits or wants log-probabilities.
 
-        It does if they are greedy or draw from all tokens, bar none, edit no logits and want no log-probabilities.
         Without `positions`, those of the tokens to draw, a slot that may not stop yet counts as barring for ever.
         """
         return self._table.can_capture(slots, positions) and not len(self._edits.rows(slots))
 
     def sample_captured(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`sample` for a CUDA graph, with slots and positions [rows] on the device -> ids [rows] int64.
-
-        The graph reads the slots' parameters when it is replayed. Nothing here waits for the device, and all shapes
-        follow from that of the logits.
-        """
+        """`sample` for a CUDA graph, which reads the slots' parameters when it is replayed. Nothing waits here."""
         return self._backend.choose(logits, slots, positions)
 
 

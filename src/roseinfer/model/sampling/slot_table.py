@@ -80,10 +80,7 @@ class SlotTable:
         return np.repeat(waiting, [len(row) for row in ids]), np.concatenate(ids)
 
     def can_capture(self, slots: Int32Array, positions: Int32Array | None) -> bool:
-        """Whether every row is greedy or draws from all tokens, bars none and wants no log-probabilities.
-
-        Without `positions`, a slot that bars tokens counts as barring them for ever.
-        """
+        """See `Sampler.can_capture`; edits of logits do not count here."""
         rows = self.host[slots]
         barred_before = rows["barred_before"]
         is_barred = barred_before > (0 if positions is None else positions)

@@ -121,10 +121,7 @@ class TorchSampling:
 
 
 def only_of_finite(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The tokens [rows] of logits [rows, vocab_size], `NO_TOKEN` for rows whose largest logit is not finite.
-
-    One reduction tells, since a maximum over a NaN is NaN; and -inf is no fault where there is something above it.
-    """
+    """The tokens [rows] of logits [rows, vocab_size], `NO_TOKEN` for rows whose largest is not finite: also NaN."""
     return torch.where(logits.amax(-1).isfinite(), tokens, NO_TOKEN)
 
 
@@ -153,7 +150,7 @@ def draw_whole(
 ) -> torch.Tensor:
     """A token of each row of logits [rows, vocab_size] by its own draw [rows] float64, from all tokens -> [rows].
 
-    `mass_buffer` of `mass_shape` is overwritten. No host sees a number, so that a CUDA graph can hold this.
+    Overwrites `mass_buffer` of `mass_shape`. A CUDA graph can hold this.
     """
     return _draw_in_two_levels(_mass(logits, temperature, mass_buffer), draws)
 
@@ -185,8 +182,7 @@ def _chunks_of(masses: torch.Tensor) -> torch.Tensor:
 def _chunk_sums(chunks: torch.Tensor) -> torch.Tensor:
     """The sum of each chunk [rows, chunks] float64.
 
-    A CPU adds the numbers of a chunk in one order. A GPU chooses the order by the number of chunks; in float64 the
-    difference is too small to move a draw.
+    A GPU adds in an order that depends on the number of chunks; in float64 that is too small to move a draw.
     """
     return chunks.sum(-1).double() if chunks.device.type == "cpu" else chunks.sum(-1, dtype=torch.float64)
 
@@ -296,8 +292,7 @@ def _invert(cumulative: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Random numbers in [0, 1) float64, one for each seed int64 and position [rows], the same on every machine.
 
-    The position-th output of the SplitMix64 generator (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-    generators") that starts from the mixed seed; mixed, so that seeds near each other do not share their sequences.
+    The position-th output of SplitMix64 (Steele, Lea, Flood 2014) from the mixed seed, since seeds may be neighbours.
     """
     state = _mix64(seeds) + (positions.to(torch.int64) + 1) * _GAMMA
     return _shifted(_mix64(state), 11).double() * 2.0**-53

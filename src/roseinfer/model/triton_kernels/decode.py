@@ -53,10 +53,7 @@ class Cut(NamedTuple):
 
 
 def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
-    """A power of two that gives each multiprocessor two programs, if the keys suffice.
-
-    `num_programs` are the rows times the key heads, `num_keys` the most that one of them sees.
-    """
+    """Splits, a power of two, that give each multiprocessor two programs, if the keys that a head sees suffice."""
     wanted = -(-2 * num_processors // num_programs)
     useful = -(-num_keys // MIN_SPLIT_KEYS)
     num_splits: int = next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))

@@ -34,11 +34,10 @@ class Kernel(Protocol):
 
 
 def kernel(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Compile the function for the device at its first launch, and again for each new combination of constants.
+    """Compile the function at its first launch, and again for each new combination of constants.
 
-    Triton also compiles again when an integer becomes 1 or a multiple of 16, unless the parameter is named as
-    `varying`, which is not possible for numbers in a tuple. Name whatever changes from step to step: a compilation
-    takes seconds, in the middle of a stream.
+    Triton compiles again, for seconds amid a stream, when an integer becomes 1 or a multiple of 16, unless the
+    parameter is named as `varying`, which numbers in a tuple cannot be.
     """
 
     def compiled(function: Callable[..., Any]) -> Kernel:
@@ -49,10 +48,7 @@ def kernel(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 @cache
 def constant(value: Any) -> Constant:
-    """A field of a tuple of arguments that is known when the kernel is compiled.
-
-    Equal values give the same object, so that a launch finds its compiled kernel without comparing fields one by one.
-    """
+    """A field of a tuple that is known when the kernel is compiled. Equal values give one object, found quickly."""
     return tl.constexpr(value)
 
 

@@ -87,8 +87,8 @@ async def _text(body: TokenizeBody, text_model: TextModel) -> str:
         return body.prompt
     template = text_model.require_chat_template()
     messages = (message.for_template() for message in body.messages or ())  # which decodes: where they are rendered
-    render = template.render if body.add_generation_prompt else template.render_closed
-    return await text_model.tokenizer.off_loop(partial(render, messages, variables=body.chat_template_kwargs))
+    render = partial(template.render, messages, variables=body.chat_template_kwargs)
+    return await text_model.tokenizer.off_loop(partial(render, opens_turn=body.add_generation_prompt))
 
 
 def _tokenized(

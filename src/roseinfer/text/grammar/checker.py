@@ -8,7 +8,6 @@ and the verdicts that are remembered are bounded in bytes (CVE-2025-32381).
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +24,7 @@ from roseinfer.runtime.child_process import (
     receive_request,
     send_answer,
 )
-from roseinfer.text.grammar.source import check_bounds
+from roseinfer.text.grammar.source import GrammarCache, check_bounds
 
 MAX_WAITING = 32  # checks that wait for their turn; most take a millisecond
 START_TIMEOUT_S = 60.0  # of the child, which reads the vocabulary first
@@ -53,8 +52,7 @@ class GrammarChecker:
         self._thread = ThreadPoolExecutor(1, "grammar-check")
         self._places = threading.BoundedSemaphore(MAX_WAITING)
         self._child = ChildProcess("roseinfer.text.grammar.checker", niceness=_NICER_BY, stderr=subprocess.DEVNULL)
-        self._verdicts: OrderedDict[Grammar, str] = OrderedDict()  # what is wrong with it; empty when nothing is
-        self._num_verdict_bytes = 0
+        self._verdicts = GrammarCache(VERDICT_CACHE_BYTES, _num_bytes)  # what is wrong; empty when nothing is
         self._unusable = ""  # why no grammar can be used with this vocabulary, once a child has said so
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
@@ -76,17 +74,9 @@ class GrammarChecker:
         if verdict is None:
             verdict, is_lasting = self._ask(grammar)
             if is_lasting:
-                self._remember(grammar, verdict)
-        else:
-            self._verdicts.move_to_end(grammar)
+                self._verdicts.put(grammar, verdict)
         if verdict:
             raise InvalidRequest(f"`{param}`: {verdict}", param=param)
-
-    def _remember(self, grammar: Grammar, verdict: str) -> None:
-        self._verdicts[grammar] = verdict
-        self._num_verdict_bytes += _num_bytes(grammar, verdict)
-        while self._num_verdict_bytes > VERDICT_CACHE_BYTES:
-            self._num_verdict_bytes -= _num_bytes(*self._verdicts.popitem(last=False))
 
     def _ask(self, grammar: Grammar) -> tuple[str, bool]:
         """What is wrong with the grammar, empty when nothing is; and whether it will be wrong another time.
@@ -106,10 +96,9 @@ class GrammarChecker:
             return "The grammar is too large or too complex to compile.", False
 
     def _set_up(self) -> None:
-        """Start a child that reads the vocabulary. One it cannot use is not read again: the answer would be the same.
+        """Start a child that reads the vocabulary; one that it cannot use is not read again.
 
-        Raises NotReady for a child that ended or was silent, which may be due to the machine, and when the server is
-        shutting down or does not know its engine yet.
+        Raises NotReady for a child that ended or was silent, or where the engine is not known yet or any more.
         """
         info = self._info()
         setup = Setup(info.checkpoint_dir, info.vocab_size, info.eos_token_ids, COMPILE_MEMORY_BYTES)

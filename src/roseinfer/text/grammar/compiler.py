@@ -11,7 +11,6 @@ answer contains as they are written.
 import json
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import numpy as np
 from roseinfer.engine.core.constraint import MaskArray, Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar
+from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.tool_calls import CALL_TAGS
 
 MAX_TOKEN_CHARS = 255
@@ -124,10 +124,7 @@ class TokenizerFile:
         return cls(control, text_ids, msgspec.json.encode(parts).decode())
 
     def with_ids(self, lark: str) -> str:
-        """Replaces the names of tokens that are text, such as `<think>`, by ids: the library names control tokens only.
-
-        What follows stays in its column where the name is long enough, since an error says the column.
-        """
+        """Replaces names of tokens that are text, such as `<think>`, by ids, in the same columns where they fit."""
 
         def replace(found: re.Match[str]) -> str:
             token_id = self.text_ids.get(found["name"] or "")
@@ -338,10 +335,9 @@ class LibraryMatcher:
             self._compiled.has_failed |= self._inner.is_error()
 
     def try_out(self, allowed: MaskArray, end_token_ids: Sequence[int]) -> int:
-        """Follow the grammar some way, by what must come next or else by the first token that may; then see `error`.
+        """Follow the grammar some way, since limits are often met late. Returns the longest run of forced tokens.
 
-        A limit is often met only behind the first bracket. `allowed` is scratch space for masks. Returns the longest
-        run of forced tokens.
+        It takes what must come next, or else the first token that may. `allowed` is scratch space for masks.
         """
         most = 0
         for _ in range(_NUM_TRIED):
@@ -391,38 +387,6 @@ def _one_line(message: str) -> str:
     return "".join(char if char.isprintable() else "\ufffd" for char in words).rstrip(".")
 
 
-class GrammarCache:
-    """Keeps the grammars that were used last, up to a number of bytes. One thread uses it.
-
-    The newest stays however large it is: the other sequences of its request need it next.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, grammar: Grammar) -> Compiled | None:
-        compiled = self._entries.get(grammar)
-        if compiled is not None and compiled.is_worn:  # its sequences use it to their end
-            del self._entries[grammar]
-            self.num_bytes -= entry_bytes(grammar)
-            return None
-        if compiled is not None:
-            self._entries.move_to_end(grammar)
-        return compiled
-
-    def put(self, grammar: Grammar, compiled: Compiled) -> None:
-        self._entries[grammar] = compiled
-        self.num_bytes += entry_bytes(grammar)
-        while self.num_bytes > self._max_bytes and len(self._entries) > 1:
-            oldest, _ = self._entries.popitem(last=False)
-            self.num_bytes -= entry_bytes(oldest)
-
-
 def entry_bytes(grammar: Grammar) -> int:
     """About the memory of a compiled grammar."""
     growth = _GROWTH_BYTES if can_grow(grammar) else 0
@@ -437,7 +401,7 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary, cache_bytes: int = CACHE_BYTES) -> None:
         self._vocabulary = vocabulary
-        self._cache = GrammarCache(cache_bytes)
+        self._cache = GrammarCache[Compiled](cache_bytes, lambda grammar, _: entry_bytes(grammar))
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     @property
@@ -451,6 +415,9 @@ class GrammarCompiler:
 
     def _open(self, grammar: Grammar) -> Matcher:
         compiled = self._cache.get(grammar)
+        if compiled is not None and compiled.is_worn:  # its sequences use it to their end
+            self._cache.remove(grammar)
+            compiled = None
         if compiled is None:
             compiled = self._vocabulary.compile(grammar)
             self._cache.put(grammar, compiled)

@@ -1,8 +1,12 @@
-"""Encodes the source of a grammar, and checks that it is small and flat enough for the library to read.
+"""Encodes the source of a grammar, checks that it is small and flat enough, and caches what was made of grammars.
 
 Recursive code overflows its stack on deep nesting (CVE-2026-25048, CVE-2026-2069). The library has limits of its own;
 deeper nesting than any form needs does not reach it.
 """
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -18,12 +22,38 @@ MAX_SOURCE_BYTES = {
 }
 MAX_DEPTH = 64
 
+Made = TypeVar("Made")
+
+
+class GrammarCache(Generic[Made]):
+    """Keeps what was made of the grammars used last, up to a number of bytes. One thread uses it.
+
+    The newest stays however large it is: the other sequences of its request need it next.
+    """
+
+    def __init__(self, max_bytes: int, bytes_of: Callable[[Grammar, Made], int]) -> None:
+        self.entries: OrderedDict[Grammar, Made] = OrderedDict()
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._bytes_of = bytes_of
+
+    def get(self, grammar: Grammar) -> Made | None:
+        if grammar in self.entries:
+            self.entries.move_to_end(grammar)
+        return self.entries.get(grammar)
+
+    def put(self, grammar: Grammar, made: Made) -> None:
+        self.entries[grammar] = made
+        self.num_bytes += self._bytes_of(grammar, made)
+        while self.num_bytes > self._max_bytes and len(self.entries) > 1:
+            self.remove(next(iter(self.entries)))
+
+    def remove(self, grammar: Grammar) -> None:
+        self.num_bytes -= self._bytes_of(grammar, self.entries.pop(grammar))
+
 
 def encode_source(value: object, param: str) -> str:
-    """JSON of a schema, which may be invalid as one. Raises InvalidRequest that names the field `param`.
-
-    A thread with a short stack may have decoded deeper nesting than the stack of a handler can encode.
-    """
+    """JSON of a schema, which may be invalid as one. Raises InvalidRequest that names `param` for deep nesting."""
     try:
         return msgspec.json.encode(value).decode()
     except RecursionError:

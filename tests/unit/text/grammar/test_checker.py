@@ -22,6 +22,7 @@ from roseinfer.messages import Grammar
 from roseinfer.runtime import child_process
 from roseinfer.text.grammar import checker, source
 from roseinfer.text.grammar.checker import GrammarChecker
+from roseinfer.text.grammar.source import GrammarCache
 from tests.unit.text.grammar import vocabulary as checkpoint
 
 SOUND = Grammar("regex", "[0-9]+")
@@ -136,7 +137,7 @@ def test_what_takes_too_long_is_ended_with_its_process(tmp_path: Path) -> None:
             made.check(slow, "x").result()
         assert first.returncode is not None
         assert is_alive(made)
-        assert slow not in made._verdicts, "another time the machine may have less to do"
+        assert slow not in made._verdicts.entries, "another time the machine may have less to do"
     finally:
         made.close()
 
@@ -164,14 +165,15 @@ def test_a_verdict_is_remembered_and_what_is_remembered_is_bounded(
     shared: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CVE-2025-32381: one new schema a request must not fill the memory."""
-    monkeypatch.setattr(checker, "VERDICT_CACHE_BYTES", 20 << 10)
+    verdicts = GrammarCache(20 << 10, checker._num_bytes)
+    monkeypatch.setattr(shared, "_verdicts", verdicts)
     for i in range(200):
         shared.check(Grammar("regex", f"a{{{i}}}"), "x").result()
-    assert shared._num_verdict_bytes <= 20 << 10
-    texts = sum(sys.getsizeof(each.source) + sys.getsizeof(verdict) for each, verdict in shared._verdicts.items())
-    assert shared._num_verdict_bytes == 512 * len(shared._verdicts) + texts
-    assert 10 < len(shared._verdicts) < 60
-    assert Grammar("regex", "a{199}") in shared._verdicts
+    assert verdicts.num_bytes <= 20 << 10
+    texts = sum(sys.getsizeof(each.source) + sys.getsizeof(verdict) for each, verdict in verdicts.entries.items())
+    assert verdicts.num_bytes == 512 * len(verdicts.entries) + texts
+    assert 10 < len(verdicts.entries) < 60
+    assert Grammar("regex", "a{199}") in verdicts.entries
 
 
 def test_nothing_is_written_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

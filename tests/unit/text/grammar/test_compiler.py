@@ -16,11 +16,11 @@ from roseinfer.text.grammar.compiler import (
     MAX_FORCED_TOKENS,
     MAX_TOKEN_CHARS,
     Compiled,
-    GrammarCache,
     GrammarCompiler,
     Vocabulary,
     entry_bytes,
 )
+from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.text.grammar import vocabulary as checkpoint
 
@@ -251,7 +251,7 @@ def grammar(i: int) -> Grammar:
 
 
 def test_the_cache_drops_what_was_not_used_for_longest(vocabulary: Vocabulary) -> None:
-    cache = GrammarCache(3 * entry_bytes(grammar(1)))
+    cache = GrammarCache[Compiled](3 * entry_bytes(grammar(1)), lambda each, _: entry_bytes(each))
     compiled = {i: vocabulary.compile(grammar(i)) for i in range(1, 6)}
     for i in (1, 2, 3):
         cache.put(grammar(i), compiled[i])
@@ -259,9 +259,9 @@ def test_the_cache_drops_what_was_not_used_for_longest(vocabulary: Vocabulary) -
     cache.put(grammar(4), compiled[4])
     assert cache.get(grammar(2)) is None
     assert cache.get(grammar(1)) is compiled[1]
-    assert len(cache) == 3
+    assert len(cache.entries) == 3
     cache.put(Grammar("regex", "b" * 40_000), compiled[5])  # a longer one takes more room
-    assert len(cache) < 3
+    assert len(cache.entries) < 3
     assert cache.num_bytes <= 3 * entry_bytes(grammar(1))
 
 
@@ -269,8 +269,8 @@ def test_two_thousand_grammars_leave_a_bounded_cache(vocabulary: Vocabulary) -> 
     compiler = GrammarCompiler(vocabulary, 20 * entry_bytes(grammar(1)))
     for i in range(300):
         compiler.open(grammar(i + 1)).result()
-    assert len(compiler._cache) <= 20
-    assert compiler._cache.num_bytes == sum(map(entry_bytes, compiler._cache._entries))
+    assert len(compiler._cache.entries) <= 20
+    assert compiler._cache.num_bytes == sum(map(entry_bytes, compiler._cache.entries))
 
 
 def test_a_grammar_that_grew_to_its_limit_is_compiled_anew_for_the_next_one(
@@ -329,14 +329,17 @@ def test_a_grammar_that_was_followed_for_long_is_compiled_anew(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have grown meanwhile, by more than the cache counts."""
-    cache, compiled = GrammarCache(1 << 30), vocabulary.compile(grammar(1))
-    cache.put(grammar(1), compiled)
-    compiled.matcher().fill(np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32))
+    compiler = GrammarCompiler(vocabulary)
+    compiler.open(grammar(1)).result().fill(np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32))
+    compiled = compiler._cache.get(grammar(1))
+    assert compiled is not None
     assert compiled.followed_ns > 0
-    assert cache.get(grammar(1)) is compiled
+    compiler.open(grammar(1)).result()
+    assert compiler._cache.get(grammar(1)) is compiled
     monkeypatch.setattr(compiled, "followed_ns", MAX_FOLLOWED_NS + 10**12)
-    assert cache.get(grammar(1)) is None
-    assert (len(cache), cache.num_bytes) == (0, 0)
+    compiler.open(grammar(1)).result()
+    assert compiler._cache.get(grammar(1)) is not compiled
+    assert compiler._cache.num_bytes == entry_bytes(grammar(1))
 
 
 def test_compiling_anew_takes_at_most_half_as_long_as_the_masks_did(vocabulary: Vocabulary) -> None:
@@ -407,4 +410,4 @@ def test_the_sequences_of_one_request_share_a_grammar_that_no_cache_could_hold(
     for i in (1, 1, 1, 2, 2):
         compiler.open(grammar(i)).result()
     assert compiled == [grammar(1), grammar(2)]
-    assert len(compiler._cache) == 1
+    assert len(compiler._cache.entries) == 1
