@@ -38,6 +38,7 @@ from roseinfer.bench.load.client import HEAD_START_NS, LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.config.tree import Config, ModelConfig, SchedulerConfig, ServerConfig, TracingConfig
 from roseinfer.engine.core.batch import Watch
+from roseinfer.engine.core.stopwatch import UNWATCHED, Phases, Stopwatch
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport
 from roseinfer.observe import logs
@@ -54,7 +55,6 @@ from roseinfer.observe.tracing.tracing import Tracing
 from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, Observer, RequestTimeline, StepRecord
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
-from roseinfer.runtime.stopwatch import UNWATCHED, Phases, Stopwatch
 from roseinfer.server.app import Instruments, build_app, build_runner
 from roseinfer.server.service import Service
 from roseinfer.text.text_model import TextModel

@@ -17,8 +17,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, ScoredRow, Scores, SlotBinding, Watch
+from roseinfer.engine.core.stopwatch import UNWATCHED
 from roseinfer.messages import TokenLogprobs
-from roseinfer.runtime.stopwatch import UNWATCHED
 
 
 class _FakeLaunched:

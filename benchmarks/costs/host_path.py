@@ -22,9 +22,9 @@ from roseinfer.config.tree import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.link.frames import encode_frame
 from roseinfer.messages import EngineInfo, Request, SamplingParams
-from roseinfer.runtime.stopwatch import Phases
 
 VOCAB_SIZE = 50257
 MAX_MODEL_LEN = 1024

@@ -1,34 +1,10 @@
 """Every error that roseinfer raises on purpose, with its HTTP status.
 
     RoseinferError
-    ├── ConfigError                 at start only; exit code 2; names the value
-    ├── RequestError       4xx      the caller can fix it
-    │   ├── InvalidRequest   400    a field does not fit; carries its name
-    │   ├── MalformedRequest 400    no HTTP, or a form of it that is not supported
-    │   │   └── UnmetExpectation 417
-    │   ├── PromptTooLong    400    code context_length_exceeded
-    │   ├── Unauthorized     401    no key, or not one of ours
-    │   ├── CrossSite        403    a browser asks in the name of another site
-    │   ├── UnknownModel     404
-    │   ├── UnknownRequest   404    no request with this id is remembered
-    │   ├── UnknownRoute     404    no such path
-    │   ├── MethodNotAllowed 405    not with this method
-    │   ├── BodyTimeout      408    the body did not arrive in time
-    │   ├── SlowReader       408    the answer was not read in time
-    │   ├── Conflict         409    the same is going on already
-    │   ├── BodyTooLarge     413
-    │   ├── NotJSON          415    content type or encoding we do not read
-    │   ├── HeadTooLarge     431
-    │   └── RequestAborted   499    aborted by another request
-    ├── CapacityError               the caller may come back; carries retry_after_s
-    │   ├── Overloaded       429    too many requests in flight
-    │   └── NotReady         503    starting or draining
-    └── EngineError                 ours
-        ├── EngineFailed     500    a step raised; the original text goes to the log, not to the client
-        ├── SequenceFailed   500    one sequence could not be computed; the engine goes on
-        ├── EngineDead       503    the engine is gone
-        └── RequestTimeout   504    its own deadline has passed
-            └── QueueTimeout 503    and the engine had not begun; carries retry_after_s
+    ├── ConfigError      at start only; exit code 2; names the value
+    ├── RequestError     4xx: the caller can fix it
+    ├── CapacityError    429 and 503: the caller may come back; carries retry_after_s
+    └── EngineError      5xx: ours
 
 `server/middleware.py` turns any of them into the OpenAI error body `{"error": {message, type, param, code}}`.
 """

@@ -25,6 +25,7 @@ from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.frames import EngineLink
 from roseinfer.engine.link.heartbeat import receive_heartbeat
@@ -38,7 +39,6 @@ from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime import memory
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
-from roseinfer.runtime.stopwatch import Phases
 
 _log = logging.getLogger(__name__)
 

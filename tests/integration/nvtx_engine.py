@@ -11,11 +11,11 @@ import sys
 from roseinfer.config.tree import CacheConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.link.heartbeat import Heartbeat
 from roseinfer.engine.loop import note_pauses
 from roseinfer.messages import Request, SamplingParams
 from roseinfer.observe.tracing.nvtx import make_marker
-from roseinfer.runtime.stopwatch import Phases
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.fake_model import BLOCK_SIZE, NUM_BLOCKS, make_runner
 

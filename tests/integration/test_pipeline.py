@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import PromptLogprobs, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
-from roseinfer.runtime.stopwatch import Phases
 from tests.unit.engine.harness import Transcript, run_to_end
 
 NUM_SLOTS = 8

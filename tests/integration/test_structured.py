@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
-from roseinfer.runtime.stopwatch import Phases
 from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
 from roseinfer.text.tokenizer import Tokenizer
 from tests.unit.engine.harness import Transcript, run_to_end

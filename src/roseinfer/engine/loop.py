@@ -95,11 +95,15 @@ def note_pauses(engine: Engine, heartbeat: Heartbeat) -> GcPauses:
         heartbeat.end_collection()
         engine.phases.end_collection()
 
+    def count(start_ns: int, end_ns: int) -> None:
+        engine.gc_ns += end_ns - start_ns
+
     def note_capture(begins: bool) -> None:
         heartbeat.begin(Activity.CAPTURING if begins else Activity.STEPPING)
 
     engine.phases.on_capture = note_capture
-    engine.gc_time = pauses = GcPauses(on_start=begin_collection, on_end=end_collection)
+    pauses = GcPauses(on_start=begin_collection, on_end=end_collection)
+    pauses.listeners.append(count)
     return pauses
 
 

@@ -8,8 +8,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from roseinfer.engine.core.batch import Watch
+from roseinfer.engine.core.stopwatch import UNWATCHED
 from roseinfer.model.device_stream import Graph, Stream
-from roseinfer.runtime.stopwatch import UNWATCHED
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from roseinfer.engine.core.batch import (
     Watch,
 )
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
+from roseinfer.engine.core.stopwatch import UNWATCHED
 from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.device_stream import Event, Stream, open_stream, to_device
 from roseinfer.model.graphs import CudaGraphs, graph_sizes
@@ -36,7 +37,6 @@ from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
 from roseinfer.records import LifecycleState
-from roseinfer.runtime.stopwatch import UNWATCHED
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
 _MAX_WARM_ROWS = 1024  # a larger step takes many times as long as building its kernels

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, Watch
+from roseinfer.engine.core.stopwatch import UNWATCHED
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
 from roseinfer.model.device_stream import Event, Stream
-from roseinfer.runtime.stopwatch import UNWATCHED
 
 IntArray = npt.NDArray[np.integer[Any]]
 

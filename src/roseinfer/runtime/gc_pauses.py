@@ -23,7 +23,6 @@ class GcPauses:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_start` and `on_end` are called around each collection, in the thread that it stops."""
-        self.total_ns = 0
         self.listeners: list[Callable[[int, int], None]] = []
         self._clock = clock
         self._on_start = on_start
@@ -45,7 +44,6 @@ class GcPauses:
         elif self._start_ns is not None:
             start_ns, end_ns = self._start_ns, self._clock()
             self._start_ns = None
-            self.total_ns += end_ns - start_ns
             self._pauses_ns.append(end_ns - start_ns)
             try:
                 for listener in self.listeners:

@@ -9,10 +9,10 @@ from roseinfer.config.tree import CacheConfig, Config, SchedulerConfig
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput
 from roseinfer.records import FinishReason
-from roseinfer.runtime.stopwatch import Phases
 from tests.fake_runner import FakeRunner
 
 RecordBatches = Callable[[Engine], list[ScheduledBatch]]

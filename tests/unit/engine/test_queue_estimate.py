@@ -12,10 +12,10 @@ import pytest
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.bench.simulate.virtual_runner import VirtualClock, VirtualRunner
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.queue_estimate import MAX_RETRY_AFTER_S, MIN_STARTS, QueueEstimate
 from roseinfer.messages import Request
 from roseinfer.records import BlockedBy, FinishReason, StartEstimate
-from roseinfer.runtime.stopwatch import Phases
 from tests.unit.engine.harness import VOCAB_SIZE, make_engine, make_request
 from tests.unit.observe.facts import make_step
 

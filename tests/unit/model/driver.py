@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch, SlotBinding
+from roseinfer.engine.core.stopwatch import UNWATCHED
 from roseinfer.messages import EngineInfo, SamplingParams
-from roseinfer.runtime.stopwatch import UNWATCHED
 
 
 @dataclass(frozen=True)

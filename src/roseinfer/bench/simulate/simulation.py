@@ -23,6 +23,7 @@ from roseinfer.config.tree import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.prefix_digests import PrefixDigests
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput, TokenOutput
@@ -35,7 +36,6 @@ from roseinfer.observe.recorder.recording import (
     step_row,
 )
 from roseinfer.records import FinishReason, RequestTimeline, StepRecord
-from roseinfer.runtime.stopwatch import Phases
 
 
 class Setup(NamedTuple):
@@ -155,7 +155,7 @@ class Simulation:
 
     def _collect(self, duration_ns: int) -> None:
         """A collection of the engine's interpreter, injected."""
-        self.engine.gc_time.total_ns += duration_ns
+        self.engine.gc_ns += duration_ns
 
     def run(self, planned: Sequence[PlannedRequest]) -> Simulated:
         """From the first arrival until nothing is left to do. Requests are in the order in which they are due."""

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from roseinfer.config.tree import SchedulerConfig
 from roseinfer.engine.core.sequence import Sequence
-from roseinfer.engine.core.waiting_queue import Turn
-from roseinfer.messages import PRIORITY_WAIT_S, Request
 
 AdmissionPolicy = Callable[[list[Sequence], int], tuple[list[Sequence], bool]]
 """(window of the queue, number of this turn from 0) -> the order to try, and whether to skip what does not fit."""
@@ -37,17 +35,3 @@ def pack(fifo_every: int) -> AdmissionPolicy:
 def make_policy(config: SchedulerConfig) -> AdmissionPolicy:
     """The policy of `scheduler.admission`. Under `priority` the queue itself is in order, so its policy is FIFO."""
     return pack(config.fifo_every) if config.admission == "pack" else fifo
-
-
-def make_turn(config: SchedulerConfig) -> Turn:
-    """Orders newcomers: each level of priority counts as having arrived `PRIORITY_WAIT_S` later.
-
-    So a request is overtaken only by those that arrive within `PRIORITY_WAIT_S` times the difference of their levels
-    after it, and its wait is bounded. The order of two requests never changes. Without priorities it is FIFO.
-    """
-    wait_ns = int(PRIORITY_WAIT_S * 1e9) if config.admission == "priority" else 0
-
-    def turn(request: Request, inbox_ns: int) -> int:
-        return inbox_ns + request.priority * wait_ns
-
-    return turn

@@ -1,47 +1,19 @@
 """The engine: one step schedules, launches and commits, and turns requests into step outputs."""
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch, Watch
+from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.steps import NOTHING, Outcome
+from roseinfer.engine.core.stopwatch import Phases, Stopwatch
 from roseinfer.messages import EngineInfo, Request, StepOutput
-from roseinfer.records import NO_TIMES, PhaseTimes, StepRecord
+from roseinfer.records import NO_TIMES, StepRecord
 
 _COMPILING_WAIT_S = 0.005  # for a grammar, before the loop looks for commands again
-
-
-class StepWatch(Watch, Protocol):
-    """Measures one step."""
-
-    step_id: int
-    start_ns: int
-
-    def times(self) -> PhaseTimes: ...
-
-
-class Phases(Protocol):
-    """Makes the watch of each step: `runtime/stopwatch.py`."""
-
-    on_capture: Callable[[bool], None]  # called when the recording of a CUDA graph begins, and when it ends
-
-    def clock(self) -> int: ...
-
-    def begin(self, step_id: int) -> StepWatch: ...
-
-    def whole(self, step_id: int) -> AbstractContextManager[None]:
-        """Mark all that the engine does until it outputs this step."""
-
-    def begin_collection(self) -> None:
-        """Mark a garbage collection until `end_collection`."""
-
-    def end_collection(self) -> None: ...
 
 
 class Profiler(Protocol):
@@ -51,16 +23,6 @@ class Profiler(Protocol):
 
     def stop(self, directory: Path) -> None:
         """Stop recording, and write the trace into `directory`."""
-
-
-class GcTime(Protocol):
-    """The time that garbage collections took: `runtime/gc_pauses.py`."""
-
-    total_ns: int
-
-
-class _Unmeasured:
-    total_ns: int = 0
 
 
 class LoopState(msgspec.Struct, frozen=True, gc=False):
@@ -77,7 +39,7 @@ QUIET = LoopState()
 class _LaunchedStep(msgspec.Struct, frozen=True, gc=False):
     batch: ScheduledBatch
     launched: Launched
-    watch: StepWatch
+    watch: Stopwatch
 
 
 class Engine:
@@ -102,8 +64,8 @@ class Engine:
         self.info = info
         self.pipeline_depth = pipeline_depth
         self.profiler = profiler  # for the loop
-        self.gc_time: GcTime = _Unmeasured()  # replaced by the loop, which notes collections
-        self._gc_ns = 0  # of collections up to the tokens of the step read last
+        self.gc_ns = 0  # of all garbage collections; the loop adds to it
+        self._read_gc_ns = 0  # of those before the tokens of the step read last
         self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first
         self._num_steps = 0
 
@@ -133,12 +95,12 @@ class Engine:
         with step.watch("wait"):
             sampled = step.launched.wait()
         tokens_ns = self.phases.clock()
-        gc_ns, self._gc_ns = self.gc_time.total_ns - self._gc_ns, self.gc_time.total_ns
+        gc_ns, self._read_gc_ns = self.gc_ns - self._read_gc_ns, self.gc_ns
         with step.watch("commit"):
             outcome = self.scheduler.commit(step.batch, sampled)
         return self._build_output(outcome, step.watch, watch, tokens_ns, step.launched, state, gc_ns)
 
-    def _fill_pipeline(self) -> StepWatch:
+    def _fill_pipeline(self) -> Stopwatch:
         """Schedule and launch until the pipeline is full or nothing can run; returns the watch of the last attempt."""
         while True:
             watch = self.phases.begin(self._num_steps + 1)
@@ -156,8 +118,8 @@ class Engine:
     def _build_output(
         self,
         outcome: Outcome,
-        watch: StepWatch,
-        ahead: StepWatch,
+        watch: Stopwatch,
+        ahead: Stopwatch,
         tokens_ns: int,
         launched: Launched | None,
         state: LoopState,
@@ -191,7 +153,7 @@ class Engine:
             state.outbox_depth,
             state.outbox_wait_ns,
             gc_ns,
-            self.gc_time.total_ns - self._gc_ns if launched else 0,  # late_gc_ns
+            self.gc_ns - self._read_gc_ns if launched else 0,  # late_gc_ns
             0 if launched is None else launched.h2d_bytes,
             state.is_profiled,
             0 if launched is None else launched.graph_rows,

@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 
 from roseinfer.config.tree import CacheConfig, SchedulerConfig
-from roseinfer.engine.core.admission import make_policy, make_turn
+from roseinfer.engine.core.admission import make_policy
 from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.deadlines import Deadlines
@@ -33,7 +33,7 @@ from roseinfer.engine.core.steps import (
     make_batch,
 )
 from roseinfer.engine.core.waiting_queue import CompilingQueue, WaitingQueue
-from roseinfer.messages import Request, TokenOutput
+from roseinfer.messages import PRIORITY_WAIT_S, Request, TokenOutput
 from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, FinishReason
 
 
@@ -57,7 +57,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager(
             cache, num_slots=self.limits.max_active_seqs, num_blocks=num_blocks, max_model_len=max_model_len
         )
-        self.waiting = WaitingQueue(make_turn(config))
+        self.waiting = WaitingQueue(int(PRIORITY_WAIT_S * 1e9) if config.admission == "priority" else 0)
         self.compiling = CompilingQueue(grammars, eos_token_ids)
         self.counts = StepCounts()  # of the step scheduled or committed last
         self._table = self.kv_cache.table

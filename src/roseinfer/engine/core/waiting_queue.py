@@ -1,23 +1,23 @@
 """The queues of sequences that hold no slot: one for those to be admitted, one for those whose grammars compile."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import islice
 
 from roseinfer.engine.core.constraint import Constraint, Grammars, Matcher
 from roseinfer.engine.core.sequence import Sequence, SequenceStatus
-from roseinfer.messages import Request
-
-Turn = Callable[[Request, int], int]
-"""(request, when the engine received it) -> a moment in nanoseconds: the earliest newcomer is first."""
 
 
 class WaitingQueue:
-    """Preempted sequences first, the last one preempted before the others; then newcomers by their turns."""
+    """Preempted sequences first, the last one preempted before the others; then newcomers by their turns.
 
-    def __init__(self, turn_of: Turn) -> None:
-        self._turn_of = turn_of
+    Each level of priority counts as having arrived `priority_wait_ns` later. So a request is overtaken only by those
+    that arrive within that time, times the difference of their levels, after it: its wait is bounded.
+    """
+
+    def __init__(self, priority_wait_ns: int) -> None:
+        self._priority_wait_ns = priority_wait_ns
         self._sequences: deque[Sequence] = deque()
 
     def __len__(self) -> int:
@@ -28,7 +28,7 @@ class WaitingQueue:
 
     def add_newcomer(self, sequence: Sequence) -> None:
         """Insert behind all whose turn is not later; the search starts at the end, where most newcomers belong."""
-        sequence.turn_ns = self._turn_of(sequence.request, sequence.inbox_ns)
+        sequence.turn_ns = sequence.inbox_ns + sequence.request.priority * self._priority_wait_ns
         place, waiting = len(self._sequences), self._sequences
         while place and not waiting[place - 1].num_preemptions and waiting[place - 1].turn_ns > sequence.turn_ns:
             place -= 1

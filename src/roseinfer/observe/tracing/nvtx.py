@@ -10,7 +10,6 @@ import logging
 from typing import Any
 
 from roseinfer.records import PhaseTimes
-from roseinfer.runtime.stopwatch import RangeMarker
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,7 @@ RANGES = ("step", *PhaseTimes.__struct_fields__, "gc")
 
 
 class NvtxMarker:
-    """The `RangeMarker` of NVTX. Ranges nest by thread; one instance serves one engine."""
+    """The marker of `engine/core/stopwatch.py`. Ranges nest by thread; one instance serves one engine."""
 
     def __init__(self, domain: Any, attributes: dict[str, Any]) -> None:  # of the package `nvtx`, which has no types
         self._domain = domain
@@ -34,7 +33,7 @@ class NvtxMarker:
         self._domain.pop_range()
 
 
-def make_marker(enabled: bool, domain: Any = None) -> RangeMarker | None:
+def make_marker(enabled: bool, domain: Any = None) -> NvtxMarker | None:
     """Returns a marker for steps, phases and collections; None when not wanted, or when no profiler is attached.
 
     nvtx decides when a domain is made whether a tool listens, so one that attaches later would hear nothing anyway.

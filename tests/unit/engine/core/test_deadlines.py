@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from roseinfer.engine.core.deadlines import MIN_SWEPT
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import Request
 from roseinfer.records import FinishReason
-from roseinfer.runtime.stopwatch import Phases
 from tests.unit.engine.harness import RecordBatches, Transcript, make_engine, make_request, run_alone, run_to_end
 
 

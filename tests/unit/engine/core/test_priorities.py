@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roseinfer.engine.core import admission
+from roseinfer.engine.core import scheduler
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.invariants import assert_invariants
@@ -66,7 +66,7 @@ def test_nobody_is_overtaken_by_what_comes_later_than_the_bound(arrivals: list[t
     """One second a step, one sequence at a time: a request of level p is passed only by requests of a level q < p that
     came less than (p - q) * wait_s after it, however many come.
     """
-    with mock.patch.object(admission, "PRIORITY_WAIT_S", wait_s):
+    with mock.patch.object(scheduler, "PRIORITY_WAIT_S", wait_s):
         engine = make_engine(admission="priority", max_num_seqs=1)
     clock = timed(engine)
     came: dict[str, tuple[float, int]] = {}

@@ -7,8 +7,8 @@ import msgspec
 
 from roseinfer.engine.core.engine import LoopState
 from roseinfer.engine.core.steps import Outcome, StepCounts
+from roseinfer.engine.core.stopwatch import Stopwatch
 from roseinfer.records import BlockedBy, PhaseTimes
-from roseinfer.runtime.stopwatch import Stopwatch
 from tests.unit.engine.harness import make_engine
 
 COUNTS = {
@@ -29,7 +29,7 @@ def test_each_fact_is_in_its_field() -> None:
         kv_cache=SimpleNamespace(pool=SimpleNamespace(num_used=3, num_cached=4, num_blocks=5)),
     )
     engine.phases = SimpleNamespace(clock=lambda: 13)
-    engine.gc_time, engine._gc_ns = SimpleNamespace(total_ns=20), 6
+    engine.gc_ns, engine._read_gc_ns = 20, 6
     watches = [
         cast("Stopwatch", SimpleNamespace(step_id=10 + number, start_ns=11, times=lambda times=times: times))
         for number, times in enumerate((PHASES, AHEAD))

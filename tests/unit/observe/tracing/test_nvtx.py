@@ -2,9 +2,9 @@
 
 import pytest
 
+from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.observe.tracing.nvtx import RANGES, make_marker
 from roseinfer.records import PhaseTimes
-from roseinfer.runtime.stopwatch import Phases
 
 
 class Prepared:
