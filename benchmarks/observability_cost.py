@@ -38,7 +38,7 @@ from roseinfer.bench.load.client import HEAD_START_NS, LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.config.tree import Config, ModelConfig, SchedulerConfig, ServerConfig, TracingConfig
 from roseinfer.engine.core.batch import Watch
-from roseinfer.engine.core.stopwatch import UNWATCHED, Phases, Stopwatch
+from roseinfer.engine.core.stopwatch import Phases, Stopwatch
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport
 from roseinfer.observe import logs
@@ -74,7 +74,7 @@ def measure_parts(num_rows: int, num_tokens: int, repeat: int) -> None:
         encode(step_record(run_parts(phases.begin(7)), counts))
 
     unwatched, watched, off, recorded = medians_us(
-        repeat, lambda: run_parts(UNWATCHED), lambda: run_parts(phases.begin(7)), ranged(phases), record
+        repeat, lambda: run_parts(unwatched), lambda: run_parts(phases.begin(7)), ranged(phases), record
     )
     print(f"engine: {recorded - unwatched:.2f} µs a step for {len(PARTS)} stamped parts, the record and its encoding")
     print(f"ranges: {watched:.2f} µs a step with a stopwatch alone, {off:.2f} with ranges off", end="")

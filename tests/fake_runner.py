@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, ScoredRow, Scores, SlotBinding, Watch
-from roseinfer.engine.core.stopwatch import UNWATCHED
+from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import TokenLogprobs
 
 
@@ -62,7 +62,7 @@ class FakeRunner:
         self.latency_s = latency_s
         self.latency_per_token_s = latency_per_token_s
 
-    def launch(self, batch: ScheduledBatch, _watch: Watch = UNWATCHED) -> _FakeLaunched:
+    def launch(self, batch: ScheduledBatch, _watch: Watch = unwatched) -> _FakeLaunched:
         """See Runner."""
         delay_s = self.latency_s + self.latency_per_token_s * batch.num_tokens
         self._ready_at = max(self._ready_at, time.monotonic()) + delay_s

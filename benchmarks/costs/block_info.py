@@ -95,13 +95,13 @@ def arrays() -> Step:
     table = SlotTable(NUM_SEQUENCES, NUM_TOKENS + max(PROMPT_LENGTHS) + BLOCK_SIZE, BLOCK_SIZE)
     slots = np.arange(NUM_SEQUENCES)
     table.num_computed[:] = [start_length(sequence) for sequence in range(NUM_SEQUENCES)]
-    table.blocks.append(list(range(NUM_SEQUENCES)), list(range(NUM_SEQUENCES)))
+    table.append_blocks(list(range(NUM_SEQUENCES)), list(range(NUM_SEQUENCES)))
 
     def step() -> None:
         table.num_computed[slots] += 1
-        full = slots[table.num_computed[slots] > table.blocks.capacities[slots]]
+        full = slots[table.num_computed[slots] > table.capacities[slots]]
         if len(full):
-            table.blocks.append(full.tolist(), full.tolist())
+            table.append_blocks(full.tolist(), full.tolist())
 
     return step
 

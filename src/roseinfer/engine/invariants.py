@@ -27,7 +27,7 @@ def assert_invariants(scheduler: Scheduler) -> None:
 
 def _blocks(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
     kv_cache = scheduler.kv_cache
-    held = [block for sequence in kv_cache.residents for block in kv_cache.table.blocks.of(sequence.slot)]
+    held = [block for sequence in kv_cache.residents for block in kv_cache.table.blocks_of(sequence.slot)]
     yield from kv_cache.pool.find_faults(held)
     yield from kv_cache.prefix_cache.find_faults()
     if not kv_cache.residents and kv_cache.prefix_cache.num_pending:
@@ -44,7 +44,7 @@ def _slots(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
             yield Invariant.SLOTS, f"slot {slot} has another owner, or none"
             continue
         num_computed, num_tokens = int(table.num_computed[slot]), int(table.num_tokens[slot])
-        if not num_computed < num_tokens <= table.max_tokens[slot] or num_computed > table.blocks.capacities[slot]:
+        if not num_computed < num_tokens <= table.max_tokens[slot] or num_computed > table.capacities[slot]:
             yield Invariant.SLOTS, f"slot {slot}: {num_computed} tokens of {num_tokens} do not fit what it holds"
     held = {sequence.slot for sequence in residents}
     if num_foreign := len((table.stop_token_ids.keys() | table.constraints.keys()) - held):

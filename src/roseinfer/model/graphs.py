@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from roseinfer.engine.core.batch import Watch
-from roseinfer.engine.core.stopwatch import UNWATCHED
+from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model.device_stream import Graph, Stream
 
 
@@ -34,7 +34,7 @@ class CudaGraphs:
         self._work = work
         self._graphs: dict[int, Graph] = {}
 
-    def size_for(self, num_rows: int, watch: Watch = UNWATCHED) -> int:
+    def size_for(self, num_rows: int, watch: Watch = unwatched) -> int:
         """Rows of the smallest graph for `num_rows`, which is captured if it was not; 0 if none is large enough."""
         index = bisect_left(self._sizes, num_rows)
         if index == len(self._sizes):

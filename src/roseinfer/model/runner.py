@@ -27,7 +27,7 @@ from roseinfer.engine.core.batch import (
     Watch,
 )
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
-from roseinfer.engine.core.stopwatch import UNWATCHED
+from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.device_stream import Event, Stream, open_stream, to_device
 from roseinfer.model.graphs import CudaGraphs, graph_sizes
@@ -171,7 +171,7 @@ class ModelRunner:
         return self._model.vocab_size
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch, watch: Watch = UNWATCHED) -> LaunchedBatch:
+    def launch(self, batch: ScheduledBatch, watch: Watch = unwatched) -> LaunchedBatch:
         self._bind(batch.bindings)
         launched = self._launch_graph(batch, watch) or self._launch_eager(batch, watch)
         launched.h2d_bytes = self._staging.arenas.num_sent_bytes

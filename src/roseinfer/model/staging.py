@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, Watch
-from roseinfer.engine.core.stopwatch import UNWATCHED
+from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
 from roseinfer.model.device_stream import Event, Stream
 
@@ -67,7 +67,7 @@ class Arenas:
             views[name] = view.view(torch.int64) if field.base == np.int64 else view
         return views
 
-    def begin(self, watch: Watch = UNWATCHED) -> Arena:
+    def begin(self, watch: Watch = unwatched) -> Arena:
         """The next arena, once the last copy out of it is done."""
         arena = self._arenas[self._turn]
         self._turn = (self._turn + 1) % len(self._arenas)
@@ -77,7 +77,7 @@ class Arenas:
                 arena.event.synchronize()
         return arena
 
-    def send(self, arena: Arena, num_words: int, watch: Watch = UNWATCHED) -> None:
+    def send(self, arena: Arena, num_words: int, watch: Watch = unwatched) -> None:
         """Queue the copy of the arena's first words."""
         with watch("h2d"):
             self._stream.copy(self.words[:num_words], arena.words[:num_words])
@@ -157,7 +157,7 @@ class InputStaging:
         """Note that the slot has a new owner, none of whose blocks the device knows."""
         self._is_unsent[slot] = True
 
-    def stage(self, batch: ScheduledBatch, watch: Watch = UNWATCHED) -> StagedStep:
+    def stage(self, batch: ScheduledBatch, watch: Watch = unwatched) -> StagedStep:
         """Send a batch. The result is valid until the next step is staged."""
         arena = self.arenas.begin(watch)
         if batch.num_device_rows == batch.num_rows:
@@ -276,7 +276,7 @@ class InputStaging:
         self._is_unsent[slots] = False
         return rows * self._sizes.max_blocks + columns, batch.block_table[rows, columns]
 
-    def stage_decode(self, batch: ScheduledBatch | None, num_rows: int, watch: Watch = UNWATCHED) -> None:
+    def stage_decode(self, batch: ScheduledBatch | None, num_rows: int, watch: Watch = unwatched) -> None:
         """Send rows that decode, filled up to `num_rows`, to where `decode_step(num_rows)` reads them.
 
         None means no rows but those that fill up.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch, SlotBinding
-from roseinfer.engine.core.stopwatch import UNWATCHED
+from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import EngineInfo, SamplingParams
 
 
@@ -127,7 +127,7 @@ class Driver:
             return
         counts = [1] * len(decoding) + [min(self._plan.chunk, s.num_known - s.num_computed) for s in others]
         batch = self._batch(rows, counts, len(decoding))
-        launched = self._runner.launch(batch, UNWATCHED)
+        launched = self._runner.launch(batch, unwatched)
         self.graph_rows.append(launched.graph_rows)
         sampled = [s for s, samples in zip(rows, batch.samples, strict=True) if samples]
         for sequence, count in zip(rows, counts, strict=True):

@@ -1,7 +1,4 @@
-"""Admission policies: in which order waiting sequences are tried, and whether one may overtake another.
-
-A policy is a pure function; the scheduler walks the order and admits what fits.
-"""
+"""Admission policies: in which order waiting sequences are tried, and whether one may overtake another."""
 
 from collections.abc import Callable
 

@@ -84,13 +84,13 @@ class KVCacheManager:
 
     def find_full(self, slots: IndexArray) -> list[int]:
         """Those of the slots whose last block is full, so that the next token needs a new one."""
-        full: list[int] = slots[self.table.num_computed[slots] == self.table.blocks.capacities[slots]].tolist()
+        full: list[int] = slots[self.table.num_computed[slots] == self.table.capacities[slots]].tolist()
         return full
 
     def grow(self, slots: list[int]) -> None:
         """Give each of the slots one more block. The pool must have as many available."""
         if slots:
-            self.table.blocks.append(slots, self.pool.allocate(len(slots)))
+            self.table.append_blocks(slots, self.pool.allocate(len(slots)))
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """Let others find the blocks that a resident's first `num_computed` tokens fill: they are in its KV cache."""
@@ -99,7 +99,7 @@ class KVCacheManager:
             return
         table, slot = self.table, sequence.slot
         self.prefix_cache.extend(sequence.chain, table.token_ids[slot, : num_full * self.block_size])
-        self.prefix_cache.publish(sequence.chain, start, table.blocks.ids[slot, start:num_full].tolist())
+        self.prefix_cache.publish(sequence.chain, start, table.block_ids[slot, start:num_full].tolist())
         sequence.num_published_blocks = num_full
         sequence.num_announced_blocks = max(num_full, sequence.num_announced_blocks)
 

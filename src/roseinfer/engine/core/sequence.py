@@ -81,38 +81,8 @@ class Sequence:
         )
 
 
-class BlockTable:
-    """Block ids of every slot, int32 [slots, max_blocks]; row s is valid up to `capacities[s]` tokens."""
-
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.ids: Int32Array = np.zeros((num_slots, max_blocks), np.int32)
-        self.capacities: Int32Array = np.zeros(num_slots, np.int32)  # tokens that the slot's blocks hold
-
-    def append(self, slots: list[int], block_ids: list[int]) -> None:
-        """Give each of the slots one more block; a loop, since in most steps they are few."""
-        for slot, block_id in zip(slots, block_ids, strict=True):
-            capacity = self.capacities.item(slot)
-            self.ids[slot, capacity // self.block_size] = block_id
-            self.capacities[slot] = capacity + self.block_size
-
-    def assign(self, slot: int, block_ids: list[int]) -> None:
-        self.ids[slot, : len(block_ids)] = block_ids
-        self.capacities[slot] = len(block_ids) * self.block_size
-
-    def of(self, slot: int) -> list[int]:
-        ids: list[int] = self.ids[slot, : self.capacities[slot] // self.block_size].tolist()
-        return ids
-
-    def pop_blocks(self, slot: int) -> list[int]:
-        """Empty the slot's row and return its block ids."""
-        ids = self.of(slot)
-        self.capacities[slot] = 0
-        return ids
-
-
 class SlotTable:
-    """The state of every sequence that holds a slot, as arrays of [slots] or [slots, max_model_len].
+    """The state of every sequence that holds a slot, as arrays of [slots], [slots, max_model_len] or [slots, blocks].
 
     Counts are as of the step launched last; token ids are filled in when a step's result is read. So the last tokens
     that `num_tokens` counts may have no id yet, while the step that samples them is under way.
@@ -126,7 +96,9 @@ class SlotTable:
         self.ignores_eos = np.zeros(num_slots, np.bool_)
         self.stop_token_ids: dict[int, frozenset[int]] = {}  # by slot, of those that have any
         self.constraints: dict[int, Constraint] = {}  # likewise
-        self.blocks = BlockTable(num_slots, -(-max_model_len // block_size), block_size)
+        self.block_size = block_size
+        self.block_ids: Int32Array = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
+        self.capacities: Int32Array = np.zeros(num_slots, np.int32)  # tokens that the slot's blocks hold
         self.owners: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -148,7 +120,8 @@ class SlotTable:
             self.stop_token_ids[slot] = frozenset(params.stop_token_ids)
         if sequence.constraint is not None:
             self.constraints[slot] = sequence.constraint
-        self.blocks.assign(slot, block_ids)
+        self.block_ids[slot, : len(block_ids)] = block_ids
+        self.capacities[slot] = len(block_ids) * self.block_size
         self.owners[slot] = sequence
         sequence.slot = slot
         return slot
@@ -162,7 +135,20 @@ class SlotTable:
         self.stop_token_ids.pop(slot, None)
         self.constraints.pop(slot, None)
         self._free.append(slot)
-        return self.blocks.pop_blocks(slot)
+        block_ids = self.blocks_of(slot)
+        self.capacities[slot] = 0
+        return block_ids
+
+    def blocks_of(self, slot: int) -> list[int]:
+        ids: list[int] = self.block_ids[slot, : self.capacities[slot] // self.block_size].tolist()
+        return ids
+
+    def append_blocks(self, slots: list[int], block_ids: list[int]) -> None:
+        """Give each of the slots one more block; a loop, since in most steps they are few."""
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            capacity = self.capacities.item(slot)
+            self.block_ids[slot, capacity // self.block_size] = block_id
+            self.capacities[slot] = capacity + self.block_size
 
     def known_tokens(self, slot: int) -> Int32Array:
         """A view of the slot's token ids."""

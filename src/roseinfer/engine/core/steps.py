@@ -153,7 +153,7 @@ def make_batch(
         samples=samples,
         num_device_rows=len(decodes),
         token_ids=_prompt_tokens(table, chunks),
-        block_table=table.blocks.ids,
+        block_table=table.block_ids,
         bindings=bindings,
         scored=table.scored_rows(chunks, len(decodes)),
         masks=_masks(table, slots, samples),

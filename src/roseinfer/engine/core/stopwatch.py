@@ -1,8 +1,8 @@
 """Stopwatches for the parts of an engine step, which also mark ranges for an attached profiler."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, Self
 
 from roseinfer.records import PhaseTimes
@@ -16,20 +16,14 @@ class RangeMarker(Protocol):
     def pop(self) -> None: ...
 
 
-class Unwatched:
-    """A watch that measures nothing."""
-
-    def __call__(self, name: str) -> Self:  # noqa: ARG002
-        return self
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-UNWATCHED = Unwatched()
+_NOTHING = nullcontext()
 _CAPTURE = "capture"
 _ZEROS = dict.fromkeys(PhaseTimes.__struct_fields__, 0)
+
+
+def unwatched(_name: str) -> AbstractContextManager[None]:
+    """A watch that measures nothing."""
+    return _NOTHING
 
 
 def _ignore(_: bool) -> None: ...
@@ -52,9 +46,9 @@ class Phases:
     def whole(self, step_id: int) -> AbstractContextManager[None]:
         """A range around all that the engine does until it outputs this step; it measures nothing."""
         if self.marker is None:
-            return UNWATCHED
+            return _NOTHING
         self._step_id = step_id
-        return _Range(self.marker, "step", step_id)
+        return _range(self.marker, "step", step_id)
 
     def begin_collection(self) -> None:
         """Open a range for a garbage collection."""
@@ -66,19 +60,13 @@ class Phases:
             self.marker.pop()
 
 
-class _Range:
-    """`with` on a marker."""
-
-    __slots__ = ("_marker", "_name", "_payload")
-
-    def __init__(self, marker: RangeMarker, name: str, payload: int) -> None:
-        self._marker, self._name, self._payload = marker, name, payload
-
-    def __enter__(self) -> None:
-        self._marker.push(self._name, self._payload)
-
-    def __exit__(self, *_: object) -> None:
-        self._marker.pop()
+@contextmanager
+def _range(marker: RangeMarker, name: str, payload: int) -> Iterator[None]:
+    marker.push(name, payload)
+    try:
+        yield
+    finally:
+        marker.pop()
 
 
 class Stopwatch:

@@ -237,10 +237,10 @@ def test_times_are_stamped_in_order() -> None:
 def test_arrays_are_mutated_in_place() -> None:
     engine = make_engine()
     table = engine.scheduler.kv_cache.table
-    before = [table.num_computed, table.token_ids, table.blocks.ids, table.blocks.capacities]
+    before = [table.num_computed, table.token_ids, table.block_ids, table.capacities]
     engine.add_request(make_request("a", range(1, 20), max_tokens=30))
     run_to_end(engine)
-    after = [table.num_computed, table.token_ids, table.blocks.ids, table.blocks.capacities]
+    after = [table.num_computed, table.token_ids, table.block_ids, table.capacities]
     assert all(np.shares_memory(one, other) and one is other for one, other in zip(before, after, strict=True))
 
 
