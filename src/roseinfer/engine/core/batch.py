@@ -28,7 +28,7 @@ OWN_FAULT = -2  # likewise: the request's parameters cannot be used, or made fin
 class Watch(Protocol):
     """Measures the parts of a step: `with watch("forward"):`."""
 
-    def __call__(self, name: str) -> AbstractContextManager[None]:
+    def __call__(self, name: str, /) -> AbstractContextManager[None]:
         """Begin the part `name`, a field of `PhaseTimes`; the `with` that follows ends it."""
 
 
