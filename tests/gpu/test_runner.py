@@ -12,7 +12,7 @@ from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.triton import TritonAttention
-from roseinfer.model.graphs import graph_sizes
+from roseinfer.model.device_stream import graph_sizes
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import LifecycleState
 from tests.gpu.conftest import NUM_BLOCKS, NUM_SLOTS, LoadRunner

@@ -27,8 +27,10 @@ class _Formatter(argparse.HelpFormatter):
     """argparse's formatter, which also shows how to switch a boolean flag off."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if isinstance(action, StoreGiven) and action.const == "true" and _is_own_flag(action):
-            return f"--[no-]{action.option_strings[0][2:]}"
+        flag = next(iter(action.option_strings), "")
+        # An alias has no form that switches it off.
+        if isinstance(action, StoreGiven) and action.const == "true" and flag == options()[action.dest].flag:
+            return f"--[no-]{flag[2:]}"
         return super()._format_action_invocation(action)
 
 
@@ -83,7 +85,8 @@ class StoreGiven(argparse.Action):
 def add_alias(parser: argparse._ActionsContainer, flag: str, path: str, help: str, *, const: Any = None) -> None:  # noqa: A002
     """Add a flag that is another name for an option; with `const` it takes no value and means that one."""
     kind = {"metavar": _metavar(options()[path])} if const is None else {"nargs": 0, "const": const}
-    parser.add_argument(flag, dest=path, action=StoreGiven, default=argparse.SUPPRESS, help=_escape(help), **kind)
+    help = help if help is argparse.SUPPRESS else help.replace("%", "%%")  # noqa: A001
+    parser.add_argument(flag, dest=path, action=StoreGiven, default=argparse.SUPPRESS, help=help, **kind)
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, with_short: bool = True) -> None:
@@ -117,11 +120,6 @@ def _add_option(group: argparse._ActionsContainer, option: Option, flag: str, *,
     add_alias(group, flag, option.path, shown, const="true")
     for spelling, const in ((f"--no-{flag[2:]}", "false"), (f"{flag}=true", "true"), (f"{flag}=false", "false")):
         add_alias(group, spelling, option.path, argparse.SUPPRESS, const=const)
-
-
-def _is_own_flag(action: argparse.Action) -> bool:
-    """Whether the flag is the option's own; an alias has no form that switches it off."""
-    return action.option_strings[0] == options()[action.dest].flag
 
 
 def values_given(arguments: argparse.Namespace) -> dict[str, Given]:
@@ -168,7 +166,3 @@ def url_or_path(text: str) -> str:
 
 def _metavar(option: Option) -> str:
     return "{" + ",".join(map(str, option.choices)) + "}" if option.choices else option.name.rpartition("_")[2].upper()
-
-
-def _escape(text: str) -> str:
-    return text if text == argparse.SUPPRESS else text.replace("%", "%%")

@@ -136,20 +136,14 @@ class Stream:
     has_place: bool = False  # one of `max_inflight`, given back at its end
     is_aborted: bool = False
     is_finished: bool = False
-    _deltas: SimpleQueue[Delta | RoseinferError | None] = field(default_factory=SimpleQueue)
-
-    def put_delta(self, delta: Delta) -> None:
-        self._deltas.put(delta)
-
-    def end(self, error: RoseinferError | None = None) -> None:
-        """Put the end behind the last delta; readers raise `error` if there is one."""
-        self._deltas.put(error)
+    # Behind the last delta is the end: an error, which readers raise, or None.
+    deltas: SimpleQueue[Delta | RoseinferError | None] = field(default_factory=SimpleQueue)
 
     def iter_deltas(self) -> Generator[Delta, None, None]:
         """Deltas as they come, each to one reader. At the end every reader raises the error."""
-        while isinstance(delta := self._deltas.get(), Delta):
+        while isinstance(delta := self.deltas.get(), Delta):
             yield delta
-        self._deltas.put(delta)
+        self.deltas.put(delta)
         if delta is not None:
             raise delta
 
@@ -497,7 +491,7 @@ class LLM:
             return
         if choice.is_due(self.config.server.stream_interval):
             delta = choice.pop_delta()
-            stream.put_delta(delta)
+            stream.deltas.put(delta)
             if delta.token_ids:
                 stream.timeline.write_ns.append(time.monotonic_ns())
         if choice.finish_reason is not None:
@@ -519,7 +513,7 @@ class LLM:
             timeline.error_code = error.code or ""
         self._client.close_timeline(timeline)
         self._leave_place(stream)
-        stream.end(error)
+        stream.deltas.put(error)
 
     def _leave_place(self, stream: Stream) -> None:
         if self._places is not None and stream.has_place:

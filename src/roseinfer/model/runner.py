@@ -29,8 +29,7 @@ from roseinfer.engine.core.batch import (
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import Grammar, SamplingParams
-from roseinfer.model.device_stream import Event, Stream, open_stream, to_device
-from roseinfer.model.graphs import CudaGraphs, graph_sizes
+from roseinfer.model.device_stream import CudaGraphs, CudaStream, Event, Stream, graph_sizes, to_device
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.sampling.logit_edits import GROUP
 from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
@@ -356,7 +355,8 @@ def load_runner(config: Config, max_active_seqs: int, on_progress: OnProgress) -
         max_decode_rows=min(config.scheduler.limits.max_num_seqs, max_active_seqs),
         max_tokens=config.scheduler.limits.max_num_batched_tokens,
     )
-    stream = open_stream(loaded.placement.device, is_pinned=config.runner.staging == "pinned")
+    device, is_pinned = loaded.placement.device, config.runner.staging == "pinned"
+    stream = Stream() if device.type == "cpu" else CudaStream(device, is_pinned=is_pinned)
     return ModelRunner(loaded, stream, limits, config.runner, on_progress)
 
 

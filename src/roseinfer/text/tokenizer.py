@@ -181,7 +181,10 @@ class Tokenizer:
             self._encode_batches([""], add_special_tokens)  # the library starts its threads here, at this priority
             encodings = self._long_encoder.submit(self._encode_batches, texts, add_special_tokens).result()
         if max_model_len is not None:
-            _check_num_tokens(encodings, max_model_len, names)
+            for name, num in zip(names, map(len, encodings), strict=True):
+                if num > max_model_len:
+                    message = f"This model's context is {max_model_len} tokens; the {num} of {name} do not fit."
+                    raise PromptTooLong(message, param=name.param)
         return [encoding.ids for encoding in encodings]
 
     def _encode_batches(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
@@ -227,15 +230,6 @@ def _check_characters(texts: Sequence[str]) -> None:
         except UnicodeEncodeError:
             message = "The text holds a lone surrogate, which is no character."
             raise InvalidRequest(message, param="prompt") from None
-
-
-def _check_num_tokens(
-    encodings: Sequence[tokenizers.Encoding], max_model_len: int, names: Sequence[PromptName]
-) -> None:
-    for name, num_tokens in zip(names, map(len, encodings), strict=True):
-        if num_tokens > max_model_len:
-            message = f"This model's context is {max_model_len} tokens; the {num_tokens} of {name} do not fit."
-            raise PromptTooLong(message, param=name.param)
 
 
 def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.TemplateProcessing:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from roseinfer.config.tree import RunnerConfig
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.base import Attend
-from roseinfer.model.graphs import CudaGraphs, graph_sizes
+from roseinfer.model.device_stream import CudaGraphs, graph_sizes
 from roseinfer.model.runner import ModelRunner
 from roseinfer.records import LifecycleState
 from tests.unit.model.driver import Ask, Driver, Plan

@@ -11,7 +11,7 @@ from roseinfer.config.tree import RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device import Scratch
-from roseinfer.model.graphs import graph_sizes
+from roseinfer.model.device_stream import graph_sizes
 from roseinfer.model.runner import WARM_UP_KINDS, ModelRunner, decode_batch
 from roseinfer.model.sampling import torch as sampling_torch
 from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
-from roseinfer.model.device import Scratch
+from roseinfer.model.device import Scratch, dtype_name
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.kv_cache import KVCache
-
-_FUNCTIONS = {torch.float32: "attention_float32", torch.bfloat16: "attention_bfloat16"}
 
 
 class _Call(Structure):
@@ -60,10 +58,9 @@ class NativeAttention:
     is_capturable = False
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, kernels: Kernels) -> None:
-        dtype = cache.keys[0].dtype
         self._spec = spec
         self._cache = cache
-        self._run = kernels.function(_FUNCTIONS[dtype], POINTER(_Call))
+        self._run = kernels.function(f"attention_{dtype_name(cache.keys[0].dtype)}", POINTER(_Call))
         self._plan = kernels.function(
             "attention_plan", c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64)
         )

@@ -1,16 +1,12 @@
 """Attention over pages in Triton kernels on a GPU.
 
 A step in which every row has one token goes through the split-KV kernel (triton_kernels/decode.py), any other through
-the kernel for packed rows (triton_kernels/varlen.py). Both read slots, starts, lengths and block ids on the device; on
-the host only the shapes and the two maxima count. So a captured graph serves every step of its shape, whatever the
-lengths: `max_context_len` decides how rows are split, not the result.
+the kernel for packed rows (triton_kernels/varlen.py). Both read slots, starts, lengths and block ids on the device, so
+a captured graph serves every step of its shape: `max_context_len` decides how rows are split, not the result.
 
-`batch_invariant` sends every step through the kernel for packed rows, which never splits a row's keys and cuts them at
-absolute positions. Then the bits of a token's attention depend on its own sequence alone: not on the other rows, nor
-on how the prompt was cut into steps, nor on what was found in the cache. This does not cover the matrix products around
-it. It costs a long sequence that decodes in a small batch most of the GPU, since one program for each key head reads
-all of its keys. Without it, the bits depend on the number of rows of the step, and on whether another row of it has
-more than one token.
+`batch_invariant` sends every step through the kernel for packed rows, which cuts keys at absolute positions: then the
+bits of a token's attention depend on its own sequence alone. It costs a long sequence in a small batch most of the GPU,
+since one program for each key head reads all of its keys.
 """
 
 from functools import partial

@@ -131,7 +131,9 @@ def build_kernels(
 
     Raises ConfigError when compilation fails, or the directory cannot be written.
     """
-    target = kernels_dir / f"{level.name}-{digest(level)}-{_compiler_digest(compiler)}.so"
+    # Another version of the compiler may fuse other products.
+    version = hashlib.sha256(_run([compiler, "--version"]).encode()).hexdigest()[:8]
+    target = kernels_dir / f"{level.name}-{digest(level)}-{version}.so"
     if target.is_file():
         return target, False
     try:
@@ -170,11 +172,6 @@ def _run(command: Sequence[str]) -> str:
         first = next((line for line in lines if "error" in line), lines[-1] if lines else f"exit {done.returncode}")
         raise ConfigError(f"{Path(command[0]).name} did not compile the kernels: {first}")
     return done.stdout
-
-
-def _compiler_digest(compiler: str) -> str:
-    """Digest of the compiler's version: another one may fuse other products."""
-    return hashlib.sha256(_run([compiler, "--version"]).encode()).hexdigest()[:8]
 
 
 class Kernels:

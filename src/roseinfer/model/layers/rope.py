@@ -223,7 +223,10 @@ class QueryKeyRotation:
         if self._compiled is not None:
             self._by_compiled(self._compiled, merged, rotation)
         elif self._has_triton:
-            self._by_triton(heads, rotation)
+            from roseinfer.model.triton_kernels.pointwise import turn_heads
+
+            cos, sin = rotation.cos, rotation.sin
+            turn_heads(heads, spec.num_heads, spec.num_kv_heads, cos, sin, self._weights, self._epsilon)
         else:
             if self._weights is not None:
                 q, k = (self._normed(x, weight) for x, weight in zip((q, k), self._weights, strict=True))
@@ -239,12 +242,6 @@ class QueryKeyRotation:
             *(weight.data_ptr() for weight in self._weights) if self._weights else (None, None),
             self._epsilon,
         )
-
-    def _by_triton(self, heads: torch.Tensor, rotation: Rotation) -> None:
-        from roseinfer.model.triton_kernels.pointwise import turn_heads
-
-        num_heads, num_kv_heads = self._spec.num_heads, self._spec.num_kv_heads
-        turn_heads(heads, num_heads, num_kv_heads, rotation.cos, rotation.sin, self._weights, self._epsilon)
 
     def _normed(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = heads.float().flatten(0, 1)

@@ -310,16 +310,13 @@ class LibraryMatcher:
 
     @property
     def is_over(self) -> bool:
-        """See Matcher."""
         return self._inner.is_stopped() and not self._inner.is_error()
 
     @property
     def has_failed(self) -> bool:
-        """See Matcher."""
         return self._inner.is_error()
 
     def fill(self, allowed: MaskArray) -> None:
-        """See Matcher."""
         if self._inner.is_error():
             return
         compiled, began_ns = self._compiled, time.monotonic_ns()
@@ -330,7 +327,6 @@ class LibraryMatcher:
         allowed[-1] &= compiled.last_word
 
     def accept(self, token_id: int) -> None:
-        """See Matcher."""
         if not self._inner.consume_token(token_id):
             self._compiled.has_failed |= self._inner.is_error()
 
@@ -406,11 +402,10 @@ class GrammarCompiler:
 
     @property
     def vocab_size(self) -> int:
-        """See Grammars."""
         return self._vocabulary.vocab_size
 
     def open(self, grammar: Grammar) -> "Future[Matcher]":
-        """See Grammars. The future raises InvalidRequest for what does not compile."""
+        """The future raises InvalidRequest for what does not compile."""
         return self._thread.submit(self._open, grammar)
 
     def _open(self, grammar: Grammar) -> Matcher:
