@@ -7,10 +7,10 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,7 @@ CONNECTIONS_CLOSE_S = 0.5  # each port
 ENGINE_CLOSE_S = 2.0
 
 LOOK_INTERVAL_S = 0.5
-MAX_RESTARTS = 1  # what kills two engines in succession will kill a third
-RESTART_WINDOW_S = 600.0  # for which a restart counts
+RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two engines in succession will kill a third
 _LOOKS_BEFORE_THE_END = 2  # a single one may fall between two stamps
 
 _log = logging.getLogger(__name__)
@@ -84,21 +83,19 @@ async def run(
 
 
 class Restarts:
-    """Counts the restarts of the engine, of which there are few in any window of time."""
+    """Allows restarts of the engine: one in any window of time."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = MAX_RESTARTS if config.on_failure == "restart" else 0
+        self._is_allowed = config.on_failure == "restart"
         self._clock = clock
-        self._taken: deque[float] = deque()
+        self._next_s = -math.inf  # from when one may be
 
     def allow_next(self) -> bool:
         """Whether the engine may be started again now; if so, that counts."""
         now_s = self._clock()
-        while self._taken and now_s - self._taken[0] >= RESTART_WINDOW_S:
-            self._taken.popleft()
-        if len(self._taken) >= self._limit:
+        if not self._is_allowed or now_s < self._next_s:
             return False
-        self._taken.append(now_s)
+        self._next_s = now_s + RESTART_WINDOW_S
         return True
 
 

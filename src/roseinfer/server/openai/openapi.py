@@ -5,7 +5,9 @@ vocabulary and context are filled in. Relations between fields, such as that a p
 context, are beyond a schema: they are in docs/http-api.md.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -213,7 +215,8 @@ def _responses(operation: Operation) -> Schema:
     if operation.is_streamed:
         content["text/event-stream"] = {}
     responses: Schema = {"200": {"description": "Done.", "content": content, "headers": _HEADERS}}
-    for status, failures in _by_status(operation.failures).items():
+    by_status = attrgetter("status")
+    for status, failures in groupby(sorted(operation.failures, key=by_status), by_status):
         codes = ", ".join(sorted({f"`{failure.code}`" for failure in failures}))
         headers = _HEADERS | (_RETRY if status in {429, 503} else {})
         responses[str(status)] = {
@@ -228,15 +231,6 @@ def _responses(operation: Operation) -> Schema:
 
 _HEADERS = {"X-Request-Id": {"schema": {"type": "string"}}}
 _RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
-
-
-def _by_status(
-    failures: Sequence[type[errors.RoseinferError]],
-) -> Mapping[int, list[type[errors.RoseinferError]]]:
-    grouped: dict[int, list[type[errors.RoseinferError]]] = {}
-    for failure in failures:
-        grouped.setdefault(failure.status, []).append(failure)
-    return dict(sorted(grouped.items()))
 
 
 def _json_of(struct: type[msgspec.Struct]) -> Schema:

@@ -24,19 +24,7 @@ _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_SCRIPTS_AND_STYLES = (
-    "page.css",
-    "causes.css",
-    "main.js",
-    "chart.js",
-    "names.js",
-    "overview.js",
-    "pointer.js",
-    "data.js",
-    "panel.js",
-    "words.js",
-    "causes.js",
-)
+_PAGE = resources.files("roseinfer.observe.recorder") / "page"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
@@ -74,6 +62,7 @@ class FlightView(Protocol):
 def routes(view: FlightView) -> list[web.RouteDef]:
     """The routes of the operations port that show a flight view."""
     handlers = _Handlers(view)
+    scripts_and_styles = [re.escape(file.name) for file in _PAGE.iterdir() if file.name.endswith((".css", ".js"))]
     return [
         web.get("/debug/steps", handlers.steps),
         web.get("/debug/recording", handlers.recording),
@@ -83,7 +72,7 @@ def routes(view: FlightView) -> list[web.RouteDef]:
         web.get("/debug/requests/{id:.+}", handlers.request),
         web.get("/debug/timeline", _page),
         web.get("/debug/timeline/data", handlers.timeline),
-        web.get(f"/debug/timeline/{{file:{'|'.join(map(re.escape, _SCRIPTS_AND_STYLES))}}}", _page),
+        web.get(f"/debug/timeline/{{file:{'|'.join(sorted(scripts_and_styles))}}}", _page),
     ]
 
 
@@ -175,4 +164,4 @@ async def _page(request: web.Request) -> web.Response:
 
 @cache
 def _asset(name: str) -> str:
-    return resources.files("roseinfer.observe.recorder").joinpath("page", name).read_text(encoding="utf-8")
+    return (_PAGE / name).read_text(encoding="utf-8")
