@@ -127,12 +127,6 @@ def _build_grammars(info: EngineInfo) -> Grammars | None:
     return GrammarCompiler(vocabulary)
 
 
-def build_transport(config: Config) -> Transport:
-    if config.engine.transport == "process":
-        return ProcessTransport(config)
-    return ThreadTransport(config, build_engine, check_when_idle=_checks_when_idle(config))
-
-
 def _checks_when_idle(config: Config) -> bool:
     return config.observe.log_level == "debug"
 
@@ -143,8 +137,13 @@ def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
 
 
 def _client(config: Config, observer: Observer) -> AsyncEngine:
+    transport: Transport
+    if config.engine.transport == "process":
+        transport = ProcessTransport(config)
+    else:
+        transport = ThreadTransport(config, build_engine, check_when_idle=_checks_when_idle(config))
     estimate = QueueEstimate.of(config.scheduler)
-    return AsyncEngine(build_transport(config), observer, config.engine.step_timeout_s, estimate)
+    return AsyncEngine(transport, observer, config.engine.step_timeout_s, estimate)
 
 
 def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
