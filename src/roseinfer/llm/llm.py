@@ -357,10 +357,7 @@ class LLM:
                 self.abort(stream.timeline.request_id)
 
     def stream(self, request_id: str) -> Iterator[str]:
-        """Pieces of text as they come, which can be read once; leaving early aborts the request.
-
-        Raises UnknownRequest at once, also for pieces that were read already, and EngineError while it is read.
-        """
+        """Pieces of text as they come, once; leaving early aborts. Raises UnknownRequest at once, later EngineError."""
         return self._pieces(self._streams.find(request_id), lambda delta: delta.text)
 
     def stream_tokens(self, request_id: str) -> Iterator[list[int]]:

@@ -118,10 +118,7 @@ class Checkpoint:
         return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """The ids that end a text: of generation_config.json, else of config.json.
-
-        Small models may name a larger one's eos: ids past the vocabulary are left out.
-        """
+        """The ids below `vocab_size` that end a text: of generation_config.json, else of config.json."""
         value = self._generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):

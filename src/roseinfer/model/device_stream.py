@@ -113,10 +113,7 @@ class CudaStream(Stream):
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A few numbers on the device: on a CPU the array itself, on a GPU a queued copy, for which the host does not wait.
-
-    Torch keeps the pinned memory until the copy is done, and then uses it again.
-    """
+    """A few numbers on the device: on a CPU the array itself, on a GPU a queued copy out of torch's pinned memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -314,10 +314,7 @@ class ModelRunner:
         return {max_num_tokens, *(1 << power for power in range(max_num_tokens.bit_length()))}
 
     def _decode_sizes(self) -> set[int]:
-        """Numbers of rows of one token to run steps with: one in each range for which a GPU compiles kernels.
-
-        The last tokens of prompts are such rows too, so there may be one for each slot.
-        """
+        """Numbers of rows of one token to run steps with, decoding or ends of prompts: one for each GPU kernel."""
         if self._is_host:
             return {self._limits.max_decode_rows}
         return {*graph_sizes(self._limits.max_decode_rows), *graph_sizes(self._limits.num_slots)}

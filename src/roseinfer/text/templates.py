@@ -167,11 +167,7 @@ class ChatTemplate:
         *,
         opens_turn: bool = True,
     ) -> str:
-        """The conversation, with a client's variables, up to where the assistant speaks if `opens_turn`.
-
-        Messages may be made as they are gone through, in the thread that renders.
-        Raises InvalidRequest when the template refuses the messages, or has no use for a variable.
-        """
+        """The conversation, up to where the assistant speaks if `opens_turn`. Raises InvalidRequest if refused."""
         return self._render(variables, messages=list(messages), tools=tools, add_generation_prompt=opens_turn)
 
     def _check(self, variables: Mapping[str, object]) -> None:

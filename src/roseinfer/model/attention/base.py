@@ -37,10 +37,7 @@ class AttentionSpec:
 
 
 class DeviceTokens(NamedTuple):
-    """The integers of one step on a GPU: int32. A token's position follows from its row's.
-
-    Under a CUDA graph the tensors keep their addresses, and rows past the step's own belong to a slot of no request.
-    """
+    """The int32 integers of one step on a GPU, at fixed addresses under a CUDA graph, with rows that fill it up."""
 
     slots: torch.Tensor  # [rows] row of the block table
     starts: torch.Tensor  # [rows] position of the row's first new token

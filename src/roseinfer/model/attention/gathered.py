@@ -135,10 +135,7 @@ class GatheredAttention:
     def _key_tile_blocks(
         self, tokens: PackedTokens, slots: IndexArray, key_tiles: IndexArray, last_positions: IndexArray
     ) -> IndexArray:
-        """[pairs, kv_heads, blocks] rows of the cache that make up each key tile.
-
-        The last block of a sequence stands in for those after it, behind the mask.
-        """
+        """[pairs, kv_heads, blocks] rows of the cache of each key tile; a sequence's last block fills up its tile."""
         blocks_per_tile = KEY_TILE // self._cache.block_size
         columns = key_tiles[:, None] * blocks_per_tile + np.arange(blocks_per_tile)
         columns = np.minimum(columns, (last_positions // self._cache.block_size)[:, None])
