@@ -31,10 +31,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)  # where keys are configured
 REQUEST_ID_HEADER = "x-request-id"
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
-QUIET_PATHS = PROBE_PATHS | {
-    "/metrics",
-    "/debug/timeline/data",
-}  # requested every second; the lifecycle logs what they would show
+# Requested every second; the lifecycle logs what they would show.
+QUIET_PATHS = PROBE_PATHS | {"/metrics", "/debug/timeline/data"}
 SERVER = "roseinfer"  # instead of the versions of aiohttp and Python
 CLIENT_CLOSED = 499  # nginx's number for it
 REASONS = {CLIENT_CLOSED: "Client Closed Request"}  # of statuses that the standard has no phrase for

@@ -165,13 +165,11 @@ def _prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
     """The known tokens that the chunks compute, chunk after chunk."""
     if not chunks:
         return _NO_TOKENS
-    starts = [int(table.num_computed[sequence.slot]) for sequence, _ in chunks]
-    return np.concatenate(
-        [
-            table.token_ids[sequence.slot, start : start + length]
-            for (sequence, length), start in zip(chunks, starts, strict=True)
-        ]
-    )
+    pieces = []
+    for sequence, length in chunks:
+        start = table.num_computed.item(sequence.slot)
+        pieces.append(table.token_ids[sequence.slot, start : start + length])
+    return np.concatenate(pieces)
 
 
 def _masks(table: SlotTable, slots: Int32Array, samples: BoolArray) -> TokenMasks | None:

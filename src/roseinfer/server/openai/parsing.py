@@ -16,13 +16,10 @@ from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationB
 from roseinfer.server.service import SERVICE
 
 # Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
-_UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "store": (False,),
-}
 UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
-    CompletionBody: {**_UNSERVED, "suffix": ("",)},
+    CompletionBody: {"store": (False,), "suffix": ("",)},
     ChatBody: {
-        **_UNSERVED,
+        "store": (False,),
         "audio": (),
         "function_call": ("none",),
         "functions": ([],),
