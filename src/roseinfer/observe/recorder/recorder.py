@@ -5,6 +5,7 @@ loop and snapshots are taken there, so there is no lock; interruptions may come 
 """
 
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,15 +82,9 @@ class Ring:
 
     def since(self, field: str, value: int) -> StructArray:
         """Returns a copy of the rows from the first on whose `field` is greater; the field must grow with the rows."""
-        size, low, high = len(self._rows), self.num_added - len(self), self.num_added
-        column = self._rows[field]
-        while low < high:
-            middle = (low + high) // 2
-            if column[middle % size] > value:
-                high = middle
-            else:
-                low = middle + 1
-        return self.newest(self.num_added - low)
+        size, column = len(self._rows), self._rows[field]
+        held = range(self.num_added - len(self), self.num_added)
+        return self.newest(len(held) - bisect_right(held, value, key=lambda place: column[place % size]))
 
 
 def _since(begin_ns: int, ended: Sequence[_Ended]) -> Iterator[bytes]:
@@ -104,22 +99,16 @@ def _since(begin_ns: int, ended: Sequence[_Ended]) -> Iterator[bytes]:
 class Capture:
     """What a snapshot took from the recorder; becoming a recording costs it milliseconds, so not on the event loop."""
 
-    meta: RecordingMeta
-    in_flight: list[RequestRecord]
+    rows: Recording  # whose requests are those in flight
     finished: list[bytes]
-    steps: StructArray
-    writes: StructArray
-    interruptions: StructArray
 
     def recording(self) -> Recording:
         """Makes the recording; may be called in any thread."""
-        requests = [*map(_decode, self.finished), *self.in_flight]
-        return Recording(
-            meta=self.meta,
+        requests = [*map(_decode, self.finished), *self.rows.requests]
+        return replace(
+            self.rows,
             requests=sorted(requests, key=lambda request: request.serial),
-            steps=self.steps,
-            writes=self.writes,
-            interruptions=np.sort(self.interruptions, order="start_ns", kind="stable"),
+            interruptions=np.sort(self.rows.interruptions, order="start_ns", kind="stable"),
         )
 
 
@@ -213,37 +202,28 @@ class FlightRecorder(WriteObserver):
     def capture_since(self, begin_ns: int) -> Capture:
         """Returns a copy of what ended later than a moment of the monotonic clock."""
         capture = self._captured(self._steps.since("end_ns", begin_ns), begin_ns, trigger="")
-        has_older = len(capture.writes) < len(self._writes)  # so that all since then are there
-        num_forgotten = 0 if has_older else capture.meta.num_forgotten_writes
-        meta = msgspec.structs.replace(capture.meta, begin_ns=begin_ns, num_forgotten_writes=num_forgotten)
-        return replace(capture, meta=meta)
+        has_older = len(capture.rows.writes) < len(self._writes)  # so that all since then are there
+        num_forgotten = 0 if has_older else capture.rows.meta.num_forgotten_writes
+        meta = msgspec.structs.replace(capture.rows.meta, begin_ns=begin_ns, num_forgotten_writes=num_forgotten)
+        return replace(capture, rows=replace(capture.rows, meta=meta))
 
     def _captured(self, steps: StructArray, begin_ns: int, trigger: str) -> Capture:
         self._store_interruptions()
-        finished = [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)]
-        interruptions = self._interruptions.newest()
-        writes = self._writes.since("written_ns", begin_ns)
-        return Capture(
-            meta=self._meta(trigger, self._writes.num_added - len(writes)),
-            in_flight=[RequestRecord.of(timeline) for timeline in self._in_flight.values()],
-            finished=finished,
-            steps=steps,
-            writes=writes,
-            interruptions=interruptions[interruptions["end_ns"] > begin_ns],
-        )
-
-    def snapshot(self, trigger: str = "") -> Recording:
-        """Returns a recording of all that is remembered; `trigger` says why it is saved, if a rule does it."""
-        return self.capture(trigger=trigger).recording()
-
-    def _meta(self, trigger: str, num_forgotten_writes: int) -> RecordingMeta:
-        sections = {name: msgspec.to_builtins(getattr(self.config, name)) for name in _SECTIONS}
-        return RecordingMeta(
+        interruptions, writes = self._interruptions.newest(), self._writes.since("written_ns", begin_ns)
+        meta = RecordingMeta(
             version=self._version,
             model_name=self.config.served_model_name,
             clock=self.clock_pair,
             engine=self.engine_info,
-            config=sections,
+            config={name: msgspec.to_builtins(getattr(self.config, name)) for name in _SECTIONS},
             trigger=trigger,
-            num_forgotten_writes=num_forgotten_writes,
+            num_forgotten_writes=self._writes.num_added - len(writes),
         )
+        rows = Recording(
+            meta=meta,
+            requests=[RequestRecord.of(timeline) for timeline in self._in_flight.values()],
+            steps=steps,
+            writes=writes,
+            interruptions=interruptions[interruptions["end_ns"] > begin_ns],
+        )
+        return Capture(rows, [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)])

@@ -58,7 +58,7 @@ def test_a_snapshot_holds_the_facts() -> None:
     recorder.on_step(make_step(step_id=1, num_decode_seqs=2), Advanced.newest([first]))
     recorder.on_writes(writes_of((first, delivered(1063 * MS))))
     recorder.on_finish(first)
-    recording = recorder.snapshot(trigger="by hand")
+    recording = recorder.capture(trigger="by hand").recording()
     assert recording.requests == [RequestRecord.of(first), RequestRecord.of(second)]
     assert recording.steps[["step_id", "num_decode_seqs"]].tolist() == [(1, 2)]
     assert recording.writes[["serial", "written_ns"]].tolist() == [(0, 1063 * MS)]
@@ -74,9 +74,9 @@ def test_a_snapshot_can_be_saved(tmp_path: Path) -> None:
     for _ in range(5):
         traffic.arrive(7)
         traffic.step(MS, 1)
-    recorder.snapshot().save(tmp_path / "a.npz")
+    recorder.capture().recording().save(tmp_path / "a.npz")
     loaded = Recording.load(tmp_path / "a.npz")
-    assert loaded.requests == recorder.snapshot().requests
+    assert loaded.requests == recorder.capture().recording().requests
     assert loaded.steps["step_id"].tolist() == [1, 2, 3, 4, 5]
     assert loaded.meta.config["scheduler"]["max_num_seqs"] == 64
 
@@ -89,7 +89,7 @@ def test_the_oldest_facts_are_forgotten() -> None:
         recorder.on_step(make_step(step_id=number), Advanced())
         recorder.on_writes(writes_of((timeline, delivered(number))))
         recorder.on_finish(timeline)
-    recording = recorder.snapshot()
+    recording = recorder.capture().recording()
     newest = list(range(1100))
     assert recording.steps["step_id"].tolist() == newest[-128:]
     assert recording.writes["serial"].tolist() == newest[-1024:]
@@ -106,7 +106,7 @@ def test_a_flood_of_refused_requests_pushes_out_none_that_had_tokens() -> None:
         timeline.end_ns += number
         recorder.on_start(timeline)
         recorder.on_finish(timeline)
-    assert [request.serial for request in recorder.snapshot().requests] == [*range(16), 114, 115]
+    assert [request.serial for request in recorder.capture().recording().requests] == [*range(16), 114, 115]
     assert recorder.find("r-0") is not None
     assert recorder.find("r-100") is None
     again = make_timeline(request_id="r-115", serial=200, end_ns=1_000_000 * MS)
@@ -181,7 +181,7 @@ def test_interruptions_are_in_the_order_of_their_starts() -> None:
     recorder.note_interruption(Cause.GC, 30, 40)
     recorder.on_step(make_step(step_id=1), Advanced())
     recorder.note_interruption(Cause.SCRAPE, 10, 50)
-    rows = recorder.snapshot().interruptions
+    rows = recorder.capture().recording().interruptions
     assert [(start, end, CAUSES[cause]) for start, end, cause in rows.tolist()] == [
         (10, 50, Cause.SCRAPE),
         (30, 40, Cause.GC),
