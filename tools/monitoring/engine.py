@@ -3,7 +3,7 @@
 from monitoring.board import SHOWN, Board, quantiles
 from monitoring.panels import AMBER, GREEN, RED, Placed, Query, heat, lines, number, percentages, rows, seconds
 from monitoring.promql import nonzero
-from roseinfer.observe.metrics.measures import PHASES
+from roseinfer.observe.metrics.catalogue import PHASES
 
 
 def board() -> Board:

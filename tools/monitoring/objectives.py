@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from monitoring.promql import Queries, bound
 from roseinfer.errors import RoseinferError
-from roseinfer.observe.metrics.measures import OTHER, REJECTION_CODES
+from roseinfer.observe.metrics.catalogue import OTHER, REJECTION_CODES
 from roseinfer.records import FinishReason
 
 

@@ -20,8 +20,8 @@ import msgspec
 
 from roseinfer.config.tree import ObserveConfig
 from roseinfer.observe.gaps import intervals
+from roseinfer.observe.metrics.catalogue import NS_PER_S, token_gaps_s
 from roseinfer.observe.metrics.histogram import Histogram
-from roseinfer.observe.metrics.measures import NS_PER_S, token_gaps_s
 from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)

@@ -2,24 +2,83 @@
 
 A row says what a series means and which function of a fact gives its values. The collector, docs/metrics.md and the
 dashboards are made from these rows, so a new metric is a new row and nothing else. Names are those of the field, in
-base units; each HELP text states the two events of an interval and what is counted once.
+base units; each HELP text states the two events of an interval and what is counted once. The functions give nothing
+where a stamp is missing; nothing here is clamped, rounded or remembered.
 """
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from roseinfer.errors import (
+    CapacityError,
+    EngineDead,
+    EngineError,
+    QueueTimeout,
+    RequestError,
+    RoseinferError,
+    SlowReader,
+)
+from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import Writes
-from roseinfer.observe.metrics import measures
 from roseinfer.observe.metrics.histogram import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
-from roseinfer.observe.metrics.measures import ServerState
 from roseinfer.records import Advanced, FinishReason, Invariant, LifecycleState, RequestTimeline, StepRecord
+
+# A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
+NS_PER_S = 1e9
+
+
+def _codes(root: type[RoseinferError]) -> Iterator[str]:
+    if root.code is not None:
+        yield root.code
+    for leaf in root.__subclasses__():
+        yield from _codes(leaf)
+
+
+PHASES = ("prefill", "decode", "mixed")  # of a step that had rows
+OTHER = "other"  # an error that was not foreseen
+ERROR_TYPES = (*sorted({*_codes(EngineError)} - {EngineError.code}), OTHER)  # which is of `LLM` alone
+# A slow reader has got a part of its answer; each of the others can be refused before the engine is asked.
+_EARLY = (RequestError, CapacityError, EngineDead, QueueTimeout)
+_REFUSALS = {code for root in _EARLY for code in _codes(root)} - {SlowReader.code}
+REJECTION_CODES = (*sorted(_REFUSALS), OTHER)
+MODEL_FIELDS = (
+    *("model_type", "num_parameters", "vocab_size", "max_model_len"),
+    *("device", "dtype", "attention", "linear", "num_threads"),
+)
+
+
+@dataclass(slots=True)
+class ServerState:
+    """The last of each fact, which gauges are read from at a scrape."""
+
+    version: str
+    lifecycle: LifecycleState = LifecycleState.STARTING
+    engine: EngineInfo | None = None
+    last_step: StepRecord | None = None
+    last_step_end_ns: int = 0
+    last_step_unix_s: float = 0.0
+    num_received: int = 0
+    num_finished: int = 0
+    num_refusals: Counter[str] = field(default_factory=Counter)  # by code
+    num_refused_intervals: int = 0
+    num_dropped_log_lines: int = 0
+    gap_ns: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
+    num_slow_gaps: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
+    observability_ns: int = 0
+    num_dropped_spans: int = 0
+    num_restarts: int = 0
+    num_violations: dict[Invariant, int] = field(default_factory=lambda: dict.fromkeys(Invariant, 0))
+
+
+# --- where values come from -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +173,117 @@ def info(name: str, source: InfoAtScrape, meaning: str) -> Row:
     return Row(name=name, kind="info", source=source, help=meaning)
 
 
+# --- of a step ------------------------------------------------------------------------------------------------------
+
+
+def step_s(step: StepRecord, _: Advanced) -> Sequence[float]:
+    return ((step.end_ns - step.start_ns) / NS_PER_S,) if step.kind in PHASES else ()
+
+
+def batch_size(step: StepRecord, _: Advanced) -> Sequence[float]:
+    return (step.num_decode_seqs + step.num_prefill_seqs,) if step.kind in PHASES else ()
+
+
+def token_gaps_s(step: StepRecord, advanced: Advanced) -> list[float]:
+    """Returns the inter-token latency of each of the step's tokens; none where it is the first of its request."""
+    tokens_ns, stamps = step.tokens_ns, advanced.previous_ns
+    newest_ns = max(stamps, default=0)
+    if newest_ns and (count := stamps.count(newest_ns)) + advanced.num_newcomers == len(stamps):
+        return [(tokens_ns - newest_ns) / NS_PER_S] * count  # nearly always: all that go on were in the step before
+    return [(tokens_ns - previous_ns) / NS_PER_S for previous_ns in stamps if previous_ns]
+
+
+def prefilled_tokens(_: StepRecord, advanced: Advanced) -> Sequence[float]:
+    if not advanced.num_newcomers:
+        return ()
+    return (sum([timeline.num_prompt_tokens for timeline in advanced.newcomers]),)
+
+
+def counted(count_of: Callable[[StepRecord], int]) -> Callable[[StepRecord, Advanced], Sequence[float]]:
+    """Makes of a count a step's one value, or no value where it is 0, as most are."""
+
+    def values(step: StepRecord, _: Advanced) -> Sequence[float]:
+        count = count_of(step)
+        return (count,) if count else ()
+
+    return values
+
+
+# --- of socket writes -----------------------------------------------------------------------------------------------
+
+
+def stream_gaps_s(writes: Writes) -> npt.NDArray[np.float64]:
+    """From each request's write before to this one; none where it is the first of its request. `(num_gaps,)`"""
+    columns = writes.columns()
+    start_ns = columns["start_ns"]
+    gaps_ns = (columns["written_ns"] - start_ns)[start_ns > 0]
+    return gaps_ns / NS_PER_S
+
+
+# --- of a request that ended ----------------------------------------------------------------------------------------
+
+
+def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[[RequestTimeline], Sequence[float]]:
+    """Makes of an interval the one value of a request, in seconds, or no value."""
+
+    def values(timeline: RequestTimeline) -> Sequence[float]:
+        interval = interval_ns(timeline)
+        return () if interval is None else (interval / NS_PER_S,)
+
+    return values
+
+
+def is_streamed(timeline: RequestTimeline) -> str:
+    """As a label's value."""
+    return "true" if timeline.is_streamed else "false"
+
+
+def client_lag_s(timeline: RequestTimeline) -> Sequence[float]:
+    lag_s = timeline.client_submit_lag_s
+    return () if lag_s is None or lag_s < 0 else (lag_s,)
+
+
+def finish_reason(timeline: RequestTimeline) -> str:
+    return timeline.finish_reason or FinishReason.ERROR
+
+
+def server_faults(timeline: RequestTimeline) -> Sequence[float]:
+    return (1,) if finish_reason(timeline) in {FinishReason.ERROR, FinishReason.TIMEOUT} else ()
+
+
+def error_type(timeline: RequestTimeline) -> str:
+    return timeline.error_code if timeline.error_code in ERROR_TYPES else OTHER
+
+
+# --- of the server's state ------------------------------------------------------------------------------------------
+
+
+def kv_blocks(state: ServerState) -> dict[str, float]:
+    step = state.last_step
+    if step is None:
+        total = state.engine.num_blocks if state.engine else 0
+        return {"used": 0, "cached": 0, "free": total, "total": total}
+    used, cached, total = step.num_used_blocks, step.num_cached_blocks, step.num_total_blocks
+    return {"used": used, "cached": cached, "free": total - used - cached, "total": total}
+
+
+def kv_usage(state: ServerState) -> dict[str, float]:
+    blocks = kv_blocks(state)
+    return {"": blocks["used"] / blocks["total"] if blocks["total"] else 0.0}
+
+
+def model(state: ServerState) -> Sequence[str | int]:
+    return tuple(getattr(state.engine, name) for name in MODEL_FIELDS) if state.engine else ()
+
+
+def dropped(state: ServerState) -> dict[str, float]:
+    return {
+        "interval": state.num_refused_intervals,
+        "log_line": state.num_dropped_log_lines,
+        "span": state.num_dropped_spans,
+    }
+
+
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 _Interval = Callable[[RequestTimeline], float | None]
@@ -122,7 +292,7 @@ _STREAMED = Label(name="streamed", values=("true", "false"))
 
 def _latency(name: str, buckets: tuple[float, ...], interval_ns: _Interval, meaning: str) -> Row:
     """A histogram of one interval of each request that reached both of its ends."""
-    return histogram(name, "seconds", buckets, AtFinish(measures.seconds(interval_ns)), meaning)
+    return histogram(name, "seconds", buckets, AtFinish(seconds(interval_ns)), meaning)
 
 
 _LATENCIES = (
@@ -149,7 +319,7 @@ _LATENCIES = (
         "roseinfer_client_submit_lag_seconds",
         "seconds",
         WAIT_S,
-        AtFinish(measures.client_lag_s),
+        AtFinish(client_lag_s),
         "When the client meant to send the request (header x-roseinfer-intended-time) → its head arrived: how late the "
         "load generator was, network included. Once per request with the header; not observed when negative, which "
         "means that the two hosts' clocks differ.",
@@ -171,7 +341,7 @@ _LATENCIES = (
         "roseinfer_time_to_first_token_seconds",
         "seconds",
         WAIT_S,
-        AtFinish(measures.seconds(intervals.time_to_first_token_ns), measures.is_streamed),
+        AtFinish(seconds(intervals.time_to_first_token_ns), is_streamed),
         "Request head parsed (t_recv) → the socket write that carried the first token returned (t_write[0]); for a "
         "response that is not streamed that is its only write, when all of it is made. Equal to receive + tokenize + "
         "submit lag + queue wait + prefill + first write. Once per request that wrote a token.",
@@ -188,7 +358,7 @@ _LATENCIES = (
         "roseinfer_inter_token_latency_seconds",
         "seconds",
         TOKEN_S,
-        AtStep(measures.token_gaps_s),
+        AtStep(token_gaps_s),
         "Token known on the host (t_tok[i-1]) → next token of the request known (t_tok[i]). Once per token but the "
         "first of each request, observed as tokens come; a preemption while decoding is in it.",
     ),
@@ -196,7 +366,7 @@ _LATENCIES = (
         "roseinfer_stream_gap_seconds",
         "seconds",
         TOKEN_S,
-        AtWrites(measures.stream_gaps_s),
+        AtWrites(stream_gaps_s),
         "Socket write with tokens returned (t_write[i-1]) → next one of the request returned (t_write[i]): what the "
         "client sees. Once per write but the first of each request, observed as writes return.",
     ),
@@ -219,7 +389,7 @@ _CAUSES = (
     counter(
         "roseinfer_gap_seconds_total",
         "seconds",
-        AtScrape(lambda state: {cause: duration / measures.NS_PER_S for cause, duration in state.gap_ns.items()}),
+        AtScrape(lambda state: {cause: duration / NS_PER_S for cause, duration in state.gap_ns.items()}),
         "Time between two tokens of a request, by what it went to. What the engine did between two tokens adds up to "
         "the sum of roseinfer_inter_token_latency_seconds; on top of that comes, of streams, the time in which a known "
         "token was on its way to the socket and none before it was. docs/causes.md says what each cause is.",
@@ -236,13 +406,13 @@ _CAUSES = (
     ),
 )
 
-_PHASE = Label(name="phase", values=measures.PHASES)
+_PHASE = Label(name="phase", values=PHASES)
 _STEPS = (
     histogram(
         "roseinfer_step_seconds",
         "seconds",
         TOKEN_S,
-        AtStep(measures.step_s, measures.phase),
+        AtStep(step_s, lambda step: step.kind),
         "Start of an engine step → its end. Once per step that had rows; phase says what the rows were.",
         _PHASE,
     ),
@@ -250,14 +420,14 @@ _STEPS = (
         "roseinfer_batch_size",
         "sequences",
         SEQUENCES,
-        AtStep(measures.batch_size, measures.phase),
+        AtStep(batch_size, lambda step: step.kind),
         "Sequences in an engine step. Once per step that had rows.",
         _PHASE,
     ),
     counter(
         "roseinfer_prompt_tokens_total",
         "tokens",
-        AtStep(measures.prefilled_tokens),
+        AtStep(prefilled_tokens),
         "Prompt tokens of requests whose prefill has ended, cached ones too, counted once, at the first token.",
     ),
     counter(
@@ -269,19 +439,19 @@ _STEPS = (
     counter(
         "roseinfer_preemptions_total",
         "preemptions",
-        AtStep(measures.counted(lambda step: step.num_preemptions)),
+        AtStep(counted(lambda step: step.num_preemptions)),
         "Times that a running sequence lost its KV blocks and has to compute them again.",
     ),
     counter(
         "roseinfer_prefix_cache_queries_total",
         "tokens",
-        AtStep(measures.counted(lambda step: step.num_prefix_queried_tokens)),
+        AtStep(counted(lambda step: step.num_prefix_queried_tokens)),
         "Prompt tokens that were looked up in the prefix cache.",
     ),
     counter(
         "roseinfer_prefix_cache_hits_total",
         "tokens",
-        AtStep(measures.counted(lambda step: step.num_prefix_hit_tokens)),
+        AtStep(counted(lambda step: step.num_prefix_hit_tokens)),
         "Prompt tokens that were found in the prefix cache; at most the tokens looked up.",
     ),
 )
@@ -312,29 +482,29 @@ _REQUESTS = (
     counter(
         "roseinfer_requests_total",
         "requests",
-        AtFinish(lambda _: (1,), measures.finish_reason),
+        AtFinish(lambda _: (1,), finish_reason),
         "Requests ended, each counted once at its end; the sum over reasons is requests received less in flight.",
         Label(name="finish_reason", values=tuple(FinishReason)),
     ),
     counter(
         "roseinfer_requests_rejected_total",
         "requests",
-        AtScrape(lambda state: {code: state.num_refusals[code] for code in measures.REJECTION_CODES}),
+        AtScrape(lambda state: {code: state.num_refusals[code] for code in REJECTION_CODES}),
         "HTTP requests that either port answered with an error before the engine heard of them, whatever they asked "
         "for, each counted once by the code of the error: overloaded is status 429, not_ready, engine_dead and "
         "queue_timeout are 503, other is an unforeseen 500, the rest are clients' mistakes. Those that asked for "
         "tokens have the finish reason rejected too. A connection that is closed without an answer is in the log "
         "alone.",
-        Label(name="code", values=measures.REJECTION_CODES),
+        Label(name="code", values=REJECTION_CODES),
     ),
     counter(
         "roseinfer_request_errors_total",
         "requests",
-        AtFinish(measures.server_faults, measures.error_type),
+        AtFinish(server_faults, error_type),
         "Requests that ended by a fault of the server after the engine had heard of them: finish reasons error and "
         "timeout, by error code; queue_timeout is a deadline that passed before the engine had begun, which is a "
         "refusal where the engine had not yet heard of the request.",
-        Label(name="error_type", values=measures.ERROR_TYPES),
+        Label(name="error_type", values=ERROR_TYPES),
     ),
     counter(
         "roseinfer_client_disconnects_total",
@@ -367,13 +537,13 @@ _ENGINE = (
     gauge(
         "roseinfer_kv_cache_usage_ratio",
         "ratio",
-        measures.kv_usage,
+        kv_usage,
         "KV blocks used by requests / all KV blocks, 0 to 1; those that only the prefix cache holds do not count.",
     ),
     gauge(
         "roseinfer_kv_cache_blocks",
         "blocks",
-        measures.kv_blocks,
+        kv_blocks,
         "KV blocks: used by requests, cached (held only for the prefix cache), free; together they are total.",
         Label(name="state", values=("used", "cached", "free", "total")),
     ),
@@ -428,7 +598,7 @@ _ENGINE = (
     ),
     info(
         "roseinfer_model_info",
-        InfoAtScrape(measures.MODEL_FIELDS, measures.model),
+        InfoAtScrape(MODEL_FIELDS, model),
         "Always 1, once the engine is ready: the model, and how it runs after every `auto` was resolved.",
     ),
 )
@@ -467,7 +637,7 @@ _EXPORTER = (
         unit="seconds",
         is_per_model=False,
         help="Time the front end spent on telling observers of facts and on rendering this page.",
-        source=AtScrape(lambda state: {"": state.observability_ns / measures.NS_PER_S}),
+        source=AtScrape(lambda state: {"": state.observability_ns / NS_PER_S}),
     ),
     Row(
         name="roseinfer_telemetry_dropped_total",
@@ -476,7 +646,7 @@ _EXPORTER = (
         is_per_model=False,
         help="Facts that were lost: intervals refused because negative, which is a mistake in a stamp, log lines "
         "for which the queue had no room or the stream failed, and spans likewise.",
-        source=AtScrape(measures.dropped),
+        source=AtScrape(dropped),
     ),
 )
 

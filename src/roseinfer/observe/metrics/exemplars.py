@@ -11,9 +11,8 @@ import msgspec
 import numpy as np
 
 from roseinfer.observe.gaps import intervals
-from roseinfer.observe.metrics import measures
+from roseinfer.observe.metrics.catalogue import NS_PER_S, is_streamed
 from roseinfer.observe.metrics.histogram import TOKEN_S
-from roseinfer.observe.metrics.measures import NS_PER_S
 from roseinfer.records import RequestTimeline
 
 TIME_TO_FIRST_TOKEN = "roseinfer_time_to_first_token_seconds"  # noqa: S105 - a metric's name
@@ -70,7 +69,7 @@ def of_request(timeline: RequestTimeline, step_id_of: StepIdOf) -> Iterator[tupl
     first_token_ns = intervals.time_to_first_token_ns(timeline)
     if first_token_ns is not None:
         step_id, at_ns = step_id_of(tokens[0]), timeline.write_ns[0]
-        label_value = measures.is_streamed(timeline)
+        label_value = is_streamed(timeline)
         yield TIME_TO_FIRST_TOKEN, Exemplar(first_token_ns / NS_PER_S, at_ns, timeline.trace_id, step_id, label_value)
     duration_ns = intervals.request_duration_ns(timeline)
     if duration_ns is not None:

@@ -24,6 +24,9 @@ from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.metrics.catalogue import (
     CATALOGUE,
     GC_PAUSE,
+    NS_PER_S,
+    OTHER,
+    REJECTION_CODES,
     SCRAPE_DURATION,
     AtFinish,
     AtScrape,
@@ -31,10 +34,10 @@ from roseinfer.observe.metrics.catalogue import (
     AtWrites,
     InfoAtScrape,
     Row,
+    ServerState,
 )
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.metrics.histogram import Histogram
-from roseinfer.observe.metrics.measures import NS_PER_S, OTHER, REJECTION_CODES, ServerState
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 
 Values = Mapping[str, float | str | int | Histogram]
@@ -75,7 +78,7 @@ class Metrics(Collector, WriteObserver):
             if row.name in WITH_EXEMPLARS
         }
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
-        self._num_dropped_spans: Callable[[], int] = lambda: 0
+        self.num_dropped_spans: Callable[[], int] = lambda: 0  # reports how many spans were lost
         self._at_step = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtStep)]
         self._at_writes = [
             (row.source, self._cells[row.name][""]) for row in CATALOGUE if isinstance(row.source, AtWrites)
@@ -94,10 +97,6 @@ class Metrics(Collector, WriteObserver):
         """Takes what the engine, which is now ready, turned out to be."""
         with self._lock:
             self._state.engine = info
-
-    def watch_dropped_spans(self, num_dropped: Callable[[], int]) -> None:
-        """Exposes how many spans were lost."""
-        self._num_dropped_spans = num_dropped
 
     def put_exemplars(self, found: Iterable[tuple[str, Exemplar]]) -> None:
         """Shows where observed values came from: each names a metric, and a trace that is kept."""
@@ -192,7 +191,7 @@ class Metrics(Collector, WriteObserver):
             state = self._state
             state.num_dropped_log_lines = self._num_dropped_log_lines()
             state.observability_ns = self._spent_ns() + self._render_ns
-            state.num_dropped_spans = self._num_dropped_spans()
+            state.num_dropped_spans = self.num_dropped_spans()
             if state.last_step_end_ns:
                 age_s = (time.monotonic_ns() - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s
@@ -232,16 +231,26 @@ def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
         return choose_encoder("")
 
 
+_FAMILIES: dict[str, type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
 def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> Metric:
     """Returns the family of one row. `values` are by label value or, for an info, the labels of its one series."""
     labels = {"model_name": model_name} if row.is_per_model else {}
     constant = list(labels.values())
     names = [*labels, row.label.name] if row.label else list(labels)
-    metric = _empty(row, names)
-    if isinstance(metric, InfoMetricFamily):
+    # OpenMetrics demands that a family's name ends in the unit it states.
+    unit = row.unit if row.name.removesuffix("_total").endswith(f"_{row.unit}") else ""
+    if row.kind == "info":
+        info = InfoMetricFamily(row.name.removesuffix("_info"), row.help, labels=names)
         if values:
-            metric.add_metric(constant, {name: str(value) for name, value in values.items()})
-        return metric
+            info.add_metric(constant, {name: str(value) for name, value in values.items()})
+        return info
+    metric = _FAMILIES[row.kind](row.name, row.help, labels=names, unit=unit)
     for child, value in values.items():
         series = [*constant, child] if row.label else constant
         if isinstance(metric, HistogramMetricFamily):
@@ -251,22 +260,6 @@ def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> 
             assert isinstance(value, int | float)
             metric.add_metric(series, value)
     return metric
-
-
-def _empty(
-    row: Row, labels: list[str]
-) -> CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily:
-    # OpenMetrics demands that a family's name ends in the unit it states.
-    unit = row.unit if row.name.removesuffix("_total").endswith(f"_{row.unit}") else ""
-    match row.kind:
-        case "counter":
-            return CounterMetricFamily(row.name, row.help, labels=labels, unit=unit)
-        case "gauge":
-            return GaugeMetricFamily(row.name, row.help, labels=labels, unit=unit)
-        case "histogram":
-            return HistogramMetricFamily(row.name, row.help, labels=labels, unit=unit)
-        case "info":
-            return InfoMetricFamily(row.name.removesuffix("_info"), row.help, labels=labels)
 
 
 def _buckets(histogram: Histogram, exemplars: Sequence[MetricExemplar | None]) -> list[Bucket]:

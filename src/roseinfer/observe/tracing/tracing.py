@@ -24,7 +24,7 @@ from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.metrics import exemplars
-from roseinfer.observe.metrics.measures import NS_PER_S
+from roseinfer.observe.metrics.catalogue import NS_PER_S
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.recording import ClockPair
 from roseinfer.observe.tracing import semconv, spans
@@ -256,7 +256,7 @@ def make_tracing(config: Config, version: str, metrics: Metrics, attribution: At
         QUEUE_SPANS,
         on_lost=lambda trace_id: metrics.forget_exemplars(hex_of(trace_id)),
     )
-    metrics.watch_dropped_spans(lambda: export.num_dropped)
+    metrics.num_dropped_spans = lambda: export.num_dropped
     export.start()
     attributes: dict[str, Value] = {
         semconv.GEN_AI_PROVIDER_NAME: semconv.PROVIDER,
