@@ -7,7 +7,6 @@ its usual part, and takes p99 again: causes that overlap in a gap save less one 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -99,13 +98,6 @@ class Without(msgspec.Struct, frozen=True):
     saved_s: float
 
 
-class Votes(NamedTuple):
-    """Gaps around p99 with anything above the usual: excess [gaps, causes] in ns, is_slow [gaps]."""
-
-    excess: FloatArray
-    is_slow: BoolArray
-
-
 class Parts:
     """Gaps as a table, in the order of their durations: durations [gaps] in seconds, parts [gaps, causes] in ns."""
 
@@ -126,7 +118,8 @@ class Parts:
         excess = self._table[tail] - self._usual
         excess[excess < 1] = 0  # less than a nanosecond is rounding
         has_vote = excess.any(axis=1)
-        self.votes = Votes(excess[has_vote], is_slow[tail][has_vote])
+        # Of the gaps around p99 with anything above the usual: excess [gaps, causes] in ns, and which are slow [gaps].
+        self.excess, self.is_slow = excess[has_vote], is_slow[tail][has_vote]
 
     def _between(self, low: float, high: float) -> slice:
         """Returns the rows of the gaps between two ranks."""
@@ -138,7 +131,7 @@ class Parts:
 
     def shares(self) -> list[CauseShare]:
         """Returns each cause with a share, the largest first; nothing where p99 is no longer than p50."""
-        excess, spread_s = self.votes.excess, self.p99_s - self.p50_s
+        excess, spread_s = self.excess, self.p99_s - self.p50_s
         if spread_s <= 0 or not len(excess):
             return []
         shares = (excess / excess.sum(axis=1, keepdims=True)).mean(axis=0)

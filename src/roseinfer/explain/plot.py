@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from roseinfer.errors import ConfigError
-from roseinfer.explain.durations import ms, percent
-from roseinfer.explain.explanation import Explanation
+from roseinfer.explain.explanation import Explanation, ms, percent
 from roseinfer.observe.gaps.request_gaps import Gap
 
 _DPI = 150

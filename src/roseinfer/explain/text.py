@@ -3,9 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
-from roseinfer.explain.durations import ms, percent
-from roseinfer.explain.explanation import Explanation, OptionAdvice
-from roseinfer.explain.slow_gaps import SlowGaps
+from roseinfer.explain.explanation import Explanation, OptionAdvice, SlowGaps, ms, percent
 
 _WIDTH = 100
 _CLOCKS = {

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from roseinfer.cli.main import main
-from roseinfer.explain import live
-from roseinfer.explain.live import LiveRequest, LiveServer, Sample
-from roseinfer.explain.top import render
+from roseinfer.explain import top
+from roseinfer.explain.top import LiveRequest, LiveServer, Sample, render
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics.metrics import Metrics
@@ -99,7 +98,7 @@ def test_a_sample_is_of_the_moment_of_its_page(port: OperationsPort, monkeypatch
         return get(path)
 
     monkeypatch.setattr(server, "_get", note)
-    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: float(len(asked))))
+    monkeypatch.setattr(top, "time", SimpleNamespace(monotonic=lambda: float(len(asked))))
     assert server.sample().at_s == 1.0
     assert asked[0] == "/metrics"
     assert len(asked) > 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roseinfer.explain.slow_gaps import widest_gaps
+from roseinfer.explain.explanation import widest_gaps
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.recording import RequestRecord
 from roseinfer.records import PhaseTimes
