@@ -10,12 +10,15 @@ import pytest
 import yaml
 
 from monitoring import queries
-from monitoring.board import SHOWN
 from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_rules, files
+from monitoring.panels import SHOWN, shown
 from monitoring.promql import FOREIGN, own_labels, row_of
+from monitoring.scaling import DEMAND_THRESHOLD
 from roseinfer.config.tree import options
 from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.metrics.catalogue import PHASES
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS
+from roseinfer.records import LifecycleState
 from tests.monitoring.expressions import comparisons, grouping_labels, selectors
 
 BOARDS = queries.dashboards()
@@ -193,6 +196,16 @@ def test_the_jitter_dashboard_leads_from_a_jump_to_a_cause_a_trace_and_the_timel
     assert all(f"| `{cause}` | {cause.row.remedy} |" in advice for cause in Cause)
 
 
+def test_panels_of_a_closed_set_show_all_of_it() -> None:
+    panels = {(name, panel["title"]): panel for name, panel in data_panels()}
+    (mapping,) = panels["rollout", "Lifecycle"]["fieldConfig"]["defaults"]["mappings"]
+    assert [each["text"] for each in mapping["options"].values()] == list(LifecycleState)
+    by_phase = panels["engine", "Step time by phase"]["targets"]
+    assert [target["legendFormat"] for target in by_phase] == [f"{phase} p99" for phase in PHASES]
+    limit = panels["rollout", "Demand of a replica"]["fieldConfig"]["defaults"]["thresholds"]["steps"][-1]
+    assert limit["value"] == DEMAND_THRESHOLD
+
+
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 def test_an_alert_leads_to_its_runbook_and_to_a_dashboard(alert: dict[str, Any]) -> None:
     notes = alert["annotations"]
@@ -248,3 +261,7 @@ def test_what_no_server_exposes_is_refused() -> None:
         SHOWN.series("requests_total", colour="red")
     with pytest.raises(AssertionError, match=r"has no finish_reason .*bored"):
         SHOWN.series("requests_total", finish_reason="stop|bored")
+    with pytest.raises(AssertionError, match=r"has no finish_reason .*bored"):
+        shown('sum(rate(roseinfer_requests_total{finish_reason=~"stop|bored"}[5m]))')
+    with pytest.raises(AssertionError, match="only = and =~"):
+        shown('roseinfer_requests_total{finish_reason!="stop"}')

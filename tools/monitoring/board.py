@@ -1,56 +1,46 @@
-"""Makes a dashboard's JSON from rows of panels: ids, places, variables, links and annotations."""
+"""Makes a dashboard's JSON from its file in boards/: ids, places, variables, links and annotations."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
 
-from monitoring.panels import DATASOURCE, WIDTH, Placed, Query
-from monitoring.promql import Queries, foreign
+from monitoring.objectives import ITL, TTFT
+from monitoring.panels import DATASOURCE, SHOWN, WIDTH, Panel, build_panel
+from monitoring.promql import bound, foreign
 
+BOARDS = Path(__file__).with_name("boards")
 TAG = "roseinfer"
 EVERYTHING = ".*"  # what *All* stands for: it also matches series without the label, as those of a server on its own
-
-SHOWN = Queries(
-    window="$__rate_interval",
-    pods='namespace=~"$namespace",pod=~"$pod"',
-    models='model_name=~"$model_name"',
-)
-RECORDED = '{namespace=~"$namespace",model_name=~"$model_name"}'  # what recorded series can be chosen by
 IN_NAMESPACE = 'namespace=~"$namespace"'
-IN_POD = 'pod=~"$pod"'
 
 
-@dataclass(frozen=True, slots=True)
-class Board:
-    """A dashboard before it is JSON: the panels of each row, left to right and line by line, by the row's title.
+class Board(msgspec.Struct, forbid_unknown_fields=True):
+    """A dashboard as its file has it: the panels of each row, left to right and line by line, by the row's title."""
 
-    `name` is that of its file and, after `roseinfer-`, of its address.
-    """
-
-    name: str
     title: str
     description: str
-    rows: Mapping[str, Sequence[Placed]]
-    variables: Sequence[Builder[models.VariableModel]] = ()
+    rows: dict[str, list[Panel]]
 
 
-def render(board: Board) -> str:
-    """The JSON that Grafana imports."""
+def render(file: Path) -> str:
+    """The JSON that Grafana imports. A field that a panel does not have is a ValidationError with its place."""
+    board = msgspec.yaml.decode(file.read_text(), type=Board)
     built = (
         dashboard.Dashboard(f"roseinfer / {board.title}")
-        .uid(f"roseinfer-{board.name}")
+        .uid(f"roseinfer-{file.stem}")
         .description(board.description)
         .tags([TAG])
         .timezone("browser")
         .time("now-30m", "now")
         .refresh("15s")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
-        .variables([*_common_variables(), *board.variables])
+        .variables([*_common_variables(), *_own_variables(file.stem)])
         .annotations(_annotations())
         .link(
             dashboard.DashboardLink("roseinfer")
@@ -65,27 +55,20 @@ def render(board: Board) -> str:
     return json.dumps(built.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 
-def _place(built: dashboard.Dashboard, rows: Mapping[str, Sequence[Placed]]) -> None:
+def _place(built: dashboard.Dashboard, rows: Mapping[str, Sequence[Panel]]) -> None:
     panel_id, top = 1, 0
     for title, panels in rows.items():
         heading = dashboard.Row(title).id(panel_id)
         built.with_row(heading.grid_pos(models.GridPos(x=0, y=top, w=WIDTH, h=1)))
         panel_id, top, left, line_height = panel_id + 1, top + 1, 0, 0
-        for placed in panels:
-            if left + placed.width > WIDTH:
+        for panel in panels:
+            width, height = panel.size
+            if left + width > WIDTH:
                 left, top, line_height = 0, top + line_height, 0
-            position = models.GridPos(x=left, y=top, w=placed.width, h=placed.height)
-            built.with_panel(placed.builder.id(panel_id).grid_pos(position))
-            panel_id, left, line_height = panel_id + 1, left + placed.width, max(line_height, placed.height)
+            position = models.GridPos(x=left, y=top, w=width, h=height)
+            built.with_panel(build_panel(panel).id(panel_id).grid_pos(position))
+            panel_id, left, line_height = panel_id + 1, left + width, max(line_height, height)
         top += line_height
-
-
-def quantiles(name: str, *shares: float, exemplar: float | None = None, **matchers: str) -> list[Query]:
-    """A query for each of the shares; that of `exemplar` also shows the kept traces."""
-    return [
-        Query(SHOWN.quantile(share, name, **matchers), f"p{share * 100:g}", exemplar=share == exemplar)
-        for share in shares
-    ]
 
 
 def choices(name: str, label: str, expression: str, description: str) -> dashboard.QueryVariable:
@@ -135,10 +118,35 @@ def _common_variables() -> list[Builder[models.VariableModel]]:
         dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"),
         choices("namespace", "Namespace", f"label_values({running}, namespace)", "Kubernetes namespaces"),
         choices("pod", "Pod", f"label_values({running}{{{IN_NAMESPACE}}}, pod)", "Pods of the namespaces"),
-        choices(
-            "model_name", "Model", f"label_values({running}{{{IN_NAMESPACE},{IN_POD}}}, model_name)", "Served models"
-        ),
+        choices("model_name", "Model", f"label_values({running}{{{SHOWN.pods}}}, model_name)", "Served models"),
     ]
+
+
+def _own_variables(board: str) -> list[Builder[models.VariableModel]]:
+    if board == "service":
+        waits = [bound(target) for target in (0.08, 0.16, 0.25, 0.5, 1.0, 2.5, 5.0)]
+        gaps = [bound(target) for target in (0.01, 0.02, 0.025, 0.03, 0.05, 0.1, 0.25)]
+        first = "A first token is good when it is there by then"
+        return [
+            one_of("ttft", "TTFT target, s", waits, TTFT.threshold, first),
+            one_of("itl", "ITL target, s", gaps, ITL.threshold, "A gap between two tokens is good up to this"),
+        ]
+    if board == "jitter":
+        meaning = (
+            "Where links to the timeline lead: the operations port of one server, as your browser reaches it, for "
+            "instance after `kubectl port-forward pod/… 8001`"
+        )
+        return [text_box("operations", "Operations port", "http://127.0.0.1:8001", meaning)]
+    if board == "rollout":
+        deployments = f"label_values(kube_deployment_spec_replicas{{{IN_NAMESPACE}}}, deployment)"
+        meaning = (
+            "Deployments whose name contains roseinfer, and their autoscalers; edit the variable if yours is called "
+            "otherwise"
+        )
+        return [
+            choices("deployment", "Deployment", deployments, meaning).regex("/roseinfer/").all_value(".*roseinfer.*")
+        ]
+    return []
 
 
 def _annotations() -> list[Builder[models.AnnotationQuery]]:

@@ -6,9 +6,8 @@ from typing import Any
 
 import yaml
 
-from monitoring import engine, gpu, jitter, rollout, service
 from monitoring.alerts import alert_groups
-from monitoring.board import render
+from monitoring.board import BOARDS, render
 from monitoring.objectives import OBJECTIVES
 from monitoring.promql import Queries
 from monitoring.rules import Parameters, recording_groups, with_targets
@@ -17,8 +16,6 @@ from monitoring.scaling import demand, queue_wait
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("dashboards")
 CHART_FILES = Path("deploy/helm/roseinfer/files")
-
-BOARDS = (service.board, engine.board, jitter.board, rollout.board, gpu.board)
 
 SCALING = {"autoscaling.promql": demand, "queue_wait.promql": queue_wait}
 
@@ -65,7 +62,7 @@ def for_chart() -> Parameters:
 
 def files(root: Path = ROOT) -> dict[Path, str]:
     """Path below the repository -> content. Those of the chart are among them where there is a chart."""
-    boards = {f"{built.name}.json": render(built) for built in (build() for build in BOARDS)}
+    boards = {f"{file.stem}.json": render(file) for file in BOARDS.glob("*.yaml")}
     found = {FOLDER / name: text for name, text in boards.items()}
     found[FOLDER / "rules" / "recording.yaml"] = rules_file(recording_groups(PLAIN), LOADING)
     found[FOLDER / "rules" / "alerts.yaml"] = rules_file(alert_groups(PLAIN), LOADING)

@@ -1,10 +1,13 @@
-"""Builds a panel for Grafana from its queries, unit and description."""
+"""Builds a panel for Grafana from its entry in a file of boards/: one function for each kind of panel.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+The PromQL there names series without the labels that the dashboard's variables choose by; `shown` adds those.
+"""
 
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
 from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, statetimeline, table, text
 from grafana_foundation_sdk.builders import timeseries as timeseries_builders
 from grafana_foundation_sdk.models import common as looks
@@ -12,96 +15,152 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models import prometheus as formats
 
+from monitoring.objectives import FAILED, OBJECTIVES, REFUSED_BY_US, SERVED
+from monitoring.promql import Queries, foreign
+from roseinfer.observe.gaps.causes import CAUSES, Place
+
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-RED, AMBER, GREEN, BLUE = "red", "orange", "green", "blue"
 WIDTH = 24  # columns of a dashboard
+TIMELINE_LINKS = {
+    "Timeline of the server": "${operations}/debug/timeline",
+    "Requests in flight": "${operations}/debug/requests",
+}
+
+SHOWN = Queries(
+    window="$__rate_interval",
+    pods='namespace=~"$namespace",pod=~"$pod"',
+    models='model_name=~"$model_name"',
+)
+_SELECTOR = re.compile(r"(roseinfer[_:][\w:]+|DCGM_FI_\w+)(?:{([^}]*)})?")
+_MATCHER = re.compile(r'(\w+)=~?"([^"]*)"')
+_WORDS = {"@FAILED@": FAILED, "@SERVED_OR_FAILED@": f"{SERVED}|{FAILED}", "@REFUSED_BY_US@": REFUSED_BY_US}
+
+Number = int | float  # a number stays as its file writes it
+Step = tuple[Number | None, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """One expression and the name of its series. `exemplar`: show the traces that its buckets name."""
+def shown(query: str) -> str:
+    """The query over the servers, recorded series and GPUs that the dashboard's variables choose.
 
-    expression: str
-    legend: str = ""
-    exemplar: bool = False
-    is_instant: bool = False
-    format: formats.PromQueryFormat = formats.PromQueryFormat.TIME_SERIES
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A panel and the columns and rows that it takes."""
-
-    builder: Any  # a builder of a panel; the library has no common type for them that says what they can
-    width: int = 8
-    height: int = 8
+    A name or label that the catalogue lacks is a KeyError or an AssertionError.
+    """
+    for word, values in _WORDS.items():
+        query = query.replace(word, values)
+    return _SELECTOR.sub(_chosen, query)
 
 
-def lines(
-    title: str,
-    description: str,
-    *queries: Query,
-    unit: str = "short",
-    width: int = 8,
-    is_stacked: bool = False,
-    are_bars: bool = False,
-    limit: float | None = None,
-    links: Sequence[tuple[str, str]] = (),
-) -> Placed:
-    """Series over time. `limit` is drawn as a red line; `links` are (title, address) in the menu of each point."""
-    panel = _described(timeseries_builders.Panel(), (title, unit, description), queries)
-    panel.line_width(1).fill_opacity(70 if is_stacked else 8).show_points(looks.VisibilityMode.NEVER)
-    panel.tooltip(common.VizTooltipOptions().mode(looks.TooltipDisplayMode.MULTI).sort(looks.SortOrder.DESCENDING))
-    panel.legend(
-        common.VizLegendOptions()
-        .display_mode(looks.LegendDisplayMode.LIST)
-        .placement(looks.LegendPlacement.BOTTOM)
-        .show_legend(True)
-    )
-    panel.min(0) if is_stacked else panel.axis_soft_min(0)
-    if is_stacked:
-        panel.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL))
-    if are_bars:
-        panel.draw_style(looks.GraphDrawStyle.BARS)
-    if limit is not None:
-        panel.thresholds(_thresholds((None, "transparent"), (limit, RED)))
-        panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(looks.GraphTresholdsStyleMode.LINE))
-    if links:
-        panel.data_links([dashboard.DashboardLink(title).url(url).target_blank(True) for title, url in links])
-    return Placed(panel, width)
+def _chosen(selector: re.Match[str]) -> str:
+    name, matchers = selector[1], selector[2] or ""
+    assert "!" not in matchers, f"{selector[0]}: only = and =~"
+    if name.startswith("roseinfer_"):
+        return SHOWN.series(name.removeprefix("roseinfer_"), **dict(_MATCHER.findall(matchers)))
+    if name.startswith("roseinfer:"):
+        return f'{name}{{{matchers + "," if matchers else ""}namespace=~"$namespace",model_name=~"$model_name"}}'
+    # The labels that the exporter of GPUs gives with honorLabels and without.
+    own = foreign(name, 'namespace=~"$namespace"', 'pod=~"$pod"')
+    exported = foreign(name, 'exported_namespace=~"$namespace"', 'exported_pod=~"$pod"')
+    return f"({own} or {exported})"
 
 
-seconds, percentages = partial(lines, unit="s"), partial(lines, unit="percentunit")
+class Panel(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A panel as its file has it. `queries` are PromQL by the name of the series, `query` one without a name."""
+
+    title: str
+    kind: Literal["lines", "number", "heat", "states", "rows", "prose"] = "lines"
+    description: str = ""
+    unit: str = "short"
+    width: int | None = None  # in columns; that of its kind if there is none
+    height: int | None = None
+    query: str = ""
+    queries: dict[str, str] = {}
+    causes: Place | None = None  # repeats the query for each cause of that place, as @CAUSE@
+    exemplar: str | None = None  # the name of the series that also shows the traces that its buckets name
+    is_stacked: bool = False
+    are_bars: bool = False
+    has_links: bool = False  # to the timeline, in the menu of each point
+    limit: Number | None = None  # a red line
+    steps: list[Step] = []  # (from, colour) of a number; blue if there are none
+    objective: str = ""  # the key of the objective whose share and budget colour a number
+    decimals: int | None = None
+    names: dict[int, tuple[str, str]] = {}  # word and colour of each value of a state
+    hidden: list[str] = []  # labels that a table does not show
+    content: str = ""  # Markdown; @CAUSES@ is the table of causes
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and rows."""
+        width, height = _SIZES[self.kind]
+        return self.width or width, self.height or height
+
+    def targets(self) -> dict[str, str]:
+        """Complete PromQL by the name of the series."""
+        found = self.queries or {"": self.query}
+        if self.causes:
+            causes = [cause for cause in CAUSES if cause.row.place == self.causes]
+            found = {cause: self.query.replace("@CAUSE@", cause) for cause in causes}
+        return {legend: shown(query) for legend, query in found.items()}
 
 
-def number(
-    title: str,
-    description: str,
-    query: Query,
-    *steps: tuple[float | None, str],
-    unit: str = "short",
-    width: int = 4,
-    height: int = 5,
-    decimals: int | None = None,
-) -> Placed:
-    """The newest value, in the colour of the last of `steps`, (from, colour), that it reaches."""
-    panel = _described(stat.Panel(), (title, unit, description), [query])
-    panel.color_mode(looks.BigValueColorMode.VALUE).graph_mode(looks.BigValueGraphMode.AREA)
-    panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"])).no_value("no data")
-    panel.thresholds(_thresholds(*(steps or ((None, BLUE),))))
-    if decimals is not None:
-        panel.decimals(decimals)
-    return Placed(panel, width, height)
+def build_panel(panel: Panel) -> Any:
+    """The builder of the panel; the library has no common type for builders that says what they can."""
+    if panel.kind == "prose":
+        rows = "\n".join(f"| `{cause}` | {cause.row.remedy} |" for cause in CAUSES)
+        causes = f"| cause | what changes it |\n|---|---|\n{rows}"
+        return text.Panel().title(panel.title).content(panel.content.replace("@CAUSES@", causes))
+    built = _KINDS[panel.kind](panel)
+    built.title(panel.title).description(panel.description).unit(panel.unit).datasource(DATASOURCE)
+    if panel.has_links:
+        links = [dashboard.DashboardLink(title).url(url).target_blank(True) for title, url in TIMELINE_LINKS.items()]
+        built.data_links(links)
+    for index, (legend, expression) in enumerate(panel.targets().items()):
+        target = prometheus.Dataquery().expr(expression).ref_id("ABCDEFGHIJ"[index]).datasource(DATASOURCE)
+        target.editor_mode(formats.QueryEditorMode.CODE).exemplar(legend == panel.exemplar)
+        target.format(_FORMATS.get(panel.kind, formats.PromQueryFormat.TIME_SERIES))
+        if legend or panel.kind == "heat":
+            target.legend_format(legend or "{{le}}")
+        built.with_target(target.instant() if panel.kind == "rows" else target.range())
+    return built
 
 
-def heat(
-    title: str, unit: str, description: str, query: Query, width: int = 12, links: Sequence[tuple[str, str]] = ()
-) -> Placed:
+def _lines(panel: Panel) -> timeseries_builders.Panel:
+    """Series over time."""
+    built = timeseries_builders.Panel()
+    built.line_width(1).fill_opacity(70 if panel.is_stacked else 8).show_points(looks.VisibilityMode.NEVER)
+    built.tooltip(common.VizTooltipOptions().mode(looks.TooltipDisplayMode.MULTI).sort(looks.SortOrder.DESCENDING))
+    legend = common.VizLegendOptions().display_mode(looks.LegendDisplayMode.LIST)
+    built.legend(legend.placement(looks.LegendPlacement.BOTTOM).show_legend(True))
+    if panel.is_stacked:
+        built.min(0).stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL))
+    else:
+        built.axis_soft_min(0)
+    if panel.are_bars:
+        built.draw_style(looks.GraphDrawStyle.BARS)
+    if panel.limit is not None:
+        built.thresholds(_thresholds((None, "transparent"), (panel.limit, "red")))
+        built.thresholds_style(common.GraphThresholdsStyleConfig().mode(looks.GraphTresholdsStyleMode.LINE))
+    return built
+
+
+def _number(panel: Panel) -> stat.Panel:
+    """The newest value, in the colour of the last step that it reaches."""
+    built = stat.Panel()
+    built.color_mode(looks.BigValueColorMode.VALUE).graph_mode(looks.BigValueGraphMode.AREA)
+    built.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"])).no_value("no data")
+    steps = panel.steps
+    for objective in OBJECTIVES:
+        if objective.key == panel.objective:  # red is a budget of 30 days gone in two
+            wanted = float(objective.wanted)
+            steps = [(None, "red"), (1 - 14.4 * (1 - wanted), "orange"), (wanted, "green")]
+    built.thresholds(_thresholds(*(steps or [(None, "blue")])))
+    if panel.decimals is not None:
+        built.decimals(panel.decimals)
+    return built
+
+
+def _heat(panel: Panel) -> heatmap.Panel:
     """How often which value, over time: one column of a histogram's buckets for each interval."""
-    query = Query(query.expression, "{{le}}", query.exemplar, format=formats.PromQueryFormat.HEATMAP)
-    panel = _described(heatmap.Panel(), (title, unit, description), [query])
-    panel.calculate(False).cell_gap(0).show_tooltip().show_legend()
-    panel.color(
+    built = heatmap.Panel().calculate(False).cell_gap(0).show_tooltip().show_legend()
+    built.color(
         heatmap.HeatmapColorOptions()
         .mode(heatmap_models.HeatmapColorMode.SCHEME)
         .scheme("Oranges")
@@ -110,62 +169,46 @@ def heat(
         .steps(64)
         .fill("dark-orange")
     )
-    panel.y_axis(heatmap.YAxisConfig().unit(unit).axis_placement(looks.AxisPlacement.LEFT))
-    if links:
-        panel.data_links([dashboard.DashboardLink(title).url(url).target_blank(True) for title, url in links])
-    return Placed(panel, width)
+    return built.y_axis(heatmap.YAxisConfig().unit(panel.unit).axis_placement(looks.AxisPlacement.LEFT))
 
 
-def states(
-    title: str, unit: str, description: str, *queries: Query, names: dict[float, tuple[str, str]], width: int = 24
-) -> Placed:
-    """A band for each series whose colour and word say which value it had: value -> (word, colour)."""
-    panel = _described(statetimeline.Panel(), (title, unit, description), queries)
+def _states(panel: Panel) -> statetimeline.Panel:
+    """A band for each series, whose colour and word say which value it had."""
     options = {
-        f"{value:g}": models.ValueMappingResult(text=text_, color=colour, index=index)
-        for index, (value, (text_, colour)) in enumerate(names.items())
+        str(value): models.ValueMappingResult(text=word, color=colour, index=index)
+        for index, (value, (word, colour)) in enumerate(panel.names.items())
     }
-    panel.mappings([models.ValueMap(options=options)])
-    panel.color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
-    panel.thresholds(_thresholds((None, "text")))
-    panel.row_height(0.8).merge_values(True).show_value(looks.VisibilityMode.AUTO)
-    return Placed(panel, width)
+    built = statetimeline.Panel().mappings([models.ValueMap(options=options)])
+    built.color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
+    built.thresholds(_thresholds((None, "text")))
+    return built.row_height(0.8).merge_values(True).show_value(looks.VisibilityMode.AUTO)
 
 
-def rows(title: str, description: str, query: Query, hidden: Sequence[str] = (), width: int = 12) -> Placed:
+def _rows(panel: Panel) -> table.Panel:
     """The newest value of each series as a line of a table, largest first."""
-    query = Query(query.expression, query.legend, is_instant=True, format=formats.PromQueryFormat.TABLE)
-    panel = _described(table.Panel(), (title, "short", description), [query])
-    panel.with_transformation(
-        models.DataTransformerConfig(
-            id_val="organize", options={"excludeByName": dict.fromkeys(("Time", *hidden), True)}
-        )
-    )
-    panel.sort_by([common.TableSortByFieldState().display_name("Value").desc(True)])
-    return Placed(panel, width)
+    hidden = {"excludeByName": dict.fromkeys(("Time", *panel.hidden), True)}
+    built = table.Panel().with_transformation(models.DataTransformerConfig(id_val="organize", options=hidden))
+    return built.sort_by([common.TableSortByFieldState().display_name("Value").desc(True)])
 
 
-def prose(title: str, content: str, width: int = 12, height: int = 8) -> Placed:
-    """Markdown."""
-    return Placed(text.Panel().title(title).content(content), width, height)
-
-
-def _described(panel: Any, words: tuple[str, str, str], queries: Sequence[Query]) -> Any:
-    title, unit, description = words
-    panel.title(title).description(description).unit(unit).datasource(DATASOURCE)
-    for index, query in enumerate(queries):
-        panel.with_target(_target(query, "ABCDEFGHIJ"[index]))
-    return panel
-
-
-def _target(query: Query, ref_id: str) -> prometheus.Dataquery:
-    target = prometheus.Dataquery().expr(query.expression).ref_id(ref_id).datasource(DATASOURCE)
-    target.editor_mode(formats.QueryEditorMode.CODE).format(query.format).exemplar(query.exemplar)
-    if query.legend:
-        target.legend_format(query.legend)
-    return target.instant() if query.is_instant else target.range()
-
-
-def _thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
+def _thresholds(*steps: Step) -> dashboard.ThresholdsConfig:
     listed = [models.Threshold(value=value, color=colour) for value, colour in steps]
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(listed)
+
+
+_KINDS: dict[str, Callable[[Panel], Any]] = {
+    "lines": _lines,
+    "number": _number,
+    "heat": _heat,
+    "states": _states,
+    "rows": _rows,
+}
+_SIZES = {
+    "lines": (8, 8),
+    "number": (4, 5),
+    "heat": (12, 8),
+    "states": (24, 8),
+    "rows": (12, 8),
+    "prose": (12, 8),
+}
+_FORMATS = {"heat": formats.PromQueryFormat.HEATMAP, "rows": formats.PromQueryFormat.TABLE}

@@ -140,21 +140,6 @@ class Queries:
         labels = f"le, {by}" if by else "le"
         return f"histogram_quantile({quantile:g}, {self.total(f'{name}_bucket', labels, **matchers)})"
 
-    def mean(self, name: str, by: str = "", **matchers: str) -> str:
-        return f"{self.total(f'{name}_sum', by, **matchers)} / {self.total(f'{name}_count', by, **matchers)}"
-
-    def increase_by_bucket(self, name: str, **matchers: str) -> str:
-        return f"sum by (le) (increase({self.series(f'{name}_bucket', **matchers)}[{self.window}]))"
-
 
 def _sum(by: str) -> str:
     return f"sum by ({by}) " if by else "sum"
-
-
-def ratio(part: str, whole: str) -> str:
-    return f"{part} / {whole}"
-
-
-def nonzero(expression: str) -> str:
-    """For a denominator: no traffic is then a share of 0 and not a division by it."""
-    return f"clamp_min({expression}, 1e-9)"
