@@ -187,9 +187,9 @@ def _add_bench(parser: Parser) -> None:
         return sub
 
     about = "Requests on a schedule, each streamed: latency and its parts."
-    streaming = add("streaming", about, add_streaming, _later("roseinfer.bench.seeds.streaming"))
+    streaming = add("streaming", about, add_streaming, _later("roseinfer.bench.seeds.session"))
     about = "A batch of requests at once, online or offline."
-    scheduler = add("scheduler", about, add_scheduler, _later("roseinfer.bench.seeds.scheduler"))
+    scheduler = add("scheduler", about, add_scheduler, _later("roseinfer.bench.seeds.session"))
     for seed in (streaming, scheduler):
         seed.set_defaults(defaults=DEFAULTS)
     add("serve", "A load through HTTP: what its clients see, and where the time went.", add_serve, _load)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.bench import options
-from roseinfer.bench.seeds import workload
+from roseinfer.bench.seeds import session
 from roseinfer.config.flags import Parser, values_given
 from roseinfer.config.sources import LoadedConfig, build
 from roseinfer.messages import SamplingParams
@@ -23,10 +23,10 @@ def parse(*arguments: str) -> tuple[argparse.Namespace, LoadedConfig]:
 
 
 def test_repeats_cycle_and_numbers_end_the_prompt() -> None:
-    assert workload.make_prompts("Hi", 3, [1, 4], is_unique=False) == ["Hi", "Hi Hi Hi Hi", "Hi"]
-    assert workload.make_prompts("Hi", 3, [1, 2], is_unique=True) == ["Hi #0", "Hi Hi #1", "Hi #2"]
+    assert session.make_prompts("Hi", 3, [1, 4], is_unique=False) == ["Hi", "Hi Hi Hi Hi", "Hi"]
+    assert session.make_prompts("Hi", 3, [1, 2], is_unique=True) == ["Hi #0", "Hi Hi #1", "Hi #2"]
     parsed, _ = parse("--prompt", "x", "--num-requests", "3", "--prompt-repeats", "2, 1", "--unique-prompts")
-    assert workload.prompts_of(parsed) == ["x x #0", "x #1", "x x #2"]
+    assert session.prompts_of(parsed) == ["x x #0", "x #1", "x x #2"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_repeats_cycle_and_numbers_end_the_prompt() -> None:
 )  # fmt: skip
 def test_sampling_is_greedy_unless_asked_for(arguments: list[str], params: SamplingParams) -> None:
     parsed, _ = parse(*arguments)
-    assert workload.params_of(parsed) == msgspec.structs.replace(params, seed=0), "each run draws the same"
+    assert session.params_of(parsed) == msgspec.structs.replace(params, seed=0), "each run draws the same"
 
 
 def test_the_seeds_flags_are_options_of_the_tree() -> None:
@@ -78,7 +78,7 @@ def test_the_seeds_default_batch_stands_unless_somebody_says_otherwise() -> None
 def test_no_active_set_needs_more_than_the_plan(
     prompts: list[list[int]], new_tokens: int, block_size: int, active: int
 ) -> None:
-    planned = workload.num_blocks_for(prompts, new_tokens, block_size, active)
+    planned = session.num_blocks_for(prompts, new_tokens, block_size, active)
     longest = sorted(map(len, prompts), reverse=True)[:active]
     held = sum(-(-(length + new_tokens) // block_size) for length in longest)
     assert held <= planned <= held + len(prompts)
@@ -91,10 +91,10 @@ def test_no_active_set_needs_more_than_the_plan(
 )  # fmt: skip
 def test_every_request_may_be_active_unless_somebody_says_otherwise(flags: str, active: int) -> None:
     parsed, loaded = parse(*shlex.split(flags))
-    assert workload.with_all_active(loaded, parsed.num_requests).scheduler.max_active_seqs == active
+    assert session.with_all_active(loaded, parsed.num_requests).scheduler.max_active_seqs == active
 
 
 def test_the_plan_of_a_known_workload() -> None:
-    assert workload.num_blocks_for([[1, 2, 3]] * 64, 128, 16, max_active_seqs=64) == 64 * 9 + 1
-    assert workload.num_blocks_for([[1, 2, 3]] * 64, 128, 16, max_active_seqs=8) == 8 * 9 + 1
-    assert workload.num_blocks_for([[1] * 16, [2] * 16], 16, 16, max_active_seqs=2) == 4
+    assert session.num_blocks_for([[1, 2, 3]] * 64, 128, 16, max_active_seqs=64) == 64 * 9 + 1
+    assert session.num_blocks_for([[1, 2, 3]] * 64, 128, 16, max_active_seqs=8) == 8 * 9 + 1
+    assert session.num_blocks_for([[1] * 16, [2] * 16], 16, 16, max_active_seqs=2) == 4
