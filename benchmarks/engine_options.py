@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from roseinfer.config.options import Config
 from roseinfer.config.sources import Given, load
-from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.library import find_built, kernels_directory, levels_here
 

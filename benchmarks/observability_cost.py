@@ -36,7 +36,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.http_client import prepared
 from roseinfer.bench.load.client import HEAD_START_NS, LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
-from roseinfer.config.tree import Config, ModelConfig, SchedulerConfig, ServerConfig, TracingConfig
+from roseinfer.config.options import Config, ModelConfig, SchedulerConfig, ServerConfig, TracingConfig
 from roseinfer.engine.core.batch import Watch
 from roseinfer.engine.core.stopwatch import Phases, Stopwatch
 from roseinfer.engine.link.client import AsyncEngine

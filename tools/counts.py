@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path, PurePath
 
-from roseinfer.config.tree import options
+from roseinfer.config.options import options
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = PurePath("src/roseinfer")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roseinfer.config.tree import CacheConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler

@@ -19,7 +19,7 @@ from benchmarks.engine_options import require_kernels
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_gpt2 import WIDTH
 from benchmarks.roofs import STEP_LINEARS
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.model.device import FOURS, PAIRS, TILES, Placement
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.layers.linear import IntegerLinear, OneDnnLinear, RegisterLinear, TileLinear, quantized_weight

@@ -29,7 +29,7 @@ from roseinfer.bench.definitions import percentile
 from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.launcher import Server, free_port, serving
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.observe.recorder.recorder import STEPS_PER_REQUEST, WRITES_PER_STEP
 from roseinfer.observe.recorder.recording import STEP_DTYPE, WRITE_DTYPE
 from roseinfer.text.grammar.checker import VERDICT_CACHE_BYTES

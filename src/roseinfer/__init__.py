@@ -11,7 +11,7 @@ __all__ = ["LLM", "Completion", "Config", "RoseinferError", "SamplingParams", "_
 _HOMES = {
     "LLM": "roseinfer.llm.llm",
     "Completion": "roseinfer.llm.llm",
-    "Config": "roseinfer.config.tree",
+    "Config": "roseinfer.config.options",
     "RoseinferError": "roseinfer.errors",
     "SamplingParams": "roseinfer.messages",
 }

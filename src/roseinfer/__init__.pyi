@@ -1,4 +1,4 @@
-from roseinfer.config.tree import Config as Config
+from roseinfer.config.options import Config as Config
 from roseinfer.errors import RoseinferError as RoseinferError
 from roseinfer.llm.llm import LLM as LLM
 from roseinfer.llm.llm import Completion as Completion

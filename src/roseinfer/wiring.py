@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from roseinfer import __version__
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.engine import Engine

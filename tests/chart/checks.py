@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from roseinfer.config.options import Config
 from roseinfer.config.sources import load
-from roseinfer.config.tree import Config
 from roseinfer.errors import ConfigError
 from roseinfer.observe.tracing.tracing import FLUSH_TIMEOUT_S
 from tests.chart.helm_process import Object, Rendered

@@ -10,8 +10,8 @@ import yaml
 
 from monitoring import scaling
 from roseinfer.config.flags import Parser, add_config_flags, values_given
+from roseinfer.config.options import DEMO_MODEL, options
 from roseinfer.config.sources import build, gather
-from roseinfer.config.tree import DEMO_MODEL, options
 from roseinfer.observe.metrics.catalogue import CATALOGUE
 from tests.chart.checks import CHECKS, Check, configured
 from tests.chart.conftest import ExampleOf

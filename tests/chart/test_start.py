@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from roseinfer.bench.load.launcher import START_TIMEOUT_S, free_port
-from roseinfer.config.tree import DEMO_MODEL
+from roseinfer.config.options import DEMO_MODEL
 from tests.chart.helm_process import CHART, HelmProcess
 from tests.conftest import require_tool
 

@@ -9,7 +9,7 @@ from roseinfer.bench.load.plan import PlannedRequest, Segment
 from roseinfer.bench.simulate.cost_model import DEFAULT
 from roseinfer.bench.simulate.simulation import Setup, Simulation
 from roseinfer.cli import main as cli
-from roseinfer.config.tree import CacheConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, SchedulerConfig
 from tests.e2e.server import Server
 
 MS = 1_000_000

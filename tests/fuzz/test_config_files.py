@@ -7,8 +7,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from roseinfer.config.options import options
 from roseinfer.config.sources import load
-from roseinfer.config.tree import options
 from roseinfer.errors import ConfigError
 from tests.fuzz.mutations import corpus, mutated
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import LifecycleState
 from tests.unit.model.conftest import Shape, write_checkpoint

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.triton import TritonAttention

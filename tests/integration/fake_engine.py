@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.engine.core.engine import Engine
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StartupProgress

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from roseinfer import wiring
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ThreadTransport

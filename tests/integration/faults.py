@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from roseinfer.config.tree import Config, ModelConfig
+from roseinfer.config.options import Config, ModelConfig
 from roseinfer.engine.core.batch import Launched, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.transport import ProcessTransport

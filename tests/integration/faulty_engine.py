@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link import frames as link
 from roseinfer.messages import StartupProgress

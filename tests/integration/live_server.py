@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.config.options import Config, ServerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ThreadTransport, Transport

@@ -8,7 +8,7 @@ import gc
 import json
 import sys
 
-from roseinfer.config.tree import CacheConfig, RunnerConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.engine.link.transport import ProcessTransport
 from roseinfer.messages import EngineInfo, Event
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roseinfer.config.tree import StructuredConfig
+from roseinfer.config.options import StructuredConfig
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.messages import EngineInfo, Request, TokenOutput
 from roseinfer.records import FinishReason

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from aiohttp import http_parser
 
-from roseinfer.config.tree import ServerConfig
+from roseinfer.config.options import ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
 from roseinfer.server.connection.connection import (

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.config.options import Config, ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.runtime import file_watch as watched_files
 from roseinfer.server import lifecycle

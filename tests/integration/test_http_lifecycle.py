@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from roseinfer.bench.load.launcher import free_port
-from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.config.options import Config, ServerConfig
 from roseinfer.errors import ConfigError, EngineDead, EngineFailed
 from roseinfer.messages import StartupProgress
 from roseinfer.records import FinishReason, LifecycleState

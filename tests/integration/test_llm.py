@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from roseinfer.bench.seeds.runs import StepLog
-from roseinfer.config.tree import Config, EngineConfig, ModelConfig, ServerConfig
+from roseinfer.config.options import Config, EngineConfig, ModelConfig, ServerConfig
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import (
     InvalidRequest,

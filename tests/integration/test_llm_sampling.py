@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.config.options import Config, ServerConfig
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.llm.llm import LLM
 from roseinfer.messages import Request, SamplingParams, TokenLogprobs, TokenOutput

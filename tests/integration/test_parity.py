@@ -28,7 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.library import levels_here

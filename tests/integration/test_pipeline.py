@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases

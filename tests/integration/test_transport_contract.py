@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from roseinfer.config.tree import Config, ModelConfig
+from roseinfer.config.options import Config, ModelConfig
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport, ThreadTransport, Transport
 from roseinfer.errors import ConfigError, Conflict, EngineDead, EngineFailed

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from roseinfer.config.tree import CacheConfig, Config, SchedulerConfig
+from roseinfer.config.options import CacheConfig, Config, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ThreadTransport

@@ -14,7 +14,7 @@ from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_ru
 from monitoring.panels import SHOWN, shown
 from monitoring.promql import FOREIGN, own_labels, row_of
 from monitoring.scaling import DEMAND_THRESHOLD
-from roseinfer.config.tree import options
+from roseinfer.config.options import options
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics.catalogue import PHASES
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS

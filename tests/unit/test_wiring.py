@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from roseinfer import wiring
-from roseinfer.config.tree import Config, RunnerConfig
+from roseinfer.config.options import Config, RunnerConfig
 from tests.unit.observe.facts import ENGINE
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roseinfer.config.flags import Parser, add_config_flags, values_given
+from roseinfer.config.options import Config, ServerConfig
 from roseinfer.config.sources import build, gather
-from roseinfer.config.tree import Config, ServerConfig
 from roseinfer.errors import ConfigError
 
 EXIT_NOT_READY = 1

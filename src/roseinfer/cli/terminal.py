@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from roseinfer.cli.progress import show_loading
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError, InvalidRequest, RequestError
 from roseinfer.llm.llm import LLM
 from roseinfer.messages import SamplingParams

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from roseinfer.config.options import Config, Option, options
 from roseinfer.config.sources import FOREIGN_VARIABLES, LoadedConfig
-from roseinfer.config.tree import Config, Option, options
 
 _HEAD = """\
 # Configuration

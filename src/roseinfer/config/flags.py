@@ -14,8 +14,8 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 from msgspec import Meta
 
+from roseinfer.config.options import Option, options, refusal_of
 from roseinfer.config.sources import Given, closest
-from roseinfer.config.tree import Option, options, refusal_of
 from roseinfer.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]

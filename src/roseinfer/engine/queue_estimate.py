@@ -17,7 +17,7 @@ from typing import Self
 
 import msgspec
 
-from roseinfer.config.tree import SchedulerConfig
+from roseinfer.config.options import SchedulerConfig
 from roseinfer.messages import MOST_URGENT, PRIORITY_WAIT_S, Request
 from roseinfer.records import BlockedBy, QueueReport, StartEstimate, StepRecord
 

@@ -7,8 +7,8 @@ import msgspec
 
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.config.api_keys import read_keys
+from roseinfer.config.options import Config
 from roseinfer.config.sources import LoadedConfig
-from roseinfer.config.tree import Config
 from roseinfer.explain import text
 from roseinfer.explain.evidence import read_evidence
 from roseinfer.explain.explanation import Timing, explain

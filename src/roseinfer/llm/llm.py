@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer import wiring
-from roseinfer.config.tree import Config, shown
+from roseinfer.config.options import Config, shown
 from roseinfer.errors import (
     ConfigError,
     EngineError,

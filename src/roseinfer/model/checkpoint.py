@@ -17,7 +17,7 @@ import msgspec
 import safetensors
 import torch
 
-from roseinfer.config.tree import DEMO_MODEL
+from roseinfer.config.options import DEMO_MODEL
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingDefaults
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from roseinfer.config.tree import CacheConfig
+from roseinfer.config.options import CacheConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement

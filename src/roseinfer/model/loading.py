@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, SamplingDefaults
 from roseinfer.model.attention.base import AttentionBackend

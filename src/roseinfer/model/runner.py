@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roseinfer.config.tree import Config, RunnerConfig
+from roseinfer.config.options import Config, RunnerConfig
 from roseinfer.engine.core.batch import (
     OWN_FAULT,
     Int32Array,

@@ -18,7 +18,7 @@ from typing import TextIO
 
 import msgspec
 
-from roseinfer.config.tree import ObserveConfig
+from roseinfer.config.options import ObserveConfig
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.metrics.catalogue import NS_PER_S, token_gaps_s
 from roseinfer.observe.metrics.histogram import Histogram

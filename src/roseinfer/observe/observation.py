@@ -9,7 +9,7 @@ from typing import Any
 import numpy.ma  # noqa: F401 - np.median imports it when first called: 20 ms, on the event loop
 from prometheus_client import CollectorRegistry
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub

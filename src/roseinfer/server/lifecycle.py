@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
-from roseinfer.config.tree import Config, EngineConfig
+from roseinfer.config.options import Config, EngineConfig
 from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress

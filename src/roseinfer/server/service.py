@@ -7,7 +7,7 @@ from itertools import islice
 
 from aiohttp import web
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import EngineDead, NotReady, Overloaded, RequestAborted
 from roseinfer.messages import MOST_URGENT, Request

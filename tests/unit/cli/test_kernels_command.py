@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from roseinfer.cli.main import main
-from roseinfer.config.tree import options
+from roseinfer.config.options import options
 from roseinfer.model.kernels import library
 from roseinfer.model.kernels.library import LEVELS, find_built
 from tests.conftest import require_tool

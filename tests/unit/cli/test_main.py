@@ -13,7 +13,7 @@ import pytest
 from roseinfer import __version__, wiring
 from roseinfer.cli import terminal
 from roseinfer.cli.main import main
-from roseinfer.config.tree import Config, options
+from roseinfer.config.options import Config, options
 from roseinfer.errors import ConfigError, EngineDead, EngineFailed, PromptTooLong
 from roseinfer.messages import SamplingParams
 

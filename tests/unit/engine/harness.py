@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roseinfer.config.tree import CacheConfig, Config, SchedulerConfig
+from roseinfer.config.options import CacheConfig, Config, SchedulerConfig
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler

@@ -9,7 +9,7 @@ from roseinfer.bench.options import Delay, Lengths
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.bench.simulate.simulate import without
 from roseinfer.bench.simulate.simulation import Setup, Simulation
-from roseinfer.config.tree import CacheConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.explain.explanation import Explanation, explain
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import gaps_of

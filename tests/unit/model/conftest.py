@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, SlotBinding
 from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.messages import SamplingParams, TokenLogprobs

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.messages import EngineInfo
 from roseinfer.model.attention.base import Attend, AttentionBackend, AttentionSpec, DeviceTokens, PackedTokens
 from roseinfer.model.attention.reference import ReferenceAttention

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.model.device import DTYPES, Placement, Quantization
 from roseinfer.model.kernels.library import levels_here, load_kernels
 from tests.conftest import BuiltKernels

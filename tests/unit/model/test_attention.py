@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionBackend, AttentionSpec, PackedTokens

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import constants, errors
 from safetensors.torch import load_file, save_file
 
-from roseinfer.config.tree import DEMO_MODEL
+from roseinfer.config.options import DEMO_MODEL
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingDefaults
 from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.base import Attend
 from roseinfer.model.device_stream import CudaGraphs, graph_sizes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels import library
 from roseinfer.model.kernels.library import (
@@ -223,7 +223,7 @@ def test_kernels_lie_in_the_users_cache_unless_configured(monkeypatch: pytest.Mo
 CHILD = """
 import sys
 import torch
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.model.attention.base import AttentionSpec, PackedTokens
 from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.kernels.library import load_kernels

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import OWN_FAULT, ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams

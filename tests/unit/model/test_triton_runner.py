@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device_stream import Graph
 from tests.unit.model.conftest import Shape, prompt_of, write_checkpoint

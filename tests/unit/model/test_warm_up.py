@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device import Scratch

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import (
     Advanced,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roseinfer.config.tree import ObserveConfig
+from roseinfer.config.options import ObserveConfig
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.logs import JsonFormatter, LogOutput, Logs, TextFormatter, configure, escape
 from roseinfer.records import Advanced, FinishReason, LifecycleState
@@ -287,7 +287,7 @@ def test_a_line_survives_a_stream_that_others_made_non_blocking() -> None:
 
 STALLED = """
 import logging, sys
-from roseinfer.config.tree import ObserveConfig
+from roseinfer.config.options import ObserveConfig
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.logs import configure
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from roseinfer.config.api_keys import parse_keys
-from roseinfer.config.tree import Config, ServerConfig
+from roseinfer.config.options import Config, ServerConfig
 from roseinfer.engine.link.heartbeat import Account, Activity
 from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.errors import Conflict, EngineDead, EngineError, NotReady, RoseinferError

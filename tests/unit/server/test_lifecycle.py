@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.config.tree import Config, EngineConfig, ServerConfig
+from roseinfer.config.options import Config, EngineConfig, ServerConfig
 from roseinfer.errors import ConfigError, EngineDead, EngineFailed
 from roseinfer.observe.logs import JsonFormatter
 from roseinfer.server import lifecycle

@@ -3,7 +3,7 @@
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.errors import EngineDead, NotReady
 from roseinfer.records import LifecycleState
 from roseinfer.server.service import Service

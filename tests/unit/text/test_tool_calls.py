@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from roseinfer.config.tree import StructuredConfig
+from roseinfer.config.options import StructuredConfig
 from roseinfer.messages import TokenOutput
 from roseinfer.records import RequestTimeline
 from roseinfer.server.openai.chat import ToolDialect

@@ -20,8 +20,8 @@ from roseinfer.bench.seeds import report
 from roseinfer.bench.seeds.runs import Run, Schedule, StepLog, run_offline, run_online
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress, show_loading
+from roseinfer.config.options import Config
 from roseinfer.config.sources import LoadedConfig
-from roseinfer.config.tree import Config
 from roseinfer.llm.llm import LLM, Prompt
 from roseinfer.messages import SamplingParams
 

@@ -20,8 +20,8 @@ from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.bench.simulate.simulation import Decision, Setup, Simulated, Simulation
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress
+from roseinfer.config.options import Config, options
 from roseinfer.config.sources import Given, LoadedConfig, build
-from roseinfer.config.tree import Config, options
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.recording import Recording
 

@@ -19,7 +19,7 @@ from roseinfer.bench.load.plan import PlannedRequest, Tokens
 from roseinfer.bench.options import Delay
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.bench.simulate.virtual_runner import VirtualClock, VirtualRunner
-from roseinfer.config.tree import CacheConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from roseinfer.config.tree import SchedulerConfig
+from roseinfer.config.options import SchedulerConfig
 from roseinfer.engine.core.sequence import Sequence
 
 AdmissionPolicy = Callable[[list[Sequence], int], tuple[list[Sequence], bool]]

@@ -2,7 +2,7 @@
 
 from bisect import insort
 
-from roseinfer.config.tree import CacheConfig
+from roseinfer.config.options import CacheConfig
 from roseinfer.engine.core.batch import IndexArray
 from roseinfer.engine.core.prefix_cache import PrefixCache
 from roseinfer.engine.core.sequence import Sequence, SlotTable

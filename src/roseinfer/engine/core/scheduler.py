@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from roseinfer.config.tree import CacheConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.admission import make_policy
 from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.engine.core.constraint import Grammars

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.frames import CommandEncoder, FrameBuffer, encode_frame

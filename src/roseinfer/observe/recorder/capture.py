@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError, RoseinferError
 from roseinfer.messages import ProfileEnded
 from roseinfer.observe.gaps.causes import Cause

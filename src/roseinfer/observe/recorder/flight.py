@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions

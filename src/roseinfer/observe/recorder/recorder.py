@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import WriteObserver, Writes

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from roseinfer.config.tree import Config, TracingConfig
+from roseinfer.config.options import Config, TracingConfig
 from roseinfer.errors import ConfigError, QueueTimeout
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution

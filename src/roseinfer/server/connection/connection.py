@@ -19,7 +19,7 @@ from aiohttp import EMPTY_PAYLOAD, StreamReader, http_parser, web
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
-from roseinfer.config.tree import ServerConfig
+from roseinfer.config.options import ServerConfig
 from roseinfer.errors import ConfigError, HeadTooLarge, MalformedRequest, RoseinferError
 from roseinfer.server.middleware import error_response, request_id_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from roseinfer.config.tree import ServerConfig
+from roseinfer.config.options import ServerConfig
 from roseinfer.errors import UnmetExpectation
 from roseinfer.server.connection.connection import (
     LONGEST_CHECK_S,

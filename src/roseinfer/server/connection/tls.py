@@ -3,7 +3,7 @@
 import ssl
 from pathlib import Path
 
-from roseinfer.config.tree import ServerConfig
+from roseinfer.config.options import ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.runtime.file_watch import WatchedFiles
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from roseinfer.config.tree import StructuredConfig
+from roseinfer.config.options import StructuredConfig
 from roseinfer.errors import InvalidRequest, NotReady, Overloaded
 from roseinfer.messages import EngineInfo, Grammar
 from roseinfer.runtime.child_process import (

@@ -13,7 +13,7 @@ from roseinfer.bench.options import Delay, Lengths
 from roseinfer.bench.simulate.cost_model import CostModel, fit
 from roseinfer.bench.simulate.simulate import without
 from roseinfer.bench.simulate.simulation import Decision, Setup, Simulated, Simulation
-from roseinfer.config.tree import CacheConfig, SchedulerConfig
+from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StepOutput
@@ -243,7 +243,7 @@ def test_in_every_history_all_end_once_blocks_are_kept_and_nobody_starves(
 
 
 def check_fairness(setup: Setup, planned: Sequence[PlannedRequest], decisions: Sequence[Decision]) -> None:
-    """Bounds of `config/tree.py:Limits` on what a sequence may wait for, in launched steps.
+    """Bounds of `config/options.py:Limits` on what a sequence may wait for, in launched steps.
 
     A decoding sequence has its turn again within ceil(active / rows) steps unless it is preempted. A waiting one is
     admitted before more tokens have been computed than all others have, a preempted one's counted again, and the

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from roseinfer.config.tree import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement

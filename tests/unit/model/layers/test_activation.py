@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.model.device import Placement
 from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
 from roseinfer.model.layers.activation import SiluGate

@@ -14,7 +14,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams

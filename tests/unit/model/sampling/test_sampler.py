@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roseinfer.config.tree import RunnerConfig
+from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels

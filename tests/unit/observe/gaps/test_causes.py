@@ -4,7 +4,7 @@ import string
 
 import pytest
 
-from roseinfer.config.tree import options
+from roseinfer.config.options import options
 from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.recorder.recording import STEP_DTYPE
 from roseinfer.records import StepRecord

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.config.tree import Config, ModelConfig, ObserveConfig, ServerConfig
+from roseinfer.config.options import Config, ModelConfig, ObserveConfig, ServerConfig
 from roseinfer.errors import ConfigError, Conflict
 from roseinfer.messages import ProfileEnded
 from roseinfer.observe.gaps.causes import Cause

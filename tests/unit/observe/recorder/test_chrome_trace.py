@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.observe.recorder.chrome_trace import ENGINE, assign_lanes, chrome_trace
 from roseinfer.observe.recorder.recorder import FlightRecorder
 from roseinfer.observe.recorder.recording import RequestRecord

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from roseinfer.config.tree import CacheConfig, Config, SchedulerConfig
+from roseinfer.config.options import CacheConfig, Config, SchedulerConfig
 from roseinfer.observe.recorder.flight import Flight, limit_of
 from roseinfer.records import Advanced, BlockedBy, QueueReport, RequestTimeline, StartEstimate, StepRecord
 from tests.unit.observe.facts import ENGINE, MS, make_step

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roseinfer.config.tree import Config, ObserveConfig
+from roseinfer.config.options import Config, ObserveConfig
 from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.recorder.recorder import FlightRecorder, Ring
 from roseinfer.observe.recorder.recording import WRITE_DTYPE, Recording, RequestRecord

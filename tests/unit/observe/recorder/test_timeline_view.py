@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.config.tree import Config
+from roseinfer.config.options import Config
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Arrival, Delivery
 from tests.unit.observe.facts import writes_of

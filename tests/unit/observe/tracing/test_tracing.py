@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as PbSpan
 from prometheus_client import CollectorRegistry
 
-from roseinfer.config.tree import Config, TracingConfig
+from roseinfer.config.options import Config, TracingConfig
 from roseinfer.errors import ConfigError
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.causes import Cause

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.config.tree import StructuredConfig
+from roseinfer.config.options import StructuredConfig
 from roseinfer.errors import InvalidRequest, NotReady, Overloaded
 from roseinfer.messages import Grammar
 from roseinfer.runtime import child_process

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from roseinfer.config import docs as config_docs
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig, options
 from roseinfer.config.sources import Given, LoadedConfig, load
-from roseinfer.config.tree import CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig, options
 from roseinfer.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
