@@ -8,8 +8,8 @@ import msgspec
 
 from generated_files import filled
 from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
+from roseinfer.server.api.parsing import UNSERVED
 from roseinfer.server.connection.body import FEW_VALUES
-from roseinfer.server.openai.parsing import UNSERVED
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody, ModelBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.openai.parsing import _parse_loosely, parse_body
+from roseinfer.server.api.parsing import _parse_loosely, parse_body
 from roseinfer.server.openai.replies import error_body
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody

@@ -18,7 +18,7 @@ MAY_ASK_FOR_THE_DATE = {
     "server/ops/probes.py",  # `created` of a model
     "text/templates.py",  # templates may write it into a prompt
     "server/exchange.py",  # how late a load generator was against its own schedule
-    "server/openai/respond.py",  # `created` of an answer
+    "server/api/respond.py",  # `created` of an answer
 }
 WALL_CLOCKS = {
     *("time", "time_ns", "clock_gettime", "clock_gettime_ns", "CLOCK_REALTIME"),

@@ -22,7 +22,7 @@ from roseinfer.server.connection.connection import (
     Connections,
     require_compiled_parser,
 )
-from roseinfer.server.openai.openapi import document
+from roseinfer.server.openapi import document
 from tests.integration.live_server import closed
 from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, engine_info, says, serving
 

@@ -13,7 +13,7 @@ from roseinfer.messages import Request, SamplingParams, TokenOutput
 from roseinfer.records import EngineTimes, FinishReason
 from roseinfer.server.connection.body import INLINE_BYTES
 from roseinfer.server.openai import replies
-from roseinfer.server.openai.openapi import OPERATIONS
+from roseinfer.server.openapi import OPERATIONS
 from roseinfer.text.tokenizer import INLINE_CHARS
 from tests.unit.server.harness import BOS, ScriptedEngine, Server, ids, logprobs_of, says, serving, text_model
 
@@ -214,7 +214,7 @@ async def test_who_waited_too_long_comes_back_when_the_backlog_has_gone(priority
 
 
 async def test_a_long_body_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roseinfer.server.openai.parsing.parse_body", None)
+    monkeypatch.setattr("roseinfer.server.api.parsing.parse_body", None)
     async with serving(ScriptedEngine()) as server:
         refused = await server.complete(prompt=[1] * 100_000)
         spelled = await server.request("POST", "/detokenize", json={"tokens": [1] * 100_000})

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from roseinfer.server import middleware
+from roseinfer.server import middleware, openapi
 from roseinfer.server.connection.listener import Listener
 from roseinfer.server.exchange import Ledger
-from roseinfer.server.openai import chat, completions, openapi, tokenize
+from roseinfer.server.openai import chat, completions, tokenize
 from roseinfer.server.ops import debug_access, probes
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.grammar.checker import GrammarChecker

@@ -20,10 +20,10 @@ from roseinfer.errors import (
     UnknownRoute,
 )
 from roseinfer.records import LifecycleState
+from roseinfer.server.api import event_stream as sse
 from roseinfer.server.connection.api_keys import Caller
 from roseinfer.server.connection.body_budget import HELD_BYTES, HeldBytes
 from roseinfer.server.exchange import EXCHANGE, is_for_tokens
-from roseinfer.server.openai import event_stream as sse
 from roseinfer.server.openai.replies import error_body, server_timing
 from roseinfer.server.service import SERVICE
 

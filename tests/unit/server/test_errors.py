@@ -18,7 +18,7 @@ from roseinfer.errors import (
     RoseinferError,
 )
 from roseinfer.server.middleware import error_response
-from roseinfer.server.openai.openapi import document
+from roseinfer.server.openapi import document
 from tests.unit.server.harness import engine_info
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import ConfigError, InvalidRequest
-from roseinfer.server.openai.parsing import parse_body
+from roseinfer.server.api.parsing import parse_body
 from roseinfer.server.openai.schema import ChatBody, ModelBody
 from roseinfer.server.openai.tokenize import TokenizeBody
 from roseinfer.text.templates import (

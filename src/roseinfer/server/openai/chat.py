@@ -13,10 +13,10 @@ from aiohttp import web
 
 from roseinfer.errors import InvalidRequest, PromptName
 from roseinfer.records import FinishReason
+from roseinfer.server.api.event_stream import NOTHING
+from roseinfer.server.api.parsing import read_body
+from roseinfer.server.api.respond import Dialect, Job, respond
 from roseinfer.server.exchange import generates_tokens
-from roseinfer.server.openai.event_stream import NOTHING
-from roseinfer.server.openai.parsing import read_body
-from roseinfer.server.openai.respond import Dialect, Job, respond
 from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar, requested_tools
 from roseinfer.server.service import SERVICE

@@ -10,9 +10,9 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.errors import PromptName, PromptTooLong
+from roseinfer.server.api.parsing import read_body
+from roseinfer.server.api.respond import Dialect, Job, respond
 from roseinfer.server.exchange import generates_tokens
-from roseinfer.server.openai.parsing import read_body
-from roseinfer.server.openai.respond import Dialect, Job, respond
 from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar
 from roseinfer.server.service import SERVICE

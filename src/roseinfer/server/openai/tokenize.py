@@ -11,9 +11,9 @@ from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import TokenId
+from roseinfer.server.api.parsing import read_body
 from roseinfer.server.connection.body import INLINE_BYTES
 from roseinfer.server.connection.body_budget import HELD_BYTES
-from roseinfer.server.openai.parsing import read_body
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
 from roseinfer.server.openai.schema import Message, ModelBody, earlier_arguments
 from roseinfer.server.service import SERVICE

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import SamplingParams
-from roseinfer.server.openai.parsing import UNSERVED, parse_body
+from roseinfer.server.api.parsing import UNSERVED, parse_body
 from roseinfer.server.openai.replies import error_body
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.server.openai.parsing import parse_body
+from roseinfer.server.api.parsing import parse_body
 from roseinfer.server.openai.schema import ChatBody, CompletionBody
 
 MESSAGES = [{"role": "user", "content": "a"}]

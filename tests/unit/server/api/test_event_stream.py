@@ -5,7 +5,7 @@ import json
 import pytest
 
 from roseinfer.records import FinishReason
-from roseinfer.server.openai.event_stream import NOTHING, ChunkTemplate, event
+from roseinfer.server.api.event_stream import NOTHING, ChunkTemplate, event
 
 
 def template(*, include_usage: bool) -> ChunkTemplate:

@@ -15,9 +15,9 @@ from aiohttp import web
 
 from roseinfer import __version__, errors
 from roseinfer.messages import EngineInfo
+from roseinfer.server.api.parsing import UNSERVED
 from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies
-from roseinfer.server.openai.parsing import UNSERVED
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody, StreamOptions
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from roseinfer.server.service import SERVICE

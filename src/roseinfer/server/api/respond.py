@@ -19,9 +19,9 @@ from aiohttp import web
 
 from roseinfer.messages import Grammar, SamplingDefaults, SamplingParams
 from roseinfer.records import Delivery
+from roseinfer.server.api import event_stream as sse
 from roseinfer.server.connection.connection import is_behind
 from roseinfer.server.exchange import EXCHANGE, Exchange
-from roseinfer.server.openai import event_stream as sse
 from roseinfer.server.openai.replies import PromptTokensDetails, Reply, Usage, server_timing
 from roseinfer.server.openai.schema import GenerationBody
 from roseinfer.server.service import SERVICE, Service
