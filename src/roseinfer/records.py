@@ -214,6 +214,7 @@ class RequestTimeline:
     top_p: float | None = None  # likewise
     prefix_digests: bytes = b""  # eight bytes for each full block of its prompt, of the block and all before it
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0  # of its tokens: thoughts, with their tags
     num_preemptions: int = 0
     preempted_ns: int = 0
     resumed_ns: int = 0

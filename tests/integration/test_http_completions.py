@@ -55,6 +55,7 @@ async def test_a_whole_reply() -> None:
             "completion_tokens": 5,
             "total_tokens": 8,
             "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
     assert answer.json["id"].startswith("cmpl-")

@@ -347,6 +347,14 @@ class StructuredConfig:
         "How the model writes a tool call: `hermes` is `<tool_call>{…}</tool_call>` (Qwen, Hermes), `llama3_json` a "
         "bare object with `name` and `parameters`. `auto` looks into the chat template.",
     )
+    reasoning_format: Literal["auto", "none", "think", "mistral", "seed", "thought", "kimi", "cohere", "granite"] = (
+        option(
+            "auto",
+            "How the model marks its thoughts: `think` is `<think>…</think>` (Qwen3, DeepSeek-R1, SmolLM3), `mistral` "
+            "`[THINK]…[/THINK]`; structured-output.md lists all. `auto` looks into the chat template; `none` leaves "
+            "thoughts in the content.",
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)

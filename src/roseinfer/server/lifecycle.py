@@ -67,7 +67,11 @@ async def run(
         require_compiled_parser()
         keys = ApiKeys.configured(config.server.api_key_file, more_keys)
         certificate = Certificate.configured(config.server)
-        load_text = partial(TextModel.load, chosen_template=read_chosen_template(config.server.chat_template))
+        load_text = partial(
+            TextModel.load,
+            chosen_template=read_chosen_template(config.server.chat_template),
+            reasoning_format=config.structured.reasoning_format,
+        )
         service = Service(config, client, observer, keys, instruments.ledger, instruments.grammars)
         try:
             async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:

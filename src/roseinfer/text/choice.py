@@ -10,6 +10,7 @@ from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
 from roseinfer.records import Arrival, FinishReason, RequestTimeline
 from roseinfer.text.detokenizer import Detokenizer, text_offsets
 from roseinfer.text.logprobs import Columns, EncodedLogprobs, ScoredToken
+from roseinfer.text.reasoning import Reasoning, ReasoningCounter
 from roseinfer.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
@@ -22,6 +23,7 @@ class EncodedPrompt:
     token_ids: list[int]
     name: PromptName
     echo: str | None = None  # its text, where the answer begins with it
+    reasoning: Reasoning | None = None  # how thoughts come in the answer, where they may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class OutputOptions:
     columns: Columns | None = None  # the form of log-probabilities; None: they are not encoded
     keeps_logprobs: bool = False  # in `Choice.logprobs`, as they come
     is_prompt_only: bool = False  # the generated text is left out
-    spells_tags: bool = False  # of calls, also where the vocabulary marks them special
+    spells_tags: bool = False  # of calls and thoughts, also where the vocabulary marks them special
     queue_timeout_name: str = "queue_timeout_s"  # the field to name when the engine could not begin in time
 
 
@@ -60,7 +62,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice:
-    """One sequence of an answer. `prompt` is needed where it is echoed."""
+    """One sequence of an answer. `prompt` is needed where it is echoed, or the answer may hold thoughts."""
 
     def __init__(
         self,
@@ -79,8 +81,11 @@ class Choice:
         self._tokenizer = tokenizer
         self._options = options
         self._prompt = prompt
-        text_bytes = tokenizer.tagged_text_bytes if options.spells_tags else tokenizer.text_bytes
-        self._detokenizer = Detokenizer(text_bytes, options.stop, includes_stop=options.includes_stop)
+        reasoning = None if prompt is None else prompt.reasoning
+        self._counter = None if reasoning is None else ReasoningCounter(reasoning)
+        spells_tags = options.spells_tags or reasoning is not None
+        self._text_bytes = tokenizer.tagged_text_bytes if spells_tags else tokenizer.text_bytes
+        self._detokenizer = Detokenizer(self._text_bytes, options.stop, includes_stop=options.includes_stop)
         echo = (prompt and prompt.echo) or ""
         self._num_echoed_chars = len(echo)
         self._text = [echo] if echo else []  # this and the next two: since the last delta
@@ -94,6 +99,11 @@ class Choice:
     def num_tokens(self) -> int:
         """Tokens up to and including the one that ended the text."""
         return self._num_popped + len(self._token_ids)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of them that are thoughts, or the tags around these."""
+        return self.timeline.num_reasoning_tokens
 
     @property
     def mean_logprob(self) -> float:
@@ -134,6 +144,9 @@ class Choice:
         offset = self._num_echoed_chars + self._detokenizer.num_chars
         if not is_end and (text := self._detokenizer.push((token_id,))):
             self._text.append(text)
+        if self._counter is not None and not is_end:
+            self._counter.push(self._text_bytes(token_id))
+            self.timeline.num_reasoning_tokens = self._counter.num_tokens
         self._token_ids.append(token_id)
         if logprobs is not None and self._encoded is not None:
             top = self._likeliest(logprobs.top_token_ids, logprobs.top_logprobs)

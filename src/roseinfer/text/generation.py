@@ -117,6 +117,10 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompts that the engine found in its cache; each prompt counts once."""
         return sum(choice.num_cached_tokens for choice in self.choices[:: self._wanted.best_of])

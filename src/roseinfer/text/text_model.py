@@ -8,6 +8,7 @@ import msgspec
 
 from roseinfer.errors import InvalidRequest, PromptName
 from roseinfer.text.choice import EncodedPrompt
+from roseinfer.text.reasoning import ReasoningFormat, find_format, find_reasoning
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
 
@@ -18,11 +19,14 @@ class TextModel:
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    reasoning_format: ReasoningFormat | None = None
 
     @classmethod
-    def load(cls, checkpoint_dir: Path, chosen_template: str | None) -> "TextModel":
+    def load(cls, checkpoint_dir: Path, chosen_template: str | None, reasoning_format: str) -> "TextModel":
         """Read the checkpoint's files; `chosen_template` takes the place of its own. Raises ConfigError."""
-        return cls(Tokenizer.load(checkpoint_dir), ChatTemplate.load(checkpoint_dir, chosen_template))
+        template = ChatTemplate.load(checkpoint_dir, chosen_template)
+        tags = find_format(reasoning_format, None if template is None else template.source)
+        return cls(Tokenizer.load(checkpoint_dir), template, tags)
 
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
@@ -52,4 +56,4 @@ class TextModel:
         else:
             text = await self.tokenizer.off_loop(template.render, messages, tools, variables)
         [token_ids] = await self.tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
-        return EncodedPrompt(token_ids, name)
+        return EncodedPrompt(token_ids, name, reasoning=find_reasoning(self.reasoning_format, text))

@@ -21,6 +21,7 @@ from tokenizers import processors
 from roseinfer.errors import ConfigError, InvalidRequest, PromptName, PromptTooLong
 from roseinfer.runtime import memory
 from roseinfer.runtime.niceness import be_nicer_in_this_thread
+from roseinfer.text.reasoning import REASONING_TAGS
 from roseinfer.text.tool_calls import CALL_TAGS
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
@@ -96,7 +97,7 @@ class Tokenizer:
         nicer = partial(be_nicer_in_this_thread, _LONG_NICENESS)
         self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="long-encode", initializer=nicer)
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
-        self._silent_ids = self.special_ids - {inner.token_to_id(tag) for tag in CALL_TAGS}
+        self._silent_ids = self.special_ids - {inner.token_to_id(tag) for tag in (*CALL_TAGS, *REASONING_TAGS)}
         vocab = inner.get_vocab(with_added_tokens=True)
         self._pieces = [b""] * (max(vocab.values(), default=-1) + 1)
         for piece, token_id in vocab.items():
@@ -204,7 +205,7 @@ class Tokenizer:
         return b"" if token_id in self.special_ids else self.spell(token_id)
 
     def tagged_text_bytes(self, token_id: int) -> bytes:
-        """As `text_bytes`, with the tags of calls where they are special (Hermes 3): for grammars and calls."""
+        """As `text_bytes`, with the tags of calls (Hermes 3) and thoughts (Magistral) where they are special."""
         return b"" if token_id in self._silent_ids else self.spell(token_id)
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -117,13 +117,19 @@ class Parts:
 
     texts: list[str] = field(default_factory=list)
     calls: list[CallPart] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
 
     @property
     def content(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.thoughts)
+
     def extend(self, later: "Parts") -> None:
         self.texts += later.texts
+        self.thoughts += later.thoughts
         for part in later.calls:
             self.add_part(part)
 

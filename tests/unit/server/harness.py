@@ -30,6 +30,7 @@ from roseinfer.server.app import Instruments, build_app, build_runner
 from roseinfer.server.connection import connection, listener
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.service import Service
+from roseinfer.text.reasoning import find_format
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer import Tokenizer
@@ -335,7 +336,7 @@ def text_model(*, template: str | None = TEMPLATE, with_bos: bool = False) -> Te
     inner = byte_tokenizer(with_bos=with_bos)
     tokenizer = Tokenizer.from_bytes(inner.to_str().encode())
     specials = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    return TextModel(tokenizer, ChatTemplate(template, specials) if template else None)
+    return TextModel(tokenizer, ChatTemplate(template, specials) if template else None, find_format("auto", template))
 
 
 @asynccontextmanager

@@ -10,21 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roseinfer.config.options import StructuredConfig
-from roseinfer.messages import TokenOutput
-from roseinfer.records import RequestTimeline
-from roseinfer.server.openai.chat import ToolDialect
-from roseinfer.text.choice import Choice
 from roseinfer.text.tool_calls import (
     CALL_TAGS,
     FORMATS,
     MAX_RESCANNED_CHARS,
-    Function,
     ObjectScanner,
     Parts,
     ToolCallParser,
-    ToolUse,
 )
-from tests.unit.server.harness import ids, text_model
 
 OPENING, CLOSING = CALL_TAGS
 NAMES = ["f", "get_weather"]
@@ -159,21 +152,3 @@ def test_what_is_no_call_is_text_once_and_a_call_behind_it_is_found(start: str, 
     text = f'{OPENING}{start}"{"x" * num_chars}", "name": "nobody"}}'
     assert read([text + " bye"]) == (f"{text} bye", [], 0, False)
     assert read([f'{text} {OPENING}{{"name": "f"}}']) == (text, [("f", "{}")], 1, False)
-
-
-def test_a_parser_is_made_for_each_choice_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[ToolCallParser] = []
-    parser = ToolUse.parser
-
-    def making(tool_use: ToolUse) -> ToolCallParser:
-        made.append(parser(tool_use))
-        return made[-1]
-
-    monkeypatch.setattr(ToolUse, "parser", making)
-    dialect = ToolDialect(ToolUse([Function("f")], is_forced=False, is_parallel=True, tool_format=FORMATS["hermes"]))
-    for index in (0, 1):
-        choice = Choice(index, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1))
-        for token_id in ids("abc"):
-            choice.add_output(TokenOutput("a", [token_id]))
-            dialect.payload(choice.pop_delta())
-    assert len(made) == 2

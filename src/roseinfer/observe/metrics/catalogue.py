@@ -474,6 +474,12 @@ _REQUESTS = (
         "Generated tokens of a request, 0 included. Once per tokenized request, when it ends.",
     ),
     counter(
+        "roseinfer_reasoning_tokens_total",
+        "tokens",
+        AtFinish(lambda timeline: (timeline.num_reasoning_tokens,)),
+        "Generated tokens that were thoughts of the model, with the tags around them, counted at their request's end.",
+    ),
+    counter(
         "roseinfer_requests_received_total",
         "requests",
         AtScrape(lambda state: {"": state.num_received}),

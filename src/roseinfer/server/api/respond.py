@@ -22,7 +22,7 @@ from roseinfer.records import Delivery
 from roseinfer.server.api import event_stream as sse
 from roseinfer.server.connection.connection import is_behind
 from roseinfer.server.exchange import EXCHANGE, Exchange
-from roseinfer.server.openai.replies import PromptTokensDetails, Reply, Usage, server_timing
+from roseinfer.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Reply, Usage, server_timing
 from roseinfer.server.openai.schema import GenerationBody
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
@@ -250,6 +250,7 @@ class _Reply:
             completion_tokens=num_generated,
             total_tokens=num_prompt + num_generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._generation.num_cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=self._generation.num_reasoning_tokens),
         )
 
     def _template(self) -> sse.ChunkTemplate:

@@ -4,7 +4,6 @@ The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,11 +19,12 @@ from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.structured import check_grammar, requested_grammar, requested_tools
 from roseinfer.server.service import SERVICE
+from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.templates import VARIABLES_FIELD
 from roseinfer.text.text_model import TextModel
-from roseinfer.text.tool_calls import CallPart, Parts, ToolCallParser, ToolUse, find_format, in_pieces
+from roseinfer.text.tool_calls import CallPart, Parts, find_format
 
 
 @generates_tokens("chat")
@@ -51,7 +51,10 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         reads_calls=tool_use is not None,
         max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
     )
-    return await respond(request, job, ChatDialect() if tool_use is None else ToolDialect(tool_use))
+    if tool_use is None and prompt.reasoning is None:
+        return await respond(request, job, ChatDialect())
+    parsers = [AnswerParser(prompt.reasoning, tool_use) for _ in range(body.n)]
+    return await respond(request, job, PartsDialect(parsers))
 
 
 async def _encode_messages(
@@ -96,19 +99,15 @@ class ChatDialect(Dialect):
         return {"role": "assistant", "content": delta.text, "refusal": None}
 
 
-class ToolDialect(ChatDialect):
-    """As `ChatDialect`, with `tool_calls` beside the text and as a finish reason."""
+class PartsDialect(ChatDialect):
+    """As `ChatDialect`, with thoughts beside the text, and `tool_calls`, which are a finish reason too."""
 
-    def __init__(self, tool_use: ToolUse) -> None:
-        self._parsers = defaultdict[int, ToolCallParser](tool_use.parser)  # by the index of the choice
+    def __init__(self, parsers: Sequence[AnswerParser]) -> None:
+        self._parsers = parsers  # of the choices
 
     def _read(self, delta: Delta) -> Iterator[Parts]:
-        """Separate text and calls of a delta, piece by piece. Call it once for each delta."""
-        parser = self._parsers[delta.choice.index]
-        for piece in in_pieces(delta.text):
-            yield parser.push(piece)
-        if delta.finish_reason is not None:
-            yield parser.finish()
+        """Separate the parts of a delta, piece by piece. Call it once for each delta."""
+        return self._parsers[delta.choice.index].read(delta.text, is_last=delta.finish_reason is not None)
 
     def payload(self, delta: Delta) -> bytes:
         parts = Parts()
@@ -117,6 +116,7 @@ class ToolDialect(ChatDialect):
         content, calls = parts.content, [_call(part) for part in parts.calls]
         # Null, as OpenAI has it: a client that joins the pieces has null at the end too where only calls came.
         payload: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
+        payload |= _reasoning(parts)
         if content:
             payload["content"] = content
         if calls:
@@ -137,9 +137,15 @@ class ToolDialect(ChatDialect):
             await asyncio.sleep(0)
         content, calls = parts.content, [_call(part) for part in parts.calls]
         message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+        message |= _reasoning(parts)
         if calls:
             message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
         return message
+
+
+def _reasoning(parts: Parts) -> dict[str, str]:
+    """The thoughts under both of their names: vLLM's older servers, DeepSeek and most clients have the longer one."""
+    return {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning} if parts.thoughts else {}
 
 
 def _call(part: CallPart) -> dict[str, Any]:

@@ -20,6 +20,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Of the generated tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Counted by the engine. A prompt counts once, however many choices it has."""
 
@@ -27,6 +33,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Reply(msgspec.Struct):

@@ -1,0 +1,50 @@
+"""Separates an answer's text into thoughts, content and tool calls: the one reader of all APIs and of `LLM`."""
+
+from collections.abc import Iterator
+
+from roseinfer.text.reasoning import Reasoning, ReasoningParser
+from roseinfer.text.tool_calls import Parts, ToolUse, in_pieces
+
+
+class AnswerParser:
+    """Reads one answer. The parts, joined, do not depend on how the text was cut.
+
+    Thoughts come first where the prompt lets the model reason; a call that is drafted in them is no call.
+    """
+
+    def __init__(self, reasoning: Reasoning | None, tool_use: ToolUse | None) -> None:
+        self._thoughts = None if reasoning is None else ReasoningParser(reasoning)
+        self._calls = None if tool_use is None else tool_use.parser()
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    @property
+    def is_cut(self) -> bool:
+        """The text ended amid the arguments of a call."""
+        return self._calls is not None and self._calls.is_cut
+
+    def read(self, text: str, *, is_last: bool) -> Iterator[Parts]:
+        """As `push`, and `finish` behind the last text, in pieces that each take well under a millisecond."""
+        for piece in in_pieces(text):
+            yield self.push(piece)
+        if is_last:
+            yield self.finish()
+
+    def push(self, text: str) -> Parts:
+        """Read the next text of the answer."""
+        return self._read_rest(*(("", text) if self._thoughts is None else self._thoughts.push(text)))
+
+    def finish(self) -> Parts:
+        """The text has ended: add what was held back."""
+        parts = self._read_rest(*(("", "") if self._thoughts is None else self._thoughts.finish()))
+        if self._calls is not None:
+            parts.extend(self._calls.finish())
+        return parts
+
+    def _read_rest(self, thoughts: str, rest: str) -> Parts:
+        parts = Parts([rest] if rest else []) if self._calls is None else self._calls.push(rest)
+        if thoughts:
+            parts.thoughts.append(thoughts)
+        return parts

@@ -1,0 +1,87 @@
+"""Chats with a model that reasons, over a scripted engine: thoughts are beside the content, streamed and whole."""
+
+from typing import Any
+
+import pytest
+
+from roseinfer.records import FinishReason
+from tests.unit.server.harness import Answer, ScriptedEngine, says, serving, text_model
+
+TEMPLATE = (
+    "{{ tools or '' }}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+    "<assistant>{% if enable_thinking is defined %}{{ '<think>\\n' if enable_thinking else '<think>\\n\\n</think>' }}"
+    "{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+async def ask(text: str, **body: Any) -> Answer:
+    engine = ScriptedEngine(says(text, FinishReason.STOP))
+    async with serving(engine, text=text_model(template=TEMPLATE)) as server:
+        return await server.chat(**body)
+
+
+def joined(events: list[Any], index: int = 0) -> tuple[dict[str, str], list[Any], str | None]:
+    """The texts of a stream's choice by their fields, its calls and its finish reason, as clients join them."""
+    texts: dict[str, str] = {}
+    calls: list[Any] = []
+    reason = None
+    for choice in (choice for event in events[:-1] for choice in event["choices"] if choice["index"] == index):
+        delta, reason = choice["delta"], choice["finish_reason"]
+        assert delta or reason, "no chunk is empty"
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        for name in ("content", "reasoning_content"):
+            if delta.get(name):
+                texts[name] = texts.get(name, "") + delta[name]
+        calls += delta.get("tool_calls", [])
+    return texts, calls, reason
+
+
+@pytest.mark.parametrize(
+    ("is_thinking", "text", "thoughts", "content"),
+    [
+        (None, "<think>\nSum.\n</think>\n\nFour.", "Sum.", "Four."),
+        (True, "Sum.\n</think>\n\nFour.", "Sum.", "Four."),
+        (True, "Sum", "Sum", None),
+        (False, "<think>Four.", None, "<think>Four."),
+        (None, "Four.", None, "Four."),
+    ],
+)
+async def test_thoughts_are_beside_the_content(
+    is_thinking: bool | None, text: str, thoughts: str | None, content: str | None
+) -> None:
+    variables = {} if is_thinking is None else {"enable_thinking": is_thinking}
+    answer = await ask(text, chat_template_kwargs=variables)
+    [choice] = answer.json["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert [choice["message"].get(name) for name in ("reasoning", "reasoning_content", "content")] == [
+        thoughts,
+        thoughts,
+        content,
+    ]
+    num_thought = text.find("</think>") + len("</think>") if "</think>" in text else len(text) if thoughts else 0
+    assert answer.json["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = await ask(text, chat_template_kwargs=variables, **options)
+    texts, calls, reason = joined(stream.events)
+    assert (texts.get("reasoning_content"), texts.get("content"), calls, reason) == (thoughts, content, [], "stop")
+    assert stream.events[-2]["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought}
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_call_is_made_behind_the_thoughts_alone(is_streamed: bool) -> None:
+    """Each choice is read by itself."""
+    text = f"<think>\nMaybe {CALL}?\n</think>\n{CALL}"
+    answer = await ask(text, tools=[TOOL], n=2, stream=is_streamed)
+    for index in (0, 1):
+        if is_streamed:
+            texts, calls, reason = joined(answer.events, index)
+            assert [call["function"].get("name") for call in calls if "id" in call] == ["f"]
+        else:
+            choice = answer.json["choices"][index]
+            texts, reason = choice["message"], choice["finish_reason"]
+            [call] = texts["tool_calls"]
+            assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+        assert (texts.get("content"), texts["reasoning_content"], reason) == (None, f"Maybe {CALL}?", "tool_calls")
