@@ -23,7 +23,8 @@ from roseinfer.server.connection.connection import (
     require_compiled_parser,
 )
 from roseinfer.server.openapi import document
-from tests.integration.live_server import closed
+from tests.integration.live_server import closed, live
+from tests.unit.engine.harness import make_engine
 from tests.unit.server.harness import HUGE_TEXT, ScriptedEngine, Server, engine_info, says, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -304,8 +305,32 @@ def test_without_the_compiled_parser_nothing_starts(monkeypatch: pytest.MonkeyPa
         require_compiled_parser()
 
 
-def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
-    assert Connections(ServerConfig(), lambda _: None).max_connections == 100 - SPARE_DESCRIPTORS
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 200))
-    assert Connections(ServerConfig(), lambda _: None).max_connections == LEAST_CONNECTIONS
+@pytest.mark.parametrize(
+    ("limits", "num_connections", "raised"),
+    [
+        ((100, 100), 100 - SPARE_DESCRIPTORS, (100, 100)),
+        ((100, 200), 200 - SPARE_DESCRIPTORS, (200, 200)),
+        ((1024, 1 << 20), LEAST_CONNECTIONS, (LEAST_CONNECTIONS + SPARE_DESCRIPTORS, 1 << 20)),
+        ((1024, resource.RLIM_INFINITY), LEAST_CONNECTIONS, (LEAST_CONNECTIONS + SPARE_DESCRIPTORS, -1)),
+        ((1 << 20, 1 << 20), LEAST_CONNECTIONS, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), LEAST_CONNECTIONS, None),
+    ],
+)
+def test_as_many_connections_as_descriptors_can_be_had(
+    limits: tuple[int, int],
+    num_connections: int,
+    raised: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: calls.append(given))
+    assert Connections(ServerConfig(max_inflight=1), lambda _: None).max_connections == num_connections
+    assert calls == ([] if raised is None else [raised])
+
+
+async def test_a_burst_of_six_hundred_streams_is_served_by_default() -> None:
+    async with live(lambda: make_engine(num_blocks=512, max_num_seqs=16, max_num_batched_tokens=256)) as server:
+        server.start(600, max_tokens=2)
+        await server.until(lambda: len(server.tape.finished) == 600)
+    assert {timeline.finish_reason for timeline in server.tape.finished} == {FinishReason.LENGTH}

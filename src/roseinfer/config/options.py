@@ -276,9 +276,10 @@ class ServerConfig:
         None, "File with a Jinja chat template, instead of the checkpoint's.", flag="--chat-template"
     )
     max_inflight: int = option(
-        256,
-        "HTTP requests served at once; the next one is answered 429 with `Retry-After`. A request counts once, "
-        "however many sequences its prompts and `n` make.",
+        4096,
+        "HTTP requests served or waiting at once; the next one is answered 429 with `Retry-After`. A request counts "
+        "once, however many sequences its prompts and `n` make. The default is a bound of memory, of some 31 KiB a "
+        "request and 0.2 KiB a token; `max_queue_wait_s` is met long before, once requests have been measured.",
         ge=1,
     )
     max_inflight_tokens: int | None = option(
@@ -303,8 +304,8 @@ class ServerConfig:
     max_bodies_mib: int = option(
         128,
         "Memory of all bodies of more than 64 KiB together, each from its first byte to the last of its answer; one "
-        "that would exceed it is answered 429, unless it is alone. 128 are half a megabyte for each of "
-        "`max_inflight`. The answers of `/tokenize` and `/detokenize` count too.",
+        "that would exceed it is answered 429, unless it is alone. 128 are 64 of the longest. The "
+        "answers of `/tokenize` and `/detokenize` count too.",
         ge=1,
     )
     request_timeout_s: float = option(

@@ -25,9 +25,9 @@ from roseinfer.server.middleware import error_response, request_id_of
 
 MAX_LINE_BYTES = 8190  # of the request line, and of one header
 MAX_HEADERS = 128
-# Connections of one port at once, and never more than the process may open: most of those that balancers keep are idle.
+# Connections of one port at once, and never more than the process may open.
 LEAST_CONNECTIONS = 2048
-CONNECTIONS_PER_REQUEST = 8  # of `server.max_inflight`
+CONNECTIONS_PER_REQUEST = 2  # of `server.max_inflight`: half of them are idle, or half come from one proxy
 HEAD_TIMEOUT_S = 10.0  # from the connection, whose TLS handshake is part of it, or from the first byte
 SPARE_DESCRIPTORS = 64  # of the process's own files
 HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
@@ -219,7 +219,7 @@ class Connections:
         self.on_refusal = on_refusal
         self.handshake_timeout_s = HEAD_TIMEOUT_S  # it is part of the head
         wanted = max(LEAST_CONNECTIONS, CONNECTIONS_PER_REQUEST * config.max_inflight)
-        self.max_connections = min(wanted, _spare_descriptors())
+        self.max_connections = _spare_descriptors(wanted)
         # Of one address: half of all, because a proxy in front is one address.
         self._max_connections_of_peer = max(1, wanted // 2)
         self._connections: set[Connection] = set()
@@ -274,7 +274,12 @@ class Connections:
             self._num_refused = 0
 
 
-def _spare_descriptors() -> int:
-    """How many sockets the process may open beside its own files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_DESCRIPTORS)
+def _spare_descriptors(num_wanted: int) -> int:
+    """How many sockets the process may open beside its own files; for more, raises a soft limit, often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_wanted + SPARE_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return num_wanted
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, soft - SPARE_DESCRIPTORS)

@@ -23,6 +23,7 @@ from roseinfer.server.connection.connection import (
 )
 from roseinfer.server.connection.tls import Certificate
 
+MAX_BACKLOG = 1024  # connections not accepted yet, and as many are accepted in a turn of the event loop
 LINGER_S = 5.0  # for the rest of a body that was refused: closing at once would take the answer away with it
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -126,7 +127,7 @@ class Listener(web.AppRunner):
                 return connection
             return Handshake(connection, certificate.context, self.connections.handshake_timeout_s)
 
-        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=128)
+        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=MAX_BACKLOG)
 
 
 def _answering(handle: Handle) -> Handle:
