@@ -1,8 +1,11 @@
-"""Turns a corpus of inputs into inputs like them, by a seed: so that a run finds the same again. Knows no format."""
+"""Turns a corpus of inputs into inputs like them, by a seed: so that a run finds the same again."""
 
+import copy
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 CORPUS = Path(__file__).parent / "corpus"
 _TOKENS = (
@@ -42,3 +45,37 @@ def _change(content: bytearray, seeds: Sequence[bytes], random: Random) -> None:
         case _:
             other = random.choice(seeds)
             content[start:] = other[random.randint(0, len(other)) :]
+
+
+def mutated_objects(seeds: Sequence[dict[str, Any]], num: int, seed: int) -> Iterator[bytes]:
+    """`num` JSON objects, each one to three values away from the union of two of the seeds."""
+    random = Random(seed)
+    values = [value for fields in seeds for value in fields.values()]
+    for _ in range(num):
+        changed: dict[str, Any] = copy.deepcopy(random.choice(seeds) | random.choice(seeds))
+        for _ in range(random.randint(1, 3)):
+            _change_value(changed, values, random)
+        yield json.dumps(changed).encode()
+
+
+def _change_value(within: dict[str, Any] | list[Any], values: Sequence[Any], random: Random) -> None:
+    """Change a value at any depth: to another seed's, to one near it, to none, or to two."""
+    places: list[Any] = list(within if isinstance(within, dict) else range(len(within)))
+    if not places:
+        return
+    place = random.choice(places)
+    value: Any = within[place]
+    if isinstance(value, dict | list) and random.random() < 0.7:
+        _change_value(value, values, random)
+        return
+    match random.randint(0, 3), value:
+        case 0, _:
+            del within[place]
+        case 1, int() | float():
+            within[place] = value * random.choice((-1, 0.5, 2, 1 + 2**-52, 1e-9, 1e9))
+        case 1, str():
+            within[place] = value + random.choice(("", "\0", "é", "😀", "<", "]", "a" * 300)) + value[::-1]
+        case 2, list():
+            within[place] = value * 2
+        case _:
+            within[place] = copy.deepcopy(random.choice(values))

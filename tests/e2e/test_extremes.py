@@ -1,0 +1,174 @@
+"""No request harms an idle server: every field of every body at its extremes, alone and in pairs, and changed bytes.
+
+Each answer is a 200, or a 4xx in the shape of its API; what comes next is served as ever. `ROSEINFER_ALL_PAIRS=1` tries
+every pair of extremes that are accepted alone, for an hour, instead of a sample.
+"""
+
+import http.client
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server, running
+from tests.fuzz.extremes import Extremes
+from tests.fuzz.mutations import corpus, mutated, mutated_objects
+
+pytestmark = pytest.mark.e2e
+
+TRIES_ALL_PAIRS = "ROSEINFER_ALL_PAIRS" in os.environ
+NUM_PAIRS, NUM_MUTATIONS = 300, 2000
+GROUP = 16  # requests between two looks at whether the next is served as ever
+PLAIN = {"prompt": "import os", "max_tokens": 6, "temperature": 0}
+PASSED = {"timeout", "queue_timeout"}  # a deadline of no time at all passes, and the answer says so: 504 or 503
+
+LEAST: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [5]},
+}
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CONVERSATION = {"messages": [{"role": "user", "content": "Hi"}]}
+# What a field needs beside it, or instead of something, to be of use.
+NEEDS: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "tool_choice": {"tools": [TOOL]},
+    "max_completion_tokens": {"max_tokens": None},
+    "add_generation_prompt": CONVERSATION | {"prompt": None},
+    "chat_template_kwargs": CONVERSATION | {"prompt": None},
+}
+
+
+def is_openai_error(answer: Any) -> bool:
+    error = answer["error"]
+    names_a_field = error["param"] is not None or error["message"].startswith(("The body is", "The body must be"))
+    return set(error) == {"message", "type", "param", "code"} and bool(error["message"]) and names_a_field
+
+
+class Target:
+    """A server that must bear whatever comes, and one connection to it."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        self._text = self._plain_text()
+        document = json.loads(server.get("/openapi.json"))
+        self.extremes = Extremes(document["components"]["schemas"])
+        self.bodies: dict[str, dict[str, Any]] = {
+            path: operation["post"]["requestBody"]["content"]["application/json"]["schema"]
+            for path, operation in document["paths"].items()
+            if "requestBody" in operation.get("post", {})
+        }
+
+    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        self.connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = self.connection.getresponse()
+        return response.status, response.read()
+
+    def _plain_text(self) -> str:
+        status, content = self.post("/v1/completions", json.dumps(PLAIN).encode())
+        assert status == 200, content
+        text: str = json.loads(content)["choices"][0]["text"]
+        return text
+
+    def accepted(self, path: str, bodies: Iterable[bytes]) -> Iterator[bytes]:
+        """Send all, and yield those that were answered with 200. Raises where one does harm."""
+        last = list[bytes]()
+        for body in bodies:
+            last.append(body)
+            status, content = self.post(path, body)
+            assert self._is_well(path, status, content), (path, body[:2000], status, content[:500])
+            if status == 200:
+                yield body
+            if len(last) == GROUP:
+                self._check_plain(path, last)
+                last.clear()
+        self._check_plain(path, last)
+
+    def _check_plain(self, path: str, last: list[bytes]) -> None:
+        assert self._plain_text() == self._text, f"after one of these at {path}: {[body[:500] for body in last]}"
+
+    def _is_well(self, path: str, status: int, content: bytes) -> bool:
+        if status == 200:
+            return b'"error"' not in content or self._error_of_stream(content) in {None, *PASSED}
+        if status in {503, 504}:
+            return json.loads(content)["error"]["code"] in PASSED
+        return 400 <= status < 500 and is_openai_error(json.loads(content))
+
+    def _error_of_stream(self, content: bytes) -> str | None:
+        """The code of the error that ends a stream."""
+        last = content.rstrip(b"\n").rpartition(b"\n")[2].removeprefix(b"data: ")
+        found = json.loads(last) if last.startswith(b'{"error"') else {}
+        code: str | None = found.get("error", {}).get("code")
+        return code
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with running(tmp_path_factory.mktemp("extremes") / "log", "--model.max-model-len", "128") as server:
+        target = Target(server)
+        yield target
+        target.connection.close()
+        assert server.process.poll() is None
+        assert "Traceback" not in server.log()
+
+
+def as_json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+@pytest.fixture(scope="module")
+def alone(target: Target) -> dict[str, list[dict[str, Any]]]:
+    """By path, the fields that each body adds to the least, of bodies with one extreme that are accepted."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path, schema in target.bodies.items():
+        fields = target.extremes.of_fields(schema)
+        adds = [needs_of(name, fields) | {name: value} for name in fields for value in fields[name]]
+        by_body = {as_json(LEAST[path] | added): added for added in adds}
+        found[path] = [by_body[body] for body in target.accepted(path, by_body)]
+    return found
+
+
+def needs_of(name: str, fields: dict[str, list[Any]]) -> dict[str, Any]:
+    if name == "messages" and "prompt" in fields:
+        return {"prompt": None}
+    return {key: value for key, value in NEEDS.get(name, {}).items() if key in fields}
+
+
+def test_every_body_is_tried(target: Target) -> None:
+    assert target.bodies.keys() == LEAST.keys()
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_every_field_at_its_extremes(target: Target, alone: dict[str, list[dict[str, Any]]], path: str) -> None:
+    """What is refused is in the shape of its API; of each field something is accepted."""
+    served = {name for added in alone[path] for name in added}
+    assert served == target.extremes.of_fields(target.bodies[path]).keys()
+
+
+@pytest.mark.timeout(7200 if TRIES_ALL_PAIRS else 120)
+@pytest.mark.parametrize("path", LEAST)
+def test_pairs_of_extremes(target: Target, alone: dict[str, list[dict[str, Any]]], path: str) -> None:
+    random = Random(1)
+    sample = (random.sample(alone[path], 2) for _ in range(NUM_PAIRS))
+    pairs = itertools.combinations(alone[path], 2) if TRIES_ALL_PAIRS else sample
+    bodies = (as_json(LEAST[path] | one | other) for one, other in pairs if one.keys() != other.keys())
+    assert sum(1 for _ in target.accepted(path, bodies))
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_changed_bytes(target: Target, alone: dict[str, list[dict[str, Any]]], path: str) -> None:
+    kept = [content for _, content in corpus("body")] if path.startswith("/v1/") else []
+    objects = [LEAST[path] | added for added in alone[path]]
+    changed = (
+        *mutated([*kept, *map(as_json, objects)], NUM_MUTATIONS // 2, seed=1),
+        *mutated_objects(objects, NUM_MUTATIONS // 2, seed=1),
+    )
+    assert sum(1 for _ in target.accepted(path, changed))
