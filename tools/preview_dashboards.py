@@ -9,16 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from monitoring.live import Prometheus, scraping
 from monitoring.outputs import ROOT
-from monitoring.preview import picture, write
+from monitoring.preview import picture
 from monitoring.queries import dashboards
 from monitoring.stand_ins import exporting
-from roseinfer.bench.load.launcher import free_port
+from roseinfer.bench.load.launcher import Server, free_port, serve_command
 
 IMAGES = ROOT / "docs" / "images"
 NOTE = "embedded model on a CPU, {seconds:.0f} s of load; values of Kubernetes and of GPUs are invented"
@@ -36,24 +34,16 @@ def main() -> int:
         scraping(Path(name), port := free_port(), exporter_port) as prometheus,
     ):
         began = time.time()
-        with serving(port, exporter_port):
+        options = ("--log-level", "error", "--tracing.endpoint", f"http://127.0.0.1:{exporter_port}", *SERVER)
+        server = Server(serve_command(port, 0, options), port)
+        try:
             prometheus.wait_for("roseinfer_engine_up == 1", 60)
             loaded = time.time()
             load(port, seconds)
+        finally:
+            server.stop()
         draw_all(prometheus, {"rollout": began}, loaded, seconds)
     return 0
-
-
-@contextmanager
-def serving(port: int, collector_port: int) -> Iterator[None]:
-    options = ["--port", str(port), "--ops-port", "0", "--tracing.endpoint", f"http://127.0.0.1:{collector_port}"]
-    command = [sys.executable, "-m", "roseinfer", "serve", "--log-level", "error", *options, *SERVER]
-    server = subprocess.Popen(command)  # noqa: S603
-    try:
-        yield
-    finally:
-        server.terminate()
-        server.wait(60)
 
 
 def load(port: int, seconds: float) -> None:
@@ -72,7 +62,7 @@ def draw_all(prometheus: Prometheus, starts: dict[str, float], loaded: float, se
     end = time.time() - 1
     for name, board in dashboards().items():
         path = IMAGES / f"dashboard-{name}.png"
-        write(path, picture(board, prometheus, starts.get(name, loaded), end, NOTE.format(seconds=seconds)))
+        path.write_bytes(picture(board, prometheus, starts.get(name, loaded), end, NOTE.format(seconds=seconds)))
         print(f"wrote {path.relative_to(ROOT)}, {path.stat().st_size // 1000} kB")
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from monitoring import queries
 from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_rules, files
-from monitoring.panels import SHOWN, shown
+from monitoring.panels import SHOWN
 from monitoring.promql import FOREIGN, own_labels, row_of
 from monitoring.scaling import DEMAND_THRESHOLD
 from roseinfer.config.options import options
@@ -172,6 +172,11 @@ def test_a_threshold_in_seconds_is_the_bound_of_a_bucket() -> None:
                 assert comparison.number in row_of(histogram).buckets, rule["expr"]
                 num_checked += 1
     assert num_checked >= 10
+    for variable in BOARDS["service"]["templating"]["list"][-2:]:
+        histogram = {"ttft": "time_to_first_token", "itl": "inter_token_latency"}[variable["name"]]
+        assert {float(each) for each in variable["query"].split(",")} <= {
+            *row_of(f"roseinfer_{histogram}_seconds_bucket").buckets
+        }
 
 
 def test_exemplars_are_asked_of_what_has_them_and_of_all_of_that() -> None:
@@ -253,15 +258,16 @@ def test_the_rules_of_the_chart_are_the_same_with_placeholders() -> None:
 
 
 def test_what_no_server_exposes_is_refused() -> None:
-    with pytest.raises(KeyError, match="roseinfer_step_secs_bucket is no series"):
-        SHOWN.quantile(0.5, "step_secs")
-    with pytest.raises(KeyError, match="roseinfer_step_seconds is no series"):
-        SHOWN.series("step_seconds")
-    with pytest.raises(AssertionError, match="has no label colour"):
-        SHOWN.series("requests_total", colour="red")
-    with pytest.raises(AssertionError, match=r"has no finish_reason .*bored"):
-        SHOWN.series("requests_total", finish_reason="stop|bored")
-    with pytest.raises(AssertionError, match=r"has no finish_reason .*bored"):
-        shown('sum(rate(roseinfer_requests_total{finish_reason=~"stop|bored"}[5m]))')
-    with pytest.raises(AssertionError, match="only = and =~"):
-        shown('roseinfer_requests_total{finish_reason!="stop"}')
+    refused = {
+        "rate(roseinfer_step_secs_bucket[5m])": (KeyError, "roseinfer_step_secs_bucket is no series"),
+        "roseinfer_step_seconds": (KeyError, "roseinfer_step_seconds is no series"),
+        'roseinfer_requests_total{colour="red"}': (AssertionError, "has no label colour"),
+        'sum(rate(roseinfer_requests_total{finish_reason=~"stop|bored"}[5m]))': (
+            AssertionError,
+            "has no finish_reason .*bored",
+        ),
+        'roseinfer_requests_total{finish_reason!="stop"}': (AssertionError, "only = and =~"),
+    }
+    for query, (error, message) in refused.items():
+        with pytest.raises(error, match=message):
+            SHOWN.complete(query)

@@ -10,14 +10,23 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
 
-from monitoring.objectives import ITL, TTFT
 from monitoring.panels import DATASOURCE, SHOWN, WIDTH, Panel, build_panel
-from monitoring.promql import bound, foreign
 
 BOARDS = Path(__file__).with_name("boards")
 TAG = "roseinfer"
-EVERYTHING = ".*"  # what *All* stands for: it also matches series without the label, as those of a server on its own
-IN_NAMESPACE = 'namespace=~"$namespace"'
+
+
+class Variable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a reader chooses: some of the values that a query finds, one of those that are given, or any text."""
+
+    name: str
+    label: str
+    description: str
+    query: str = ""
+    regex: str = ""  # of the values that the query finds
+    everything: str = ".*"  # what *All* stands for: it also matches series without the label, as of a server on its own
+    values: list[str] = []
+    default: str = ""
 
 
 class Board(msgspec.Struct, forbid_unknown_fields=True):
@@ -26,11 +35,36 @@ class Board(msgspec.Struct, forbid_unknown_fields=True):
     title: str
     description: str
     rows: dict[str, list[Panel]]
+    variables: list[Variable] = []  # beside those that all boards have
+
+
+_RUNNING = "roseinfer_num_requests_running"
+VARIABLES = (
+    Variable(
+        name="namespace",
+        label="Namespace",
+        description="Kubernetes namespaces",
+        query=f"label_values({_RUNNING}, namespace)",
+    ),
+    Variable(
+        name="pod",
+        label="Pod",
+        description="Pods of the namespaces",
+        query=f'label_values({_RUNNING}{{namespace=~"$namespace"}}, pod)',
+    ),
+    Variable(
+        name="model_name",
+        label="Model",
+        description="Served models",
+        query=f"label_values({_RUNNING}{{{SHOWN.pods}}}, model_name)",
+    ),
+)
 
 
 def render(file: Path) -> str:
     """The JSON that Grafana imports. A field that a panel does not have is a ValidationError with its place."""
     board = msgspec.yaml.decode(file.read_text(), type=Board)
+    source = dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
     built = (
         dashboard.Dashboard(f"roseinfer / {board.title}")
         .uid(f"roseinfer-{file.stem}")
@@ -40,7 +74,7 @@ def render(file: Path) -> str:
         .time("now-30m", "now")
         .refresh("15s")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
-        .variables([*_common_variables(), *_own_variables(file.stem)])
+        .variables([source, *map(_variable, (*VARIABLES, *board.variables))])
         .annotations(_annotations())
         .link(
             dashboard.DashboardLink("roseinfer")
@@ -71,99 +105,45 @@ def _place(built: dashboard.Dashboard, rows: Mapping[str, Sequence[Panel]]) -> N
         top += line_height
 
 
-def choices(name: str, label: str, expression: str, description: str) -> dashboard.QueryVariable:
-    """A variable with the values that a label has, several at a time, *All* at first."""
-    return (
-        dashboard.QueryVariable(name)
-        .label(label)
-        .description(description)
-        .datasource(DATASOURCE)
-        .query({"query": expression, "refId": name})
-        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
-        .sort(models.VariableSort.ALPHABETICAL_ASC)
-        .multi(True)
-        .include_all(True)
-        .all_value(EVERYTHING)
-        .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
-    )
-
-
-def one_of(name: str, label: str, values: Sequence[str], default: str, description: str) -> dashboard.CustomVariable:
-    options = [models.VariableOption(selected=value == default, text=value, value=value) for value in values]
-    return (
-        dashboard.CustomVariable(name)
-        .label(label)
-        .description(description)
-        .values(",".join(values))
-        .options(options)
-        .current(models.VariableOption(selected=True, text=default, value=default))
-    )
-
-
-def text_box(name: str, label: str, default: str, description: str) -> dashboard.TextBoxVariable:
-    option = models.VariableOption(selected=True, text=default, value=default)
-    return (
-        dashboard.TextBoxVariable(name)
-        .label(label)
-        .description(description)
-        .default_value(default)
-        .current(option)
-        .options([option])
-    )
-
-
-def _common_variables() -> list[Builder[models.VariableModel]]:
-    running = "roseinfer_num_requests_running"
-    return [
-        dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"),
-        choices("namespace", "Namespace", f"label_values({running}, namespace)", "Kubernetes namespaces"),
-        choices("pod", "Pod", f"label_values({running}{{{IN_NAMESPACE}}}, pod)", "Pods of the namespaces"),
-        choices("model_name", "Model", f"label_values({running}{{{SHOWN.pods}}}, model_name)", "Served models"),
+def _variable(variable: Variable) -> Builder[models.VariableModel]:
+    if variable.query:
+        found = (
+            dashboard.QueryVariable(variable.name)
+            .label(variable.label)
+            .description(variable.description)
+            .datasource(DATASOURCE)
+            .query({"query": variable.query, "refId": variable.name})
+            .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .sort(models.VariableSort.ALPHABETICAL_ASC)
+            .multi(True)
+            .include_all(True)
+            .all_value(variable.everything)
+            .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
+        )
+        return found.regex(variable.regex) if variable.regex else found
+    of = [
+        models.VariableOption(selected=value == variable.default, text=value, value=value)
+        for value in variable.values or [variable.default]
     ]
-
-
-def _own_variables(board: str) -> list[Builder[models.VariableModel]]:
-    if board == "service":
-        waits = [bound(target) for target in (0.08, 0.16, 0.25, 0.5, 1.0, 2.5, 5.0)]
-        gaps = [bound(target) for target in (0.01, 0.02, 0.025, 0.03, 0.05, 0.1, 0.25)]
-        first = "A first token is good when it is there by then"
-        return [
-            one_of("ttft", "TTFT target, s", waits, TTFT.threshold, first),
-            one_of("itl", "ITL target, s", gaps, ITL.threshold, "A gap between two tokens is good up to this"),
-        ]
-    if board == "jitter":
-        meaning = (
-            "Where links to the timeline lead: the operations port of one server, as your browser reaches it, for "
-            "instance after `kubectl port-forward pod/… 8001`"
-        )
-        return [text_box("operations", "Operations port", "http://127.0.0.1:8001", meaning)]
-    if board == "rollout":
-        deployments = f"label_values(kube_deployment_spec_replicas{{{IN_NAMESPACE}}}, deployment)"
-        meaning = (
-            "Deployments whose name contains roseinfer, and their autoscalers; edit the variable if yours is called "
-            "otherwise"
-        )
-        return [
-            choices("deployment", "Deployment", deployments, meaning).regex("/roseinfer/").all_value(".*roseinfer.*")
-        ]
-    return []
+    chosen = models.VariableOption(selected=True, text=variable.default, value=variable.default)
+    built: dashboard.CustomVariable | dashboard.TextBoxVariable
+    if variable.values:
+        built = dashboard.CustomVariable(variable.name).values(",".join(variable.values)).options(of)
+    else:
+        built = dashboard.TextBoxVariable(variable.name).default_value(variable.default).options(of)
+    return built.label(variable.label).description(variable.description).current(chosen)
 
 
 def _annotations() -> list[Builder[models.AnnotationQuery]]:
     """Alerts that fire and servers that are not ready, as marks on every panel."""
-    alerts = foreign("ALERTS", 'alertname=~"Roseinfer.+"', 'alertstate="firing"')
-    starting = f"{SHOWN.sum('lifecycle_state', 'pod, state', state='starting|loading|warmup|draining|failed')} > 0"
+    alerts = 'sum by (alertname) (ALERTS{alertname=~"Roseinfer.+",alertstate="firing"}) > 0'
+    starting = 'roseinfer_lifecycle_state{state=~"starting|loading|warmup|draining|failed"}'
     return [
-        dashboard.AnnotationQuery()
-        .name("Alerts")
-        .datasource(DATASOURCE)
-        .enable(True)
-        .icon_color("red")
-        .expr(f"sum by (alertname) ({alerts}) > 0"),
+        dashboard.AnnotationQuery().name("Alerts").datasource(DATASOURCE).enable(True).icon_color("red").expr(alerts),
         dashboard.AnnotationQuery()
         .name("Starts and drains")
         .datasource(DATASOURCE)
         .enable(False)
         .icon_color("purple")
-        .expr(starting),
+        .expr(SHOWN.complete(f"sum by (pod, state) ({starting}) > 0")),
     ]

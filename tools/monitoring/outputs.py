@@ -1,36 +1,34 @@
 """Makes the contents of all generated files: dashboards, rules and autoscaling queries, by path."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
-from monitoring.alerts import alert_groups
 from monitoring.board import BOARDS, render
-from monitoring.objectives import OBJECTIVES
-from monitoring.promql import Queries
-from monitoring.rules import Parameters, recording_groups, with_targets
-from monitoring.scaling import demand, queue_wait
+from monitoring.objectives import BY, OBJECTIVES
+from monitoring.promql import Selection
+from monitoring.scaling import DEMAND, QUEUE_WAIT
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("dashboards")
 CHART_FILES = Path("deploy/helm/roseinfer/files")
+RULES = Path(__file__).with_name("rules.yaml")
 
-SCALING = {"autoscaling.promql": demand, "queue_wait.promql": queue_wait}
+SCALING = {"autoscaling.promql": DEMAND, "queue_wait.promql": QUEUE_WAIT}
 
-PLAIN = Parameters()
-
-# What the chart's file has in the place of each value, and the value that makes it the plain file again.
+# What differs from one installation to another: the words for it in the chart's file, and what the plain files have.
 PLACEHOLDERS = {
-    "@SELECTOR@": "",
-    "@RECORDED_SELECTOR@": "",
-    "@TARGETS@": PLAIN.targets,
-    "@GPU_SELECTOR@": "",
-    "@RUNBOOK@": PLAIN.runbook,
-    "@GRAFANA@": PLAIN.grafana,
-    "@START_SECONDS@": PLAIN.start_s,
-    "@DRAIN_SECONDS@": PLAIN.drain_s,
+    "@SELECTOR@": "",  # matchers of the servers' series
+    "@RECORDED_SELECTOR@": "",  # of the series that these rules record, by namespace, job and model_name
+    "@TARGETS@": 'job=~".*roseinfer.*"',  # matchers of the targets that must be there
+    "@GPU_SELECTOR@": "",  # matchers of the GPUs' series
+    "@RUNBOOK@": "docs/operations.md",
+    "@GRAFANA@": "",  # what stands before /d/roseinfer-…
+    "@START_SECONDS@": "300",  # half of what a start may take: after all of it the server is ended, and starts again
+    "@DRAIN_SECONDS@": "60",  # half of what a drain may take
     **{f"@{each.key.upper()}_SECONDS@": each.threshold for each in OBJECTIVES if each.threshold},
     **{f"@{each.key.upper()}_OBJECTIVE@": each.wanted for each in OBJECTIVES},
 }
@@ -40,55 +38,84 @@ LOADING = """\
 Prometheus reads this file by `rule_files`; its `groups` are also the spec of a PrometheusRule.
 Prometheus must keep 3 days for the alerts, and 30 for the budgets on the dashboard."""
 
-
-def for_chart() -> Parameters:
-    targets = {
-        each.key: (f"@{each.key.upper()}_SECONDS@" if each.threshold else "", f"@{each.key.upper()}_OBJECTIVE@")
-        for each in OBJECTIVES
-    }
-    return replace(
-        PLAIN,
-        selector="@SELECTOR@",
-        gpu_selector="@GPU_SELECTOR@",
-        recorded_selector="@RECORDED_SELECTOR@",
-        targets="@TARGETS@",
-        runbook="@RUNBOOK@",
-        grafana="@GRAFANA@",
-        start_s="@START_SECONDS@",
-        drain_s="@DRAIN_SECONDS@",
-        objectives=with_targets(OBJECTIVES, **targets),
-    )
+Rule = dict[str, Any]
 
 
 def files(root: Path = ROOT) -> dict[Path, str]:
     """Path below the repository -> content. Those of the chart are among them where there is a chart."""
     boards = {f"{file.stem}.json": render(file) for file in BOARDS.glob("*.yaml")}
     found = {FOLDER / name: text for name, text in boards.items()}
-    found[FOLDER / "rules" / "recording.yaml"] = rules_file(recording_groups(PLAIN), LOADING)
-    found[FOLDER / "rules" / "alerts.yaml"] = rules_file(alert_groups(PLAIN), LOADING)
+    for kind, groups in rule_groups(PLACEHOLDERS).items():
+        found[FOLDER / "rules" / f"{kind}.yaml"] = rules_file(groups, LOADING)
     for name, query in SCALING.items():
-        found[FOLDER / name] = f"# {GENERATED}\n{query(Queries('2m'))}\n"
+        found[FOLDER / name] = f"# {GENERATED}\n{Selection().complete(query)}\n"
     if (root / CHART_FILES.parent).is_dir():
         found |= {CHART_FILES / "dashboards" / name: text for name, text in boards.items()}
         found[CHART_FILES / "rules.yaml"] = chart_rules()
         for name, query in SCALING.items():
-            found[CHART_FILES / name] = query(Queries("2m", pods="$selector")) + "\n"
+            found[CHART_FILES / name] = Selection(pods="$selector").complete(query) + "\n"
     return found
+
+
+def rule_groups(values: Mapping[str, str]) -> dict[str, list[Rule]]:
+    """The groups of recording rules and of alerts, with these values in the place of placeholders."""
+    environment = jinja2.Environment(  # noqa: S701 - it makes YAML
+        block_start_string="<%",
+        block_end_string="%>",
+        variable_start_string="<<",
+        variable_end_string=">>",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    text = environment.from_string(RULES.read_text()).render(objectives=OBJECTIVES, by=BY)
+    of = {word: values.get(word, word) for word in PLACEHOLDERS}
+    for word, value in of.items():
+        text = text.replace(word, value)
+    selection = Selection(of["@SELECTOR@"], "", of["@RECORDED_SELECTOR@"], (of["@GPU_SELECTOR@"],))
+    makers = {"recording": recording_rule, "alerts": alert_rule}
+    return {
+        kind: [
+            {"name": f"roseinfer-{name}", "rules": [makers[kind](rule, selection, of) for rule in rules]}
+            for name, rules in groups.items()
+        ]
+        for kind, groups in yaml.safe_load(text).items()
+    }
+
+
+def recording_rule(rule: Rule, selection: Selection, _: Mapping[str, str]) -> Rule:
+    return {**rule, "record": f"roseinfer:{rule['record']}", "expr": selection.complete(rule["expr"])}
+
+
+def alert_rule(rule: Rule, selection: Selection, values: Mapping[str, str]) -> Rule:
+    """Each alert has a runbook and a dashboard."""
+    name = f"Roseinfer{rule['name']}"
+    return {
+        "alert": name,
+        "expr": selection.complete(rule["expr"]),
+        "for": rule["for"],
+        "labels": {"severity": rule["severity"]},
+        "annotations": {
+            "summary": rule["summary"],
+            "description": rule["description"],
+            "runbook_url": f"{values['@RUNBOOK@']}#{name.lower()}",
+            "dashboard_url": f"{values['@GRAFANA@']}/d/roseinfer-{rule['dashboard']}",
+        },
+    }
 
 
 def chart_rules() -> str:
     """The groups of both files with placeholders, which a template replaces one by one."""
     listed = "\n".join(f"  {name} for {default or 'nothing'}" for name, default in PLACEHOLDERS.items())
-    parameters = for_chart()
     note = (
         "A template replaces these placeholders, here with what the plain files in dashboards/rules "
         f"have:\n{listed}\nA threshold in seconds is the bound of a bucket and has a point: 0.5, 1.0. Nothing else is "
         "to be evaluated: what stands\nin double braces is Prometheus's."
     )
-    return rules_file(recording_groups(parameters) + alert_groups(parameters), note)
+    return rules_file([group for groups in rule_groups({}).values() for group in groups], note)
 
 
-def rules_file(groups: list[dict[str, Any]], note: str) -> str:
+def rules_file(groups: list[Rule], note: str) -> str:
     head = "".join(f"# {line}\n" for line in (GENERATED, *note.splitlines()))
     return head + yaml.dump({"groups": groups}, Dumper=_Literal, sort_keys=False, width=10_000, allow_unicode=True)
 

@@ -1,9 +1,8 @@
 """Builds a panel for Grafana from its entry in a file of boards/: one function for each kind of panel.
 
-The PromQL there names series without the labels that the dashboard's variables choose by; `shown` adds those.
+The PromQL there names series without the labels that the dashboard's variables choose by; SHOWN adds those.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,8 +14,8 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models import prometheus as formats
 
-from monitoring.objectives import FAILED, OBJECTIVES, REFUSED_BY_US, SERVED
-from monitoring.promql import Queries, foreign
+from monitoring.objectives import OBJECTIVES
+from monitoring.promql import Selection
 from roseinfer.observe.gaps.causes import CAUSES, Place
 
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -26,40 +25,19 @@ TIMELINE_LINKS = {
     "Requests in flight": "${operations}/debug/requests",
 }
 
-SHOWN = Queries(
-    window="$__rate_interval",
+SHOWN = Selection(
     pods='namespace=~"$namespace",pod=~"$pod"',
     models='model_name=~"$model_name"',
+    recorded='namespace=~"$namespace",model_name=~"$model_name"',
+    # The labels that the exporter of GPUs gives with honorLabels and without.
+    gpus=(
+        'namespace=~"$namespace",pod=~"$pod"',
+        'exported_namespace=~"$namespace",exported_pod=~"$pod"',
+    ),
 )
-_SELECTOR = re.compile(r"(roseinfer[_:][\w:]+|DCGM_FI_\w+)(?:{([^}]*)})?")
-_MATCHER = re.compile(r'(\w+)=~?"([^"]*)"')
-_WORDS = {"@FAILED@": FAILED, "@SERVED_OR_FAILED@": f"{SERVED}|{FAILED}", "@REFUSED_BY_US@": REFUSED_BY_US}
 
 Number = int | float  # a number stays as its file writes it
 Step = tuple[Number | None, str]
-
-
-def shown(query: str) -> str:
-    """The query over the servers, recorded series and GPUs that the dashboard's variables choose.
-
-    A name or label that the catalogue lacks is a KeyError or an AssertionError.
-    """
-    for word, values in _WORDS.items():
-        query = query.replace(word, values)
-    return _SELECTOR.sub(_chosen, query)
-
-
-def _chosen(selector: re.Match[str]) -> str:
-    name, matchers = selector[1], selector[2] or ""
-    assert "!" not in matchers, f"{selector[0]}: only = and =~"
-    if name.startswith("roseinfer_"):
-        return SHOWN.series(name.removeprefix("roseinfer_"), **dict(_MATCHER.findall(matchers)))
-    if name.startswith("roseinfer:"):
-        return f'{name}{{{matchers + "," if matchers else ""}namespace=~"$namespace",model_name=~"$model_name"}}'
-    # The labels that the exporter of GPUs gives with honorLabels and without.
-    own = foreign(name, 'namespace=~"$namespace"', 'pod=~"$pod"')
-    exported = foreign(name, 'exported_namespace=~"$namespace"', 'exported_pod=~"$pod"')
-    return f"({own} or {exported})"
 
 
 class Panel(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -98,7 +76,7 @@ class Panel(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.causes:
             causes = [cause for cause in CAUSES if cause.row.place == self.causes]
             found = {cause: self.query.replace("@CAUSE@", cause) for cause in causes}
-        return {legend: shown(query) for legend, query in found.items()}
+        return {legend: SHOWN.complete(query) for legend, query in found.items()}
 
 
 def build_panel(panel: Panel) -> Any:

@@ -1,68 +1,60 @@
-"""Makes PromQL from names of the catalogue of metrics, and refuses names and labels that no server exposes.
+"""Completes PromQL by the labels that select servers, and refuses names and labels that no server exposes.
 
-A name is written without its prefix, `step_seconds_bucket` for `roseinfer_step_seconds_bucket`. A matcher is a keyword:
-`phase="decode"`, and with alternatives `code="overloaded|not_ready"`, each of which must be a value of that label.
+Boards, rules and queries name series without those labels: `roseinfer_requests_total{finish_reason="stop"}`. An
+alternative of a closed set, `code=~"overloaded|not_ready"`, must be a value of that label.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
-from roseinfer.observe.metrics.catalogue import CATALOGUE, InfoAtScrape, Row
-from roseinfer.observe.metrics.histogram import TOKEN_S, WAIT_S
+from prometheus_client.parser import text_string_to_metric_families
+
+from roseinfer.errors import RoseinferError
+from roseinfer.observe.metrics.catalogue import CATALOGUE, OTHER, REJECTION_CODES, InfoAtScrape, Row
+from roseinfer.records import FinishReason
 
 ROWS = {row.name: row for row in CATALOGUE}
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
+STAND_INS = Path(__file__).with_name("stand_ins.prom")  # the metrics of others: names, labels and invented values
 
-# The metrics of others that dashboards and rules read, and the labels that are used. kube-state-metrics,
-# cAdvisor and NVIDIA's DCGM exporter do not run where the tests run, and the stand-ins of the tests have the same names
-# and labels: compare with the exporters' own documentation when one is added.
 
-_POD = frozenset({"namespace", "pod"})
-_CONTAINER = _POD | {"container"}
-_DEPLOYMENT = frozenset({"namespace", "deployment"})
-_AUTOSCALER = frozenset({"namespace", "horizontalpodautoscaler"})
+def _foreign() -> Iterator[tuple[str, frozenset[str]]]:
+    yield "up", frozenset({"job", "instance", "namespace", "pod"})
+    yield "ALERTS", frozenset({"alertname", "alertstate", "severity", "namespace", "pod"})
+    for family in text_string_to_metric_families(STAND_INS.read_text()):
+        for sample in family.samples:
+            # With honorLabels a GPU's workload is in `pod` and `namespace`, without in `exported_pod` and so on.
+            yield (
+                sample.name,
+                frozenset({*sample.labels, *(label.removeprefix("exported_") for label in sample.labels)}),
+            )
 
-# With honorLabels the workload is in `pod` and `namespace`, without in `exported_pod` and `exported_namespace`.
-_GPU = _POD | {"exported_pod", "exported_namespace", "gpu", "Hostname", "modelName"}
 
-PROMETHEUS = {
-    "up": frozenset({"job", "instance"}) | _POD,
-    "ALERTS": frozenset({"alertname", "alertstate", "severity"}) | _POD,
+FOREIGN = dict(_foreign())
+
+
+def _codes(root: type[RoseinferError]) -> Iterator[tuple[str, int]]:
+    if root.code is not None:
+        yield root.code, root.status
+    for leaf in root.__subclasses__():
+        yield from _codes(leaf)
+
+
+# A refusal with 429 or 5xx is the server's; `other` is an unforeseen 500. The other codes are mistakes of clients.
+_OURS = {OTHER, *(code for code, status in _codes(RoseinferError) if status == 429 or status >= 500)}
+_FAILED = (FinishReason.ERROR, FinishReason.TIMEOUT)
+_SERVED = tuple(reason for reason in FinishReason if reason not in (*_FAILED, FinishReason.REJECTED))
+WORDS = {
+    "@REFUSED_BY_US@": "|".join(code for code in REJECTION_CODES if code in _OURS),
+    "@FAILED@": "|".join(_FAILED),
+    "@SERVED@": "|".join(_SERVED),
+    "@SERVED_OR_FAILED@": "|".join((*_SERVED, *_FAILED)),
 }
 
-KUBERNETES = {
-    "kube_deployment_spec_replicas": _DEPLOYMENT,
-    "kube_deployment_status_replicas_available": _DEPLOYMENT,
-    "kube_deployment_status_replicas_updated": _DEPLOYMENT,
-    "kube_pod_status_ready": _POD | {"condition"},
-    "kube_pod_container_status_restarts_total": _CONTAINER,
-    "kube_pod_container_status_waiting_reason": _CONTAINER | {"reason"},
-    "kube_pod_container_status_last_terminated_reason": _CONTAINER | {"reason"},
-    "kube_pod_container_resource_limits": _CONTAINER | {"resource"},
-    "kube_horizontalpodautoscaler_spec_max_replicas": _AUTOSCALER,
-    "kube_horizontalpodautoscaler_spec_min_replicas": _AUTOSCALER,
-    "kube_horizontalpodautoscaler_status_current_replicas": _AUTOSCALER,
-    "kube_horizontalpodautoscaler_status_desired_replicas": _AUTOSCALER,
-    "container_cpu_usage_seconds_total": _CONTAINER,
-    "container_cpu_cfs_throttled_seconds_total": _CONTAINER,
-    "container_memory_working_set_bytes": _CONTAINER,
-}
-
-GPU = {
-    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": _GPU,
-    "DCGM_FI_PROF_SM_ACTIVE": _GPU,
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": _GPU,
-    "DCGM_FI_PROF_DRAM_ACTIVE": _GPU,
-    "DCGM_FI_PROF_PCIE_RX_BYTES": _GPU,
-    "DCGM_FI_PROF_PCIE_TX_BYTES": _GPU,
-    "DCGM_FI_DEV_FB_USED": _GPU,
-    "DCGM_FI_DEV_FB_FREE": _GPU,
-    "DCGM_FI_DEV_POWER_USAGE": _GPU,
-    "DCGM_FI_DEV_GPU_TEMP": _GPU,
-    "DCGM_FI_DEV_SM_CLOCK": _GPU,
-    "DCGM_FI_DEV_XID_ERRORS": _GPU,
-}
-
-FOREIGN = PROMETHEUS | KUBERNETES | GPU
+_SELECTOR = re.compile(r"(roseinfer[_:][\w:]+|DCGM_FI_\w+)(?:{([^}]*)})?")
+_MATCHER = re.compile(r'(\w+)=~?"([^"]*)"')
 
 
 def row_of(name: str) -> Row:
@@ -85,61 +77,44 @@ def own_labels(name: str) -> frozenset[str]:
     return frozenset(labels)
 
 
-def bound(seconds: float) -> str:
-    """A bucket's bound as `le` has it; a ValueError if no ladder of latencies has that bound."""
-    if seconds not in {*WAIT_S, *TOKEN_S}:
-        raise ValueError(f"{seconds} s is no bound of a bucket")
-    return repr(float(seconds))
+class Selection(NamedTuple):
+    """The matchers that choose servers, models, recorded series and GPUs; any of `gpus` chooses one."""
 
-
-def matcher(label: str, value: str) -> str:
-    return f'{label}=~"{value}"' if any(sign in value for sign in "|*+") else f'{label}="{value}"'
-
-
-def foreign(name: str, *matchers: str) -> str:
-    """A selector of another project's series, with PromQL's matchers; a KeyError if the name is not listed."""
-    labels = FOREIGN[name]
-    for each in matchers:
-        assert each.partition("=")[0].rstrip("!") in labels, f"{name} has no such label: {each}"
-    return f"{name}{{{','.join(matchers)}}}" if matchers else name
-
-
-@dataclass(frozen=True, slots=True)
-class Queries:
-    """Expressions over the servers that `pods` and `models` select, with rates over `window`."""
-
-    window: str
     pods: str = ""
     models: str = ""
+    recorded: str = ""
+    gpus: tuple[str, ...] = ("",)
 
-    def series(self, name: str, **matchers: str) -> str:
-        full = f"roseinfer_{name}"
-        row, labels = row_of(full), own_labels(full)
-        for label, value in matchers.items():
-            assert label in labels, f"{full} has no label {label}"
-            if row.label and row.label.name == label and row.label.values and "$" not in value:
-                unknown = set(value.split("|")) - set(row.label.values)
-                assert not unknown, f"{full} has no {label} {unknown}"
-        own = [matcher(label, value) for label, value in matchers.items()]
-        parts = [*own, self.models if row.is_per_model else "", self.pods]
-        inside = ",".join(part for part in parts if part)
-        return f"{full}{{{inside}}}" if inside else full
+    def complete(self, query: str) -> str:
+        """The query with these matchers, and the values that @WORDS@ stand for.
 
-    def rate(self, name: str, **matchers: str) -> str:
-        return f"rate({self.series(name, **matchers)}[{self.window}])"
+        A name or label that the catalogue lacks is a KeyError or an AssertionError.
+        """
+        for word, values in WORDS.items():
+            query = query.replace(word, values)
+        return _SELECTOR.sub(self._completed, query)
 
-    def total(self, name: str, by: str = "", **matchers: str) -> str:
-        """Rate of a counter, summed."""
-        return f"{_sum(by)}({self.rate(name, **matchers)})"
-
-    def sum(self, name: str, by: str = "", **matchers: str) -> str:
-        """Values of a gauge, summed."""
-        return f"{_sum(by)}({self.series(name, **matchers)})"
-
-    def quantile(self, quantile: float, name: str, by: str = "", **matchers: str) -> str:
-        labels = f"le, {by}" if by else "le"
-        return f"histogram_quantile({quantile:g}, {self.total(f'{name}_bucket', labels, **matchers)})"
+    def _completed(self, selector: re.Match[str]) -> str:
+        name, matchers = selector[1], selector[2] or ""
+        if name.startswith("DCGM_FI_"):
+            chosen = [_joined(name, matchers, gpu) for gpu in self.gpus]
+            return chosen[0] if len(chosen) == 1 else f"({' or '.join(chosen)})"
+        if name.startswith("roseinfer:"):
+            return _joined(name, matchers, self.recorded)
+        _check(name, matchers)
+        return _joined(name, matchers, self.models if row_of(name).is_per_model else "", self.pods)
 
 
-def _sum(by: str) -> str:
-    return f"sum by ({by}) " if by else "sum"
+def _joined(name: str, *matchers: str) -> str:
+    inside = ",".join(filter(None, matchers))
+    return f"{name}{{{inside}}}" if inside else name
+
+
+def _check(name: str, matchers: str) -> None:
+    assert "!" not in matchers, f"{name}{{{matchers}}}: only = and =~"
+    row, labels = row_of(name), own_labels(name)
+    for label, value in _MATCHER.findall(matchers):
+        assert label in labels, f"{name} has no label {label}"
+        if row.label and row.label.name == label and row.label.values and "$" not in value:
+            unknown = set(value.split("|")) - set(row.label.values)
+            assert not unknown, f"{name} has no {label} {unknown}"
