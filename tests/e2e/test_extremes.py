@@ -1,6 +1,6 @@
 """No request harms an idle server: every field of every body at its extremes, alone and in pairs, and changed bytes.
 
-Each answer is a 200, or a 4xx in the shape of its API; what comes next is served as ever. `ROSEINFER_ALL_PAIRS=1` tries
+Each answer is a 200, or a 4xx in the shape of its API; what comes next is served as ever. `ALL_PAIRS=1` tries
 every pair of extremes that are accepted alone, for an hour, instead of a sample.
 """
 
@@ -20,7 +20,7 @@ from tests.fuzz.mutations import corpus, mutated, mutated_objects
 
 pytestmark = pytest.mark.e2e
 
-TRIES_ALL_PAIRS = "ROSEINFER_ALL_PAIRS" in os.environ
+TRIES_ALL_PAIRS = "ALL_PAIRS" in os.environ
 NUM_PAIRS, NUM_MUTATIONS = 300, 2000
 GROUP = 16  # requests between two looks at whether the next is served as ever
 PLAIN = {"prompt": "import os", "max_tokens": 6, "temperature": 0}

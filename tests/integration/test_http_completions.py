@@ -86,6 +86,28 @@ async def test_usage_is_counted_streamed_or_not() -> None:
     assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
 
 
+@pytest.mark.parametrize("path", ["completions", "chat"])
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_each_chunk_can_have_the_usage_of_its_choice_so_far(path: str, *, include_usage: bool) -> None:
+    """What it adds is what the chunk holds, also where one write holds the tokens of several steps."""
+    options = {"continuous_usage_stats": True, "include_usage": include_usage}
+    async with serving(ScriptedEngine(says("Hé!a"))) as server:
+        ask = server.complete if path == "completions" else server.chat
+        whole = (await ask(n=2)).json["usage"]
+        answer = await ask(n=2, stream=True, stream_interval=3, stream_options=options)
+    *chunks, done = answer.events
+    assert done == "[DONE]"
+    if include_usage:
+        last = chunks.pop()
+        assert (last["choices"], last["usage"]) == ([], whole)
+    for index in range(2):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages] == [1, 4, 5]
+        assert {usage["prompt_tokens"] for usage in usages} == {whole["prompt_tokens"]}
+        assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+    assert 2 * usages[-1]["completion_tokens"] == whole["completion_tokens"]
+
+
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 async def test_the_finish_reason_is_the_engines(reason: FinishReason) -> None:
     """Defect D1 of the ancestor: it always said stop."""

@@ -84,15 +84,24 @@ class ChunkTemplate:
         self._plain_tail = self._tail(b"null", None)
 
     def choice(
-        self, index: int, payload: bytes, logprobs: bytes | None = None, finish_reason: str | None = None
+        self,
+        index: int,
+        payload: bytes,
+        logprobs: bytes | None = None,
+        finish_reason: str | None = None,
+        usage: bytes | None = None,
     ) -> bytes:
-        """A chunk of one choice, from payload and log-probabilities in JSON; empty if there is nothing in it."""
+        """A chunk of one choice, from JSON; empty if it would add neither payload, log-probabilities nor an end."""
         if logprobs is None and finish_reason is None:  # nearly all are
-            return self._heads[index] + payload + self._plain_tail if payload != NOTHING else b""
-        return self._heads[index] + payload + self._tail(logprobs or b"null", finish_reason)
+            if payload == NOTHING:
+                return b""
+            if usage is None:
+                return self._heads[index] + payload + self._plain_tail
+        return self._heads[index] + payload + self._tail(logprobs or b"null", finish_reason, usage)
 
-    def _tail(self, logprobs: bytes, finish_reason: str | None) -> bytes:
-        return b',"logprobs":%b,"finish_reason":%b%b' % (logprobs, msgspec.json.encode(finish_reason), self._end)
+    def _tail(self, logprobs: bytes, finish_reason: str | None, usage: bytes | None = None) -> bytes:
+        end = self._end if usage is None else b'}],"usage":%b}\n\n' % usage
+        return b',"logprobs":%b,"finish_reason":%b%b' % (logprobs, msgspec.json.encode(finish_reason), end)
 
     def ledger(self, ledgers: bytes) -> bytes:
         """The chunk with the ledgers of all choices, in JSON, and no choices."""

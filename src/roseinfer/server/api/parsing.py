@@ -35,7 +35,6 @@ UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
 _ELSEWHERE: Mapping[str, str] = {
     **{f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")},
     "add_special_tokens": "a text gets the model's, a chat its template's; token ids are taken as they are",
-    "continuous_usage_stats": "the usage comes once, in the last chunk",
     "prompt_logprobs": "use `echo` with `logprobs`, of /v1/completions",
     "skip_special_tokens": "special tokens are always left out of the text",
     "truncate_prompt_tokens": "a prompt is never cut",

@@ -23,7 +23,7 @@ from roseinfer.server.api import event_stream as sse
 from roseinfer.server.connection.connection import is_behind
 from roseinfer.server.exchange import EXCHANGE, Exchange
 from roseinfer.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Reply, Usage, server_timing
-from roseinfer.server.openai.schema import GenerationBody
+from roseinfer.server.openai.schema import GenerationBody, StreamOptions
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
 from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest
@@ -90,7 +90,7 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=job.body.stream)
     tokenizer = service.text_model.tokenizer
     generation = Generation(wanted, requests, exchange.timelines, service.client, tokenizer)
-    reply = _Reply(dialect, generation, service, exchange, include_usage=job.body.stream_options.include_usage)
+    reply = _Reply(dialect, generation, service, exchange, job.body.stream_options)
     return await (reply.stream(request) if job.body.stream else reply.whole(request))
 
 
@@ -147,7 +147,7 @@ class _Reply:
     """Writes a generation to the client in the form of a dialect."""
 
     def __init__(
-        self, dialect: Dialect, generation: Generation, service: Service, exchange: Exchange, *, include_usage: bool
+        self, dialect: Dialect, generation: Generation, service: Service, exchange: Exchange, options: StreamOptions
     ) -> None:
         self._dialect = dialect
         self._generation = generation
@@ -155,7 +155,7 @@ class _Reply:
         self._model_name = service.model_name
         self._observer = service.observer
         self._keepalive_interval_s = service.config.keepalive_interval_s
-        self._include_usage = include_usage
+        self._options = options
         self._id = exchange.reply_id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._opening = asyncio.Lock()  # the status line goes out once, with a comment or with the first event
@@ -244,13 +244,9 @@ class _Reply:
                 self._observer.on_write(timeline, delivery)
 
     def _usage(self) -> Usage:
-        num_prompt, num_generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens
-        return Usage(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_generated,
-            total_tokens=num_prompt + num_generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._generation.num_cached_tokens),
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=self._generation.num_reasoning_tokens),
+        whole = self._generation
+        return _usage_of(
+            whole.num_prompt_tokens, whole.num_generated_tokens, whole.num_cached_tokens, whole.num_reasoning_tokens
         )
 
     def _template(self) -> sse.ChunkTemplate:
@@ -261,19 +257,33 @@ class _Reply:
             model=self._model_name,
             field=self._dialect.chunk_field,
             num_choices=len(self._generation.choices),
-            include_usage=self._include_usage,
+            include_usage=self._options.include_usage,
         )
 
     def _frame(self, template: sse.ChunkTemplate, delta: Delta, logprobs: bytes | None) -> bytes:
         """Step 13."""
-        payload = self._dialect.payload(delta)
-        return template.choice(delta.choice.index, payload, logprobs, self._dialect.finish_reason(delta))
+        payload, choice, usage = self._dialect.payload(delta), delta.choice, None
+        if self._options.continuous_usage_stats:
+            num_prompt = choice.timeline.num_prompt_tokens
+            of_choice = _usage_of(num_prompt, choice.num_tokens, choice.num_cached_tokens, choice.num_reasoning_tokens)
+            usage = msgspec.json.encode(of_choice)
+        return template.choice(choice.index, payload, logprobs, self._dialect.finish_reason(delta), usage)
 
     def _last_frames(self, template: sse.ChunkTemplate) -> bytes:
         """Step 14."""
         frames = b""
         if self._exchange.wants_ledger:
             frames += template.ledger(msgspec.json.encode(self._exchange.ledgers()))
-        if self._include_usage:
+        if self._options.include_usage:
             frames += template.usage(msgspec.json.encode(self._usage()))
         return frames + sse.DONE
+
+
+def _usage_of(num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int) -> Usage:
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning),
+    )

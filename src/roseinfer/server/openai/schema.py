@@ -226,6 +226,7 @@ class StreamOptions(Part, frozen=True, kw_only=True):
     """What a stream holds. `include_obfuscation` has no effect: chunks are never padded."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -255,7 +256,9 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
         StreamOptions,
         Meta(
             description="Needs `stream`. `include_usage`: one more chunk, with `usage` and no choices, before "
-            "`[DONE]`. `include_obfuscation`: no effect, chunks are never padded."
+            "`[DONE]`. `continuous_usage_stats`: each chunk has the `usage` of its choice so far, so what it adds to "
+            "that of the chunk before are the tokens in this one. `include_obfuscation`: no effect, chunks are never "
+            "padded."
         ),
     ] = NO_STREAM_OPTIONS
     stream_interval: Annotated[

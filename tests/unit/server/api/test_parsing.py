@@ -47,7 +47,6 @@ def test_a_closed_set_is_listed(field: dict[str, Any], param: str, message: str)
         ({"guided_json": {}}, "guided_json", "use `structured_outputs` with `json`"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "use `echo` with `logprobs`, of /v1/completions"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "always left out"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats", "comes once"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "a prompt is never cut"),
     ],
     ids=str,
