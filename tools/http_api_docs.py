@@ -8,9 +8,9 @@ import msgspec
 
 from generated_files import filled
 from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
-from roseinfer.server.api.parsing import UNSERVED
+from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.connection.body import FEW_VALUES
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody, ModelBody
+from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 
 LIMITS = {
@@ -63,8 +63,8 @@ def _fields(title: str, body: type[ModelBody], described: frozenset[str] = froze
         lines.append(f"\nAccepted, and without any effect: {', '.join(idle)}.")
     if body in REMARKS:
         lines.append(f"\n{REMARKS[body]}")
-    if body in UNSERVED:
-        tolerated = ", ".join(_tolerated(name, neutral) for name, neutral in sorted(UNSERVED[body].items()))
+    if body.unserved:
+        tolerated = ", ".join(_tolerated(name, neutral) for name, neutral in sorted(body.unserved.items()))
         lines.append(
             "\nOf OpenAI's fields, these are accepted only with a value that asks for nothing, which is null or the "
             f"one in brackets; anything else is a 400 `{InvalidRequest.code}` that names the field: {tolerated}."

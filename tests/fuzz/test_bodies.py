@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
+from roseinfer.server.api.errors import error_body
+from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import _parse_loosely, parse_body
-from roseinfer.server.openai.replies import error_body
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody
+from roseinfer.server.openai.schema import ChatBody, CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from tests.fuzz.mutations import corpus, mutated
 

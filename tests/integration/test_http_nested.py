@@ -3,13 +3,12 @@
 import pytest
 
 from roseinfer.errors import InvalidRequest
+from roseinfer.server.api.fields import StructuredOutputs
 from roseinfer.server.openai.schema import (
     CompletionBody,
     JsonSchemaFormat,
     ResponseFormat,
-    StructuredOutputs,
 )
-from roseinfer.server.openai.structured import requested_grammar
 from roseinfer.text.tool_calls import FORMATS, Function, ToolUse
 from tests.unit.server.harness import ScriptedEngine, says, serving, text_model
 
@@ -56,11 +55,11 @@ def completion(**body: object) -> CompletionBody:
 
 def test_what_cannot_be_encoded_is_refused_by_its_field() -> None:
     with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
-        requested_grammar(completion(structured_outputs=StructuredOutputs(json=endless())))
+        completion(structured_outputs=StructuredOutputs(json=endless())).form()
     assert caught.value.param == "structured_outputs.json"
     wanted = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name="a", schema=endless()))
     with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
-        requested_grammar(completion(response_format=wanted))
+        completion(response_format=wanted).form()
     assert caught.value.param == "response_format.json_schema.schema"
     use = ToolUse(
         [Function("f", parameters=endless())], is_forced=True, is_parallel=True, tool_format=FORMATS["hermes"]

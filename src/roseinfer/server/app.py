@@ -40,6 +40,7 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         *_operations(instruments.metrics),
     ]
     app = _application(service, routes)
+    app[middleware.ERROR_FORMS] = {}
     app.middlewares.extend((middleware.authenticate, middleware.admit, debug_access.point_elsewhere))
     return app
 

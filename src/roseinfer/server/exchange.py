@@ -17,6 +17,9 @@ from roseinfer.server.connection.api_keys import Caller
 Ledger = Callable[[RequestTimeline, int], dict[str, object]]
 """A request's time up to a moment, in nanoseconds of the monotonic clock, ready for JSON."""
 
+Failure = Callable[[RoseinferError, list[dict[str, object]] | None], bytes]
+"""Encodes an error, and the ledgers of a client that asked for them, in the form of an API."""
+
 LEDGER_HEADER = "x-roseinfer-ledger"
 INTENDED_TIME_HEADER = "x-roseinfer-intended-time"
 ENGINE_GRACE_S = 0.5  # several steps: within them the engine ends a request itself, and has its own count of it
@@ -57,6 +60,7 @@ class Exchange:
         ]
         self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
         self.reply_id = ""  # the id in the answer
+        self.failure_frames: Failure | None = None  # what its stream ends with if it fails
         self.caller: Caller | None = None  # by its key, where keys are configured
         self.deadline_ns: int | None = None  # by when it must have ended, on the monotonic clock
         self.queue_deadline_ns: int | None = None  # by when the engine must have begun
@@ -83,13 +87,10 @@ class Exchange:
         """The engine's id of one of its sequences; `/` is in no key, so no two exchanges share one."""
         return f"{self.key}/{index}" if index else self.key
 
-    @property
-    def wants_ledger(self) -> bool:
-        """Whether the client asked where its time went."""
-        return self._asks_for_ledger == "1"
-
-    def ledgers(self) -> list[dict[str, object]]:
-        """Where the time of each sequence went up to now."""
+    def wanted_ledgers(self) -> list[dict[str, object]] | None:
+        """Where the time of each sequence went up to now; None where the client did not ask."""
+        if self._asks_for_ledger != "1":
+            return None
         now_ns = time.monotonic_ns()
         return [self._ledger(timeline, now_ns) for timeline in self.timelines]
 
@@ -207,6 +208,15 @@ class Exchange:
         for timeline in self.timelines:
             timeline.end_ns = end_ns
             self._client.close_timeline(timeline)
+
+
+def server_timing(ledgers: list[dict[str, object]] | None) -> dict[str, str]:
+    """The header Server-Timing (https://www.w3.org/TR/server-timing/): the parts of the first ledger in ms."""
+    if ledgers is None:
+        return {}
+    parts = ledgers[0]["parts_ns"]
+    assert isinstance(parts, dict)
+    return {"Server-Timing": ", ".join(f"{name};dur={duration / 1e6:.3f}" for name, duration in parts.items())}
 
 
 EXCHANGE = web.RequestKey("exchange", Exchange)

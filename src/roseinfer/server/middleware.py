@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -20,15 +21,15 @@ from roseinfer.errors import (
     UnknownRoute,
 )
 from roseinfer.records import LifecycleState
-from roseinfer.server.api import event_stream as sse
+from roseinfer.server.api.errors import error_body
 from roseinfer.server.connection.api_keys import Caller
 from roseinfer.server.connection.body_budget import HELD_BYTES, HeldBytes
-from roseinfer.server.exchange import EXCHANGE, is_for_tokens
-from roseinfer.server.openai.replies import error_body, server_timing
+from roseinfer.server.exchange import EXCHANGE, Failure, is_for_tokens, server_timing
 from roseinfer.server.service import SERVICE
 
 REQUEST_ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)  # where keys are configured
+ERROR_FORMS = web.AppKey("error_forms", Mapping[str, Failure])  # of APIs with their own, by the beginning of the path
 REQUEST_ID_HEADER = "x-request-id"
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 # Requested every second; the lifecycle logs what they would show.
@@ -152,8 +153,14 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     _record(request, failure)
     if exchange is not None and exchange.stream is not None:
         return await _end_stream(request, exchange.stream, failure)
-    ledgers = exchange.ledgers() if exchange is not None and exchange.wants_ledger else None
-    return error_response(failure, headers, ledgers)
+    ledgers = exchange.wanted_ledgers() if exchange is not None else None
+    return error_response(failure, headers, ledgers, _error_form(request))
+
+
+def _error_form(request: web.Request) -> Failure:
+    """The form of errors of the API that the path belongs to."""
+    forms = request.app.get(ERROR_FORMS, {})
+    return next((form for prefix, form in forms.items() if request.path.startswith(prefix)), error_body)
 
 
 def _record(request: web.Request, failure: RoseinferError) -> None:
@@ -169,18 +176,18 @@ def error_response(
     error: RoseinferError,
     headers: dict[str, str] | None = None,
     ledgers: list[dict[str, object]] | None = None,
+    form: Failure = error_body,
 ) -> web.Response:
     """The JSON body of an error, under its status."""
     response = web.Response(
         status=error.status,
         reason=REASONS.get(error.status),
-        body=error_body(error, ledgers),
+        body=form(error, ledgers),
         content_type="application/json",
         headers=headers,
     )
     response.headers["Server"] = SERVER
-    if ledgers is not None:
-        response.headers["Server-Timing"] = server_timing(ledgers)
+    response.headers.update(server_timing(ledgers))
     if isinstance(error, CapacityError | QueueTimeout):
         response.headers["Retry-After"] = str(error.retry_after_s)
     elif error.status == 503:
@@ -193,17 +200,18 @@ def error_response(
 
 
 async def _end_stream(request: web.Request, stream: web.StreamResponse, error: RoseinferError) -> web.StreamResponse:
-    """Send an error event and end the stream, without `[DONE]`."""
+    """End the stream with an error event, never as if it were whole."""
     stream.force_close()
-    if isinstance(stream, web.Response):  # not a stream, and cut in the middle: nothing can be added
+    exchange = request[EXCHANGE]
+    if (
+        isinstance(stream, web.Response) or exchange.failure_frames is None
+    ):  # not a stream, and cut in the middle: nothing can be added
         _abort(request)
         return stream
     with contextlib.suppress(ConnectionError, TimeoutError):
         if not request.protocol.writing_paused:  # else its buffers are full, and aiohttp's waiter for them is spent
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                exchange = request[EXCHANGE]
-                ledgers = exchange.ledgers() if exchange.wants_ledger else None
-                await stream.write(sse.event(error_body(error, ledgers)))
+                await stream.write(exchange.failure_frames(error, exchange.wanted_ledgers()))
                 await stream.write_eof()
                 return stream
     _abort(request)

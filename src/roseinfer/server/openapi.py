@@ -15,10 +15,10 @@ from aiohttp import web
 
 from roseinfer import __version__, errors
 from roseinfer.messages import EngineInfo
-from roseinfer.server.api.parsing import UNSERVED
+from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, ModelBody, StreamOptions
+from roseinfer.server.openai.schema import ChatBody, CompletionBody, StreamOptions
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from roseinfer.server.service import SERVICE
 
@@ -139,7 +139,7 @@ def _accept_what_is_accepted(components: dict[str, Schema], body: type[ModelBody
             for field, value in schema["properties"].items():
                 if field not in required:
                     schema["properties"][field] = _or_null(value)
-    for field, neutral in UNSERVED.get(body, {}).items():
+    for field, neutral in body.unserved.items():
         components[body.__name__]["properties"][field] = {
             "enum": [*neutral, None],
             "description": "Accepted only with a value that asks for nothing.",

@@ -15,6 +15,7 @@ from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.connection.api_keys import ApiKeys, Caller
 from roseinfer.server.connection.body_budget import BodyBudget, LongWork
 from roseinfer.server.exchange import Exchange, Ledger
+from roseinfer.text.conversation import Conversation, Turn, prepare_turn
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.text_model import TextModel
 
@@ -37,7 +38,7 @@ class Service:
         grammars: GrammarChecker | None = None,
     ) -> None:
         self.config = config.server
-        self.tool_format = config.structured.tool_format
+        self._tool_format = config.structured.tool_format
         self.grammars = grammars
         self.model_name = config.served_model_name
         self.client = client
@@ -86,6 +87,13 @@ class Service:
         if self._text_model is None:
             raise NotReady(f"The server is {self._doing}.")
         return self._text_model
+
+    async def prepare_turn(self, conversation: Conversation) -> Turn:
+        """Make a conversation ready for the engine. Raises RequestError."""
+        text_model = self.text_model
+        return await prepare_turn(
+            conversation, text_model, self.grammars, self._tool_format, self.client.info.max_model_len
+        )
 
     def admit(self) -> None:
         """Raise NotReady, EngineDead or Overloaded unless one more exchange, open already, can be served.

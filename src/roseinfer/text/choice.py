@@ -42,6 +42,16 @@ class OutputOptions:
 TEXT_ONLY = OutputOptions()
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The tokens of a choice or of all, as the engine counted them."""
+
+    prompt: int
+    cached: int  # of the prompt, found in the engine's cache
+    generated: int
+    reasoning: int  # of those generated, thoughts and the tags around them
+
+
 class Delta(msgspec.Struct, frozen=True, gc=False):
     """What has become due of one choice. The choice is its deltas, joined in order.
 
@@ -101,9 +111,10 @@ class Choice:
         return self._num_popped + len(self._token_ids)
 
     @property
-    def num_reasoning_tokens(self) -> int:
-        """Those of them that are thoughts, or the tags around these."""
-        return self.timeline.num_reasoning_tokens
+    def counts(self) -> TokenCounts:
+        """Its tokens up to now."""
+        num_prompt = 0 if self._prompt is None else len(self._prompt.token_ids)
+        return TokenCounts(num_prompt, self.num_cached_tokens, self.num_tokens, self.timeline.num_reasoning_tokens)
 
     @property
     def mean_logprob(self) -> float:

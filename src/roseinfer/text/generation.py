@@ -13,7 +13,7 @@ import msgspec
 from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.messages import EngineInfo, Request, SamplingParams, TokenOutput, check_request
 from roseinfer.records import RequestTimeline
-from roseinfer.text.choice import TEXT_ONLY, Choice, Delta, EncodedPrompt, OutputOptions
+from roseinfer.text.choice import TEXT_ONLY, Choice, Delta, EncodedPrompt, OutputOptions, TokenCounts
 from roseinfer.text.logprobs import check_prompt_logprobs, most_kept_tokens
 from roseinfer.text.tokenizer import Tokenizer
 
@@ -101,7 +101,6 @@ class Generation:
             for i, timeline in enumerate(timelines)
         ]
         self.outputs = client.generate(requests, timelines)  # may raise EngineError while it is read
-        self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in wanted.prompts)
         self._wanted = wanted
         self._client = client
         self._by_id = {request.request_id: choice for request, choice in zip(requests, self.choices, strict=True)}
@@ -113,17 +112,16 @@ class Generation:
         return self._num_left == 0
 
     @property
-    def num_generated_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return sum(choice.num_reasoning_tokens for choice in self.choices)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompts that the engine found in its cache; each prompt counts once."""
-        return sum(choice.num_cached_tokens for choice in self.choices[:: self._wanted.best_of])
+    def counts(self) -> TokenCounts:
+        """The tokens up to now. A prompt counts once, however many choices it has."""
+        of_choices = [choice.counts for choice in self.choices]
+        of_prompts = of_choices[:: self._wanted.best_of]
+        return TokenCounts(
+            prompt=sum(counts.prompt for counts in of_prompts),
+            cached=sum(counts.cached for counts in of_prompts),
+            generated=sum(counts.generated for counts in of_choices),
+            reasoning=sum(counts.reasoning for counts in of_choices),
+        )
 
     def add_output(self, output: TokenOutput) -> Choice:
         """Give one output to its choice. Raises EngineError when the engine could not finish the sequence."""

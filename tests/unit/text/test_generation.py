@@ -105,8 +105,8 @@ async def test_a_step_makes_one_delta_for_each_choice_and_a_stop_string_ends_its
     stop = FinishReason.STOP
     assert told == [[(0, "a", None), (1, "a", None)], [], [(0, "b", stop)], [(1, "be", None)], [(1, "f", length)]]
     assert engine.aborted[0] == "id/0"
-    assert generation.num_prompt_tokens == 1
-    assert generation.num_generated_tokens == 4 + 4
+    assert generation.counts.prompt == 1
+    assert generation.counts.generated == 4 + 4
     assert [choice.finish_reason for choice in generation.best_choices()] == [stop, length]
 
 
@@ -141,4 +141,4 @@ async def test_the_best_are_those_with_the_highest_mean() -> None:
     best = generation.best_choices()
     assert [choice.timeline.request_id for choice in best] == ["id/1", "id/2"]
     assert [choice.index for choice in best] == [0, 1]
-    assert generation.num_cached_tokens == 6  # each prompt once
+    assert generation.counts.cached == 6  # each prompt once

@@ -160,4 +160,4 @@ def test_tokens_of_thoughts_are_counted_one_by_one(
     has_thoughts = reasoning is not None and (reasoning.is_open or text.lstrip().startswith(THINK.opening))
     end = text.find(THINK.closing)
     expected = (len(text) if end < 0 else end + len(THINK.closing)) if has_thoughts else 0
-    assert choice.num_reasoning_tokens == expected
+    assert choice.counts.reasoning == expected

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import parse_body
-from roseinfer.server.openai.schema import ChatBody, ModelBody
+from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.tokenize import TokenizeBody
 from roseinfer.text.templates import (
     MAX_PROMPT_CHARS,

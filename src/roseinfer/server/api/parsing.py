@@ -1,4 +1,4 @@
-"""Reads a request body: JSON bytes become a validated struct of `schema.py`, or an error that names the field."""
+"""Reads a request body: JSON bytes become a validated struct, or an error that names the field."""
 
 import json
 import time
@@ -10,26 +10,10 @@ from aiohttp import web
 
 from roseinfer.errors import InvalidRequest, NotJSON, UnknownModel
 from roseinfer.runtime.validation import Misfit, convert
+from roseinfer.server.api.fields import ModelBody, SamplingBody
 from roseinfer.server.connection.body import INLINE_BYTES, check_num_values, check_num_values_within, read_bytes
 from roseinfer.server.exchange import EXCHANGE
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody, ModelBody
 from roseinfer.server.service import SERVICE
-
-# Fields of OpenAI's that ask for something we do not do, with the values that ask for nothing: OpenAI's own defaults.
-UNSERVED: Mapping[type[ModelBody], Mapping[str, tuple[object, ...]]] = {
-    CompletionBody: {"store": (False,), "suffix": ("",)},
-    ChatBody: {
-        "store": (False,),
-        "audio": (),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    },
-}
 
 # Fields of vLLM's, its older names for `structured_outputs` among them: what there is instead.
 _ELSEWHERE: Mapping[str, str] = {
@@ -61,7 +45,7 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
         raise UnknownModel(message, param="model")
     if (exchange := request.get(EXCHANGE)) is not None:
         exchange.timelines[0].parsed_ns = time.monotonic_ns()
-        assert isinstance(body, GenerationBody), "an exchange is about tokens"
+        assert isinstance(body, SamplingBody), "an exchange is about tokens"
         config = service.config
         exchange.set_deadlines(
             body.timeout_s or config.request_timeout_s, body.queue_timeout_s or config.queue_timeout_s
@@ -97,7 +81,7 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
 def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     """Read a body that may hold nulls for what is left out and fields that ask for nothing, and say what is wrong."""
     fields = {name: value for name, value in _decode_object(raw).items() if value is not None}
-    for name, neutral in UNSERVED.get(body_type, {}).items():
+    for name, neutral in body_type.unserved.items():
         if name in fields:
             given = fields.pop(name)
             if not any(given == value and type(given) is type(value) for value in neutral):
@@ -107,7 +91,7 @@ def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
     try:
         return convert(fields, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except Misfit as misfit:
-        raise _refusal(misfit, body_type) from None
+        raise _refusal(misfit) from None
 
 
 def _without_nulls(value: object, level: int = 0) -> object:
@@ -125,7 +109,7 @@ def _without_nulls(value: object, level: int = 0) -> object:
     return value
 
 
-def _refusal(misfit: Misfit, body_type: type[ModelBody]) -> InvalidRequest:
+def _refusal(misfit: Misfit) -> InvalidRequest:
     """What does not fit as an error, with what would do instead where types and bounds do not say it."""
     param, note = misfit.where, ""
     is_negative = isinstance(misfit.value, int) and misfit.value < 0
@@ -138,8 +122,6 @@ def _refusal(misfit: Misfit, body_type: type[ModelBody]) -> InvalidRequest:
             return InvalidRequest(message, param=param)
         case ("top_k",) if is_negative:  # other servers mean all by -1
             note = "; 0 keeps all"
-        case ("max_tokens",) if is_negative and body_type is CompletionBody:
-            return InvalidRequest(f"`{param}`: Expected `int` >= 1, or 0 with `echo`.", param=param)
     return InvalidRequest(misfit.sentence(note), param=param)
 
 

@@ -1,6 +1,6 @@
 """Answers a generation request, streamed or whole, in the form of an endpoint: its `Dialect`.
 
-Both endpoints take this one path (steps 5, 6 and 12–14 of docs/architecture.md).
+All endpoints take this one path (steps 5, 6 and 12–14 of docs/architecture.md).
 """
 
 import asyncio
@@ -17,63 +17,74 @@ from typing import ClassVar
 import msgspec
 from aiohttp import web
 
+from roseinfer.errors import RoseinferError
 from roseinfer.messages import Grammar, SamplingDefaults, SamplingParams
 from roseinfer.records import Delivery
 from roseinfer.server.api import event_stream as sse
+from roseinfer.server.api.fields import SamplingBody
 from roseinfer.server.connection.connection import is_behind
-from roseinfer.server.exchange import EXCHANGE, Exchange
-from roseinfer.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Reply, Usage, server_timing
-from roseinfer.server.openai.schema import GenerationBody, StreamOptions
+from roseinfer.server.exchange import EXCHANGE, Exchange, server_timing
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
 from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest
 from roseinfer.text.logprobs import ScoredToken
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands at the head of an answer."""
+
+    reply_id: str
+    created: int  # Unix seconds
+    model: str
+
+
 class Dialect(ABC):
-    """The form in which one endpoint answers."""
+    """The form in which one endpoint answers one request. It gets every delta once, in order."""
 
     id_prefix: ClassVar[str]
-    reply_object: ClassVar[str]
-    reply_field: ClassVar[str]  # the field of an unstreamed choice that holds what was generated
-    chunk_object: ClassVar[str]
-    chunk_field: ClassVar[str]  # the field of a chunk's choice that holds its payload
+    head: Head
+    generation: Generation
 
-    @abstractmethod
-    def payload(self, delta: Delta) -> bytes:
-        """What a chunk's choice holds, as JSON; `sse.NOTHING` where the delta adds nothing."""
+    def begin(self, head: Head, generation: Generation) -> None:
+        """Begin an answer, streamed or whole."""
+        self.head, self.generation = head, generation
 
-    @abstractmethod
     def columns(self, scored: Sequence[ScoredToken]) -> Mapping[str, Sequence[object] | None]:
         """The columns of log-probabilities, ready for JSON."""
+        raise NotImplementedError("this endpoint has no log-probabilities")
+
+    def first_frames(self) -> bytes:
+        """What a stream holds before the first delta, as server-sent events."""
+        return b""
 
     @abstractmethod
-    async def content(self, delta: Delta) -> object:
-        """What an unstreamed choice holds, ready for JSON."""
+    async def frames(self, delta: Delta) -> bytes:
+        """What a delta adds to a stream; empty where that is nothing."""
 
-    def finish_reason(self, delta: Delta) -> str | None:
-        """How the choice ended, if it has, in OpenAI's words; called after `payload` or `content`."""
-        return delta.finish_reason
+    @abstractmethod
+    def last_frames(self, ledgers: list[dict[str, object]] | None) -> bytes:
+        """What a stream ends with; `ledgers` where the client asked for them."""
 
-    async def choice(self, delta: Delta) -> dict[str, object]:
-        """A choice of an unstreamed reply, ready for JSON."""
-        return {
-            "index": delta.choice.index,
-            self.reply_field: await self.content(delta),
-            "logprobs": await delta.encode_logprobs(),
-            "finish_reason": self.finish_reason(delta),
-        }
+    @abstractmethod
+    def failure_frames(self, error: RoseinferError, ledgers: list[dict[str, object]] | None) -> bytes:
+        """What a stream ends with that failed."""
+
+    @abstractmethod
+    async def reply(self, deltas: Sequence[Delta], ledgers: list[dict[str, object]] | None) -> object:
+        """The whole answer, ready for JSON; each delta is all of a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What one body asks for, with its prompts as tokens."""
 
-    body: GenerationBody
+    body: SamplingBody
     prompts: list[EncodedPrompt]
     max_tokens: int | None  # None: as many as the context leaves; 0: only the prompt is in the answer
     num_logprobs: int | None
-    best_of: int  # sequences of each prompt, of which the best `n` are in the answer
+    n: int = 1  # choices of each prompt in the answer
+    best_of: int = 1  # sequences of each prompt, of which the best `n` are in the answer
     grammar: Grammar | None = None
     reads_calls: bool = False  # from the text
     max_tokens_name: str = "max_tokens"  # in errors
@@ -90,7 +101,10 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=job.body.stream)
     tokenizer = service.text_model.tokenizer
     generation = Generation(wanted, requests, exchange.timelines, service.client, tokenizer)
-    reply = _Reply(dialect, generation, service, exchange, job.body.stream_options)
+    exchange.reply_id = f"{dialect.id_prefix}{secrets.token_hex(12)}"
+    exchange.failure_frames = dialect.failure_frames
+    dialect.begin(Head(exchange.reply_id, int(time.time()), service.model_name), generation)
+    reply = _Reply(dialect, generation, service, exchange)
     return await (reply.stream(request) if job.body.stream else reply.whole(request))
 
 
@@ -101,7 +115,7 @@ def _generation_request(job: Job, dialect: Dialect, service: Service, exchange: 
         prompts=job.prompts,
         params=_params(job, service.client.info.sampling_defaults),
         fills_context=job.max_tokens is None,
-        n=body.n,
+        n=job.n,
         best_of=job.best_of,
         output=OutputOptions(
             stop=body.stop_strings,
@@ -133,7 +147,7 @@ def _params(job: Job, defaults: SamplingDefaults) -> SamplingParams:
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,
         seed=secrets.randbelow(NUM_SEEDS) if body.seed is None else body.seed % NUM_SEEDS,
-        num_logprobs=0 if job.num_logprobs is None and job.best_of > body.n else job.num_logprobs,
+        num_logprobs=0 if job.num_logprobs is None and job.best_of > job.n else job.num_logprobs,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
@@ -146,34 +160,32 @@ def _params(job: Job, defaults: SamplingDefaults) -> SamplingParams:
 class _Reply:
     """Writes a generation to the client in the form of a dialect."""
 
-    def __init__(
-        self, dialect: Dialect, generation: Generation, service: Service, exchange: Exchange, options: StreamOptions
-    ) -> None:
+    def __init__(self, dialect: Dialect, generation: Generation, service: Service, exchange: Exchange) -> None:
         self._dialect = dialect
         self._generation = generation
         self._exchange = exchange
-        self._model_name = service.model_name
         self._observer = service.observer
         self._keepalive_interval_s = service.config.keepalive_interval_s
-        self._options = options
-        self._id = exchange.reply_id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
         self._opening = asyncio.Lock()  # the status line goes out once, with a comment or with the first event
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """The status line waits for the first output; from then on, one write for all that a step made due."""
-        generation, template = self._generation, self._template()
+        generation, dialect = self._generation, self._dialect
+        first = dialect.first_frames()
         beacon = sse.Beacon(self._keepalive_interval_s, partial(self._keep_alive, request))
         try:
             async with aclosing(generation.outputs) as batches:
                 async for batch in batches:
                     resumed_ns = time.monotonic_ns()
                     deltas = generation.pop_deltas(batch)
-                    frames = [self._frame(template, delta, await delta.encode_logprobs()) for delta in deltas]
+                    frames = [await dialect.frames(delta) for delta in deltas]
                     written = [delta for delta, frame in zip(deltas, frames, strict=True) if frame]
-                    content = b"".join(frames) + (self._last_frames(template) if generation.is_over else b"")
+                    if generation.is_over:
+                        frames.append(dialect.last_frames(self._exchange.wanted_ledgers()))
+                    content = b"".join(frames)
                     if not content:
                         continue
+                    content, first = first + content, b""
                     stream = self._exchange.stream or await self._open(request)
                     encoded_ns, was_paused = time.monotonic_ns(), is_behind(request, len(content))
                     beacon.last_s = encoded_ns / 1e9
@@ -192,7 +204,7 @@ class _Reply:
         exchange = self._exchange
         async with self._opening:
             if exchange.stream is None:
-                headers = {"Server-Timing": server_timing(exchange.ledgers())} if exchange.wants_ledger else {}
+                headers = server_timing(exchange.wanted_ledgers())
                 exchange.stream = await sse.open_stream(request, headers)
         return exchange.stream
 
@@ -212,19 +224,9 @@ class _Reply:
                     break
         resumed_ns = time.monotonic_ns()
         deltas = [choice.pop_delta() for choice in generation.best_choices()]
-        reply = Reply(
-            id=self._id,
-            object=self._dialect.reply_object,
-            created=self._created,
-            model=self._model_name,
-            choices=[await self._dialect.choice(delta) for delta in deltas],
-            usage=self._usage(),
-        )
-        headers = {}
-        if exchange.wants_ledger:
-            reply.roseinfer_ledger = ledgers = exchange.ledgers()
-            headers = {"Server-Timing": server_timing(ledgers)}
-        response = web.Response(body=msgspec.json.encode(reply), content_type="application/json", headers=headers)
+        ledgers = exchange.wanted_ledgers()
+        content = msgspec.json.encode(await self._dialect.reply(deltas, ledgers))
+        response = web.Response(body=content, content_type="application/json", headers=server_timing(ledgers))
         exchange.stream = response
         encoded_ns = time.monotonic_ns()
         await response.prepare(request)
@@ -242,48 +244,3 @@ class _Reply:
                 timeline.write_ns.append(written_ns)
                 delivery = Delivery(delta.arrival, resumed_ns, encoded_ns, written_ns, was_paused, index)
                 self._observer.on_write(timeline, delivery)
-
-    def _usage(self) -> Usage:
-        whole = self._generation
-        return _usage_of(
-            whole.num_prompt_tokens, whole.num_generated_tokens, whole.num_cached_tokens, whole.num_reasoning_tokens
-        )
-
-    def _template(self) -> sse.ChunkTemplate:
-        return sse.ChunkTemplate(
-            reply_id=self._id,
-            kind=self._dialect.chunk_object,
-            created=self._created,
-            model=self._model_name,
-            field=self._dialect.chunk_field,
-            num_choices=len(self._generation.choices),
-            include_usage=self._options.include_usage,
-        )
-
-    def _frame(self, template: sse.ChunkTemplate, delta: Delta, logprobs: bytes | None) -> bytes:
-        """Step 13."""
-        payload, choice, usage = self._dialect.payload(delta), delta.choice, None
-        if self._options.continuous_usage_stats:
-            num_prompt = choice.timeline.num_prompt_tokens
-            of_choice = _usage_of(num_prompt, choice.num_tokens, choice.num_cached_tokens, choice.num_reasoning_tokens)
-            usage = msgspec.json.encode(of_choice)
-        return template.choice(choice.index, payload, logprobs, self._dialect.finish_reason(delta), usage)
-
-    def _last_frames(self, template: sse.ChunkTemplate) -> bytes:
-        """Step 14."""
-        frames = b""
-        if self._exchange.wants_ledger:
-            frames += template.ledger(msgspec.json.encode(self._exchange.ledgers()))
-        if self._options.include_usage:
-            frames += template.usage(msgspec.json.encode(self._usage()))
-        return frames + sse.DONE
-
-
-def _usage_of(num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int) -> Usage:
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_generated,
-        total_tokens=num_prompt + num_generated,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning),
-    )

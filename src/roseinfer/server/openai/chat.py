@@ -10,70 +10,57 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest, PromptName
 from roseinfer.records import FinishReason
-from roseinfer.server.api.event_stream import NOTHING
 from roseinfer.server.api.parsing import read_body
-from roseinfer.server.api.respond import Dialect, Job, respond
+from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
-from roseinfer.server.openai.schema import ChatBody
-from roseinfer.server.openai.structured import check_grammar, requested_grammar, requested_tools
+from roseinfer.server.openai.chunks import NOTHING, ChunkDialect
+from roseinfer.server.openai.schema import NO_STREAM_OPTIONS, ChatBody, NamedTool, StreamOptions
 from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
-from roseinfer.text.choice import Delta, EncodedPrompt
+from roseinfer.text.choice import Delta
+from roseinfer.text.conversation import Conversation
 from roseinfer.text.logprobs import ScoredToken
-from roseinfer.text.templates import VARIABLES_FIELD
-from roseinfer.text.text_model import TextModel
-from roseinfer.text.tool_calls import CallPart, Parts, find_format
+from roseinfer.text.tool_calls import CallPart, Parts
 
 
 @generates_tokens("chat")
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make a prompt of its messages (3, 4), and run it (5, 6, 12–14)."""
-    service = request.app[SERVICE]
-    text_model = service.text_model
     body = await read_body(request, ChatBody)
-    template = text_model.require_chat_template()
-    tool_use = requested_tools(body, find_format(service.tool_format, template.source))
-    if tool_use is not None and not template.knows_tools:
-        raise InvalidRequest("This model's chat template does not know tools.", param="tools")
-    wanted = requested_grammar(body, tool_use)
-    await check_grammar(wanted, service.grammars)
-    tools = None if tool_use is None else [function.for_template() for function in tool_use.functions]
-    prompt = await _encode_messages(body, tools, text_model, service.client.info.max_model_len)
+    turn = await request.app[SERVICE].prepare_turn(_conversation(body))
     job = Job(
         body=body,
-        prompts=[prompt],
+        prompts=[turn.prompt],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        n=body.n,
         best_of=body.n,
-        grammar=wanted and wanted[0],
-        reads_calls=tool_use is not None,
+        grammar=turn.grammar,
+        reads_calls=turn.tool_use is not None,
         max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
     )
-    if tool_use is None and prompt.reasoning is None:
-        return await respond(request, job, ChatDialect())
-    parsers = [AnswerParser(prompt.reasoning, tool_use) for _ in range(body.n)]
-    return await respond(request, job, PartsDialect(parsers))
+    parsers = [turn.parser() for _ in range(body.n)] if turn.has_parts else []
+    dialect = PartsDialect(parsers, body.stream_options) if parsers else ChatDialect(body.stream_options)
+    return await respond(request, job, dialect)
 
 
-async def _encode_messages(
-    body: ChatBody, tools: Sequence[object] | None, text_model: TextModel, max_model_len: int
-) -> EncodedPrompt:
-    """Raises InvalidRequest or PromptTooLong."""
-    messages = (message.for_template() for message in body.messages)  # decoded where they are rendered
-    num_chars = sum(message.num_chars + 1 for message in body.messages)
-    variables = body.chat_template_kwargs
-    # The template writes all of these into the prompt, so what is too long may be any of them.
-    written = {"tools": tools, VARIABLES_FIELD: variables}
-    name = PromptName("messages", tuple(field for field, value in written.items() if value))
-    return await text_model.encode_chat(messages, num_chars, name, max_model_len, tools, variables)
+def _conversation(body: ChatBody) -> Conversation:
+    return Conversation(
+        messages=(message.for_template() for message in body.messages),
+        num_chars=sum(message.num_chars + 1 for message in body.messages),
+        functions=body.functions,
+        must_call=body.tool_choice not in {None, "auto"},
+        is_parallel=body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool),
+        form=body.form(),
+        variables=body.chat_template_kwargs,
+    )
 
 
-class ChatDialect(Dialect):
+class ChatDialect(ChunkDialect):
     """Text under `message.content`, or `delta.content` with the role in the first; one object a scored token."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     reply_object = "chat.completion"
     reply_field = "message"
     chunk_object = "chat.completion.chunk"
@@ -102,7 +89,8 @@ class ChatDialect(Dialect):
 class PartsDialect(ChatDialect):
     """As `ChatDialect`, with thoughts beside the text, and `tool_calls`, which are a finish reason too."""
 
-    def __init__(self, parsers: Sequence[AnswerParser]) -> None:
+    def __init__(self, parsers: Sequence[AnswerParser], options: StreamOptions = NO_STREAM_OPTIONS) -> None:
+        super().__init__(options)
         self._parsers = parsers  # of the choices
 
     def _read(self, delta: Delta) -> Iterator[Parts]:

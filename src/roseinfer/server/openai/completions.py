@@ -11,12 +11,13 @@ from aiohttp import web
 
 from roseinfer.errors import PromptName, PromptTooLong
 from roseinfer.server.api.parsing import read_body
-from roseinfer.server.api.respond import Dialect, Job, respond
+from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
+from roseinfer.server.openai.chunks import ChunkDialect
 from roseinfer.server.openai.schema import CompletionBody
-from roseinfer.server.openai.structured import check_grammar, requested_grammar
 from roseinfer.server.service import SERVICE
 from roseinfer.text.choice import Delta, EncodedPrompt
+from roseinfer.text.grammar.checker import check_form
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.tokenizer import Tokenizer
 
@@ -27,8 +28,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     text_model = service.text_model
     body = await read_body(request, CompletionBody)
-    wanted = requested_grammar(body)
-    await check_grammar(wanted, service.grammars)
+    form = body.form()
+    await check_form(form, service.grammars)
     names, prompts = await _encode_prompts(body, text_model.tokenizer, service.client.info.max_model_len)
     echoes = _echoes(body, prompts, text_model.tokenizer) if body.echo else [None] * len(prompts)
     job = Job(
@@ -36,10 +37,11 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         prompts=list(map(EncodedPrompt, prompts, names, echoes)),
         max_tokens=body.max_tokens,
         num_logprobs=body.logprobs,
+        n=body.n,
         best_of=body.best_of or body.n,
-        grammar=wanted and wanted[0],
+        grammar=form and form[0],
     )
-    return await respond(request, job, CompletionDialect())
+    return await respond(request, job, CompletionDialect(body.stream_options))
 
 
 def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> Sequence[str | None]:
@@ -69,13 +71,13 @@ async def _encode_prompts(
     return names, await tokenizer.encode_prompts(texts, max_model_len, names, add_special_tokens=True)
 
 
-class CompletionDialect(Dialect):
+class CompletionDialect(ChunkDialect):
     """Text under `text`, log-probabilities as parallel lists, also of the token that ended the text.
 
     lm-evaluation-harness scores texts by generating one token, and leaves out the last entry, whatever it is.
     """
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     reply_object = "text_completion"
     reply_field = "text"
     chunk_object = "text_completion"

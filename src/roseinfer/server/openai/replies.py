@@ -1,4 +1,4 @@
-"""Defines the answers of the HTTP API as structs, and encodes errors.
+"""Defines the answers of the HTTP API as structs, .
 
 /openapi.json describes these types. The generation endpoints write their answers piece by piece, and tests compare
 those with the types here.
@@ -9,9 +9,6 @@ from typing import Any, Literal
 import msgspec
 
 from roseinfer.engine.link.heartbeat import Activity
-from roseinfer.errors import RoseinferError
-
-MAX_ERROR_CHARS = 400
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -193,29 +190,3 @@ class VersionReply(msgspec.Struct):
     """GET /version."""
 
     version: str
-
-
-def server_timing(ledgers: list[dict[str, object]]) -> str:
-    """The header Server-Timing (https://www.w3.org/TR/server-timing/): the parts of the first ledger in ms."""
-    parts = ledgers[0]["parts_ns"]
-    assert isinstance(parts, dict)
-    return ", ".join(f"{name};dur={duration / 1e6:.3f}" for name, duration in parts.items())
-
-
-def error_body(error: RoseinferError, ledgers: list[dict[str, object]] | None = None) -> bytes:
-    """`{"error": {message, type, param, code}}`, as OpenAI's clients read it, and the ledgers of clients that asked.
-
-    It is never longer than a line or two. Header bytes that are no UTF-8 arrive as lone surrogates, which JSON cannot
-    hold: they become escapes.
-    """
-
-    def printable(text: str) -> str:
-        return text[:MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode()
-
-    fields = {
-        "message": printable(error.message),
-        "type": error.error_type,
-        "param": None if error.param is None else printable(error.param),
-        "code": error.public_code,
-    }
-    return msgspec.json.encode({"error": fields} | ({} if ledgers is None else {"roseinfer_ledger": ledgers}))

@@ -1,52 +1,26 @@
-"""Defines the request bodies of the OpenAI API as structs: their fields, types, bounds and relations.
+"""Defines the request bodies of OpenAI's completions and chat: their fields, types, bounds and relations."""
 
-A body is valid if its struct decodes and `check` raises nothing. The field tables of docs/http-api.md and
-/openapi.json are generated from the annotations here.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import (
-    GREEDY_BELOW,
-    LogitBias,
-    MinP,
-    MinTokens,
-    NumLogprobs,
-    Penalty,
-    Priority,
-    RepetitionPenalty,
-    StopTokenIds,
-    Temperature,
-    TokenCount,
-    TokenId,
-    TopK,
-    TopP,
-)
+from roseinfer.messages import Grammar, MinTokens, NumLogprobs, TokenCount, TokenId
 from roseinfer.runtime.validation import Misfit
+from roseinfer.server.api.fields import ANY_OBJECT, Name, Part, SamplingBody, StopString, StopStrings
+from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
 from roseinfer.text.templates import TemplateVariables, check_variables
+from roseinfer.text.tool_calls import Function
 
 MAX_CHOICES = 8
 MAX_TOOLS = 128  # OpenAI's own bound
 MAX_PROMPTS = 64
 _KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences is at most {MAX_KEPT_LOGPROBS}."
 
-StopString = Annotated[str, Meta(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], Meta(max_length=16)]
-Seconds = Annotated[float, Meta(gt=0, le=86400)]
 PromptPart = str | TokenId | list[TokenId]
-# (?!\n): the end that Python means by $ may also be before a last newline; JSON Schema's may not.
-Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}(?!\n)$")]
-Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1024)]
-
-
-class Part(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """An object inside a body."""
 
 
 class JsonSchemaFormat(Part, frozen=True, kw_only=True):
@@ -70,20 +44,12 @@ class ResponseFormat(Part, frozen=True, kw_only=True):
         if self.type != "json_schema" and self.json_schema is not None:
             raise Misfit("`json_schema` belongs to the type `json_schema` alone")
 
-
-class StructuredOutputs(Part, frozen=True, kw_only=True):
-    """Exactly one of these."""
-
-    json: dict[str, Any] | str | None = None
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: Choices | None = None
-    grammar: str | None = None
-
-    def __post_init__(self) -> None:
-        given = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
-        if sum(value is not None for value in given) != 1:
-            raise Misfit("exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed")
+    def form(self) -> tuple[Grammar, str]:
+        """The grammar, and the field it stands in. Raises InvalidRequest for a schema that is too deep."""
+        if self.json_schema is None or self.json_schema.schema is None:
+            return ANY_OBJECT, "response_format"
+        param = "response_format.json_schema.schema"
+        return Grammar("json_schema", encode_source(self.json_schema.schema, param)), param
 
 
 class FunctionDefinition(Part, frozen=True, kw_only=True):
@@ -233,25 +199,9 @@ class StreamOptions(Part, frozen=True, kw_only=True):
 NO_STREAM_OPTIONS = StreamOptions()  # that a body has which gives none: `stream_options` without `stream` is refused
 
 
-class ModelBody(Part, frozen=True, kw_only=True):
-    """What every body may hold. Optional fields may be null, which means the default."""
-
-    model: Annotated[
-        str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
-    ] = None
-
-    def check(self) -> None:
-        """Check what no field alone can say. Raises InvalidRequest."""
-
-    def json_texts(self) -> Iterable[tuple[str, str]]:
-        """The texts that are JSON themselves and are decoded for a chat template, each behind its path."""
-        return ()
-
-
-class GenerationBody(ModelBody, frozen=True, kw_only=True):
+class GenerationBody(SamplingBody, frozen=True, kw_only=True):
     """The fields both generation endpoints share."""
 
-    stream: Annotated[bool, Meta(description="Answer with server-sent events, as the tokens come.")] = False
     stream_options: Annotated[
         StreamOptions,
         Meta(
@@ -261,97 +211,15 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
             "padded."
         ),
     ] = NO_STREAM_OPTIONS
-    stream_interval: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None,
-        Meta(description="Tokens between two chunks of a stream; the first is sent at once. Default: the server's."),
-    ] = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Completions of each prompt.")] = 1
-    seed: Annotated[
-        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
-        Meta(
-            description="From -2**63 to 2**63 - 1. Choice i uses (seed + i) mod 2**63; the same seed gives the same "
-            "text. Default: random.",
-        ),
-    ] = None
-    temperature: Annotated[
-        Temperature | None,
-        Meta(
-            description=f"Flattens or sharpens the distribution; below {GREEDY_BELOW:g} the likeliest token. "
-            "Default: the model's, else 1."
-        ),
-    ] = None
-    top_p: Annotated[
-        TopP | None,
-        Meta(description="Keep the likeliest tokens that together reach this. Default: the model's, else 1."),
-    ] = None
-    top_k: Annotated[
-        TopK | None,
-        Meta(description="How many of the likeliest tokens to keep; 0 keeps all. Default: the model's, else 0."),
-    ] = None
-    min_p: Annotated[
-        MinP | None,
-        Meta(description="Drop tokens less likely than this times the likeliest. Default: the model's, else 0."),
-    ] = None
-    presence_penalty: Annotated[
-        Penalty, Meta(description="Taken from the logit of each token that was generated before.")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        Penalty, Meta(description="Taken from the logit of each token that was generated before, each time it was.")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        RepetitionPenalty | None,
-        Meta(
-            description="The logit of each token of prompt and text is divided by this, or multiplied where it is "
-            "negative. Default: the model's, else 1."
-        ),
-    ] = None
-    logit_bias: Annotated[
-        LogitBias,
-        Meta(description="By token id: what is added to its logit. -100 all but bars it, 100 all but forces it."),
-    ] = {}
-    min_tokens: Annotated[
-        MinTokens, Meta(description="Until then neither the end token nor a stop token is sampled.")
-    ] = 0
     stop: Annotated[
         StopString | StopStrings,
         Meta(description="At most 16 strings; the text ends before the one that is complete first."),
     ] = []
-    stop_token_ids: Annotated[
-        StopTokenIds, Meta(description="Ends the text like the end token; its own text is left out.")
-    ] = ()
-    include_stop_str_in_output: Annotated[
-        bool, Meta(description="The stop string, or the text of the stop token, stays in the text.")
-    ] = False
     response_format: Annotated[
         ResponseFormat | None,
         Meta(description="`json_object`: any JSON object; `json_schema`: by the schema. See structured-output.md."),
     ] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None,
-        Meta(description="As vLLM has it: the text follows a schema, an expression, a list or a grammar."),
-    ] = None
-    ignore_eos: Annotated[bool, Meta(description="The end token does not end the text.")] = False
-    timeout_s: Annotated[
-        Seconds | None,
-        Meta(
-            description="Longest time of the request, from its first byte; then 504, or in a stream an error event. "
-            "Default: the server's."
-        ),
-    ] = None
-    queue_timeout_s: Annotated[
-        Seconds | None,
-        Meta(
-            description="Longest wait for the engine to begin; then 503, and nothing was done. Default: the server's."
-        ),
-    ] = None
-    priority: Annotated[
-        Priority,
-        Meta(description="Lower goes sooner, where `scheduler.admission` is `priority`; of equals the first to come."),
-    ] = 0
-    cache_salt: Annotated[
-        Annotated[str, Meta(max_length=128)],
-        Meta(description="Cached prefixes are shared only with requests of the same salt, never with another API key."),
-    ] = ""
     user: Annotated[str, Meta(description="No effect.")] = ""
     metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
     service_tier: Annotated[str, Meta(description="No effect.")] = "auto"
@@ -373,6 +241,11 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
             return "response_format"
         return None if self.structured_outputs is None else "structured_outputs"
 
+    def form(self) -> tuple[Grammar, str] | None:
+        if self.form_field == "response_format" and self.response_format is not None:
+            return self.response_format.form()
+        return super().form()
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -380,6 +253,8 @@ class GenerationBody(ModelBody, frozen=True, kw_only=True):
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/completions."""
+
+    unserved: ClassVar[Mapping[str, tuple[object, ...]]] = {"store": (False,), "suffix": ("",)}
 
     prompt: Annotated[
         str | list[PromptPart],
@@ -438,6 +313,18 @@ def _check_prompt(prompt: str | Sequence[PromptPart]) -> None:
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
+
+    unserved: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "store": (False,),
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
 
     messages: Annotated[
         list[Message],
@@ -501,3 +388,15 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     def json_texts(self) -> Iterable[tuple[str, str]]:
         return earlier_arguments(self.messages)
+
+    @property
+    def functions(self) -> list[Function]:
+        """Those that the model may call."""
+        choice = self.tool_choice or "auto"
+        if choice == "none":
+            return []
+        return [
+            Function(tool.function.name, tool.function.description or "", tool.function.parameters)
+            for tool in self.tools
+            if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
+        ]

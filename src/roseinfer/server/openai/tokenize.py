@@ -11,11 +11,12 @@ from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import TokenId
+from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import read_body
 from roseinfer.server.connection.body import INLINE_BYTES
 from roseinfer.server.connection.body_budget import HELD_BYTES
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
-from roseinfer.server.openai.schema import Message, ModelBody, earlier_arguments
+from roseinfer.server.openai.schema import Message, earlier_arguments
 from roseinfer.server.service import SERVICE
 from roseinfer.text.templates import VARIABLES_FIELD, TemplateVariables, check_variables
 from roseinfer.text.text_model import TextModel

@@ -5,6 +5,7 @@ never end, happens to a child that is replaced, and the client gets a 400. Nothi
 and the verdicts that are remembered are bounded in bytes (CVE-2025-32381).
 """
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -109,6 +110,16 @@ class GrammarChecker:
         if problem:
             self._child.end()
             self._unusable = f"Grammars cannot be used with this model's vocabulary: {problem}."
+
+
+async def check_form(form: tuple[Grammar, str] | None, checker: GrammarChecker | None) -> None:
+    """Check a grammar, if one is asked for. Raises InvalidRequest that names its field, Overloaded or NotReady."""
+    if form is None:
+        return
+    grammar, param = form
+    if checker is None:
+        raise InvalidRequest(f"`{param}`: this server has no grammars.", param=param)
+    await asyncio.wrap_future(checker.check(grammar, param))
 
 
 def _num_bytes(grammar: Grammar, verdict: str) -> int:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from roseinfer.records import FinishReason
-from roseinfer.server.api.event_stream import NOTHING, ChunkTemplate, event
+from roseinfer.server.api.event_stream import event
+from roseinfer.server.openai.chunks import NOTHING, ChunkTemplate
 
 
 def template(*, include_usage: bool) -> ChunkTemplate:

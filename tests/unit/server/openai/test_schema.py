@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import SamplingParams
-from roseinfer.server.api.parsing import UNSERVED, parse_body
-from roseinfer.server.openai.replies import error_body
+from roseinfer.server.api.errors import error_body
+from roseinfer.server.api.parsing import parse_body
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 
 BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
@@ -22,7 +22,7 @@ BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("body_type", "least"), BODIES)
 def test_null_is_the_default(body_type: type[GenerationBody], least: dict[str, Any]) -> None:
-    nulls = dict.fromkeys((*body_type.__struct_fields__, *UNSERVED[body_type]))
+    nulls = dict.fromkeys((*body_type.__struct_fields__, *body_type.unserved))
     assert parse_body(json.dumps(nulls | least).encode(), body_type) == parse_body(
         json.dumps(least).encode(), body_type
     )
@@ -32,7 +32,7 @@ def test_null_is_the_default(body_type: type[GenerationBody], least: dict[str, A
 def test_what_is_not_served_is_accepted_only_where_it_asks_for_nothing(
     body_type: type[GenerationBody], least: dict[str, Any]
 ) -> None:
-    for name, neutral in UNSERVED[body_type].items():
+    for name, neutral in body_type.unserved.items():
         for value in neutral:
             parse_body(json.dumps(least | {name: value}).encode(), body_type)
         with pytest.raises(InvalidRequest, match=f"`{name}` is not supported") as caught:
@@ -42,7 +42,7 @@ def test_what_is_not_served_is_accepted_only_where_it_asks_for_nothing(
 
 @pytest.mark.parametrize(("body_type", "least"), BODIES)
 def test_an_unserved_field_is_not_a_field(body_type: type[GenerationBody], least: dict[str, Any]) -> None:
-    assert UNSERVED[body_type].keys().isdisjoint(body_type.__struct_fields__)
+    assert body_type.unserved.keys().isdisjoint(body_type.__struct_fields__)
 
 
 @pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
@@ -67,7 +67,7 @@ values = st.recursive(
     max_leaves=12,
 )
 json_like = st.text(alphabet='{}[]":,0123456789eE.-+truefalsn\\u ', max_size=60)
-names = st.sampled_from([*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *UNSERVED[ChatBody], "other"])
+names = st.sampled_from([*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *ChatBody.unserved, "other"])
 
 
 @settings(derandomize=True, deadline=None, max_examples=400)

@@ -1,0 +1,83 @@
+"""Makes the next turn of a conversation ready for the engine: its prompt, its grammar, and how its text is read.
+
+Each API turns its body into a `Conversation`; from there on they are all the same.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from roseinfer.errors import InvalidRequest, PromptName
+from roseinfer.messages import Grammar
+from roseinfer.text.answer import AnswerParser
+from roseinfer.text.choice import EncodedPrompt
+from roseinfer.text.grammar.checker import GrammarChecker, check_form
+from roseinfer.text.templates import VARIABLES_FIELD
+from roseinfer.text.text_model import TextModel
+from roseinfer.text.tool_calls import Function, ToolUse, find_format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """The turns so far, the functions that may be called, and the form that is asked of the answer."""
+
+    messages: Iterable[Mapping[str, object]]  # as chat templates read them; decoded where they are rendered
+    num_chars: int  # about how many the template writes of them
+    functions: Sequence[Function] = ()  # that the model may call
+    must_call: bool = False
+    is_parallel: bool = True  # an answer may hold several calls
+    form: tuple[Grammar, str] | None = None  # the grammar of the text, and its field in errors
+    variables: Mapping[str, object]  # of the chat template
+    field: str = "messages"  # that holds the turns, in errors
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the engine gets of a conversation, and what reads the answer."""
+
+    prompt: EncodedPrompt
+    grammar: Grammar | None
+    tool_use: ToolUse | None  # None: the answer holds no calls
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the answer may hold something else than text."""
+        return self.tool_use is not None or self.prompt.reasoning is not None
+
+    def parser(self) -> AnswerParser:
+        """What separates the parts of one choice."""
+        return AnswerParser(self.prompt.reasoning, self.tool_use)
+
+
+async def prepare_turn(
+    conversation: Conversation,
+    text_model: TextModel,
+    grammars: GrammarChecker | None,
+    tool_format: str,
+    max_model_len: int,
+) -> Turn:
+    """Check the form and the functions, and encode the prompt.
+
+    Raises InvalidRequest that names the field, PromptTooLong, Overloaded or NotReady.
+    """
+    template = text_model.require_chat_template()
+    tool_use, tools = None, None
+    if conversation.functions:
+        if not template.knows_tools:
+            raise InvalidRequest("This model's chat template does not know tools.", param="tools")
+        tool_use = ToolUse(
+            conversation.functions,
+            is_forced=conversation.must_call,
+            is_parallel=conversation.is_parallel,
+            tool_format=find_format(tool_format, template.source),
+        )
+        tools = [function.for_template() for function in tool_use.functions]
+    calls = None if tool_use is None else tool_use.grammar()
+    form = conversation.form if calls is None else (calls, "tools")
+    await check_form(form, grammars)
+    # The template writes all of these into the prompt, so what is too long may be any of them.
+    written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
+    name = PromptName(conversation.field, tuple(field for field, value in written.items() if value))
+    prompt = await text_model.encode_chat(
+        conversation.messages, conversation.num_chars, name, max_model_len, tools, conversation.variables
+    )
+    return Turn(prompt, form and form[0], tool_use)
