@@ -112,7 +112,7 @@ def _errors() -> list[tuple[int, str, str, str]]:
     while todo:
         error = todo.pop()
         todo += error.__subclasses__()
-        if error.code is not None and error is not EngineError:  # which `LLM` alone raises
+        if {"code", "status"} & vars(error).keys() and error.code is not None and error is not EngineError:
             rows.append((error.status, error.code, error.error_type, _meaning(error)))
     return sorted(rows)
 

@@ -19,9 +19,9 @@ def page() -> str:
 
 def _line(row: Row, ladders: list[tuple[float, ...]]) -> str:
     labels = ["`model_name`"] if row.is_per_model else []
-    if row.label:
-        values = ", ".join(f"`{value}`" for value in row.label.values)
-        labels.append(f"`{row.label.name}`" + (f" = {values}" if values else ""))
+    for label in row.labels:
+        values = ", ".join(f"`{value}`" for value in label.values)
+        labels.append(f"`{label.name}`" + (f" = {values}" if values else ""))
     if isinstance(row.source, InfoAtScrape):
         labels.extend(f"`{name}`" for name in row.source.names)
     kind = f"{row.kind}, B{ladders.index(row.buckets) + 1}" if row.buckets else row.kind

@@ -56,6 +56,14 @@ class InvalidRequest(RequestError):
     code = "invalid_value"
 
 
+class UnknownField(InvalidRequest):
+    """A field of the body is unknown."""
+
+
+class MissingField(InvalidRequest):
+    """A field of the body is missing."""
+
+
 class MalformedRequest(RequestError):
     """The bytes are no HTTP request, or one in a form that is not supported."""
 

@@ -23,6 +23,20 @@ class FinishReason(StrEnum):
     REJECTED = "rejected"
 
 
+class Api(StrEnum):
+    """The HTTP APIs that generate tokens. One closed set for metrics and logs."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+
+    @property
+    def operation(self) -> str:
+        """OpenTelemetry's word for what it does, which is the same for all three that take a conversation."""
+        return "text_completion" if self is Api.COMPLETIONS else "chat"
+
+
 class LifecycleState(StrEnum):
     """The states of the server, of which one holds at any time."""
 
@@ -207,7 +221,7 @@ class RequestTimeline:
     write_ns: list[int] = field(default_factory=list)  # one per socket write that carried tokens, after it returned
     end_ns: int = 0
     num_prompt_tokens: int = 0
-    operation: str = ""  # what its endpoint does: `chat` or `text_completion`
+    api: Api = Api.COMPLETIONS  # through which it came; `LLM` takes prompts as completions do
     max_tokens: int = 0  # that it may generate; 0 when it never got so far
     priority: int = 0  # lower goes sooner, under the admission policy `priority`
     temperature: float | None = None  # None when it never got so far

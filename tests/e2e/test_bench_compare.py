@@ -31,7 +31,7 @@ def test_runs_in_turn_and_the_same_again_from_what_was_kept(
     live = json.loads((tmp_path / "live.json").read_text())
     assert {finding["metric"] for finding in live["findings"]} | {*live["left_out"]} >= METRICS
     after = server.wait_metrics(roseinfer_num_requests_running=0)
-    name = 'roseinfer_requests_total{finish_reason="length"}'
+    name = 'roseinfer_requests_total{api="completions",finish_reason="length"}'
     assert after[name] - before[name] == 2 * (NUM_ROUNDS * (9 + 8) + 1), "8 to warm up, and all the first time"
     hits = "roseinfer_prefix_cache_hits_total"
     assert after[hits] - before[hits] == 0, "no run finds prompts of another side's or of another round"

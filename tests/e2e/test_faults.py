@@ -59,7 +59,7 @@ def test_two_hundred_disconnects_leave_nothing_behind(start_server: StartServer)
     )
     assert samples['roseinfer_kv_cache_blocks{state="used"}'] == 0
     num_aborted, num_done = (
-        samples[f'roseinfer_requests_total{{finish_reason="{end}"}}'] for end in ("abort", "length")
+        samples[f'roseinfer_requests_total{{api="completions",finish_reason="{end}"}}'] for end in ("abort", "length")
     )
     assert num_aborted + num_done == 200  # a fast engine is through with a few before their clients leave
     assert num_aborted >= 150

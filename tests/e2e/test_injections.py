@@ -155,7 +155,7 @@ def test_a_request_without_numbers_fails_and_its_neighbours_do_not(start_server:
     assert_well_ended(keeper)
     assert answers(server)
     samples = server.wait_metrics(roseinfer_num_requests_running=0)
-    assert samples['roseinfer_requests_total{finish_reason="error"}'] == 3
+    assert samples['roseinfer_requests_total{api="completions",finish_reason="error"}'] == 3
     assert samples['roseinfer_kv_cache_blocks{state="used"}'] == 0
     failed, body = server.post("/v1/completions", {"prompt": "y " * 400, "max_tokens": 1})
     assert (failed, body["error"]["code"]) == (500, "sequence_failed")
@@ -211,7 +211,7 @@ def test_a_thousand_clients_that_leave_hold_nothing_soon_after(start_server: Sta
     assert processor_s(*pids) - left_at_s < 2.0, "of its own time, since the machine's may be others'"
     assert samples['roseinfer_kv_cache_blocks{state="used"}'] == 0
     assert samples["roseinfer_requests_received_total"] == 1000
-    aborted = 'roseinfer_requests_total{finish_reason="abort"}'
+    aborted = 'roseinfer_requests_total{api="completions",finish_reason="abort"}'
     until(lambda: server.metrics()[aborted] >= 900, "few were aborted")
     num_aborted = server.metrics()[aborted]
     print(f"1000 clients left, {num_aborted:.0f} before their end: 0 blocks and 0 requests {freed_s:.2f} s later")
@@ -256,7 +256,9 @@ def test_a_reader_that_is_stuck_holds_the_exit_no_longer_than_the_drain(start_se
         samples = server.wait_metrics(
             START_TIMEOUT_S, roseinfer_num_requests_running=0, roseinfer_num_requests_waiting=0
         )
-        assert samples['roseinfer_requests_total{finish_reason="length"}'] == 0, "the reader was never stuck"
+        assert samples['roseinfer_requests_total{api="completions",finish_reason="length"}'] == 0, (
+            "the reader was never stuck"
+        )
         assert samples["roseinfer_http_inflight_streams"] == 24, "all is generated, and no sequence is delivered whole"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=20) == 0  # less than the drain's default

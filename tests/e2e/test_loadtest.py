@@ -134,7 +134,7 @@ def check_counts(
     # Where all tokens were due before the first was written they came in one piece, which has no gap to be seen.
     whole = [row["num_tokens"] for row in seen if len(row["token_counts"]) == 1]
     counted = {
-        'roseinfer_requests_total{finish_reason="length"}': num_requests,
+        'roseinfer_requests_total{api="completions",finish_reason="length"}': num_requests,
         "roseinfer_requests_received_total": num_requests,
         "roseinfer_generation_tokens_total": num_tokens,
         "roseinfer_client_submit_lag_seconds_count": rows["submit lag"]["num_requests"],

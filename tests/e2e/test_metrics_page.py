@@ -30,8 +30,8 @@ def test_one_streamed_request_is_counted_once_everywhere(start_server: StartServ
     assert samples["roseinfer_inter_token_latency_seconds_count"] == 11
     assert samples["roseinfer_stream_gap_seconds_count"] <= 11  # tokens that are due together share a write
     assert samples["roseinfer_generation_tokens_total"] == 12
-    assert samples['roseinfer_requests_total{finish_reason="length"}'] == 1
-    assert samples['roseinfer_requests_total{finish_reason="rejected"}'] == 1
+    assert samples['roseinfer_requests_total{api="completions",finish_reason="length"}'] == 1
+    assert samples['roseinfer_requests_total{api="completions",finish_reason="rejected"}'] == 1
     assert samples['roseinfer_requests_rejected_total{code="invalid_value"}'] == 1
     assert samples["roseinfer_gc_pause_seconds_count"] >= 1  # the one that ends the start-up
     assert samples['roseinfer_time_to_first_token_seconds_count{streamed="true"}'] == 1
@@ -48,7 +48,7 @@ def test_sixty_four_streams_without_an_error_and_every_law_holds(start_server: S
     assert all(text.endswith("data: [DONE]\n\n") for text in results)
     samples = server.wait_metrics(roseinfer_http_inflight_streams=0)
     assert samples["roseinfer_requests_received_total"] == 64
-    assert samples['roseinfer_requests_total{finish_reason="length"}'] == 64
+    assert samples['roseinfer_requests_total{api="completions",finish_reason="length"}'] == 64
     assert samples["roseinfer_generation_tokens_total"] == 64 * 24
     assert samples["roseinfer_inter_token_latency_seconds_count"] == 64 * 23
     assert samples["roseinfer_stream_gap_seconds_count"] <= 64 * 23

@@ -50,9 +50,9 @@ class CountedEngine(ScriptedEngine):
 def counted(metrics: Metrics) -> dict[tuple[str, ...], float]:
     """What was counted of requests that were refused, failed or were cut, by series and label."""
     return {
-        (name, *(text for _, text in labels)): value
+        (name, *(text for label, text in labels if label != "api")): value
         for (name, labels), value in Page(metrics).samples.items()
-        if value and (name in {REFUSED, FAILED} or (name, labels) == (ENDED, frozenset({("finish_reason", "abort")})))
+        if value and (name in {REFUSED, FAILED} or (name == ENDED and ("finish_reason", "abort") in labels))
     }
 
 

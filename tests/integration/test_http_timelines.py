@@ -108,3 +108,34 @@ async def test_the_access_log_has_one_line_for_each_request(caplog: pytest.LogCa
         ("one", "POST", "/v1/completions", 200),
         ("two", "POST", "/v1/completions", 400),
     ]
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "code", "param"),
+    [
+        ({}, None, None, None),
+        ({"n": 0}, "InvalidRequest", "invalid_value", "n"),
+        ({"max_token": 5}, "UnknownField", "invalid_value", "max_token"),
+        ({"a secret, word by word": 5}, "UnknownField", "invalid_value", None),
+        ({"secret\n" * 9: 5}, "UnknownField", "invalid_value", None),
+        ({"messages": []}, "InvalidRequest", "invalid_value", "messages"),
+        ({"messages": None}, "MissingField", "invalid_value", "messages"),
+        ({"messages": [{"role": "secret", "content": "Hi"}]}, "InvalidRequest", "invalid_value", "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "MissingField", "invalid_value", "messages[0].content"),
+        ({"logit_bias": {"secret": 1}}, "InvalidRequest", "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": "secret"}}, "InvalidRequest", "invalid_value", "logit_bias"),
+        ({"chat_template_kwargs": {"messages": "secret"}}, "InvalidRequest", "invalid_value", "chat_template_kwargs"),
+        ({"model": "secret"}, "UnknownModel", "model_not_found", "model"),
+        ({"max_tokens": 500}, "PromptTooLong", "context_length_exceeded", "max_tokens"),
+    ],
+)
+async def test_the_access_log_says_why_a_client_got_an_error(
+    body: dict[str, object], error: str | None, code: str | None, param: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "roseinfer.access")
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.chat(**body)
+    [line] = [vars(record) for record in caplog.records if record.name == "roseinfer.access"]
+    assert (line.get("error"), line.get("error_code"), line.get("param")) == (error, code, param)
+    assert (line["status"], line["api"]) == (answer.status, "chat")
+    assert "secret" not in str({name: value for name, value in line.items() if name != "args"})

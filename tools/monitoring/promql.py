@@ -70,7 +70,7 @@ def row_of(name: str) -> Row:
 def own_labels(name: str) -> frozenset[str]:
     """The labels that our server gives to a series; those of the target come from Prometheus."""
     row = row_of(name)
-    labels = {row.label.name} if row.label else set()
+    labels = {label.name for label in row.labels}
     labels |= {"model_name"} if row.is_per_model else set()
     labels |= {"le"} if name.endswith("_bucket") else set()
     labels |= set(row.source.names) if isinstance(row.source, InfoAtScrape) else set()
@@ -115,6 +115,6 @@ def _check(name: str, matchers: str) -> None:
     row, labels = row_of(name), own_labels(name)
     for label, value in _MATCHER.findall(matchers):
         assert label in labels, f"{name} has no label {label}"
-        if row.label and row.label.name == label and row.label.values and "$" not in value:
-            unknown = set(value.split("|")) - set(row.label.values)
+        if (known := next((own.values for own in row.labels if own.name == label), ())) and "$" not in value:
+            unknown = set(value.split("|")) - set(known)
             assert not unknown, f"{name} has no {label} {unknown}"

@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 
 from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import EngineError, InvalidRequest, QueueTimeout, RequestTimeout, RoseinferError
-from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.records import Api, FinishReason, RequestTimeline
 from roseinfer.server.connection.api_keys import Caller
 
 Ledger = Callable[[RequestTimeline, int], dict[str, object]]
@@ -25,14 +25,14 @@ INTENDED_TIME_HEADER = "x-roseinfer-intended-time"
 ENGINE_GRACE_S = 0.5  # several steps: within them the engine ends a request itself, and has its own count of it
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,12})?")
 
-_operations: dict[Handler, str] = {}
+_apis: dict[Handler, Api] = {}
 
 
-def generates_tokens(operation: str) -> Callable[[Handler], Handler]:
-    """Mark a handler whose requests are exchanges, and name their operation."""
+def generates_tokens(api: Api) -> Callable[[Handler], Handler]:
+    """Mark a handler whose requests are exchanges, and name its API."""
 
     def mark(handler: Handler) -> Handler:
-        _operations[handler] = operation
+        _apis[handler] = api
         return handler
 
     return mark
@@ -40,7 +40,7 @@ def generates_tokens(operation: str) -> Callable[[Handler], Handler]:
 
 def is_for_tokens(request: web.Request) -> bool:
     """Whether a marked handler will answer the request."""
-    return request.match_info.handler in _operations
+    return request.match_info.handler in _apis
 
 
 class Exchange:
@@ -54,7 +54,7 @@ class Exchange:
             RequestTimeline(
                 request_id=key,
                 recv_ns=time.monotonic_ns(),
-                operation=_operations.get(request.match_info.handler, ""),
+                api=_apis[request.match_info.handler],
                 traceparent=request.headers.get("traceparent", ""),
             )
         ]
@@ -117,7 +117,7 @@ class Exchange:
                 parsed_ns=first.parsed_ns,
                 tokenized_ns=first.tokenized_ns,
                 client_submit_lag_s=first.client_submit_lag_s,
-                operation=first.operation,
+                api=first.api,
                 traceparent=first.traceparent,
                 trace_id=first.trace_id,  # all of one HTTP request is one trace
             )

@@ -30,6 +30,7 @@ from roseinfer.server.service import SERVICE
 REQUEST_ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)  # where keys are configured
 ERROR_FORMS = web.AppKey("error_forms", Mapping[str, Failure])  # of APIs with their own, by the beginning of the path
+FAILURE = web.RequestKey("failure", RoseinferError)  # that ended it
 REQUEST_ID_HEADER = "x-request-id"
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
 # Requested every second; the lifecycle logs what they would show.
@@ -40,6 +41,8 @@ REASONS = {CLIENT_CLOSED: "Client Closed Request"}  # of statuses that the stand
 RESTART_S = "5"  # until a new engine is there, if there will be one; its backlog is not known
 FAREWELL_TIMEOUT_S = 1.0  # for a client that does not read to take the last event
 
+_PARAM = re.compile(r"[\w.\[\]-]{1,128}", re.ASCII)  # what a field or a header may be called
+_OWN_KEYS = re.compile(r"\b(logit_bias|metadata|chat_template_kwargs)\..*", re.DOTALL)  # whose keys clients choose
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _access_log = logging.getLogger("roseinfer.access")
 _log = logging.getLogger(__name__)
@@ -66,8 +69,9 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
                 "path": request.path,
                 "status": status,
                 "duration_ms": round((time.monotonic() - start) * 1e3, 3),
-                "trace_id": _trace_id(request),
                 "api_key": request[CALLER].name if CALLER in request else None,
+                **_facts_of_exchange(request),
+                **_facts_of_failure(request),
             },
         )
 
@@ -78,9 +82,23 @@ def request_id_of(request: web.BaseRequest) -> str:
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _trace_id(request: web.Request) -> str | None:
-    exchange = request.get(EXCHANGE)
-    return (exchange.timelines[0].trace_id or None) if exchange is not None else None
+def _facts_of_exchange(request: web.Request) -> dict[str, str | None]:
+    if (exchange := request.get(EXCHANGE)) is None:
+        return {}
+    first = exchange.timelines[0]
+    return {"api": first.api.value, "trace_id": first.trace_id or None}
+
+
+def _facts_of_failure(request: web.Request) -> dict[str, str | None]:
+    """Why the client got an error, without its message, which may quote what the client sent."""
+    if (failure := request.get(FAILURE)) is None:
+        return {}
+    param = _OWN_KEYS.sub(r"\1", failure.param or "")
+    return {
+        "error": type(failure).__name__,
+        "error_code": failure.public_code,
+        "param": param if _PARAM.fullmatch(param) else None,
+    }
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -165,6 +183,7 @@ def _error_form(request: web.Request) -> Failure:
 
 def _record(request: web.Request, failure: RoseinferError) -> None:
     """End the exchange of a failed request; one that never reached the engine counts as a refusal."""
+    request[FAILURE] = failure
     exchange = request.get(EXCHANGE)
     if exchange is not None:
         exchange.fail(failure)

@@ -23,10 +23,10 @@ def check_page(page: Page, traffic: Traffic) -> None:
     assert page.value("roseinfer_inter_token_latency_seconds_count") == num_tokens - len(with_token)
     assert page.value("roseinfer_prompt_tokens_total") == sum(timeline.num_prompt_tokens for timeline in with_token)
     num_ended = page.total("roseinfer_requests_total")
-    assert num_ended == page.value("roseinfer_request_duration_seconds_count") == len(traffic.ended)
+    assert num_ended == page.total("roseinfer_request_duration_seconds_count") == len(traffic.ended)
     assert num_ended + page.value("roseinfer_http_inflight_streams") == len(traffic.received)
     assert page.value("roseinfer_requests_received_total") == len(traffic.received)
-    num_rejected = page.value("roseinfer_requests_total", finish_reason="rejected")
+    num_rejected = page.value("roseinfer_requests_total", finish_reason="rejected", api="completions")
     assert page.total("roseinfer_requests_rejected_total") == traffic.num_refusals >= num_rejected
     num_written = sum(bool(timeline.write_ns) for timeline in traffic.ended)
     assert page.total("roseinfer_time_to_first_token_seconds_count") == num_written <= len(with_token)

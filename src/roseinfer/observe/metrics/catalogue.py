@@ -29,7 +29,7 @@ from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import Writes
 from roseinfer.observe.metrics.histogram import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
-from roseinfer.records import Advanced, FinishReason, Invariant, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Api, FinishReason, Invariant, LifecycleState, RequestTimeline, StepRecord
 
 # A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
 NS_PER_S = 1e9
@@ -83,10 +83,10 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class AtStep:
-    """Values from each step and the timelines it advanced; `label` is called only when there are values."""
+    """Values from each step and the timelines it advanced; `labels` is called only when there are values."""
 
     values: Callable[[StepRecord, Advanced], Sequence[float]]
-    label: Callable[[StepRecord], str] = lambda _: ""
+    labels: Callable[[StepRecord], tuple[str, ...]] = lambda _: ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +98,15 @@ class AtWrites:
 
 @dataclass(frozen=True, slots=True)
 class AtFinish:
-    """Values from each request when it has ended; `label` is called only when there are values."""
+    """Values from each request when it has ended; `labels` is called only when there are values."""
 
     values: Callable[[RequestTimeline], Sequence[float]]
-    label: Callable[[RequestTimeline], str] = lambda _: ""
+    labels: Callable[[RequestTimeline], tuple[str, ...]] = lambda _: ()
 
 
 @dataclass(frozen=True, slots=True)
 class AtScrape:
-    """Value by label value, computed at a scrape."""
+    """Value by the value of the one label, or under "" without one, computed at a scrape."""
 
     values: Callable[[ServerState], Mapping[str, float]]
 
@@ -144,29 +144,23 @@ class Row:
     help: str
     source: Source
     unit: str = ""
-    label: Label | None = None
+    labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
     is_per_model: bool = True
 
 
-def histogram(
-    name: str, unit: str, buckets: tuple[float, ...], source: Source, meaning: str, label: Label | None = None
-) -> Row:
-    return Row(name=name, kind="histogram", unit=unit, buckets=buckets, source=source, help=meaning, label=label)
+def histogram(name: str, unit: str, buckets: tuple[float, ...], source: Source, meaning: str, *labels: Label) -> Row:
+    return Row(name=name, kind="histogram", unit=unit, buckets=buckets, source=source, help=meaning, labels=labels)
 
 
-def counter(name: str, unit: str, source: Source, meaning: str, label: Label | None = None) -> Row:
-    return Row(name=name, kind="counter", unit=unit, source=source, help=meaning, label=label)
+def counter(name: str, unit: str, source: Source, meaning: str, *labels: Label) -> Row:
+    return Row(name=name, kind="counter", unit=unit, source=source, help=meaning, labels=labels)
 
 
 def gauge(
-    name: str,
-    unit: str,
-    values: Callable[[ServerState], Mapping[str, float]],
-    meaning: str,
-    label: Label | None = None,
+    name: str, unit: str, values: Callable[[ServerState], Mapping[str, float]], meaning: str, *labels: Label
 ) -> Row:
-    return Row(name=name, kind="gauge", unit=unit, source=AtScrape(values), help=meaning, label=label)
+    return Row(name=name, kind="gauge", unit=unit, source=AtScrape(values), help=meaning, labels=labels)
 
 
 def info(name: str, source: InfoAtScrape, meaning: str) -> Row:
@@ -233,9 +227,14 @@ def seconds(interval_ns: Callable[[RequestTimeline], float | None]) -> Callable[
     return values
 
 
-def is_streamed(timeline: RequestTimeline) -> str:
+def is_streamed(timeline: RequestTimeline) -> tuple[str]:
     """As a label's value."""
-    return "true" if timeline.is_streamed else "false"
+    return ("true" if timeline.is_streamed else "false",)
+
+
+def api(timeline: RequestTimeline) -> tuple[str]:
+    """As a label's value."""
+    return (timeline.api,)
 
 
 def client_lag_s(timeline: RequestTimeline) -> Sequence[float]:
@@ -251,8 +250,8 @@ def server_faults(timeline: RequestTimeline) -> Sequence[float]:
     return (1,) if finish_reason(timeline) in {FinishReason.ERROR, FinishReason.TIMEOUT} else ()
 
 
-def error_type(timeline: RequestTimeline) -> str:
-    return timeline.error_code if timeline.error_code in ERROR_TYPES else OTHER
+def error_type(timeline: RequestTimeline) -> tuple[str]:
+    return (timeline.error_code if timeline.error_code in ERROR_TYPES else OTHER,)
 
 
 # --- of the server's state ------------------------------------------------------------------------------------------
@@ -287,6 +286,9 @@ def dropped(state: ServerState) -> dict[str, float]:
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 _Interval = Callable[[RequestTimeline], float | None]
+# On how many requests ended, how, and how long they took, and on nothing else: what a step costs does not depend on the
+# API, and the part of a first token that does is the request's own length.
+_API = Label(name="api", values=tuple(Api))
 _STREAMED = Label(name="streamed", values=("true", "false"))
 
 
@@ -376,11 +378,13 @@ _LATENCIES = (
         intervals.time_per_output_token_ns,
         "First token (t_tok[0]) → last token (t_tok[n-1]), divided by n-1. Once per request with n >= 2 tokens.",
     ),
-    _latency(
+    histogram(
         "roseinfer_request_duration_seconds",
+        "seconds",
         REQUEST_S,
-        intervals.request_duration_ns,
+        AtFinish(seconds(intervals.request_duration_ns), api),
         "Request head parsed (t_recv) → the request ended (t_end). Once per request, whatever its finish reason.",
+        _API,
     ),
 )
 
@@ -412,7 +416,7 @@ _STEPS = (
         "roseinfer_step_seconds",
         "seconds",
         TOKEN_S,
-        AtStep(step_s, lambda step: step.kind),
+        AtStep(step_s, lambda step: (step.kind,)),
         "Start of an engine step → its end. Once per step that had rows; phase says what the rows were.",
         _PHASE,
     ),
@@ -420,7 +424,7 @@ _STEPS = (
         "roseinfer_batch_size",
         "sequences",
         SEQUENCES,
-        AtStep(batch_size, lambda step: step.kind),
+        AtStep(batch_size, lambda step: (step.kind,)),
         "Sequences in an engine step. Once per step that had rows.",
         _PHASE,
     ),
@@ -488,9 +492,11 @@ _REQUESTS = (
     counter(
         "roseinfer_requests_total",
         "requests",
-        AtFinish(lambda _: (1,), finish_reason),
-        "Requests ended, each counted once at its end; the sum over reasons is requests received less in flight.",
+        AtFinish(lambda _: (1,), lambda timeline: (finish_reason(timeline), timeline.api)),
+        "Requests ended, each counted once at its end; the sum over reasons and APIs is requests received less in "
+        "flight.",
         Label(name="finish_reason", values=tuple(FinishReason)),
+        _API,
     ),
     counter(
         "roseinfer_requests_rejected_total",
@@ -648,7 +654,7 @@ _EXPORTER = (
     Row(
         name="roseinfer_telemetry_dropped_total",
         kind="counter",
-        label=Label(name="signal", values=("interval", "log_line", "span")),
+        labels=(Label(name="signal", values=("interval", "log_line", "span")),),
         is_per_model=False,
         help="Facts that were lost: intervals refused because negative, which is a mistake in a stamp, log lines "
         "for which the queue had no room or the stream failed, and spans likewise.",

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from roseinfer.observe.gaps import intervals
-from roseinfer.observe.metrics.catalogue import NS_PER_S, is_streamed
+from roseinfer.observe.metrics.catalogue import NS_PER_S, api, is_streamed
 from roseinfer.observe.metrics.histogram import TOKEN_S
 from roseinfer.records import RequestTimeline
 
@@ -30,7 +30,7 @@ class Exemplar(msgspec.Struct, frozen=True, gc=False):
     at_ns: int  # when it was known
     trace_id: str
     step_id: int | None  # that ended it
-    label_value: str = ""  # of its metric's own label, where that has one
+    label_values: tuple[str, ...] = ()  # of its metric's own labels
 
     @property
     def labels(self) -> dict[str, str]:
@@ -69,12 +69,13 @@ def of_request(timeline: RequestTimeline, step_id_of: StepIdOf) -> Iterator[tupl
     first_token_ns = intervals.time_to_first_token_ns(timeline)
     if first_token_ns is not None:
         step_id, at_ns = step_id_of(tokens[0]), timeline.write_ns[0]
-        label_value = is_streamed(timeline)
-        yield TIME_TO_FIRST_TOKEN, Exemplar(first_token_ns / NS_PER_S, at_ns, timeline.trace_id, step_id, label_value)
+        value_s, streamed = first_token_ns / NS_PER_S, is_streamed(timeline)
+        yield TIME_TO_FIRST_TOKEN, Exemplar(value_s, at_ns, timeline.trace_id, step_id, streamed)
     duration_ns = intervals.request_duration_ns(timeline)
     if duration_ns is not None:
         step_id = step_id_of(tokens[-1]) if tokens else None
-        yield REQUEST_DURATION, Exemplar(duration_ns / NS_PER_S, timeline.end_ns, timeline.trace_id, step_id)
+        value_s = duration_ns / NS_PER_S
+        yield REQUEST_DURATION, Exemplar(value_s, timeline.end_ns, timeline.trace_id, step_id, api(timeline))
     for index in _newest_in_each_bucket(tokens):
         yield INTER_TOKEN_LATENCY, of_gap(timeline, index, step_id_of(tokens[index]))
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -40,8 +41,9 @@ from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, Exempl
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 
-Values = Mapping[str, float | str | int | Histogram]
-Exemplars = Mapping[str, Sequence[MetricExemplar | None]]  # by label value, one place for each bucket
+Child = tuple[str, ...]  # the values of a metric's own labels
+Values = Mapping[Child, float | str | int | Histogram]
+Exemplars = Mapping[Child, Sequence[MetricExemplar | None]]  # one place for each bucket
 Bucket = tuple[str, float] | tuple[str, float, MetricExemplar]
 
 
@@ -68,7 +70,7 @@ class Metrics(Collector, WriteObserver):
         self._state = ServerState(version=version)
         # A counter is a histogram without bounds: it takes the same values, and nothing negative.
         self._cells = {
-            row.name: {child: Histogram(row.buckets) for child in (row.label.values if row.label else ("",))}
+            row.name: {child: Histogram(row.buckets) for child in product(*(label.values for label in row.labels))}
             for row in CATALOGUE
             if not isinstance(row.source, AtScrape | InfoAtScrape)
         }
@@ -81,10 +83,10 @@ class Metrics(Collector, WriteObserver):
         self.num_dropped_spans: Callable[[], int] = lambda: 0  # reports how many spans were lost
         self._at_step = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtStep)]
         self._at_writes = [
-            (row.source, self._cells[row.name][""]) for row in CATALOGUE if isinstance(row.source, AtWrites)
+            (row.source, self._cells[row.name][()]) for row in CATALOGUE if isinstance(row.source, AtWrites)
         ]
         self._at_finish = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtFinish)]
-        self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][""], self._cells[SCRAPE_DURATION][""]
+        self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][()], self._cells[SCRAPE_DURATION][()]
         registry.register(self)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int]) -> None:
@@ -102,7 +104,7 @@ class Metrics(Collector, WriteObserver):
         """Shows where observed values came from: each names a metric, and a trace that is kept."""
         with self._lock:
             for name, exemplar in found:
-                self._shelves[name][exemplar.label_value].put(exemplar)
+                self._shelves[name][exemplar.label_values].put(exemplar)
 
     def forget_exemplars(self, trace_id: str) -> None:
         """Removes the exemplars of a trace that is not kept after all."""
@@ -138,7 +140,7 @@ class Metrics(Collector, WriteObserver):
             self._state.last_step_end_ns = record.end_ns
             for source, cells in self._at_step:
                 if values := source.values(record, advanced):
-                    self._state.num_refused_intervals += cells[source.label(record)].add(values)
+                    self._state.num_refused_intervals += cells[source.labels(record)].add(values)
             self._count_collections()
 
     def on_writes(self, writes: Writes) -> None:
@@ -151,7 +153,7 @@ class Metrics(Collector, WriteObserver):
             self._state.num_finished += 1
             for source, cells in self._at_finish:
                 if values := source.values(timeline):
-                    self._state.num_refused_intervals += cells[source.label(timeline)].add(values)
+                    self._state.num_refused_intervals += cells[source.labels(timeline)].add(values)
 
     def _count_collections(self) -> None:
         if pauses_ns := self._take_gc_pauses_ns():
@@ -198,7 +200,7 @@ class Metrics(Collector, WriteObserver):
             return [(row, self._values(row), self._exemplars(row)) for row in CATALOGUE]
 
     def _exemplars(self, row: Row) -> Exemplars:
-        """Returns the exemplars of a metric by label value; nothing for a metric without."""
+        """Returns the exemplars of a metric by its label values; nothing for a metric without."""
         return {
             child: [
                 None if found is None else MetricExemplar(found.labels, found.value_s, self._unix_s(found.at_ns))
@@ -214,10 +216,10 @@ class Metrics(Collector, WriteObserver):
     def _values(self, row: Row) -> Values:
         match row.source:
             case AtScrape(values=values):
-                return dict(values(self._state))
+                return {(child,) if row.labels else (): value for child, value in values(self._state).items()}
             case InfoAtScrape(names=names, values=values):
                 known = values(self._state)
-                return dict(zip(names, known, strict=True)) if known else {}
+                return dict(zip(zip(names), known, strict=True)) if known else {}
         cells = self._cells[row.name]
         if row.kind == "counter":
             return {child: cell.total for child, cell in cells.items()}
@@ -239,20 +241,20 @@ _FAMILIES: dict[str, type[CounterMetricFamily | GaugeMetricFamily | HistogramMet
 
 
 def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> Metric:
-    """Returns the family of one row. `values` are by label value or, for an info, the labels of its one series."""
+    """Returns the family of one row. `values` are by label values or, for an info, the labels of its one series."""
     labels = {"model_name": model_name} if row.is_per_model else {}
     constant = list(labels.values())
-    names = [*labels, row.label.name] if row.label else list(labels)
+    names = [*labels, *(label.name for label in row.labels)]
     # OpenMetrics demands that a family's name ends in the unit it states.
     unit = row.unit if row.name.removesuffix("_total").endswith(f"_{row.unit}") else ""
     if row.kind == "info":
         info = InfoMetricFamily(row.name.removesuffix("_info"), row.help, labels=names)
         if values:
-            info.add_metric(constant, {name: str(value) for name, value in values.items()})
+            info.add_metric(constant, {name: str(value) for (name,), value in values.items()})
         return info
     metric = _FAMILIES[row.kind](row.name, row.help, labels=names, unit=unit)
     for child, value in values.items():
-        series = [*constant, child] if row.label else constant
+        series = [*constant, *child]
         if isinstance(metric, HistogramMetricFamily):
             assert isinstance(value, Histogram)
             metric.add_metric(series, _buckets(value, exemplars.get(child, ())), value.total)

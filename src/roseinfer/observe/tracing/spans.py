@@ -93,7 +93,7 @@ def request_spans(
 ) -> list[Span]:
     """Returns the span of a request that has ended, and its children. `attributes` are what all requests share."""
     is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
-    operation, model = timeline.operation or "generate", attributes[semconv.GEN_AI_REQUEST_MODEL]
+    operation, model = timeline.api.operation, attributes[semconv.GEN_AI_REQUEST_MODEL]
     whole = Span(
         name=f"{operation} {model}",
         trace_id=context.trace_id,
@@ -130,7 +130,7 @@ def _request_attributes(timeline: RequestTimeline) -> dict[str, Value]:
     per_token_ns = intervals.time_per_output_token_ns(timeline)
     reason = timeline.finish_reason
     known: dict[str, Value | None] = {
-        semconv.GEN_AI_OPERATION_NAME: timeline.operation or None,
+        semconv.GEN_AI_OPERATION_NAME: timeline.api.operation,
         semconv.GEN_AI_REQUEST_MAX_TOKENS: timeline.max_tokens or None,
         semconv.GEN_AI_REQUEST_TEMPERATURE: timeline.temperature,
         semconv.GEN_AI_REQUEST_TOP_P: timeline.top_p,
@@ -142,6 +142,7 @@ def _request_attributes(timeline: RequestTimeline) -> dict[str, Value]:
         semconv.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: None if first_token_ns is None else first_token_ns / NS_PER_S,
         semconv.ERROR_TYPE: timeline.error_code or None,
         "roseinfer.request_id": timeline.request_id,
+        "roseinfer.api": timeline.api.value,
         "roseinfer.num_preemptions": timeline.num_preemptions,
         "roseinfer.client_disconnected": timeline.client_disconnected,
         "roseinfer.time_per_output_token_s": None if per_token_ns is None else per_token_ns / NS_PER_S,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import InvalidRequest, NotJSON, UnknownModel
+from roseinfer.errors import InvalidRequest, MissingField, NotJSON, UnknownField, UnknownModel
 from roseinfer.runtime.validation import Misfit, convert
 from roseinfer.server.api.fields import ModelBody, SamplingBody
 from roseinfer.server.connection.body import INLINE_BYTES, check_num_values, check_num_values_within, read_bytes
@@ -122,7 +122,8 @@ def _refusal(misfit: Misfit) -> InvalidRequest:
             return InvalidRequest(message, param=param)
         case ("top_k",) if is_negative:  # other servers mean all by -1
             note = "; 0 keeps all"
-    return InvalidRequest(misfit.sentence(note), param=param)
+    kinds = {"unknown field": UnknownField, "missing field": MissingField}  # by which the log tells them apart
+    return kinds.get(misfit.kind, InvalidRequest)(misfit.sentence(note), param=param)
 
 
 def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from roseinfer.records import FinishReason
+from roseinfer.records import Api, FinishReason
 from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
@@ -24,7 +24,7 @@ from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.tool_calls import CallPart, Parts
 
 
-@generates_tokens("chat")
+@generates_tokens(Api.CHAT)
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make a prompt of its messages (3, 4), and run it (5, 6, 12–14)."""
     body = await read_body(request, ChatBody)

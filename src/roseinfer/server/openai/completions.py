@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.errors import PromptName, PromptTooLong
+from roseinfer.records import Api
 from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
@@ -22,7 +23,7 @@ from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.tokenizer import Tokenizer
 
 
-@generates_tokens("text_completion")
+@generates_tokens(Api.COMPLETIONS)
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make token ids of its prompts (4), and run them (5, 6, 12–14)."""
     service = request.app[SERVICE]

@@ -83,8 +83,7 @@ def codes(root: type[errors.RoseinferError]) -> set[str]:
 
 
 def label_values(name: str) -> set[str]:
-    [label] = [row.label for row in CATALOGUE if row.name == name]
-    assert label is not None
+    [label] = [label for row in CATALOGUE if row.name == name for label in row.labels]
     return set(label.values)
 
 

@@ -94,7 +94,7 @@ def test_the_labels_are_never_longer_than_openmetrics_allows() -> None:
 
 def test_the_other_format_shows_none() -> None:
     metrics = make_metrics()
-    metrics.put_exemplars([(TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3, "true"))])
+    metrics.put_exemplars([(TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3, ("true",)))])
     assert TRACE.encode() in metrics.render(OPENMETRICS)[0]
     assert TRACE.encode() not in metrics.render("")[0]
 
@@ -102,7 +102,10 @@ def test_the_other_format_shows_none() -> None:
 def test_what_is_forgotten_is_shown_no_more() -> None:
     metrics = make_metrics()
     metrics.put_exemplars(
-        [(TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3, "true")), (REQUEST_DURATION, Exemplar(0.2, 1, "e" * 32, 3))]
+        [
+            (TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3, ("true",))),
+            (REQUEST_DURATION, Exemplar(0.2, 1, "e" * 32, 3, ("chat",))),
+        ]
     )
     metrics.forget_exemplars(TRACE)
     (left,) = buckets_with_exemplars(metrics)

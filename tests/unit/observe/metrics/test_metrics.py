@@ -5,11 +5,12 @@ import platform
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 
 from roseinfer.observe.metrics.catalogue import CATALOGUE
-from roseinfer.records import Advanced, Arrival, Delivery, FinishReason, LifecycleState
+from roseinfer.records import Advanced, Api, Arrival, Delivery, FinishReason, LifecycleState
 from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline, writes_of
 
 # Made by hand from the stamps of make_timeline, in milliseconds.
@@ -32,12 +33,12 @@ def test_everything_exists_at_zero_before_the_first_request() -> None:
     state_of_the_server = {"roseinfer_lifecycle_state", "roseinfer_build_info"}
     assert {key for key, value in page.samples.items() if value and key[0] not in state_of_the_server} == set()
     for row in CATALOGUE:
-        if row.kind == "info" or (row.label and not row.label.values):
+        if row.kind == "info":
             continue
         suffix = "_count" if row.kind == "histogram" else ""
-        for value in row.label.values if row.label else (None,):
-            labels = {row.label.name: value} if row.label and value else {}
-            assert (row.name + suffix, frozenset(labels.items())) in page.samples
+        names = [label.name for label in row.labels]
+        for values in product(*(label.values for label in row.labels)):
+            assert (row.name + suffix, frozenset(zip(names, values, strict=True))) in page.samples
 
 
 @pytest.mark.parametrize(("name", "expected_ms"), ONCE_PER_REQUEST_MS.items())
@@ -82,7 +83,7 @@ def test_a_request_that_was_aborted_in_the_queue_has_only_the_parts_it_lived_thr
     metrics.on_finish(make_timeline(scheduled_ns=0, token_ns=[], write_ns=[], finish_reason=FinishReason.ABORT))
     page = Page(metrics)
     for name in ("receive", "tokenize", "submit_lag", "request_duration"):
-        assert page.value(f"roseinfer_{name}_seconds_count") == 1
+        assert page.total(f"roseinfer_{name}_seconds_count") == 1
     for name in ("queue_wait", "prefill", "time_to_first_token", "engine_time_to_first_token", "stream_gap"):
         assert page.total(f"roseinfer_{name}_seconds_count") == 0
     assert page.value("roseinfer_request_prompt_tokens_sum") == 7
@@ -120,13 +121,14 @@ def test_a_mistaken_stamp_is_counted_as_dropped_and_not_as_speed() -> None:
     assert page.value("roseinfer_telemetry_dropped_total", signal="interval") == 1
 
 
-@pytest.mark.parametrize("reason", FinishReason)
-def test_a_request_ends_under_its_own_reason_alone(reason: FinishReason) -> None:
+@pytest.mark.parametrize(("reason", "api"), list(product(FinishReason, Api)))
+def test_a_request_ends_under_its_own_reason_and_api_alone(reason: FinishReason, api: Api) -> None:
     metrics = make_metrics()
-    metrics.on_finish(make_timeline(finish_reason=reason))
+    metrics.on_finish(make_timeline(finish_reason=reason, api=api))
     page = Page(metrics)
-    assert page.value("roseinfer_requests_total", finish_reason=reason.value) == 1
-    assert page.total("roseinfer_requests_total") == 1
+    assert page.value("roseinfer_requests_total", finish_reason=reason.value, api=api.value) == 1
+    assert page.value("roseinfer_request_duration_seconds_count", api=api.value) == 1
+    assert page.total("roseinfer_requests_total") == page.total("roseinfer_request_duration_seconds_count") == 1
 
 
 @pytest.mark.parametrize(

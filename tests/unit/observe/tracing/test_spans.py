@@ -9,7 +9,7 @@ from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.tracing import semconv, spans
 from roseinfer.observe.tracing.spans import Span, TraceContext
-from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import Api, BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 from tests.unit.observe.facts import MS, make_step, make_timeline
 
 SHARED = {semconv.GEN_AI_REQUEST_MODEL: "tiny", semconv.GEN_AI_PROVIDER_NAME: "roseinfer"}
@@ -29,7 +29,7 @@ def named(found: list[Span]) -> dict[str, tuple[int, int]]:
 
 
 def test_children_have_the_stamps_of_the_timeline_and_leave_no_hole() -> None:
-    timeline = make_timeline(operation="chat")
+    timeline = make_timeline(api=Api.CHAT)
     whole, *children = make_spans(timeline)
     assert (whole.name, whole.start_ns, whole.end_ns) == ("chat tiny", timeline.recv_ns, timeline.end_ns)
     assert named(children) == {
@@ -87,7 +87,7 @@ def test_a_token_that_came_after_the_end_ends_no_part_before_it_began() -> None:
 
 def test_attributes_are_those_of_the_conventions_and_nothing_unknown_is_told() -> None:
     timeline = make_timeline(
-        operation="text_completion", max_tokens=9, temperature=0.5, top_p=0.9, num_cached_tokens=4, num_preemptions=1
+        api=Api.COMPLETIONS, max_tokens=9, temperature=0.5, top_p=0.9, num_cached_tokens=4, num_preemptions=1
     )
     told = make_spans(timeline)[0].attributes
     assert told[semconv.GEN_AI_OPERATION_NAME] == "text_completion"
@@ -106,7 +106,7 @@ def test_attributes_are_those_of_the_conventions_and_nothing_unknown_is_told() -
         request_id="r-2", recv_ns=1, end_ns=5, finish_reason=FinishReason.REJECTED, error_code="invalid_value"
     )
     whole, receive = make_spans(refused)
-    assert (whole.name, receive.name) == ("generate tiny", "roseinfer.receive")
+    assert (whole.name, receive.name) == ("text_completion tiny", "roseinfer.receive")
     assert whole.attributes[semconv.ERROR_TYPE] == "invalid_value"
     assert whole.error is None  # the client's mistake
     assert not {semconv.GEN_AI_USAGE_INPUT_TOKENS, semconv.GEN_AI_REQUEST_MAX_TOKENS} & set(whole.attributes)

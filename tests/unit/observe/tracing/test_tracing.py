@@ -203,7 +203,7 @@ def test_the_ratio_is_respected() -> None:
     scene = Scene(ratio=0.1)
     for index in range(2000):
         scene.run(make_timeline(request_id=f"r-{index}"))
-    assert 150 < len(scene.sink.named("generate tiny")) < 250
+    assert 150 < len(scene.sink.named("text_completion tiny")) < 250
 
 
 def test_a_slow_gap_keeps_its_request_and_tells_the_step_that_ended_it() -> None:
@@ -218,7 +218,7 @@ def test_a_slow_gap_keeps_its_request_and_tells_the_step_that_ended_it() -> None
     assert (step.attributes["roseinfer.step_id"], step.attributes["roseinfer.is_slow"]) == (2, True)
     assert scene.exemplars() == {(INTER_TOKEN_LATENCY, 0.064, timeline.trace_id, 2)}  # before the request has ended
     scene.tracing.on_finish(timeline)
-    (whole,) = scene.sink.named("generate tiny")
+    (whole,) = scene.sink.named("text_completion tiny")
     assert step.links == [(whole.trace_id, whole.span_id)]
     assert step.trace_id != whole.trace_id
     assert [event.name for event in whole.events] == ["roseinfer.slow_gap"] * 2
@@ -377,7 +377,7 @@ def test_what_the_attribution_finds_slow_is_kept_with_its_step() -> None:
         assert told["roseinfer.duration_s"] > 0.06
     (step,) = [span for span in spans if span.name == "roseinfer.step"]
     assert {link.span_id for link in step.links} == {span.span_id for span in whole}
-    shelf = metrics._shelves[INTER_TOKEN_LATENCY][""]
+    shelf = metrics._shelves[INTER_TOKEN_LATENCY][()]
     assert {one.step_id for one in shelf.newest if one is not None and one.value_s > 0.05} == {slow_step_id}
 
 
