@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ async def test_the_access_log_has_one_line_for_each_request(caplog: pytest.LogCa
     ],
 )
 async def test_the_access_log_says_why_a_client_got_an_error(
-    body: dict[str, object], error: str | None, code: str | None, param: str | None, caplog: pytest.LogCaptureFixture
+    body: dict[str, Any], error: str | None, code: str | None, param: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "roseinfer.access")
     async with serving(ScriptedEngine(says("a"))) as server:
