@@ -40,17 +40,29 @@ _TOKEN_ID_KEYS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}  # JSON
 LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=300, extra_json_schema=_TOKEN_ID_KEYS)]
 
 
-GrammarKind = Literal["json_schema", "regex", "choice", "calls", "lark"]
+GrammarKind = Literal["json_schema", "regex", "choice", "calls", "lark", "text"]
+Tag = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class Thought(msgspec.Struct, frozen=True, gc=False):
+    """The thoughts that may come before a text, between tags: any text, which ends with the closing tag alone."""
+
+    opening: Tag
+    closing: Tag
+    is_open: bool  # the prompt ends with the opening tag; else the text may begin with it
+    max_tokens: MinTokens | None = None  # behind the opening tag; then the closing tag is forced
 
 
 class Grammar(msgspec.Struct, frozen=True, gc=False):
     """The form that a text must have, in a language that `text/grammar/` compiles (docs/structured-output.md).
 
-    The source of `choice` is a list of texts as JSON, that of `calls` a `CallGrammar` as JSON.
+    The source of `choice` is a list of texts as JSON, that of `calls` a `CallGrammar` as JSON. The kind `text` is any
+    text, for a thought of limited length before it.
     """
 
     kind: GrammarKind
     source: str
+    thought: Thought | None = None
 
 
 class CallShape(msgspec.Struct, frozen=True):

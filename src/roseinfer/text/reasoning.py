@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+import msgspec
+
+from roseinfer.messages import Grammar, Thought
 from roseinfer.text.detokenizer import first_candidate
 
 
@@ -58,6 +61,14 @@ def find_reasoning(tags: ReasoningFormat | None, prompt: str) -> Reasoning | Non
     return Reasoning(tags, is_open=end.endswith(tags.opening))
 
 
+def with_thought(grammar: Grammar | None, reasoning: Reasoning | None, max_tokens: int | None) -> Grammar | None:
+    """The grammar of an answer that may think first, for `max_tokens` at most; None where any answer is allowed."""
+    if reasoning is None or (grammar is None and max_tokens is None):
+        return grammar
+    thought = Thought(*reasoning.tags, reasoning.is_open, max_tokens)
+    return msgspec.structs.replace(grammar or Grammar("text", ""), thought=thought)
+
+
 class Stage(Enum):
     """Where in an answer its next character stands."""
 
@@ -93,6 +104,12 @@ class ReasoningParser:
             text = text.lstrip()
             self._skips_blanks = not text
         return thoughts, text
+
+    @property
+    def missing(self) -> str:
+        """What of the closing tag has not come yet, inside of thoughts."""
+        held = "".join(self._held[-1:])
+        return self._closing[len(held) - first_candidate(held, (self._closing,), len(self._closing)) :]
 
     def finish(self) -> tuple[str, str]:
         """The text has ended: return what was held back."""

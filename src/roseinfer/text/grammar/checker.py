@@ -32,6 +32,7 @@ START_TIMEOUT_S = 60.0  # of the child, which reads the vocabulary first
 VERDICT_CACHE_BYTES = 8 << 20
 COMPILE_MEMORY_BYTES = 512 << 20  # ten times what the largest schema takes that compiles in time
 _VERDICT_BYTES = 512  # beside its texts
+_LEAST = Grammar("regex", "")  # in the place of any text: whether the vocabulary can be used at all
 _NICER_BY = 5  # levels of nice(2): its imports and a stranger's grammar wait for the streams
 
 
@@ -71,6 +72,8 @@ class GrammarChecker:
 
     def _check(self, grammar: Grammar, param: str) -> None:
         check_bounds(grammar, param)
+        is_free = grammar.kind == "text" and grammar.thought is not None
+        grammar = _LEAST if is_free else msgspec.structs.replace(grammar, thought=None)
         verdict = self._verdicts.get(grammar)
         if verdict is None:
             verdict, is_lasting = self._ask(grammar)

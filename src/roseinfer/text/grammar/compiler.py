@@ -21,11 +21,13 @@ from typing import Any, cast
 import llguidance
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from roseinfer.engine.core.constraint import MaskArray, Matcher
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import CallGrammar, Grammar
+from roseinfer.messages import CallGrammar, Grammar, Thought
 from roseinfer.text.grammar.source import GrammarCache
+from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens, TokenTexts
 from roseinfer.text.tool_calls import CALL_TAGS
 
 MAX_TOKEN_CHARS = 255
@@ -74,6 +76,7 @@ _KINDS = {
     "choice": "list of choices",
     "calls": "schema of a function",
     "lark": "grammar",
+    "text": "text",
 }
 _TOO_WIDE = "Current row has"  # the library's words for more than `max_items_in_row`
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -141,10 +144,14 @@ def _is_control(token: dict[str, Any], eos_token_ids: Collection[int]) -> bool:
 class Vocabulary:
     """The tokens of a checkpoint in the library's form: 50,000 are read in 0.3 s and take 45 MB."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int, file: TokenizerFile) -> None:
+    def __init__(
+        self, tokenizer: llguidance.LLTokenizer, vocab_size: int, file: TokenizerFile, texts: TokenTexts
+    ) -> None:
         self.vocab_size = vocab_size  # of the model
         self._tokenizer = tokenizer
         self._file = file
+        self._texts = texts
+        self._thought_tokens: dict[tuple[str, str], ThoughtTokens] = {}  # by their tags
 
     @classmethod
     def load(cls, checkpoint_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
@@ -153,8 +160,31 @@ class Vocabulary:
         file = TokenizerFile.read((checkpoint_dir / "tokenizer.json").read_text(encoding="utf-8"), eos)
         tokens = _Tokens(file, vocab_size, eos)
         tokenizer = llguidance.LLTokenizer(cast("llguidance.TokenizerWrapper", tokens), eos_token=eos or None)
+        texts = TokenTexts(b"" if token_id in file.control else text for token_id, text in enumerate(tokens.tokens))
         tokens.tokens = []  # the library has its own
-        return cls(tokenizer, vocab_size, file)
+        return cls(tokenizer, vocab_size, file, texts)
+
+    def thought_tokens(self, thought: Thought) -> ThoughtTokens:
+        """What thoughts between these tags are made of: any text, and the tags also where they are control."""
+        tags = (thought.opening, thought.closing)
+        if tags not in self._thought_tokens:
+            self._thought_tokens[tags] = self._find_thought_tokens(*tags)
+        return self._thought_tokens[tags]
+
+    def _find_thought_tokens(self, opening: str, closing: str) -> ThoughtTokens:
+        tags = {token_id: name for token_id, name in self._file.control.items() if name in {opening, closing}}
+        ids = {name: token_id for token_id, name in tags.items()}
+        is_allowed = np.zeros(-(-self.vocab_size // 32) * 32, np.bool_)
+        is_allowed[: self.vocab_size] = self._texts.lengths[: self.vocab_size] > 0
+        is_allowed[list(tags)] = True
+        is_allowed_in_tag = is_allowed.copy()
+        is_allowed_in_tag[self._texts.find(re.escape(closing[-1].encode()) + rb"\s*[^\s\xff]")] = False
+        return ThoughtTokens(
+            allowed=np.packbits(is_allowed, bitorder="little").view(np.uint32),
+            allowed_in_tag=np.packbits(is_allowed_in_tag, bitorder="little").view(np.uint32),
+            spell=lambda token_id: tags[token_id].encode() if token_id in tags else self._texts[token_id],
+            encode=lambda text: [ids[text]] if text in ids else self._tokenizer.tokenize_str(text),
+        )
 
     def compile(self, grammar: Grammar) -> "Compiled":
         """Compile a grammar, in a millisecond to seconds without the interpreter's lock. Raises InvalidRequest."""
@@ -212,7 +242,22 @@ def can_grow(grammar: Grammar) -> bool:
 
 
 def _source(grammar: Grammar, file: TokenizerFile) -> str:
-    """The grammar in the library's own form."""
+    """The grammar in the library's own form: up to where a thought begins, or from where it has ended."""
+    form = _form(grammar, file)
+    if grammar.thought is None:
+        return form
+    start = "BLANKS? @form"
+    if not grammar.thought.is_open:
+        control_id = next((i for i, name in file.control.items() if name == grammar.thought.opening), None)
+        opening = _quote(grammar.thought.opening) if control_id is None else f"<[{control_id}]>"
+        start = f"@form | BLANKS? {opening}"
+    # Models write up to two ends of line before and behind a thought.
+    frame = {"lark_grammar": f"start: {start}\nBLANKS: /[ \\n]{{1,2}}/"}
+    inner = msgspec.json.decode(form)["grammars"][0] if form.startswith("{") else {"lark_grammar": form}
+    return json.dumps({"grammars": [frame, inner | {"name": "form"}]}, ensure_ascii=False)
+
+
+def _form(grammar: Grammar, file: TokenizerFile) -> str:
     match grammar.kind:
         case "json_schema":
             try:
@@ -236,6 +281,8 @@ def _source(grammar: Grammar, file: TokenizerFile) -> str:
             return llguidance.LLMatcher.grammar_from_lark(_calls(calls))
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(file.with_ids(grammar.source))
+        case "text":
+            raise InvalidRequest("Any text is no grammar.")
 
 
 def _calls(grammar: CallGrammar) -> str:
@@ -409,6 +456,20 @@ class GrammarCompiler:
         return self._thread.submit(self._open, grammar)
 
     def _open(self, grammar: Grammar) -> Matcher:
+        thought = grammar.thought
+        if thought is None:
+            return self._compile(grammar).matcher()
+        tokens = self._vocabulary.thought_tokens(thought)
+        if grammar.kind == "text":
+            return ThoughtMatcher(thought, tokens, None, None)
+        # Thoughts of any length share what is compiled.
+        before, behind = (
+            self._compile(replace(grammar, thought=replace(thought, is_open=is_open, max_tokens=None))).matcher()
+            for is_open in (thought.is_open, True)
+        )
+        return ThoughtMatcher(thought, tokens, before, behind)
+
+    def _compile(self, grammar: Grammar) -> Compiled:
         compiled = self._cache.get(grammar)
         if compiled is not None and compiled.is_worn:  # its sequences use it to their end
             self._cache.remove(grammar)
@@ -416,4 +477,4 @@ class GrammarCompiler:
         if compiled is None:
             compiled = self._vocabulary.compile(grammar)
             self._cache.put(grammar, compiled)
-        return compiled.matcher()
+        return compiled

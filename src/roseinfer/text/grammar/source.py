@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import Grammar, check_text, check_value
+from roseinfer.messages import Grammar, Thought, check_text, check_value
 
 MAX_SOURCE_BYTES = {
     "json_schema": 128 << 10,
@@ -19,6 +19,7 @@ MAX_SOURCE_BYTES = {
     "choice": 256 << 10,
     "calls": 256 << 10,
     "lark": 64 << 10,
+    "text": 0,
 }
 MAX_DEPTH = 64
 
@@ -64,6 +65,8 @@ def check_bounds(grammar: Grammar, param: str) -> None:
     """Raises InvalidRequest that names the field `param`."""
     check_text(grammar.kind, f"{param}.kind")  # a grammar given to `LLM` may hold anything
     check_value(msgspec.structs.asdict(grammar), Grammar, param)
+    if grammar.thought is not None:
+        check_value(msgspec.structs.asdict(grammar.thought), Thought, f"{param}.thought")
     size, limit = len(grammar.source.encode("utf-8", "surrogatepass")), MAX_SOURCE_BYTES[grammar.kind]
     if size > limit:
         raise InvalidRequest(f"`{param}` is {size} bytes long; at most {limit} are allowed.", param=param)

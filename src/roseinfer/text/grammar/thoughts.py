@@ -1,0 +1,99 @@
+"""Lets a model think before its text follows a grammar, and ends thoughts that take more tokens than they may.
+
+The library of grammars sees none of the thoughts: what it keeps would grow with them, and their masks are constant.
+"""
+
+import codecs
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from roseinfer.engine.core.constraint import MaskArray, Matcher
+from roseinfer.messages import Thought
+from roseinfer.text.reasoning import Reasoning, ReasoningFormat, ReasoningParser, Stage
+
+
+class TokenTexts:
+    """The bytes of a vocabulary's tokens, in one object and not in 150,000; none for control tokens."""
+
+    def __init__(self, texts: Iterable[bytes]) -> None:
+        texts = list(texts)
+        self.lengths = np.array([len(text) for text in texts])
+        self._starts = np.concatenate(([0], np.cumsum(self.lengths + 1)))
+        self._joined = b"\xff".join(texts)  # a byte that is in no text
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return self._joined[self._starts[token_id] : self._starts[token_id + 1] - 1]
+
+    def find(self, pattern: bytes) -> npt.NDArray[np.intp]:
+        """The tokens in which a pattern is found that does not match the byte 255."""
+        places = [found.start() for found in re.finditer(pattern, self._joined)]
+        return np.searchsorted(self._starts, places, side="right") - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtTokens:
+    """The tokens of a vocabulary, as far as thoughts between certain tags need to know them."""
+
+    allowed: MaskArray  # inside of thoughts
+    allowed_in_tag: MaskArray  # likewise when the closing tag has begun: none that has more text behind it
+    spell: Callable[[int], bytes]
+    encode: Callable[[str], list[int]]
+
+
+class ThoughtMatcher:
+    """See `engine/core/constraint.py:Matcher`. Behind thoughts comes what `behind` allows, without thoughts `before`.
+
+    That one allows the opening tag too, unless the prompt ends with it. Without them any text may come.
+    """
+
+    def __init__(self, thought: Thought, tokens: ThoughtTokens, before: Matcher | None, behind: Matcher | None) -> None:
+        tags = ReasoningFormat(thought.opening, thought.closing)
+        self._parser = ReasoningParser(Reasoning(tags, thought.is_open))
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._tokens = tokens
+        self._matcher, self._behind = before, behind
+        self._closing = thought.closing
+        self._num_left = thought.max_tokens
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._parser.has_thoughts and self._parser.stage is not Stage.REST
+
+    @property
+    def is_over(self) -> bool:
+        return self._matcher is not None and not self._is_thinking and self._matcher.is_over
+
+    @property
+    def has_failed(self) -> bool:
+        return self._matcher is not None and self._matcher.has_failed
+
+    @property
+    def error(self) -> str:
+        return "" if self._matcher is None else self._matcher.error
+
+    def fill(self, allowed: MaskArray) -> None:
+        if self._is_thinking and self._num_left == 0:
+            token_id = self._tokens.encode(self._parser.missing)[0]
+            allowed[:] = 0
+            allowed[token_id // 32] = np.uint32(1 << (token_id % 32))
+        elif self._matcher is None:
+            allowed[:] = 0xFFFFFFFF
+        elif self._is_thinking:
+            is_in_tag = self._parser.missing != self._closing
+            allowed[:] = self._tokens.allowed_in_tag if is_in_tag else self._tokens.allowed
+        else:
+            self._matcher.fill(allowed)
+
+    def accept(self, token_id: int) -> None:
+        if self._is_thinking:
+            self._num_left = self._num_left and self._num_left - 1
+        elif self._matcher is not None:
+            self._matcher.accept(token_id)
+        if self._parser.stage is not Stage.REST:
+            self._parser.push(self._decoder.decode(self._tokens.spell(token_id)))
+            if self._is_thinking:
+                self._matcher = self._behind
