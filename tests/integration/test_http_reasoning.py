@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from roseinfer.messages import Request, Thought
 from roseinfer.records import FinishReason
+from tests.integration.test_http_tools import Checks
 from tests.unit.server.harness import Answer, ScriptedEngine, says, serving, text_model
 
 TEMPLATE = (
@@ -18,9 +20,16 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 async def ask(text: str, **body: Any) -> Answer:
+    answer, _ = await ask_engine(text, **body)
+    return answer
+
+
+async def ask_engine(text: str, **body: Any) -> tuple[Answer, list[Request]]:
+    """The answer, and what the engine got."""
     engine = ScriptedEngine(says(text, FinishReason.STOP))
     async with serving(engine, text=text_model(template=TEMPLATE)) as server:
-        return await server.chat(**body)
+        server.service.grammars = Checks()
+        return await server.chat(**body), engine.requests
 
 
 def joined(events: list[Any], index: int = 0) -> tuple[dict[str, str], list[Any], str | None]:
@@ -85,3 +94,18 @@ async def test_a_call_is_made_behind_the_thoughts_alone(is_streamed: bool) -> No
             [call] = texts["tool_calls"]
             assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
         assert (texts.get("content"), texts["reasoning_content"], reason) == (None, f"Maybe {CALL}?", "tool_calls")
+
+
+@pytest.mark.parametrize(("is_thinking", "is_open"), [(None, False), (True, True), (False, None)])
+@pytest.mark.parametrize(
+    "form", [{"response_format": {"type": "json_object"}}, {"tools": [TOOL], "tool_choice": "required"}]
+)
+async def test_a_form_applies_behind_the_thoughts(
+    is_thinking: bool | None, is_open: bool | None, form: dict[str, Any]
+) -> None:
+    variables = {} if is_thinking is None else {"enable_thinking": is_thinking}
+    _, [request] = await ask_engine("x", chat_template_kwargs=variables, **form)
+    grammar = request.params.grammar
+    assert grammar is not None
+    assert grammar.kind == ("calls" if "tools" in form else "json_schema")
+    assert grammar.thought == (None if is_open is None else Thought("<think>", "</think>", is_open))

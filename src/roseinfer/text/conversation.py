@@ -11,6 +11,7 @@ from roseinfer.messages import Grammar
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.grammar.checker import GrammarChecker, check_form
+from roseinfer.text.reasoning import with_thought
 from roseinfer.text.templates import VARIABLES_FIELD
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tool_calls import Function, ToolUse, find_format
@@ -80,4 +81,4 @@ async def prepare_turn(
     prompt = await text_model.encode_chat(
         conversation.messages, conversation.num_chars, name, max_model_len, tools, conversation.variables
     )
-    return Turn(prompt, form and form[0], tool_use)
+    return Turn(prompt, with_thought(form and form[0], prompt.reasoning, None), tool_use)
