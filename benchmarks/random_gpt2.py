@@ -4,8 +4,8 @@
 
 Speed depends on shapes and not on what a model has learnt, so the shapes are those of GPT-2 small (Radford et al.
 2019: 12 layers, width 768, 12 heads, 50257 tokens, 1024 positions, 124,439,808 parameters) and the numbers are drawn.
-The same Python and torch give the same files. The default directory names the recipe's version, so a changed recipe is
-a new directory, and it is complete when `config.json` is there, which is written last.
+The same Python, torch and transformers give the same files. The default directory names the recipe's version, so a
+changed recipe is a new directory.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-RECIPE = 1
+RECIPE = 2
 VOCAB_SIZE = 50257
 END = "<|endoftext|>"
 NUM_LAYERS, WIDTH, HEAD_DIM, NUM_POSITIONS = 12, 768, 64, 1024
@@ -47,10 +47,11 @@ def default_directory() -> Path:
 def make(directory: Path, shape: Gpt2Shape = GPT2_SMALL) -> Path:
     """Make the model unless it is there. Returns its directory."""
     if not (directory / "config.json").is_file():
-        directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(directory, shape.vocab_size)
-        write_weights(directory, shape)
-        write_config(directory, shape)
+        new = directory.with_name(f"{directory.name}.new")  # renamed when it is complete
+        new.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(new, shape.vocab_size)
+        write_model(new, shape)
+        new.rename(directory)
     return directory
 
 
@@ -97,59 +98,26 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
-def write_weights(directory: Path, shape: Gpt2Shape) -> None:
-    """Write `model.safetensors` under GPT-2's names; linears are [inputs, outputs], as in GPT-2's checkpoints."""
+def write_model(directory: Path, shape: Gpt2Shape) -> None:
+    """Write the weights and the configuration as transformers does."""
     import torch
-    from safetensors.torch import save_file
+    from transformers import GPT2Config, GPT2LMHeadModel
 
+    config = GPT2Config(
+        vocab_size=shape.vocab_size,
+        n_positions=NUM_POSITIONS,
+        n_embd=shape.width,
+        n_layer=shape.num_layers,
+        n_head=shape.width // HEAD_DIM,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),  # END is the trainer's first token
+    )
+    model = GPT2LMHeadModel(config)
     generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {}
-    width = shape.width
-
-    def draw(name: str, *sizes: int, std: float = MATRIX_STD) -> None:
-        tensors[f"transformer.{name}"] = torch.randn(sizes, generator=generator) * std
-
-    def norm(name: str) -> None:
-        tensors[f"transformer.{name}.weight"] = torch.ones(width)
-        tensors[f"transformer.{name}.bias"] = torch.zeros(width)
-
-    def linear(name: str, inputs: int, outputs: int) -> None:
-        draw(f"{name}.weight", inputs, outputs)
-        tensors[f"transformer.{name}.bias"] = torch.zeros(outputs)
-
-    draw("wte.weight", shape.vocab_size, width, std=EMBEDDING_STD)
-    draw("wpe.weight", NUM_POSITIONS, width, std=EMBEDDING_STD)
-    for i in range(shape.num_layers):
-        norm(f"h.{i}.ln_1")
-        linear(f"h.{i}.attn.c_attn", width, 3 * width)
-        linear(f"h.{i}.attn.c_proj", width, width)
-        norm(f"h.{i}.ln_2")
-        linear(f"h.{i}.mlp.c_fc", width, 4 * width)
-        linear(f"h.{i}.mlp.c_proj", 4 * width, width)
-    norm("ln_f")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_config(directory: Path, shape: Gpt2Shape) -> None:
-    """Write `config.json` last: it says that the directory is complete."""
-    ends = {"bos_token_id": 0, "eos_token_id": 0}  # END is the trainer's first token
-    (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
-    described = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": shape.vocab_size,
-        "n_positions": NUM_POSITIONS,
-        "n_embd": shape.width,
-        "n_layer": shape.num_layers,
-        "n_head": shape.width // HEAD_DIM,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-05,
-        "tie_word_embeddings": True,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        **ends,
-        "torch_dtype": "float32",
-    }
-    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            std = EMBEDDING_STD if name.endswith(("wte.weight", "wpe.weight")) else MATRIX_STD
+            torch.nn.init.normal_(parameter, std=std, generator=generator)
+    model.save_pretrained(directory)
 
 
 def main() -> int:
