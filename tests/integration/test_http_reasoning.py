@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.messages import Request, Thought
+from roseinfer.messages import Grammar, Request, Thought
 from roseinfer.records import FinishReason
 from tests.integration.test_http_tools import Checks
 from tests.unit.server.harness import Answer, ScriptedEngine, says, serving, text_model
@@ -19,15 +19,18 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
+BUDGETED = Thought("<think>", "</think>", False, 7)
+
+
 async def ask(text: str, **body: Any) -> Answer:
     answer, _ = await ask_engine(text, **body)
     return answer
 
 
-async def ask_engine(text: str, **body: Any) -> tuple[Answer, list[Request]]:
+async def ask_engine(text: str, template: str = TEMPLATE, **body: Any) -> tuple[Answer, list[Request]]:
     """The answer, and what the engine got."""
     engine = ScriptedEngine(says(text, FinishReason.STOP))
-    async with serving(engine, text=text_model(template=TEMPLATE)) as server:
+    async with serving(engine, text=text_model(template=template)) as server:
         server.service.grammars = Checks()
         return await server.chat(**body), engine.requests
 
@@ -109,3 +112,82 @@ async def test_a_form_applies_behind_the_thoughts(
     assert grammar is not None
     assert grammar.kind == ("calls" if "tools" in form else "json_schema")
     assert grammar.thought == (None if is_open is None else Thought("<think>", "</think>", is_open))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_on"),
+    [
+        ({"reasoning_effort": "none"}, False),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False),
+        *(({"reasoning_effort": effort}, True) for effort in ("minimal", "low", "medium", "high", "xhigh", "max")),
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({"reasoning_effort": None, "thinking": None, "thinking_token_budget": None}, None),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+)
+async def test_the_effort_turns_the_templates_switch(wanted: dict[str, Any], is_on: bool | None) -> None:
+    _, [request] = await ask_engine("x", **wanted)
+    end = "<assistant>" + {None: "", True: "<think>\n", False: "<think>\n\n</think>"}[is_on]
+    assert bytes(request.prompt_token_ids).decode().endswith(end)
+    assert request.params.grammar is None
+    answer, _ = await ask_engine("x", "{{ messages[0].content }}", **wanted | {"chat_template_kwargs": {}})
+    assert answer.status == 200, "no effect where the template has no switch"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "thought"),
+    [
+        ({"thinking_token_budget": 7}, BUDGETED),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 7}, "chat_template_kwargs": {"enable_thinking": True}},
+            None,
+        ),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 7}, "thinking_token_budget": 7}, BUDGETED),
+        ({"thinking_token_budget": -1}, None),
+        ({"thinking_token_budget": 7, "chat_template_kwargs": {"enable_thinking": False}}, None),
+    ],
+)
+async def test_thoughts_may_have_a_limit(wanted: dict[str, Any], thought: Thought | None) -> None:
+    """Alone, or before a form; a prompt that has closed the thoughts needs none."""
+    is_open = wanted.get("thinking", {}).get("type") == "enabled"
+    expected = Thought("<think>", "</think>", True, 7) if is_open else thought
+    _, [request] = await ask_engine("x", **wanted)
+    assert request.params.grammar == (None if expected is None else Grammar("text", "", expected))
+    _, [request] = await ask_engine("x", response_format={"type": "json_object"}, **wanted)
+    assert request.params.grammar is not None
+    found = request.params.grammar.thought
+    assert (found and found.max_tokens) == (expected and expected.max_tokens)
+
+
+async def test_thoughts_can_be_left_out() -> None:
+    for is_streamed in (False, True):
+        answer = await ask("<think>Sum.</think>Four.", include_reasoning=False, stream=is_streamed)
+        assert b"reasoning_content" not in answer.body
+        assert b"Sum" not in answer.body
+    answer = await ask("<think>Sum.</think>Four.", include_reasoning=False)
+    assert answer.json["choices"][0]["message"]["content"] == "Four."
+    assert answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"] == 19
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("said", [{"content": "Four."}, {"content": None}, {}])
+async def test_earlier_thoughts_are_given_to_the_template(field: str, said: dict[str, Any]) -> None:
+    asked, more = {"role": "user", "content": "Hi"}, {"role": "user", "content": "So?"}
+    _, [request] = await ask_engine("x", messages=[asked, {"role": "assistant", field: "Sum.", **said}, more])
+    expected = f"<user>Hi<assistant><think>Sum.</think>{said.get('content') or ''}<user>So?<assistant>"
+    assert bytes(request.prompt_token_ids).decode() == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 6}, "thinking_token_budget"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0]"),
+    ],
+)
+async def test_what_is_wrong_is_named(wrong: dict[str, Any], param: str) -> None:
+    answer = await ask("x", **wrong)
+    assert (answer.status, answer.error["param"]) == (400, param)

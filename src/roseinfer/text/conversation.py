@@ -11,7 +11,7 @@ from roseinfer.messages import Grammar
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.grammar.checker import GrammarChecker, check_form
-from roseinfer.text.reasoning import with_thought
+from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Thinking, with_thought
 from roseinfer.text.templates import VARIABLES_FIELD
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tool_calls import Function, ToolUse, find_format
@@ -27,7 +27,8 @@ class Conversation:
     must_call: bool = False
     is_parallel: bool = True  # an answer may hold several calls
     form: tuple[Grammar, str] | None = None  # the grammar of the text, and its field in errors
-    variables: Mapping[str, object]  # of the chat template
+    variables: Mapping[str, object]  # of the chat template, which go before those of `thinking`
+    thinking: Thinking = AS_THE_TEMPLATE_HAS_IT
     field: str = "messages"  # that holds the turns, in errors
 
 
@@ -78,7 +79,12 @@ async def prepare_turn(
     # The template writes all of these into the prompt, so what is too long may be any of them.
     written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
     name = PromptName(conversation.field, tuple(field for field, value in written.items() if value))
+    thinking = conversation.thinking
+    variables = {**template.thinking_variables(thinking), **conversation.variables}
     prompt = await text_model.encode_chat(
-        conversation.messages, conversation.num_chars, name, max_model_len, tools, conversation.variables
+        conversation.messages, conversation.num_chars, name, max_model_len, tools, variables
     )
-    return Turn(prompt, with_thought(form and form[0], prompt.reasoning, None), tool_use)
+    grammar = with_thought(form and form[0], prompt.reasoning, thinking.max_tokens)
+    if form is None and grammar is not None:
+        await check_form((grammar, thinking.max_tokens_field), grammars)
+    return Turn(prompt, grammar, tool_use)

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -43,6 +43,21 @@ def find_format(wanted: str, template: str | None) -> ReasoningFormat | None:
     if wanted != "auto":
         return FORMATS[wanted]
     return next((row for row in FORMATS.values() if any(tag in (template or "") for tag in row)), None)
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How much a request wants the model to think."""
+
+    effort: Effort | None = None  # None: as the chat template has it
+    max_tokens: int | None = None  # of the thoughts, behind which the answer begins; None: no limit
+    max_tokens_field: str = "max_tokens"  # in errors
+
+
+AS_THE_TEMPLATE_HAS_IT = Thinking()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ output. A client may set variables that the template reads and the server does n
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Meta
 
 from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.tokenizer import TokenizerConfig, read_json
 
 VARIABLES_FIELD = "chat_template_kwargs"
@@ -41,6 +43,7 @@ MAX_PROMPT_CHARS = 4 * 1024 * 1024  # twice the largest default body: more is a 
 
 # Clients send these to every model. A model without such a switch always reasons or never does.
 SWITCHES = frozenset({"enable_thinking", "thinking"})
+_USUAL_EFFORTS: Mapping[Effort, str] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # beside the special tokens, by name
 _NO_VARIABLES: Mapping[str, object] = {}
@@ -158,6 +161,21 @@ class ChatTemplate:
         config = TokenizerConfig.load(directory)
         source = _checkpoint_template(directory, config) if chosen is None else chosen
         return None if source is None else cls(source, config.special_tokens)
+
+    def thinking_variables(self, thinking: Thinking) -> dict[str, object]:
+        """The variables in which this template reads how much the model is to think."""
+        variables: dict[str, object] = {}
+        if thinking.effort is not None:
+            variables |= dict.fromkeys(SWITCHES, thinking.effort != "none")
+            variables["reasoning_effort"] = self._nearest_effort(thinking.effort)
+        if thinking.effort == "none" or thinking.max_tokens is not None:
+            variables["thinking_budget"] = 0 if thinking.effort == "none" else thinking.max_tokens
+        return {name: variables[name] for name in variables if name in self._variables}
+
+    def _nearest_effort(self, effort: Effort) -> str:
+        """The effort itself, where the template holds the word; most know `low`, `medium` and `high` without it."""
+        is_known = re.search(rf"""(["']){effort}\1""", self.source)
+        return effort if is_known else _USUAL_EFFORTS.get(effort, effort)
 
     def render(
         self,

@@ -11,6 +11,7 @@ from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import parse_body
 from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.tokenize import TokenizeBody
+from roseinfer.text.reasoning import Thinking
 from roseinfer.text.templates import (
     MAX_PROMPT_CHARS,
     MAX_VARIABLE_BYTES,
@@ -289,3 +290,24 @@ def test_whatever_the_depth_it_is_an_error_that_names_it() -> None:
     for levels in range(800, 1000):
         with pytest.raises(InvalidRequest, match=r"too deeply|deeper than"):
             parse_body(before + b"[" * levels + b"]" * levels + after, ChatBody)
+
+
+@pytest.mark.parametrize(
+    ("source", "thinking", "expected"),
+    [
+        ("{{ enable_thinking }}", Thinking("none"), {"enable_thinking": False}),
+        ("{{ thinking }}", Thinking("low"), {"thinking": True}),
+        ("{{ enable_thinking }}", Thinking(max_tokens=5), {}),
+        ("{{ reasoning_effort }}", Thinking("none"), {"reasoning_effort": "low"}),
+        ("{{ reasoning_effort }}", Thinking("xhigh"), {"reasoning_effort": "high"}),
+        ("{{ reasoning_effort == 'xhigh' }}", Thinking("xhigh"), {"reasoning_effort": "xhigh"}),
+        ("{{ reasoning_effort }}", Thinking("medium"), {"reasoning_effort": "medium"}),
+        ("{{ thinking_budget }}", Thinking("high", 512), {"thinking_budget": 512}),
+        ("{{ thinking_budget }}", Thinking("none"), {"thinking_budget": 0}),
+        ("{{ messages }}", Thinking("none", 5), {}),
+    ],
+)
+def test_an_effort_becomes_the_variables_that_the_template_reads(
+    source: str, thinking: Thinking, expected: dict[str, object]
+) -> None:
+    assert ChatTemplate(source, {}).thinking_variables(thinking) == expected

@@ -15,7 +15,7 @@ from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import NOTHING, ChunkDialect
-from roseinfer.server.openai.schema import NO_STREAM_OPTIONS, ChatBody, NamedTool, StreamOptions
+from roseinfer.server.openai.schema import ChatBody, NamedTool, StreamOptions
 from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
@@ -41,7 +41,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
     )
     parsers = [turn.parser() for _ in range(body.n)] if turn.has_parts else []
-    dialect = PartsDialect(parsers, body.stream_options) if parsers else ChatDialect(body.stream_options)
+    if not parsers:
+        return await respond(request, job, ChatDialect(body.stream_options))
+    dialect = PartsDialect(parsers, body.stream_options, has_reasoning=body.include_reasoning)
     return await respond(request, job, dialect)
 
 
@@ -54,6 +56,7 @@ def _conversation(body: ChatBody) -> Conversation:
         is_parallel=body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool),
         form=body.form(),
         variables=body.chat_template_kwargs,
+        thinking=body.wanted_thinking,
     )
 
 
@@ -89,13 +92,18 @@ class ChatDialect(ChunkDialect):
 class PartsDialect(ChatDialect):
     """As `ChatDialect`, with thoughts beside the text, and `tool_calls`, which are a finish reason too."""
 
-    def __init__(self, parsers: Sequence[AnswerParser], options: StreamOptions = NO_STREAM_OPTIONS) -> None:
+    def __init__(self, parsers: Sequence[AnswerParser], options: StreamOptions, *, has_reasoning: bool) -> None:
         super().__init__(options)
         self._parsers = parsers  # of the choices
+        self._has_reasoning = has_reasoning
 
     def _read(self, delta: Delta) -> Iterator[Parts]:
         """Separate the parts of a delta, piece by piece. Call it once for each delta."""
-        return self._parsers[delta.choice.index].read(delta.text, is_last=delta.finish_reason is not None)
+        parser = self._parsers[delta.choice.index]
+        for parts in parser.read(delta.text, is_last=delta.finish_reason is not None):
+            if not self._has_reasoning:
+                parts.thoughts.clear()
+            yield parts
 
     def payload(self, delta: Delta) -> bytes:
         parts = Parts()

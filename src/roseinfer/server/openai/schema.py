@@ -12,6 +12,7 @@ from roseinfer.runtime.validation import Misfit
 from roseinfer.server.api.fields import ANY_OBJECT, Name, Part, SamplingBody, StopString, StopStrings
 from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
+from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.templates import TemplateVariables, check_variables
 from roseinfer.text.tool_calls import Function
 
@@ -141,11 +142,15 @@ class Message(Part, frozen=True, kw_only=True):
     annotations: list[dict[str, Any]] = []
     audio: None = None
     parsed: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def __post_init__(self) -> None:
-        was_refused = self.refusal is not None and self.role == "assistant"
-        if self.content is None and not self.tool_calls and not was_refused:
+        has_said = self.refusal is not None or self.thoughts is not None
+        if self.content is None and not self.tool_calls and not (has_said and self.role == "assistant"):
             raise Misfit.missing("content")
+        if self.thoughts is not None and self.role != "assistant":
+            raise Misfit("only an assistant's message has `reasoning_content`")
         if self._has_refusal and self.role != "assistant":
             raise Misfit("only an assistant's message has a `refusal`")
         if self.tool_calls and self.role != "assistant":
@@ -165,15 +170,21 @@ class Message(Part, frozen=True, kw_only=True):
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
     @property
+    def thoughts(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    @property
     def num_chars(self) -> int:
         """About how much of it a template writes."""
-        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls)
+        return len(self.text) + len(self.thoughts or "") + sum(len(call.function.arguments) for call in self.tool_calls)
 
     def for_template(self) -> dict[str, object]:
         message: dict[str, object] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }
+        if self.thoughts is not None:
+            message |= {"reasoning_content": self.thoughts, "reasoning": self.thoughts}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -186,6 +197,13 @@ def earlier_arguments(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     for at, message in enumerate(messages):
         for index, call in enumerate(message.tool_calls):
             yield f"messages[{at}].tool_calls[{index}].function.arguments", call.function.arguments
+
+
+class ThinkingSwitch(Part, frozen=True, kw_only=True):
+    """Whether the model thinks, as DeepSeek, GLM and Anthropic have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: MinTokens | None = None
 
 
 class StreamOptions(Part, frozen=True, kw_only=True):
@@ -321,7 +339,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         "functions": ([],),
         "modalities": (["text"],),
         "prediction": (),
-        "reasoning_effort": (),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
@@ -345,6 +362,22 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     ] = None
     parallel_tool_calls: Annotated[bool, Meta(description="Whether one answer may hold several calls.")] = True
     chat_template_kwargs: TemplateVariables = {}
+    reasoning_effort: Annotated[
+        Effort | None,
+        Meta(
+            description="How much the model thinks before it answers, in the words of its chat template; no effect "
+            "where that has none. See structured-output.md. Default: the template's."
+        ),
+    ] = None
+    thinking: Annotated[
+        ThinkingSwitch | None,
+        Meta(description="`disabled`: as the `reasoning_effort` none. `budget_tokens`: as `thinking_token_budget`."),
+    ] = None
+    thinking_token_budget: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
+        Meta(description="Most tokens of thoughts, behind which the answer is forced; -1: no limit."),
+    ] = None
+    include_reasoning: Annotated[bool, Meta(description="False: thoughts are left out of the answer.")] = True
     max_completion_tokens: Annotated[
         TokenCount | None, Meta(description="Most tokens to generate. Default: what the context leaves.")
     ] = None
@@ -365,6 +398,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in {None, self.max_tokens}:
             raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
+        budgets = {self.thinking_token_budget, self.thinking and self.thinking.budget_tokens}
+        if len(budgets - {None}) > 1:
+            message = "`thinking_token_budget` and `thinking.budget_tokens` differ."
+            raise InvalidRequest(message, param="thinking_token_budget")
         self._check_tools()
 
     def _check_tools(self) -> None:
@@ -388,6 +425,16 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     def json_texts(self) -> Iterable[tuple[str, str]]:
         return earlier_arguments(self.messages)
+
+    @property
+    def wanted_thinking(self) -> Thinking:
+        switch, budget, field = self.thinking, self.thinking_token_budget, "thinking_token_budget"
+        if budget is None and switch is not None:
+            budget, field = switch.budget_tokens, "thinking.budget_tokens"
+        effort = self.reasoning_effort
+        if switch is not None and switch.type in {"enabled", "disabled"}:
+            effort = "none" if switch.type == "disabled" else effort or "medium"
+        return Thinking(effort, None if budget == -1 else budget, field)
 
     @property
     def functions(self) -> list[Function]:
