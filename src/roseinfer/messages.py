@@ -65,20 +65,37 @@ class Grammar(msgspec.Struct, frozen=True, gc=False):
     thought: Thought | None = None
 
 
+class ParameterShape(msgspec.Struct, frozen=True):
+    """The form of one parameter where arguments are no JSON object: a value between fixed texts."""
+
+    before: str
+    schema: dict[str, Any]  # of JSON, or of a text, which stands there without quotes and does not hold what ends it
+    after: str
+    is_text: bool
+    is_required: bool
+
+
 class CallShape(msgspec.Struct, frozen=True):
-    """The form of a call of one function: JSON by the schema, with fixed text before and after it."""
+    """The form of a call of one function, with fixed text before and after its arguments.
+
+    These are JSON by the schema, or parameters in their order with a text between any two.
+    """
 
     before: str
     schema: dict[str, Any]
     after: str
+    parameters: list[ParameterShape] | None = None
+    between: str = ""
 
 
 class CallGrammar(msgspec.Struct, frozen=True):
-    """One call, or several with a text between any two."""
+    """One call, or several with a text between any two, and fixed text before and after all."""
 
     shapes: list[CallShape]
     between: str
     most: int
+    before: str = ""
+    after: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -343,10 +343,23 @@ class StructuredConfig:
         "Grammars of all clients are checked one after the other.",
         gt=0,
     )
-    tool_format: Literal["auto", "hermes", "llama3_json"] = option(
+    tool_format: Literal[
         "auto",
-        "How the model writes a tool call: `hermes` is `<tool_call>{…}</tool_call>` (Qwen, Hermes), `llama3_json` a "
-        "bare object with `name` and `parameters`. `auto` looks into the chat template.",
+        "hermes",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "mistral_v11",
+        "qwen3_coder",
+        "glm45",
+        "granite",
+        "phi4_mini",
+        "deepseek_v3",
+        "deepseek_v31",
+    ] = option(
+        "auto",
+        "How the model writes a tool call; structured-output.md has a table of the formats. `auto` looks into the chat "
+        "template.",
     )
     reasoning_format: Literal["auto", "none", "think", "mistral", "seed", "thought", "kimi", "cohere", "granite"] = (
         option(

@@ -22,6 +22,7 @@ from msgspec import Meta
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.tokenizer import TokenizerConfig, read_json
+from roseinfer.text.tool_calls import find_format, short_id
 
 VARIABLES_FIELD = "chat_template_kwargs"
 MAX_VARIABLES = 32
@@ -94,6 +95,36 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Arguments(dict[str, Any]):
+    """The arguments of an earlier call: an object where a template writes it itself, JSON where it adds it to text."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def _for_template(message: Mapping[str, Any], *, has_short_ids: bool) -> dict[str, Any]:
+    """The message with its calls and their ids as the template wants them."""
+    changed = dict(message)
+    if has_short_ids and "tool_call_id" in message:
+        changed["tool_call_id"] = short_id(message["tool_call_id"])
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = [_call_for_template(call, has_short_ids=has_short_ids) for call in calls]
+    return changed
+
+
+def _call_for_template(call: Mapping[str, Any], *, has_short_ids: bool) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], dict):
+        function = function | {"arguments": _Arguments(function["arguments"])}
+    return {**call, "function": function} | ({"id": short_id(call["id"])} if has_short_ids else {})
+
+
 class _GenerationBlocks(Extension):
     """`{% generation %}` … `{% endgeneration %}` marks the assistant's text for training; here it is its content."""
 
@@ -148,6 +179,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _compile(source, "model.path")
         self.source = source
+        self._has_short_ids = find_format("auto", source).has_short_ids
         environment = _environment()
         reads = meta.find_undeclared_variables(environment.parse(source))
         self.knows_tools = "tools" in reads
@@ -186,7 +218,8 @@ class ChatTemplate:
         opens_turn: bool = True,
     ) -> str:
         """The conversation, up to where the assistant speaks if `opens_turn`. Raises InvalidRequest if refused."""
-        return self._render(variables, messages=list(messages), tools=tools, add_generation_prompt=opens_turn)
+        written = [_for_template(message, has_short_ids=self._has_short_ids) for message in messages]
+        return self._render(variables, messages=written, tools=tools, add_generation_prompt=opens_turn)
 
     def _check(self, variables: Mapping[str, object]) -> None:
         """Refuse variables without effect, such as misspelt ones. Raises InvalidRequest that names the variable."""

@@ -1,54 +1,213 @@
 """Tool calls: which functions a model may call, the grammar that forces a call, and the calls in an answer's text.
 
-To add a format, add a row to FORMATS and its name to `structured.tool_format` in config/options.py; where the option is
-`auto`, `find_format` chooses by the chat template. docs/structured-output.md shows the formats.
+To add a format, add a row to FORMATS, its name to `structured.tool_format` in config/options.py, and to `find_format`
+what tells its chat templates. docs/structured-output.md shows the formats.
 
-Nothing is evaluated and no expression backtracks: the text is searched for one tag, and the JSON behind it is scanned
-once (CVE-2025-9141, CVE-2025-48887). Texts that grow are lists of pieces, joined once: adding to a string copies it.
+Texts that grow are lists of pieces, joined once: adding to a string copies it.
 """
 
+import hashlib
+import json
 import re
 import secrets
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
 
-import msgspec
-
-from roseinfer.messages import CallGrammar, CallShape, Grammar
+from roseinfer.messages import CallGrammar, CallShape, Grammar, ParameterShape
 from roseinfer.text.detokenizer import first_candidate
 from roseinfer.text.grammar.source import encode_source
+from roseinfer.text.scanner import (
+    BLANK_RUN,
+    NAME_RUN,
+    Malformed,
+    Scanner,
+    Step,
+    is_json_value,
+    json_text,
+    literal_as_json,
+    string_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
+class Parameters:
+    """How a call writes one parameter, where its arguments are no JSON object."""
+
+    before_key: str
+    after_key: str
+    before_value: str
+    after_value: str
+    between: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a model writes a call: an object with a name and arguments, between tags where it has any."""
+    """How a family of models writes calls.
 
-    opening: str
-    closing: str
-    arguments_key: str
-    can_repeat: bool  # an answer may hold several calls
+    Behind one of `openings`, or where `begins` stands, comes a call or a list of calls in brackets. A call is an object
+    with a name and arguments. With the syntax `named` it may also be a name and then an object of arguments, or the
+    parameters, each between tags; with `python` it is written as Python does, and always in a list.
+    """
+
+    openings: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()  # with which a call without an opening begins
+    syntax: Literal["json", "named", "python"] = "json"
+    before_name: str = ""  # what may stand there
+    after_name: tuple[str, ...] = ()  # marks that may stand between the name and the arguments
+    parameters: Parameters | None = None
+    closings: tuple[str, ...] = ()  # marks that may stand behind a call, in this order
+    # What is forced: fixed text around all calls, between two (None: there is one at most), and around the arguments.
+    before: str = ""
+    between: str | None = None
+    after: str = ""
+    before_call: str  # with NAME for the function's
+    after_call: str
+    has_short_ids: bool = False  # its templates demand nine letters or digits
 
 
+_CALL_ID = "[CALL_ID]"
+_LIST = ToolFormat(before_call='{"name": "NAME", "arguments": ', between=", ", after_call="}", after="]")
+_DEEPSEEK_V3 = ToolFormat(
+    openings=("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>"),
+    syntax="named",
+    before_name="function<｜tool▁sep｜>",
+    after_name=("<｜tool▁sep｜>", "```json"),
+    closings=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    before="<｜tool▁calls▁begin｜>",
+    between="\n",
+    after="<｜tool▁calls▁end｜>",
+    before_call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+    after_call="\n```<｜tool▁call▁end｜>",
+)
+_MISTRAL = replace(
+    _LIST,
+    openings=("[TOOL_CALLS]",),
+    syntax="named",
+    after_name=(_CALL_ID, "[ARGS]"),
+    before="[TOOL_CALLS] [",
+    has_short_ids=True,
+)
 FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments", can_repeat=True),
-    "llama3_json": ToolFormat("", "", "parameters", can_repeat=False),
+    "hermes": ToolFormat(
+        openings=("<tool_call>",),
+        closings=("</tool_call>",),
+        between="\n",
+        before_call='<tool_call>\n{"name": "NAME", "arguments": ',
+        after_call="}\n</tool_call>",
+    ),
+    "llama3_json": ToolFormat(
+        openings=("<|python_tag|>",),
+        begins=("{",),
+        closings=(";",),
+        before_call='{"name": "NAME", "parameters": ',
+        after_call="}",
+    ),
+    "pythonic": ToolFormat(
+        openings=("<|python_start|>",),
+        begins=("[",),
+        syntax="python",
+        parameters=Parameters("", "=", "", "", between=", "),
+        closings=("<|python_end|>",),
+        before="[",
+        between=", ",
+        after="]",
+        before_call="NAME(",
+        after_call=")",
+    ),
+    "mistral": _MISTRAL,
+    "mistral_v11": replace(
+        _MISTRAL, before="", between="", after="", before_call="[TOOL_CALLS]NAME[ARGS]", after_call=""
+    ),
+    "qwen3_coder": ToolFormat(
+        openings=("<tool_call>",),
+        begins=("<function=",),
+        syntax="named",
+        before_name="<function=",
+        after_name=(">",),
+        parameters=Parameters("<parameter=", ">", "\n", "\n</parameter>\n"),
+        closings=("</function>", "</tool_call>"),
+        between="\n",
+        before_call="<tool_call>\n<function=NAME>\n",
+        after_call="</function>\n</tool_call>",
+    ),
+    "glm45": ToolFormat(
+        openings=("<tool_call>",),
+        syntax="named",
+        parameters=Parameters("<arg_key>", "</arg_key>", "\n<arg_value>", "</arg_value>\n"),
+        closings=("</tool_call>",),
+        between="\n",
+        before_call="<tool_call>NAME\n",
+        after_call="</tool_call>",
+    ),
+    "granite": replace(_LIST, openings=("<|tool_call|>", "<tool_call>"), before="<|tool_call|>["),
+    "phi4_mini": replace(
+        _LIST,
+        openings=("<|tool_call|>", "functools"),
+        closings=("<|/tool_call|>",),
+        before="<|tool_call|>[",
+        after="]<|/tool_call|>",
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v31": replace(
+        _DEEPSEEK_V3,
+        between="",
+        before_call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+        after_call="<｜tool▁call▁end｜>",
+    ),
 }
-CALL_TAGS = tuple(tag for row in FORMATS.values() for tag in (row.opening, row.closing) if tag)
+_TAG = re.compile(r"<[^<>=\s]+>|\[[A-Z_]+\]")
+# Where they are tokens of the vocabulary they are written and forced as such, also where it marks them special.
+CALL_TAGS = tuple(sorted({tag for row in FORMATS.values() for tag in _TAG.findall(repr(row))}))
+# The first row of which all stands in a chat template says how it writes the calls of earlier turns.
+_SIGNS = (
+    (("[TOOL_CALLS]", "[ARGS]"), "mistral_v11"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
+    (("<function=",), "qwen3_coder"),
+    (("<arg_key>",), "glm45"),
+    (("functools[",), "phi4_mini"),
+    (("<|/tool_call|>",), "phi4_mini"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_call>",), "hermes"),
+    (("func_name1(",), "pythonic"),
+    ((".name + '('",), "pythonic"),
+    (('"parameters"',), "llama3_json"),
+)
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_ARGUMENT_KEYS = tuple(row.arguments_key for row in FORMATS.values())  # models mix them up
+_ARGUMENT_KEYS = ("arguments", "parameters")  # models mix them up
+_CALL_KEYS = ("name", "type", "id", *_ARGUMENT_KEYS)
+# What must follow where a call without an opening begins, as far as the text goes: most brackets are ruled out by it.
+_FOLLOWS = {
+    "{": rf'(?=[ \t\r\n]*+(?:\Z|"(?:[a-z]*\Z|(?:{"|".join(_CALL_KEYS)})")))',
+    "[": r"(?=[ \t\r\n]*+[\w.-]*+(?:\Z|\())",
+}
 PIECE = 4096  # characters read at once: what is left of them is copied at each tag in them
 MAX_RESCANNED_CHARS = 512  # of text that turns out to be no call: in more than that no other is looked for
 MAX_FORCED_CALLS = 16  # in one answer; a small model would go on until its tokens are used up
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def find_format(wanted: str, template: str | None) -> ToolFormat:
     """The format named, or with `auto` the one in which the chat template writes the calls of earlier turns."""
     if wanted != "auto":
         return FORMATS[wanted]
-    hermes = FORMATS["hermes"]
-    is_llama = template is not None and hermes.opening not in template and '"parameters"' in template
-    return FORMATS["llama3_json"] if is_llama else hermes
+    names = (name for signs, name in _SIGNS if template is not None and all(sign in template for sign in signs))
+    return FORMATS[next(names, "hermes")]
+
+
+@cache
+def _openings(form: ToolFormat) -> tuple[re.Pattern[str], tuple[str, ...]]:
+    """What finds the first place where calls may begin, and the words that it is about, the longest first."""
+    words = tuple(sorted((*form.openings, *form.begins), key=len, reverse=True))
+    return re.compile("|".join(f"{re.escape(word)}{_FOLLOWS.get(word, '')}" for word in words)), words
+
+
+def short_id(call_id: str) -> str:
+    """Nine letters and digits, which Mistral's templates demand: the same ones for the same id."""
+    return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +224,65 @@ class Function:
         return {"type": "function", "function": function}
 
 
+_OF_JSON = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def parameter_types(parameters: Mapping[str, Any] | None) -> dict[str, set[str]]:
+    """By the parameters' names, the types that a function's schema allows; none where it says nothing."""
+    properties = (parameters or {}).get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    return {key: _types(schema, parameters, set()) for key, schema in properties.items()}
+
+
+def _types(schema: object, root: object, seen: set[str], depth: int = 16) -> set[str]:
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    declared = schema.get("type")
+    if isinstance(declared, str | list):
+        types = {declared} if isinstance(declared, str) else {*map(str, declared)}
+    else:
+        values = listed_values(schema)
+        types = {_OF_JSON.get(type(value), "null") for value in values}
+    inner = [one for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for one in schema[key]]
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
+        seen.add(reference)
+        inner.append(_at(root, reference))
+    return types.union(*(_types(one, root, seen, depth - 1) for one in inner))
+
+
+def listed_values(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists, if it does."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) else []
+
+
+def _at(root: object, reference: str) -> object:
+    for key in reference.split("/")[1:]:
+        root = root.get(key) if isinstance(root, dict) else None
+    return root
+
+
+def _is_text(types: Collection[str]) -> bool:
+    """A parameter between tags stands there as text, without quotes."""
+    return not types or "string" in types
+
+
+def _typed(raw: str, types: Collection[str]) -> str:
+    """The value of a parameter as JSON: what it says, or itself as a string where it says nothing of these types."""
+    value = raw.strip() if is_json_value(raw) else literal_as_json(raw)
+    if value is None or (_is_text(types) and not _kinds(value) & {*types}):
+        return json.dumps(raw, ensure_ascii=False)
+    return value
+
+
+def _kinds(value: str) -> set[str]:
+    """The types of a value in JSON, by its first character."""
+    kind = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}.get(value[0])
+    return {kind} if kind else {"number", "integer"} if value.lstrip("-").isdigit() else {"number"}
+
+
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The functions that one request allows the model to call, and whether it must."""
@@ -79,22 +297,36 @@ class ToolUse:
         if not self.is_forced:
             return None
         form = self.tool_format
-        before, after = (f"{form.opening}\n", f"\n{form.closing}") if form.opening else ("", "")
-        shapes = [
-            CallShape(
-                before=f'{before}{{"name": "{function.name}", "{form.arguments_key}": ',
-                # A call's arguments are an object, whatever else is left open.
-                schema={"type": "object"} | (function.parameters or NO_PARAMETERS),
-                after="}" + after,
-            )
-            for function in self.functions
-        ]
-        most = MAX_FORCED_CALLS if self.is_parallel and form.can_repeat else 1
-        return Grammar("calls", encode_source(CallGrammar(shapes, "\n", most), "tools"))
+        shapes = [_shape(form, function) for function in self.functions]
+        most = MAX_FORCED_CALLS if self.is_parallel and form.between is not None else 1
+        grammar = CallGrammar(shapes, form.between or "", most, form.before, form.after)
+        return Grammar("calls", encode_source(grammar, "tools"))
 
     def parser(self) -> "ToolCallParser":
-        names = {function.name for function in self.functions}
-        return ToolCallParser(self.tool_format, names, is_parallel=self.is_parallel, is_forced=self.is_forced)
+        return ToolCallParser(self.tool_format, self.functions, is_parallel=self.is_parallel, is_forced=self.is_forced)
+
+
+def _shape(form: ToolFormat, function: Function) -> CallShape:
+    before = form.before_call.replace("NAME", function.name)
+    # A call's arguments are an object, whatever else is left open.
+    schema: dict[str, Any] = {"type": "object"} | (function.parameters or NO_PARAMETERS)
+    if form.parameters is None:
+        return CallShape(before, schema, form.after_call)
+    marks, types = form.parameters, parameter_types(schema)
+    required = schema.get("required")
+    properties: Any = schema["properties"] if types else {}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shapes = [
+        ParameterShape(
+            before=f"{marks.before_key}{key}{marks.after_key}{marks.before_value}",
+            schema=shared | (properties[key] if isinstance(properties[key], dict) else {}),
+            after=marks.after_value,
+            is_text=form.syntax == "named" and _is_text(types[key]),
+            is_required=isinstance(required, list) and key in required,
+        )
+        for key in types
+    ]
+    return CallShape(before, {}, form.after_call, shapes, marks.between)
 
 
 @dataclass(slots=True)
@@ -141,333 +373,390 @@ class Parts:
             self.calls.append(part)
 
 
-class _Call:
-    """One call in the text, from its brace on."""
+class _Output:
+    """Makes the parts of an answer. Blanks that stand alone at its beginning, between calls or behind them are none."""
 
-    def __init__(self, index: int, names: Collection[str]) -> None:
-        self.is_begun = False  # its id and name are in the parts
-        self.is_refused = False  # it calls no function that may be called
-        self.has_arguments = False  # from their first brace to their last
-        self.raw: list[str] = []  # until it is begun
-        self.scanner = ObjectScanner()
-        self._index = index
-        self._names = names
-        self._name: str | None = None
-        self._name_raw: list[str] = []
-        self._arguments: list[str] = []  # not in the parts yet
-        self._key: str | None = None  # that the arguments stand under
+    def __init__(self, *, has_short_ids: bool) -> None:
+        self.parts = Parts()
+        self.num_calls = 0
+        self.is_cut = False  # the last call's arguments have not ended
+        self._has_short_ids = has_short_ids
+        self._blanks: list[str] = []
+        self._has_text = False  # since the last call
 
-    @property
-    def is_named(self) -> bool:
-        """It has the name of a function that may be called."""
-        return self._name is not None and not self.is_refused
+    def add_text(self, text: str) -> None:
+        if self._has_text:
+            self.parts.texts.append(text)
+        elif text.strip():
+            self.parts.texts += [*self._blanks, text]
+            self._has_text = True
+        else:
+            self._blanks.append(text)
 
-    def feed(self, text: str, parts: Parts) -> str:
-        """Read text up to where the call ends or is refused. Returns what is left."""
-        scanner, position = self.scanner, 0
-        while position < len(text) and not (self.is_refused or scanner.is_done or scanner.is_malformed):
-            piece, position = scanner.feed(text, position)
-            if piece is not None:
-                self._add_piece(piece)
-        if not self.is_begun:
-            self.raw.append(text[:position])
-        if self.is_named and (self._key is not None or scanner.is_done):
-            self._move_arguments(parts)
-        elif scanner.is_done or scanner.is_malformed:
-            self.is_refused = True
-        return text[position:]
+    def begin_call(self, name: str) -> None:
+        self._blanks, self._has_text = [], False
+        call_id = secrets.token_hex(5)[:9] if self._has_short_ids else f"call_{secrets.token_hex(12)}"
+        self.parts.add_part(CallPart(self.num_calls, [], call_id, name))
+        self.num_calls += 1
+        self.is_cut = True
 
-    def _add_piece(self, piece: "Piece") -> None:
-        if piece.key == "name" and self._name is None:
-            self._name_raw.append(piece.text)
-            if piece.is_last:
-                self._name = _text_of("".join(self._name_raw))
-                self.is_refused = self.is_refused or self._name not in self._names
-        elif piece.key in _ARGUMENT_KEYS and self._key in {None, piece.key} and not self.has_arguments:
-            if self._key is None and not piece.text.startswith("{"):
-                self.is_refused = True
-            self._key = piece.key
-            self._arguments.append(piece.text)
-            self.has_arguments = piece.is_last
+    def add_arguments(self, piece: str) -> None:
+        self.parts.add_part(CallPart(self.num_calls - 1, [piece]))
 
-    def _move_arguments(self, parts: Parts) -> None:
-        arguments, self._arguments = self._arguments, []
-        if self.is_begun:
-            if arguments:  # not what stands around them
-                parts.add_part(CallPart(self._index, arguments))
-            return
-        call_id = f"call_{secrets.token_hex(12)}"
-        parts.add_part(CallPart(self._index, arguments if self._key is not None else ["{}"], call_id, self._name))
-        self.is_begun, self.raw = True, []
+    def end_arguments(self) -> None:
+        self.is_cut = False
+
+    def finish(self) -> None:
+        """The text has ended, and was nothing but blanks unless there are calls."""
+        if not self.num_calls and not self._has_text:
+            self.parts.texts += self._blanks
 
 
-def _text_of(raw: str) -> str | None:
-    try:
-        return msgspec.json.decode(raw, type=str)
-    except msgspec.DecodeError:
-        return None
+class _UnknownFunction(Malformed):
+    """A call of a function that was not listed, which is text."""
+
+
+class _Functions:
+    """The functions that may be called, and the types of their parameters once they are asked for."""
+
+    def __init__(self, functions: Sequence[Function]) -> None:
+        self._by_name = {function.name: function for function in functions}
+        self._types: dict[str, dict[str, set[str]]] = {}
+
+    def known(self, name: str) -> str:
+        """The name, if it is one of a function."""
+        if name not in self._by_name:
+            raise _UnknownFunction
+        return name
+
+    def types(self, name: str) -> dict[str, set[str]]:
+        if name not in self._types:
+            self._types[name] = parameter_types(self._by_name[name].parameters)
+        return self._types[name]
+
+
+class _Reader(Scanner):
+    """Reads a call, or a list of them, from the opening on."""
+
+    def __init__(
+        self, form: ToolFormat, opening: str, functions: _Functions, output: _Output, *, is_single: bool
+    ) -> None:
+        super().__init__()
+        self.is_over = False
+        self.is_malformed = False  # what was read since the last call is none
+        self._form = form
+        self._is_bare = opening in form.begins
+        self._functions = functions
+        self._output = output
+        self._is_single = is_single
+        self._state: Literal["open", "call", "text"] = "open"  # what the text being read is, as far as is known
+        self._is_behind_call = False  # nothing but blanks and closing marks has come since
+        self._raw: list[str] = []  # what was read while it is open
+        self._settled = 0
+        self._steps = self._read_block("" if self._is_bare else opening)
+
+    def feed(self, text: str) -> str:
+        """Read text up to where the calls are over. Returns what is left."""
+        self.begin(text)
+        self._settled = 0
+        try:
+            next(self._steps)
+        except StopIteration:
+            self.is_over = True
+        except Malformed:
+            self.is_over, self.is_malformed = True, not self._is_behind_call
+        self.flush()
+        self._settle()
+        return self.rest if self.is_over else ""
+
+    def unread(self) -> str:
+        """What was read and belongs to no call."""
+        return "".join(self._raw)
+
+    def finish(self) -> str:
+        """The text has ended. Returns what belongs to no call."""
+        return "" if self._state == "call" or self._is_behind_call else self.unread() + self.rest
+
+    def _settle(self) -> None:
+        """Put what was read where it belongs."""
+        if self._settled < self._position:
+            if self._state == "open":
+                self._raw.append(self._text[self._settled : self._position])
+            elif self._state == "text":
+                self._output.add_text(self._text[self._settled : self._position])
+            self._settled = self._position
+
+    def _turn(self, state: Literal["open", "call", "text"]) -> None:
+        """Go on in another state; what was open belongs to it."""
+        self._settle()
+        if state == "text":
+            self._output.add_text(self.unread())
+        self._state, self._raw = state, []
+
+    def _begin_call(self, name: str) -> None:
+        self._turn("call")
+        self._output.begin_call(name)
+
+    def _read_block(self, opening: str) -> Step:
+        yield from self.take(opening)
+        is_list = (yield from self.skip(BLANK_RUN)) == "["
+        if is_list:
+            self._position += 1
+        elif self._form.syntax == "python":
+            raise Malformed
+        while True:
+            is_call = yield from self._read_element(is_list=is_list)
+            self._turn("open")
+            self._is_behind_call = is_call
+            if not is_list or (is_call and self._is_single):
+                break
+            char = yield from self.skip(BLANK_RUN)
+            if char == ",":
+                self._position += 1
+                char = yield from self.skip(BLANK_RUN)
+            elif char != "{":
+                break
+            if char == "]":
+                break
+            self._is_behind_call = False
+        if self._is_behind_call:
+            for mark in ("]", *self._form.closings) if is_list else self._form.closings:
+                yield from self.skip(BLANK_RUN)
+                if (yield from self.take(mark)):
+                    self._turn("open")
+
+    def _read_element(self, *, is_list: bool) -> Generator[None, None, bool]:
+        """Read a call. Returns whether it is one: in a list the others are read past one that is not."""
+        is_python = self._form.syntax == "python"
+        char = yield from self.skip(BLANK_RUN)
+        try:
+            if is_python:
+                yield from self._read_python_call()
+            elif char == "{":
+                yield from self._read_json_call()
+            elif self._form.syntax == "named":
+                yield from self._read_named_call()
+            else:
+                raise Malformed
+        except _UnknownFunction:
+            if not is_list:
+                raise
+            self._turn("text")
+            yield from self.read_brackets(is_python=is_python)
+            return False
+        return True
+
+    def _read_json_call(self) -> Step:
+        name: str | None = None
+        early: list[str] | None = None  # arguments that came before the name
+        try:
+            yield from self.read_mark("{")
+            char = yield from self.skip(BLANK_RUN)
+            while char != "}":
+                key = yield from self.read_string()
+                yield from self.read_mark(":")
+                if key == "name" and name is None:
+                    name = self._functions.known((yield from self.read_string()))
+                elif key in _ARGUMENT_KEYS and early is None:
+                    early = yield from self._read_arguments(name)
+                else:
+                    self._check_key(key)
+                    yield from self.read_value()
+                if name is not None and early is not None:
+                    self._begin_whole(name, early)
+                char = yield from self.skip(BLANK_RUN)
+                if char != "}":
+                    yield from self.read_mark(",")
+            self._position += 1
+        except Malformed:
+            if self._state == "open":
+                raise
+        if name is None or (early is None and self._is_bare):
+            raise Malformed
+        self._begin_whole(name, early or ["{}"])
+
+    def _check_key(self, key: str) -> None:
+        """An object without an opening may be an answer in JSON, which is not held back to its end."""
+        if self._is_bare and self._state == "open" and key not in _CALL_KEYS:
+            raise Malformed
+
+    def _begin_whole(self, name: str, arguments: list[str]) -> None:
+        """Begin a call whose arguments have ended, unless it has begun."""
+        if self._state == "open":
+            self._begin_call(name)
+            for piece in arguments:
+                self._output.add_arguments(piece)
+            self._output.end_arguments()
+
+    def _read_arguments(self, name: str | None) -> Generator[None, None, list[str]]:
+        """Read an object, a string that holds one, or null, and return it. The object of a named call is output."""
+        pieces: list[str] = []
+        if (yield from self.skip(BLANK_RUN)) == "{":
+            yield from self._read_object(name, pieces)
+            return pieces
+        self.capture(pieces.append)
+        yield from self.read_value()
+        self.release()
+        raw = "".join(pieces)
+        text = "{}" if raw == "null" else (string_of(raw) or "").strip()
+        if not is_json_value(text, dict[str, Any]):
+            raise Malformed
+        return [text]
+
+    def _read_object(self, name: str | None, pieces: list[str]) -> Step:
+        if name is not None:
+            self._begin_call(name)
+        self.capture(pieces.append if name is None else self._output.add_arguments)
+        self._position += 1
+        yield from self.read_brackets()
+        self.release()
+        if name is not None:
+            self._output.end_arguments()
+
+    def _read_named_call(self) -> Step:
+        form = self._form
+        yield from self.take(form.before_name)
+        name = self._functions.known((yield from self.read_run(NAME_RUN)))
+        for mark in form.after_name:
+            yield from self.skip(BLANK_RUN)
+            if (yield from self.take(mark)) and mark == _CALL_ID:
+                yield from self.skip(NAME_RUN)
+        char = yield from self.skip(BLANK_RUN)
+        if char == "{":
+            yield from self._read_object(name, [])
+        elif char == "<" and form.parameters is not None:
+            self._begin_call(name)
+            yield from self._read_parameters(form.parameters, self._functions.types(name))
+        else:
+            raise Malformed
+
+    def _read_parameters(self, marks: Parameters, types: Mapping[str, set[str]]) -> Step:
+        """Read parameters, and output them as an object, which ends where no other parameter follows."""
+        output, before = self._output, "{"
+        before_value = marks.before_value.strip()
+        while (yield from self.take(marks.before_key)):
+            key: list[str] = []
+            yield from self.read_until((marks.after_key,), key.append)
+            if before_value:
+                yield from self.skip(BLANK_RUN)
+            yield from self.take(before_value or marks.before_value)
+            name = "".join(key).strip()
+            output.add_arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+            yield from self._read_parameter(types.get(name, set()), marks.after_value.rstrip())
+            before = ", "
+            yield from self.skip(BLANK_RUN)
+        output.add_arguments("{}" if before == "{" else "}")
+        output.end_arguments()
+
+    def _read_parameter(self, types: set[str], end: str) -> Step:
+        output, ends = self._output, (end, end.lstrip())  # the line's end before it may be left out
+        if types <= {"string"}:
+            output.add_arguments('"')
+            yield from self.read_until(ends, lambda text: output.add_arguments(json_text(text)))
+            output.add_arguments('"')
+        else:
+            raw: list[str] = []
+            yield from self.read_until(ends, raw.append)
+            output.add_arguments(_typed("".join(raw), types))
+
+    def _read_python_call(self) -> Step:
+        """Read a call to its end before it is one: what is wrong anywhere in it makes it text."""
+        name = yield from self.read_run(NAME_RUN)
+        if not (yield from self.take("(")):
+            raise Malformed
+        self._functions.known(name)
+        pieces = ["{"]
+        char = yield from self.skip(BLANK_RUN)
+        while char != ")":
+            key = yield from self.read_run(NAME_RUN)
+            if not key:
+                raise Malformed
+            yield from self.read_mark("=")
+            pieces.append(f"{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self.read_literal(pieces)
+            char = yield from self.skip(BLANK_RUN)
+            if char == ",":
+                yield from self.read_mark(",")
+                char = yield from self.skip(BLANK_RUN)
+                pieces.append("" if char == ")" else ", ")
+            elif char != ")":
+                raise Malformed
+        self._position += 1
+        self._begin_whole(name, ["".join([*pieces, "}"])])
 
 
 class ToolCallParser:
     """Separates the text of one answer from its calls. The parts, joined, do not depend on how the text was cut."""
 
-    def __init__(self, tool_format: ToolFormat, names: Collection[str], *, is_parallel: bool, is_forced: bool) -> None:
-        self.num_calls = 0
-        self.is_cut = False  # the text ended amid the arguments of a call
-        self._opening, self._closing = tool_format.opening, tool_format.closing
-        self._names = names
-        self._is_single = not (is_parallel and tool_format.can_repeat)
+    def __init__(
+        self, tool_format: ToolFormat, functions: Sequence[Function], *, is_parallel: bool, is_forced: bool
+    ) -> None:
+        self._form = tool_format
+        self._functions = _Functions(functions)
+        self._is_single = not is_parallel
         self._is_forced = is_forced  # the text is nothing but calls
-        self._held: list[str] = []  # blanks that a call may follow, and what may begin a tag
-        self._blanks = ""  # before the tag of the call
-        self._call: _Call | None = None
-        self._is_after_call = False  # nothing but blanks and a closing tag has come since
-        self._expects_closing = False
-        self._has_text = False
+        self._output = _Output(has_short_ids=tool_format.has_short_ids)
+        self._opening, self._words = _openings(tool_format)
+        self._held = ""  # what may begin an opening
+        self._reader: _Reader | None = None
+
+    @property
+    def num_calls(self) -> int:
+        return self._output.num_calls
+
+    @property
+    def is_cut(self) -> bool:
+        """The text so far ends amid the arguments of a call."""
+        return self._output.is_cut
 
     def push(self, text: str) -> Parts:
         """Read the next text of the answer."""
-        parts = Parts()
+        parts = self._output.parts = Parts()
         for piece in in_pieces(text):
             rest = piece
             while rest:
-                rest = self._push_call(rest, parts) if self._call is not None else self._push_text(rest, parts)
+                rest = self._push_text(rest) if self._reader is None else self._push_calls(self._reader, rest)
         return parts
 
     def finish(self) -> Parts:
-        """The text has ended: add what was held back, unless calls are forced and it is no text."""
-        parts = Parts()
-        call = self._call
-        if call is not None and call.is_begun:
-            self.is_cut = not call.has_arguments
-        elif not self._is_forced:
-            self._add_text(self._rest(), parts)
-        self._call, self._held = None, []
+        """The text has ended: what was held back is text too, unless calls are forced."""
+        parts = self._output.parts = Parts()
+        if not self._is_forced:
+            self._output.add_text(self._held if self._reader is None else self._reader.finish())
+            self._output.finish()
+        self._held, self._reader = "", None
         return parts
 
-    def _rest(self) -> str:
-        """What was held back, as far as it is text."""
-        if self._call is None:
-            held = "".join(self._held)
-            return "" if self._expects_closing or (self.num_calls and not held.strip()) else held
-        # A whole tag opens a call. A bare object may be any answer in JSON until it has the name of a function.
-        return "" if self._opening or self._call.is_named else self._blanks + "".join(self._call.raw)
-
-    def _push_call(self, text: str, parts: Parts) -> str:
-        """Read text inside a call. Returns what is to be read as text."""
-        call = self._call
-        assert call is not None
-        was_begun = call.is_begun
-        rest = call.feed(text, parts)
-        self.num_calls += call.is_begun and not was_begun
-        if call.is_refused:
-            self._call = None
-            self._has_text = True
-            self._add_text(self._blanks + self._opening, parts)
-            raw = "".join(call.raw)
-            if len(raw) <= MAX_RESCANNED_CHARS:
-                return raw + rest  # which may hold the next tag
-            self._add_text(raw, parts)
-            return rest
-        if call.scanner.is_done or call.scanner.is_malformed:
-            self._call, self._is_after_call, self._expects_closing = None, True, bool(self._closing)
-        return rest
-
-    def _push_text(self, text: str, parts: Parts) -> str:
-        """Read text outside of calls. Returns what stands behind the opening of one."""
-        if text.isspace() and self._held and not self._held[-1].strip():
-            self._held.append(text)  # there may be many blanks
+    def _push_calls(self, reader: _Reader, text: str) -> str:
+        """Read text behind an opening. Returns what is to be read as text."""
+        rest = reader.feed(text)
+        if not reader.is_over:
             return ""
-        if self._held:
-            text, self._held = "".join([*self._held, text]), []
+        self._reader, unread = None, reader.unread()
+        if reader.is_malformed:
+            # Its rest may hold the next opening.
+            searched = 1 if len(unread) <= MAX_RESCANNED_CHARS else len(unread)
+            self._output.add_text(unread[:searched])
+            unread = unread[searched:]
+        return unread + rest
+
+    def _push_text(self, text: str) -> str:
+        """Read text outside of calls. Returns what stands from the opening of one on."""
         if self._is_single and self.num_calls:
             return ""  # text behind the one call is dropped
-        if self._is_after_call:
-            text = self._drop_closing(text.lstrip())
-        if not text:
-            return ""
-        self._is_after_call = False
-        if not self._opening:
-            return self._push_untagged(text, parts)
-        start = text.find(self._opening)
-        if start >= 0:
-            before = text[:start].rstrip()
-            self._add_text(before, parts)
-            self._blanks = text[len(before) : start]
-            self._call = _Call(self.num_calls, self._names)
-            return text[start + len(self._opening) :]
-        certain = len(text[: first_candidate(text, (self._opening,), len(self._opening))].rstrip())
-        self._hold(text[certain:])
-        self._add_text(text[:certain], parts)
-        return ""
-
-    def _push_untagged(self, text: str, parts: Parts) -> str:
-        """An answer that begins with a brace may be a call."""
-        begin = text.lstrip()
-        if self._has_text or (begin and not begin.startswith("{")):
-            self._add_text(text, parts)
-        elif begin:
-            self._call = _Call(self.num_calls, self._names)
-            self._blanks = text[: len(text) - len(begin)]
-            return begin
+        text, self._held = self._held + text, ""
+        found = self._opening.search(text)
+        if found is None:
+            start = first_candidate(text, self._words, len(self._words[0]))
+            self._held = text[start:]
         else:
-            self._hold(text)
-        return ""
-
-    def _drop_closing(self, text: str) -> str:
-        """Drop a closing tag and the blanks behind it, or hold the beginning of one."""
-        if not self._expects_closing:
-            return text
-        if text != self._closing and self._closing.startswith(text):
-            self._hold(text)
-            return ""
-        self._expects_closing = False
-        return text.removeprefix(self._closing).lstrip()
-
-    def _hold(self, text: str) -> None:
-        self._held = [text] if text else []
-
-    def _add_text(self, text: str, parts: Parts) -> None:
-        parts.texts.append(text)
-        self._has_text = self._has_text or bool(text)
+            start = found.start()
+            self._reader = _Reader(self._form, found[0], self._functions, self._output, is_single=self._is_single)
+        if start:
+            self._output.add_text(text[:start])
+        return text[start:] if found else ""
 
 
 def in_pieces(text: str) -> Iterator[str]:
     """Cut `text` into pieces that are each read in well under a millisecond."""
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-
-
-_BLANK_RUN = re.compile(r"[ \t\r\n]*")
-_WORD_RUN = re.compile(r'[^"{}\[\], \t\r\n]*')  # of a value that is no string and not within brackets
-_NESTED_RUN = re.compile(r'[^"{}\[\]]*')
-_STRING_RUN = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to its last quote, or half an escape
-_NO_RUN = re.compile("")
-
-_Step = Generator[None, None, None]
-_Char = Generator[None, None, str]
-
-
-class _Malformed(Exception):
-    """The next character belongs to no JSON object."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of the raw text of a key's value."""
-
-    key: str
-    text: str
-    is_last: bool  # the value ends with it
-
-
-class ObjectScanner:
-    """Follows one JSON object while its text comes in. Each character is read once, and only keys are decoded."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self.is_malformed = False  # the text is no JSON object
-        self._text, self._position = "", 0
-        self._key = ""
-        self._is_in_value = False
-        self._parsing = self._parse()
-
-    def feed(self, text: str, start: int) -> tuple[Piece | None, int]:
-        """Read `text` from `start` up to behind the first or the last character of a value, whichever comes next.
-
-        A caller may have seen enough there, and does not depend on how the text was cut. Returns what was read of a
-        value, and where reading stopped: there, behind the object, at a character that belongs to none, or behind the
-        text.
-        """
-        self._text, self._position = text, start
-        was_in_value = self._is_in_value
-        next(self._parsing, None)
-        if not (was_in_value or self._is_in_value):
-            return None, self._position
-        begin = start if was_in_value else self._position - 1
-        return Piece(self._key, text[begin : self._position], not self._is_in_value), self._position
-
-    # Each of these stops at the end of the text, and goes on in the next.
-
-    def _parse(self) -> _Step:
-        try:
-            yield from self._read_object()
-            self.is_done = True
-        except _Malformed:
-            self.is_malformed = True
-
-    def _read_object(self) -> _Step:
-        yield from self._read_mark("{")
-        char = yield from self._skip(_BLANK_RUN)
-        while char != "}":
-            yield from self._read_mark('"')
-            yield from self._read_key()
-            yield from self._read_mark(":")
-            yield from self._read_value()
-            char = yield from self._skip(_BLANK_RUN)
-            if char != "}":
-                yield from self._read_mark(",")
-        self._position += 1
-
-    def _skip(self, run: re.Pattern[str]) -> _Char:
-        """Read a run of characters. Returns the one behind it, which is not read."""
-        while True:
-            found = run.match(self._text, self._position)
-            assert found is not None, "a run may be empty"
-            self._position = found.end()
-            if self._position < len(self._text):
-                return self._text[self._position]
-            yield
-
-    def _read_mark(self, mark: str) -> _Step:
-        if (yield from self._skip(_BLANK_RUN)) != mark:
-            raise _Malformed
-        self._position += 1
-
-    def _read_key(self) -> _Step:
-        raw, begin = ['"'], self._position
-        for _ in self._read_string():
-            raw.append(self._text[begin:])
-            yield
-            begin = 0
-        raw.append(self._text[begin : self._position])
-        try:
-            self._key = msgspec.json.decode("".join(raw), type=str)
-        except msgspec.DecodeError:
-            self._position -= 1
-            raise _Malformed from None
-
-    def _read_string(self) -> _Step:
-        """Read a string from behind its first quote."""
-        while (yield from self._skip(_STRING_RUN)) != '"':  # half an escape
-            self._position += 1
-            yield from self._skip(_NO_RUN)
-            self._position += 1
-        self._position += 1
-
-    def _read_value(self) -> _Step:
-        char = yield from self._skip(_BLANK_RUN)
-        if char in "}],":
-            raise _Malformed
-        self._position, self._is_in_value = self._position + 1, True
-        yield  # behind the first character
-        if char not in '"{[':
-            char = yield from self._skip(_WORD_RUN)
-            if char in '"{[':  # invalid JSON, read as one value
-                self._position += 1
-        if char == '"':
-            yield from self._read_string()
-        elif char in "{[":
-            yield from self._read_brackets()
-        self._is_in_value = False
-        yield  # behind the last
-
-    def _read_brackets(self) -> _Step:
-        """Read lists and objects from behind the first bracket."""
-        depth = 1
-        while depth:
-            char = yield from self._skip(_NESTED_RUN)
-            self._position += 1
-            if char == '"':
-                yield from self._read_string()
-            else:
-                depth += 1 if char in "{[" else -1

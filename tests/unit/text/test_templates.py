@@ -1,6 +1,7 @@
 """A template is the model's, compiled once, sandboxed and bounded; its refusals are the caller's mistakes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,34 @@ def test_a_refusal_is_an_invalid_request(source: str) -> None:
 def test_json_is_written_as_templates_ask_for_it() -> None:
     source = "{{ {'b': '<é>', 'a': 1} | tojson(sort_keys=true, separators=(',', ':')) }}"
     assert render(source) == '{"a":1,"b":"<é>"}'
+
+
+def test_the_arguments_of_a_call_are_an_object_or_text_as_the_template_takes_them() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"é": 1}}}
+    messages: list[Any] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    arguments = "{% set a = messages[0].tool_calls[0].function.arguments %}"
+    for source, text in (
+        ("{{ a | tojson }}{{ a is mapping }}{{ a is string }}", '{"é": 1}TrueFalse'),
+        ("{% for key, value in a | items %}{{ key }}={{ value }}{% endfor %}", "é=1"),
+        ("{{ '```json' + a + '```' }}", '```json{"é": 1}```'),
+        ("{{ a }}", '{"é": 1}'),
+    ):
+        assert render(arguments + source, messages) == text
+
+
+@pytest.mark.parametrize("call_id", ["call_0123456789abcdef", "x", "abcdefgh!"])
+def test_mistrals_templates_get_ids_of_nine_letters_and_digits(call_id: str) -> None:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages: list[Any] = [
+        {"role": "assistant", "content": "", "tool_calls": [call, call | {"id": "abcDEF123"}]},
+        {"role": "tool", "content": "", "tool_call_id": call_id},
+    ]
+    ids = "{% for call in messages[0].tool_calls %}{{ call.id }} {% endfor %}{{ messages[1].tool_call_id }}"
+    first, second, answered = render("{# [TOOL_CALLS] #}" + ids, messages).split()
+    assert first == answered
+    assert re.fullmatch("[a-zA-Z0-9]{9}", first)
+    assert second == "abcDEF123"
+    assert render(ids, messages).split() == [call_id, "abcDEF123", call_id]
 
 
 def test_marks_for_training_leave_what_they_hold() -> None:

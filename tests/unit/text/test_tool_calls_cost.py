@@ -5,9 +5,9 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from roseinfer.text.tool_calls import CALL_TAGS, FORMATS, PIECE, Parts, ToolCallParser
+from roseinfer.text.tool_calls import FORMATS, PIECE, Function, Parts, ToolCallParser
 
-OPENING, CLOSING = CALL_TAGS
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 CALL = f'{OPENING}{{"name": "f", "arguments": '
 
 
@@ -51,7 +51,8 @@ class Counted(str):
 
 def work(text: str, num_pushed: int, tool_format: str = "hermes") -> tuple[Parts, int, int]:
     """What it amounts to if so many characters come at a time; the steps that took, and the characters copied."""
-    parser = ToolCallParser(FORMATS[tool_format], ["f"], is_parallel=True, is_forced=False)
+    functions = [Function("f", parameters={"properties": {"s": {"type": "string"}, "o": {"type": "object"}}})]
+    parser = ToolCallParser(FORMATS[tool_format], functions, is_parallel=True, is_forced=False)
     told = Parts()
     pushed = [Counted(text[start : start + num_pushed]) for start in range(0, len(text), num_pushed)]
     Counted.num_steps = Counted.num_chars = 0
@@ -70,37 +71,76 @@ def test_a_text_that_counts_does() -> None:
     assert (Counted.num_steps, Counted.num_chars) == (1 + 1 + 1 + 4, 4 + 5 + 4 + 4)
 
 
-@pytest.mark.parametrize("num_pushed", [3, 100, 1 << 20])
-@pytest.mark.parametrize(
-    ("before", "repeated", "after", "tool_format"),
-    [
-        (f'{CALL}{{"a": "', "x", f'"}}}}{CLOSING}', "hermes"),
-        (f'{CALL}{{"a": "', r"\n\"", f'"}}}}{CLOSING}', "hermes"),
-        (f'{CALL}{{"a": [', "[],", f"1]}}}}{CLOSING}", "hermes"),
-        (f'{CALL}{{"a": [', '"a",', f"1]}}}}{CLOSING}", "hermes"),
-        (f'{OPENING}{{"arguments": {{"a": "', "x", f'"}}, "name": "f"}}{CLOSING}', "hermes"),  # kept until it is named
-        (f'{OPENING}{{"a": "', "x", f'"}}{CLOSING}', "hermes"),
-        (f'{OPENING}{{"', "x", f'": 1}}{CLOSING}', "hermes"),
-        (f'{OPENING}{{"name": "', "x", f'"}}{CLOSING}', "hermes"),
-        (f'{OPENING}{{"name": "f", "a": ', "1", f"}}{CLOSING}", "hermes"),
-        (f'{OPENING}{{"name": "f"', ', "a": 1', f"}}{CLOSING}", "hermes"),
-        ("", "  \n", f"{CALL}{{}}}}", "hermes"),
-        ("", " ", '{"name": "f", "parameters": {}}', "llama3_json"),
-        ('{"name": "f", "parameters": {"a": "', "x", '"}}', "llama3_json"),
-        ("", f"{CALL}{{}}}}{CLOSING}\n", "", "hermes"),
-        ("", OPENING, "", "hermes"),
-        ("", f'{OPENING}{{"name": "nobody"}} ', "", "hermes"),
-    ],
-)
+TEXTS = [  # what stands at the beginning, is repeated, and stands at the end
+    (f'{CALL}{{"a": "', "x", f'"}}}}{CLOSING}', "hermes"),
+    (f'{CALL}{{"a": "', r"\n\"", f'"}}}}{CLOSING}', "hermes"),
+    (f'{CALL}{{"a": [', "[],", f"1]}}}}{CLOSING}", "hermes"),
+    (f'{CALL}{{"a": ', "[", "", "hermes"),
+    (f'{CALL}{{"a": [', '"a",', f"1]}}}}{CLOSING}", "hermes"),
+    (f'{CALL}"{{', "x", f'}}"}}{CLOSING}', "hermes"),
+    (f'{OPENING}{{"arguments": {{"a": "', "x", f'"}}, "name": "f"}}{CLOSING}', "hermes"),  # kept until it is named
+    (f'{OPENING}{{"a": "', "x", f'"}}{CLOSING}', "hermes"),
+    (f'{OPENING}{{"', "x", f'": 1}}{CLOSING}', "hermes"),
+    (f'{OPENING}{{"name": "', "x", f'"}}{CLOSING}', "hermes"),
+    (f'{OPENING}{{"name": "f", "a": ', "1", f"}}{CLOSING}", "hermes"),
+    (f'{OPENING}{{"name": "f"', ', "a": 1', f"}}{CLOSING}", "hermes"),
+    ("", "  \n", f"{CALL}{{}}}}", "hermes"),
+    ("", f"{CALL}{{}}}}{CLOSING}\n", "", "hermes"),
+    (f"{CALL}{{}}}}", " ", "x", "hermes"),
+    ("", OPENING, "", "hermes"),
+    ("", f'{OPENING}{{"name": "nobody"}} ', "", "hermes"),
+    (f"{OPENING}[", '{"name": "f"}, ', "", "hermes"),
+    (f"{OPENING}[", '{"name": "nobody"}, ', "", "hermes"),
+    ("", " ", '{"name": "f", "parameters": {}}', "llama3_json"),
+    ('{"name": "f", "parameters": {"a": "', "x", '"}}', "llama3_json"),
+    ("", "{", "", "llama3_json"),
+    ("", '{"', "", "llama3_json"),
+    ("", '{"name":', "", "llama3_json"),
+    ("", '{"name": "f", ', "", "llama3_json"),
+    ("", '{"name": "f", "parameters": {}};', "", "llama3_json"),
+    ("", "[", "", "pythonic"),
+    ("[", "x", "(", "pythonic"),
+    ("", "[f(", "", "pythonic"),
+    ("[f(a=", "[", "", "pythonic"),
+    ("[f(a=", "{'':", "", "pythonic"),
+    ("[f(a='", r"\n\u0041'", "')]", "pythonic"),
+    ("[", "f(a=1), ", "f()]", "pythonic"),
+    ("[", "nobody(a=1), ", "", "pythonic"),
+    ("", "[TOOL_CALLS]f", "", "mistral"),
+    ("", "[TOOL_CALLS]f[ARGS]{}", "", "mistral"),
+    ("<function=f><parameter=s>", "<\n", "</parameter>", "qwen3_coder"),
+    ("<function=f><parameter=s>", "</parameter", "</parameter>", "qwen3_coder"),
+    ("<function=f><parameter=o>", "[", "</parameter>", "qwen3_coder"),
+    ("<function=f><parameter=o>", "{'':", "</parameter>", "qwen3_coder"),
+    ("<function=f>", "<parameter=s>x</parameter>", "</function>", "qwen3_coder"),
+    ("", "<function=f>", "", "qwen3_coder"),
+    ("<tool_call>f", "<arg_key>s</arg_key><arg_value>x</arg_value>", "", "glm45"),
+    ("", "<｜tool▁calls▁begin｜>", "", "deepseek_v3"),
+    ("", "functools", "", "phi4_mini"),
+]
+
+
+def of_length(num_chars: int, text: tuple[str, str, str, str]) -> str:
+    before, repeated, after, _ = text
+    return before + repeated * (num_chars // len(repeated)) + after
+
+
+@pytest.mark.parametrize("num_pushed", [3, 1 << 20])
+@pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_is_four_times_as_long_is_four_times_the_work(
-    before: str, repeated: str, after: str, tool_format: str, num_pushed: int
+    text: tuple[str, str, str, str], num_pushed: int
 ) -> None:
-    one, four = (
-        work(before + repeated * (num_chars // len(repeated)) + after, num_pushed, tool_format)
-        for num_chars in (2 * PIECE, 8 * PIECE)
-    )
+    one, four = (work(of_length(num_chars, text), num_pushed, text[3]) for num_chars in (2 * PIECE, 8 * PIECE))
     for of_one, of_four in zip(one[1:], four[1:], strict=True):
         assert of_four <= 5 * of_one
+
+
+@pytest.mark.parametrize("text", TEXTS[::3])  # each takes a second or several
+def test_a_million_characters_are_a_bounded_number_of_steps_each(text: tuple[str, str, str, str]) -> None:
+    told, num_steps, num_chars = work(of_length(1_000_000, text), 1 << 20, text[3])
+    assert num_steps < 4_000_000
+    assert num_chars < PIECE * 1_000_000, "the rest of a piece is copied where a call may begin"
+    assert told.texts or told.calls
 
 
 @pytest.mark.parametrize("repeated", ["x", r"\n\"", " {}[], "])

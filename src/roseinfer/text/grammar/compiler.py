@@ -11,7 +11,7 @@ answer contains as they are written.
 import json
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,10 +25,10 @@ from msgspec.structs import replace
 
 from roseinfer.engine.core.constraint import MaskArray, Matcher
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import CallGrammar, Grammar, Thought
+from roseinfer.messages import CallGrammar, Grammar, ParameterShape, Thought
 from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens, TokenTexts
-from roseinfer.text.tool_calls import CALL_TAGS
+from roseinfer.text.tool_calls import CALL_TAGS, listed_values
 
 MAX_TOKEN_CHARS = 255
 # A name for a control token that no text contains: it begins with a code point that Unicode reserves for no character.
@@ -288,12 +288,43 @@ def _form(grammar: Grammar, file: TokenizerFile) -> str:
 def _calls(grammar: CallGrammar) -> str:
     """The grammar of calls in Lark. Each schema is a root of its own, so that its references stay valid."""
     more = f" ({_quote(grammar.between)} call){{0,{grammar.most - 1}}}" if grammar.most > 1 else ""
-    rules = [f"start: call{more}", "call: " + " | ".join(f"call_{i}" for i in range(len(grammar.shapes)))]
+    calls = " | ".join(f"call_{i}" for i in range(len(grammar.shapes)))
+    rules = [f"start: {_quote(grammar.before)} call{more} {_quote(grammar.after)}", f"call: {calls}"]
     for i, shape in enumerate(grammar.shapes):
-        after = _quote(shape.after) if shape.after else ""
-        rules.append(f"call_{i}: {_quote(shape.before)} json_{i} {after}")
-        rules.append(f"json_{i}: %json {_with_options(shape.schema)}")
+        arguments = f"json_{i}" if shape.parameters is None else f"first_{i}_0"
+        rules.append(f"call_{i}: {_quote(shape.before)} {arguments} {_quote(shape.after)}")
+        if shape.parameters is None:
+            rules.append(f"json_{i}: %json {_with_options(shape.schema)}")
+        else:
+            rules += _parameters(i, shape.parameters, _quote(shape.between))
     return "\n".join(rules)
+
+
+def _parameters(call: int, parameters: Sequence[ParameterShape], between: str) -> Iterator[str]:
+    """The rules of parameters in their order: `first` is what may come at a place before any, `more` behind another."""
+    for i, shape in enumerate(parameters):
+        at, after = f"{call}_{i}", f"{call}_{i + 1}"
+        yield f"parameter_{at}: {_quote(shape.before)} value_{at}"
+        yield from _value(f"value_{at}", shape)
+        without_first, without_more = ("", "") if shape.is_required else (f" | first_{after}", f" | more_{after}")
+        yield f"first_{at}: parameter_{at} more_{after}{without_first}"
+        yield f"more_{at}: {between} parameter_{at} more_{after}{without_more}"
+    yield f'first_{call}_{len(parameters)}: ""'
+    yield f'more_{call}_{len(parameters)}: ""'
+
+
+def _value(name: str, shape: ParameterShape) -> Iterator[str]:
+    if not shape.is_text:
+        yield f"{name}: {name}_json {_quote(shape.after)}"
+        yield f"{name}_json: %json {_with_options(shape.schema)}"
+        return
+    if values := listed_values(shape.schema):
+        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+        yield f"{name}: ({' | '.join(map(_quote, texts))}) {_quote(shape.after)}"
+        return
+    end = shape.after.strip()  # where it ends for the parser too
+    yield f"{name}: {name}_text {_quote(shape.after[shape.after.index(end) + len(end) :])}"
+    yield f"{name}_text[lazy]: /(?s:.*){re.escape(end).replace('/', chr(92) + '/')}/"
 
 
 def _with_options(schema: dict[str, Any]) -> str:

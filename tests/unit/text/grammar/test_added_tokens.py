@@ -14,7 +14,7 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar
 from roseinfer.text.grammar.compiler import TokenizerFile, Vocabulary
 from roseinfer.text.tokenizer import Tokenizer
-from roseinfer.text.tool_calls import CALL_TAGS
+from roseinfer.text.tool_calls import CALL_TAGS, FORMATS, MAX_FORCED_CALLS, Function, ToolUse
 from tests.unit.text.grammar import tagged
 from tests.unit.text.grammar.tagged import CONTROL, EOS_TEXT, FAMILIES, TEXT
 
@@ -135,10 +135,63 @@ def test_whatever_is_sampled_is_the_text_and_no_control_token(loaded: Loaded, te
                 assert said in wanted_texts, grammar
 
 
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "e": {"enum": ["x", "y z"]},
+        "i": {"type": "integer"},
+        "s": {"type": "string"},
+        "o": {"$ref": "#/$defs/o"},
+        "u": {"type": ["boolean", "null"]},
+    },
+    "required": ["i", "o"],
+    "additionalProperties": False,
+    "$defs": {"o": {"properties": {"q": {"enum": [None, '"]']}}, "required": ["q"], "additionalProperties": False}},
+}
+
+
+@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_whatever_is_said_where_calls_are_forced_is_read_as_calls(
+    loaded: Loaded, tool_format: str, *, is_parallel: bool
+) -> None:
+    functions = [Function("f", parameters=PARAMETERS), Function("g")]
+    use = ToolUse(functions, is_forced=True, is_parallel=is_parallel, tool_format=FORMATS[tool_format])
+    grammar = use.grammar()
+    assert grammar is not None
+    compiled, eos = loaded.vocabulary.compile(grammar), loaded.token_id(EOS_TEXT)
+    random = np.random.default_rng(0)
+    found: list[str | None] = []
+    for _ in range(8):
+        matcher, token_ids = compiled.matcher(), list[int]()
+        while not matcher.is_over:
+            allowed = loaded.allowed(matcher)
+            if eos in allowed and random.random() < 0.5:
+                break
+            ends = {token_id for token_id in allowed if loaded.tokenizer.spell(token_id) in {b'"', b"<", b"}"}}
+            # Strings would go on for long.
+            chosen = ends if ends and random.random() < 0.5 else allowed - {eos}
+            token_ids.append(int(random.choice(sorted(chosen))))
+            matcher.accept(token_ids[-1])
+            assert not matcher.has_failed
+        parser = use.parser()
+        parts = parser.push(loaded.says(token_ids))
+        parts.extend(parser.finish())
+        assert (parts.content, parser.is_cut) == ("", False), loaded.says(token_ids)
+        assert 1 <= len(parts.calls) <= (MAX_FORCED_CALLS if is_parallel else 1)
+        for call in parts.calls:
+            arguments = json.loads(call.arguments)
+            assert call.name == "g" or arguments.keys() >= {"i", "o"}
+            assert all(type(arguments[key]) is kind for key, kind in (("i", int), ("s", str)) if key in arguments)
+        found += [call.name for call in parts.calls]
+    assert {*found} == {"f", "g"}
+
+
 def test_a_tag_is_forced_as_its_token(loaded: Loaded) -> None:
     """So the model is where its training has it, not behind a tag in pieces."""
-    matcher = loaded.vocabulary.compile(Grammar("lark", 'start: "<tool_call>\\n" "{}"')).matcher()
-    assert loaded.allowed(matcher) == {loaded.token_id("<tool_call>")}
+    for tag in CALL_TAGS:
+        matcher = loaded.vocabulary.compile(Grammar("lark", f'start: "{tag}\\n" "{{}}"')).matcher()
+        assert loaded.allowed(matcher) == {loaded.token_id(tag)}
 
 
 def test_control_tokens_are_in_no_free_text(loaded: Loaded) -> None:
