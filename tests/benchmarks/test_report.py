@@ -28,7 +28,7 @@ def part(name: str, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(**results: dict[str, Any]) -> str:
-    return report.cpu_page({name: part(name, content) for name, content in results.items()})
+    return report.page("cpu", {name: part(name, content) for name, content in results.items()})
 
 
 def served(*rows: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_the_page_tells_settings_failures_and_roofs() -> None:
         "bursts": {"rows": {"one stream": [figures]}},
         "block_info": {"arrays": step},
     }
-    text = report.gpu_page({name: part(name, results) for name, results in parts.items()})
+    text = report.page("gpu", {name: part(name, results) for name, results in parts.items()})
     assert text.startswith("# NVIDIA H200\n")
     assert f"| {BASE_SETTING} | first | 10.0 |" in text
     assert f"| {BASE_SETTING} | later | 20.0 |" in text
