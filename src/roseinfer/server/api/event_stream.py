@@ -9,9 +9,10 @@ from aiohttp import web
 COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
 
-def event(payload: bytes) -> bytes:
-    """One event; `payload` is JSON and so holds no line break."""
-    return b"data: " + payload + b"\n\n"
+def event(payload: bytes, name: str | None = None) -> bytes:
+    """One event, with its name in APIs that name theirs; `payload` is JSON and so holds no line break."""
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return head + b"data: " + payload + b"\n\n"
 
 
 async def open_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:

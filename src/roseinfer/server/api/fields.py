@@ -76,6 +76,8 @@ class ModelBody(Part, frozen=True, kw_only=True):
 
     # Fields that ask for something we do not do, with the values that ask for nothing: the API's own defaults.
     unserved: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    # Fields that are not served, or belong to another endpoint: what there is instead, for the error.
+    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     model: Annotated[
         str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")

@@ -26,7 +26,10 @@ _ELSEWHERE: Mapping[str, str] = {
 
 _MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
 _SCHEMAS = frozenset({"schema", "parameters", "json"})  # fields in which null is a value
-_PARTS = ("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice")
+_PARTS = (
+    *("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice"),
+    *("input", "reasoning", "text"),
+)
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
 
@@ -85,13 +88,20 @@ def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
         if name in fields:
             given = fields.pop(name)
             if not any(given == value and type(given) is type(value) for value in neutral):
-                raise InvalidRequest(f"`{name}` is not supported.", param=name)
+                raise _unsupported(name, body_type)
     for name in fields.keys() & set(_PARTS):
         fields[name] = _without_nulls(fields[name])
     try:
         return convert(fields, body_type, str_keys=True)  # token ids are keys of `logit_bias`
     except Misfit as misfit:
-        raise _refusal(misfit) from None
+        raise _refusal(misfit, body_type) from None
+
+
+def _unsupported(param: str, body_type: type[ModelBody]) -> InvalidRequest:
+    """A field that is not served as it is, with what there is instead."""
+    name = param.rpartition(".")[2]
+    instead = body_type.elsewhere.get(name) or _ELSEWHERE.get(name)
+    return InvalidRequest(f"`{param}` is not supported{f': {instead}' if instead else ''}.", param=param)
 
 
 def _without_nulls(value: object, level: int = 0) -> object:
@@ -109,17 +119,19 @@ def _without_nulls(value: object, level: int = 0) -> object:
     return value
 
 
-def _refusal(misfit: Misfit) -> InvalidRequest:
+def _refusal(misfit: Misfit, body_type: type[ModelBody]) -> InvalidRequest:
     """What does not fit as an error, with what would do instead where types and bounds do not say it."""
     param, note = misfit.where, ""
     is_negative = isinstance(misfit.value, int) and misfit.value < 0
     match misfit.path:
-        case (*_, str(name)) if misfit.kind == "unknown field" and name in _ELSEWHERE:
-            return InvalidRequest(f"`{param}` is not supported: {_ELSEWHERE[name]}.", param=param)
-        case ("messages", int(), "content", int(), "type") if isinstance(misfit.value, str):
+        case (*_, str(name)) if misfit.kind == "unknown field" and name in {**_ELSEWHERE, **body_type.elsewhere}:
+            return _unsupported(param, body_type)
+        case (*_, int(), "content" | "output", int(), "type") if isinstance(misfit.value, str):
             part = param.removesuffix(".type")
             message = f"`{part}`: Only text content is supported, not {misfit.value[:100]!r}."
             return InvalidRequest(message, param=param)
+        case ("tools", int(), "type"):
+            note = "; only functions are served as tools"
         case ("top_k",) if is_negative:  # other servers mean all by -1
             note = "; 0 keeps all"
     kinds = {"unknown field": UnknownField, "missing field": MissingField}  # by which the log tells them apart

@@ -48,11 +48,12 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 
 def _conversation(body: ChatBody) -> Conversation:
+    choice = body.function_choice
     return Conversation(
         messages=(message.for_template() for message in body.messages),
         num_chars=sum(message.num_chars + 1 for message in body.messages),
-        functions=body.functions,
-        must_call=body.tool_choice not in {None, "auto"},
+        functions=choice.functions,
+        must_call=choice.mode == "required",
         is_parallel=body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool),
         form=body.form(),
         variables=body.chat_template_kwargs,

@@ -1,6 +1,7 @@
 """Defines the request bodies of OpenAI's completions and chat: their fields, types, bounds and relations."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -206,6 +207,42 @@ class ThinkingSwitch(Part, frozen=True, kw_only=True):
     budget_tokens: MinTokens | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FunctionChoice:
+    """Which functions of a body the model may call, and whether it must."""
+
+    definitions: Mapping[str, FunctionDefinition]  # by their paths in the body
+    mode: Literal["none", "auto", "required"]
+    names: Sequence[str] | None = None  # of those that it may call; None: all
+
+    def check(self, names_param: str) -> None:
+        """Raises InvalidRequest; `names_param` is the field that names functions."""
+        known = [definition.name for definition in self.definitions.values()]
+        if twice := next((name for name in known if known.count(name) > 1), None):
+            raise InvalidRequest(f"`tools` has two functions called {twice}.", param="tools")
+        if self.mode == "none":
+            return
+        if not known:
+            raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
+        if missing := next((name for name in self.names or () if name not in known), None):
+            raise InvalidRequest(f"`tools` has no function {missing}.", param=names_param)
+        for path, definition in self.definitions.items():
+            if (definition.parameters or {}).get("type", "object") != "object":
+                param = f"{path}.parameters"
+                raise InvalidRequest(f"`{param}` must be of type object: arguments are one.", param=param)
+
+    @property
+    def functions(self) -> list[Function]:
+        """Those that the model may call."""
+        if self.mode == "none":
+            return []
+        return [
+            Function(definition.name, definition.description or "", definition.parameters)
+            for definition in self.definitions.values()
+            if self.names is None or definition.name in self.names
+        ]
+
+
 class StreamOptions(Part, frozen=True, kw_only=True):
     """What a stream holds. `include_obfuscation` has no effect: chunks are never padded."""
 
@@ -217,8 +254,26 @@ class StreamOptions(Part, frozen=True, kw_only=True):
 NO_STREAM_OPTIONS = StreamOptions()  # that a body has which gives none: `stream_options` without `stream` is refused
 
 
-class GenerationBody(SamplingBody, frozen=True, kw_only=True):
-    """The fields both generation endpoints share."""
+class OpenAIBody(SamplingBody, frozen=True, kw_only=True):
+    """The fields that all of OpenAI's endpoints share."""
+
+    stop: Annotated[
+        StopString | StopStrings,
+        Meta(description="At most 16 strings; the text ends before the one that is complete first."),
+    ] = []
+    user: Annotated[str, Meta(description="No effect.")] = ""
+    metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
+    service_tier: Annotated[str, Meta(description="No effect.")] = "auto"
+    prompt_cache_key: Annotated[str, Meta(description="No effect.")] = ""
+    safety_identifier: Annotated[str, Meta(description="No effect.")] = ""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class GenerationBody(OpenAIBody, frozen=True, kw_only=True):
+    """The fields that completions and chat share."""
 
     stream_options: Annotated[
         StreamOptions,
@@ -230,19 +285,10 @@ class GenerationBody(SamplingBody, frozen=True, kw_only=True):
         ),
     ] = NO_STREAM_OPTIONS
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Completions of each prompt.")] = 1
-    stop: Annotated[
-        StopString | StopStrings,
-        Meta(description="At most 16 strings; the text ends before the one that is complete first."),
-    ] = []
     response_format: Annotated[
         ResponseFormat | None,
         Meta(description="`json_object`: any JSON object; `json_schema`: by the schema. See structured-output.md."),
     ] = None
-    user: Annotated[str, Meta(description="No effect.")] = ""
-    metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
-    service_tier: Annotated[str, Meta(description="No effect.")] = "auto"
-    prompt_cache_key: Annotated[str, Meta(description="No effect.")] = ""
-    safety_identifier: Annotated[str, Meta(description="No effect.")] = ""
 
     def check(self) -> None:
         super().check()
@@ -263,10 +309,6 @@ class GenerationBody(SamplingBody, frozen=True, kw_only=True):
         if self.form_field == "response_format" and self.response_format is not None:
             return self.response_format.form()
         return super().form()
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -342,6 +384,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "input": "a chat takes `messages`; /v1/responses takes `input`",
+        "max_output_tokens": "`max_completion_tokens` is its name here",
+    }
 
     messages: Annotated[
         list[Message],
@@ -405,21 +451,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         self._check_tools()
 
     def _check_tools(self) -> None:
-        choice = self.tool_choice or ("auto" if self.tools else "none")
-        names = [tool.function.name for tool in self.tools]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InvalidRequest(f"`tools` has two functions called {twice}.", param="tools")
-        if choice == "none":
-            return
-        if not self.tools:
-            raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise InvalidRequest(f"`tools` has no function {choice.function.name}.", param="tool_choice.function.name")
-        for index, tool in enumerate(self.tools):
-            if (tool.function.parameters or {}).get("type", "object") != "object":
-                param = f"tools[{index}].function.parameters"
-                raise InvalidRequest(f"`{param}` must be of type object: arguments are one.", param=param)
-        if self.form_field is not None:
+        self.function_choice.check("tool_choice.function.name")
+        if self.function_choice.mode != "none" and self.form_field is not None:
             message = f"`{self.form_field}` and `tools` exclude each other, unless `tool_choice` is none."
             raise InvalidRequest(message, param=self.form_field)
 
@@ -437,13 +470,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         return Thinking(effort, None if budget == -1 else budget, field)
 
     @property
-    def functions(self) -> list[Function]:
-        """Those that the model may call."""
-        choice = self.tool_choice or "auto"
-        if choice == "none":
-            return []
-        return [
-            Function(tool.function.name, tool.function.description or "", tool.function.parameters)
-            for tool in self.tools
-            if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
-        ]
+    def function_choice(self) -> FunctionChoice:
+        definitions = {f"tools[{index}].function": tool.function for index, tool in enumerate(self.tools)}
+        if isinstance(self.tool_choice, NamedTool):
+            return FunctionChoice(definitions, "required", [self.tool_choice.function.name])
+        return FunctionChoice(definitions, self.tool_choice or ("auto" if self.tools else "none"))

@@ -60,6 +60,12 @@ def test_a_field_of_vllms_is_told_with_what_there_is_instead(
     assert instead in error.message
 
 
+def test_a_body_of_another_endpoint_is_told_where_it_belongs() -> None:
+    with pytest.raises(InvalidRequest, match=r"`input` is not supported: .*/v1/responses takes `input`\.") as caught:
+        parse_body(b'{"model": "a", "input": "Hi"}', ChatBody)
+    assert caught.value.param == "input"
+
+
 def test_zero_keeps_all_of_the_likeliest() -> None:
     error = refused({"prompt": "a", "top_k": -1})
     assert (error.param, error.message) == ("top_k", "`top_k`: Expected `int` >= 0; 0 keeps all.")
