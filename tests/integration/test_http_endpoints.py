@@ -85,6 +85,7 @@ async def test_one_model_by_name() -> None:
     async with serving(ScriptedEngine()) as server:
         [listed] = (await server.get("/v1/models")).json["data"]
         assert (await server.get("/v1/models/scripted")).json == listed
+        assert (await server.get("/v1/models/")).json["data"] == [listed]
         unknown = await server.get("/v1/models/some/other")
     assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
 

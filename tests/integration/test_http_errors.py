@@ -203,6 +203,72 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
     assert server.engine.opened == []
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "There is /v1/chat/completions. A client's base URL ends in /v1."),
+        ("/v1/v1/chat/completions", "There is /v1/chat/completions. A client's base URL ends in /v1."),
+        ("/v1/chat", "There is /v1/chat/completions. A client's base URL ends in /v1."),
+        ("/v1/chat/completion", "There is /v1/chat/completions. A client's base URL ends in /v1."),
+        ("/models", "There is /v1/models. A client's base URL ends in /v1."),
+        ("/v1/completions/", "There is /v1/completions. A client's base URL ends in /v1."),
+        ("/v1/tokenize", "There is /tokenize."),
+        ("/healthz", "There is /health."),
+        ("/nowhere/like/this", ""),
+        ("/" + "v1/chat/completions" * 300, ""),
+    ],
+)
+async def test_a_path_that_does_not_exist_names_the_one_that_was_meant(path: str, hint: str) -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.request("POST", path, json={})
+    assert answer.status == 404
+    assert answer.error["message"].startswith("Not Found: POST /")
+    assert hint in answer.error["message"]
+    assert ("There is" in answer.error["message"]) == bool(hint)
+
+
+PAGE = {"Origin": "https://example.com"}
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+}
+
+
+@pytest.mark.parametrize("origins", [("*",), ("https://localhost:3000", "https://example.com")])
+async def test_pages_of_the_allowed_origins_may_ask_and_read(origins: tuple[str, ...]) -> None:
+    key = {"Authorization": "Bearer key"}
+    async with serving(ScriptedEngine(says("a")), keys=["key"], allowed_origins=origins) as server:
+        preflight = await server.request("OPTIONS", "/v1/chat/completions", headers=PAGE | PREFLIGHT)
+        answers = [
+            await server.complete(PAGE | key),
+            await server.complete(PAGE | key, stream=True),
+            await server.complete(PAGE),
+            await server.complete(PAGE | key, n=0),
+            await server.get("/nowhere", headers=PAGE | key),
+        ]
+        others = await server.complete({"Origin": "https://example.org"} | key)
+    assert (preflight.status, preflight.body) == (204, b"")
+    assert preflight.headers["Access-Control-Allow-Headers"] == PREFLIGHT["Access-Control-Request-Headers"]
+    assert "POST" in preflight.headers["Access-Control-Allow-Methods"]
+    assert [answer.status for answer in answers] == [200, 200, 401, 400, 404]
+    for answer in (preflight, *answers):
+        assert answer.headers["Access-Control-Allow-Origin"] == ("*" if "*" in origins else PAGE["Origin"])
+        assert answer.headers["Access-Control-Expose-Headers"] == "X-Request-Id, Retry-After, Server-Timing"
+        assert answer.headers.get("Vary") == (None if "*" in origins else "Origin")
+    assert others.status == 200
+    assert others.headers.get("Access-Control-Allow-Origin") == ("*" if "*" in origins else None)
+
+
+@pytest.mark.parametrize(("origins", "status"), [((), 405), (("https://localhost:3000",), 403)])
+async def test_pages_of_other_origins_may_not(origins: tuple[str, ...], status: int) -> None:
+    async with serving(ScriptedEngine(says("a")), allowed_origins=origins) as server:
+        preflight = await server.request("OPTIONS", "/v1/chat/completions", headers=PAGE | PREFLIGHT)
+        answer = await server.complete(PAGE)
+    assert (preflight.status, answer.status) == (status, 200)
+    for each in (preflight, answer):
+        assert not [name for name in each.headers if name.startswith("Access-Control-")]
+
+
 async def test_who_asks_the_wrong_port_is_told_of_the_other() -> None:
     async with serving(ScriptedEngine(says("a"))) as server:
         answer = await server.get("/debug/timeline")

@@ -1,5 +1,6 @@
 """What is not a request for tokens: probes, models, version, metrics, and who may see them."""
 
+import asyncio
 from pathlib import Path
 
 import aiohttp
@@ -9,12 +10,13 @@ from aiohttp import web
 from roseinfer import __version__
 from roseinfer.records import FinishReason
 from roseinfer.server.app import build_ops_app, build_runner
+from roseinfer.server.middleware import PROBE_PATHS
 from tests.unit.server.harness import INSTRUMENTS, ScriptedEngine, says, serving
 
 
 async def test_the_probes_of_a_ready_server() -> None:
     async with serving(ScriptedEngine()) as server:
-        for path in ("/livez", "/readyz", "/startupz", "/health"):
+        for path in ("/livez", "/readyz", "/startupz", "/health", "/ping"):
             answer = await server.get(path)
             assert answer.status == 200
             told = answer.json
@@ -48,13 +50,24 @@ async def test_without_a_key_only_the_probes_answer(authorization: str | None) -
         refused = [await server.complete(headers=headers), await server.chat(headers=headers)]
         paths = ("/v1/models", "/metrics", "/version", "/nowhere")
         refused += [await server.get(path, headers=headers) for path in paths]
-        probes = [await server.get(path, headers=headers) for path in ("/livez", "/readyz", "/startupz", "/health")]
+        probes = [await server.get(path, headers=headers) for path in PROBE_PATHS]
     for answer in refused:
         assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
         assert answer.headers["WWW-Authenticate"] == "Bearer"
-    assert [answer.status for answer in probes] == [200] * 4
+    assert [answer.status for answer in probes] == [200] * 5
     assert server.engine.requests == []
     assert [timeline.finish_reason for timeline in server.engine.closed] == [FinishReason.REJECTED] * 2
+
+
+async def test_the_load_is_the_number_of_requests_for_tokens_in_flight() -> None:
+    async with serving(engine := ScriptedEngine()) as server:
+        assert (await server.get("/load")).json == {"server_load": 0}
+        waiting = [asyncio.create_task(server.complete(n=2)) for _ in range(2)]
+        await engine.received(4)
+        assert (await server.get("/load")).json == {"server_load": 2}
+        for index in range(4):
+            engine.say("a", FinishReason.LENGTH, index=index)
+        await asyncio.gather(*waiting)
 
 
 async def test_each_key_opens_the_door_and_has_a_cache_of_its_own() -> None:

@@ -6,6 +6,7 @@ bounds and relations between values are checked whenever one is made.
 """
 
 import math
+import re
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -266,6 +267,11 @@ class ServerConfig:
         "separated by semicolons.",
         flag="--api-key-file",
     )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origins such as `https://example.com` whose pages may send requests and read answers (CORS), or `*` for "
+        "all. Semicolons separate them in a variable. Default: none, and a page of another origin reads no answer.",
+    )
     tls_cert_file: str | None = option(
         None,
         "PEM file with the certificate and its chain: the API port then speaks TLS. Both files are read again when "
@@ -438,6 +444,7 @@ class TracingConfig:
     step_interval: int = option(1000, "Beside slow steps, one step in this number is traced; 0: slow ones only.", ge=0)
 
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")  # as browsers write it
 ENVIRONMENT_PREFIX = "ROSEINFER_"
 
 
@@ -493,6 +500,13 @@ def _check_relations(config: Config) -> None:
             "an engine in a thread cannot be started again: `restart` needs the transport `process`",
             param="engine.on_failure",
         )
+    for origin in server.allowed_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"expected * or an origin such as https://example.com, in small letters and without a path; got "
+                f"{shown(origin)}",
+                param="server.allowed_origins",
+            )
     if server.ops_port and server.ops_port == server.port and server.ops_host == server.host:
         raise ConfigError(f"{server.ops_port} is the API port already", param="server.ops_port")
 

@@ -31,7 +31,7 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         web.post("/v1/completions", completions.create_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
         web.get("/v1/models", probes.list_models),
-        web.get("/v1/models/{id:.+}", probes.get_model),
+        web.get("/v1/models/{id:.*}", probes.get_model),
         web.post("/v1/requests/{id}/abort", probes.abort_request),
         web.post("/tokenize", tokenize.tokenize),
         web.post("/detokenize", tokenize.detokenize),
@@ -41,7 +41,10 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
     ]
     app = _application(service, routes)
     app[middleware.ERROR_FORMS] = {}
-    app.middlewares.extend((middleware.authenticate, middleware.admit, debug_access.point_elsewhere))
+    app.middlewares.extend(
+        (middleware.answer_preflight, middleware.authenticate, middleware.admit, debug_access.point_elsewhere)
+    )
+    app.on_response_prepare.append(middleware.allow_origin)
     return app
 
 
@@ -58,6 +61,8 @@ def _operations(metrics_handler: Handler) -> list[web.RouteDef]:
         web.get("/livez", probes.livez),
         web.get("/readyz", probes.readyz),
         web.get("/health", probes.readyz),
+        web.get("/ping", probes.readyz),
+        web.get("/load", probes.load),
         web.get("/startupz", probes.startupz),
         web.get("/metrics", metrics_handler),
     ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import difflib
 import logging
 import re
 import time
@@ -13,6 +14,7 @@ from aiohttp.typedefs import Handler
 
 from roseinfer.errors import (
     CapacityError,
+    CrossSite,
     MalformedRequest,
     MethodNotAllowed,
     QueueTimeout,
@@ -22,7 +24,7 @@ from roseinfer.errors import (
 )
 from roseinfer.records import LifecycleState
 from roseinfer.server.api.errors import error_body
-from roseinfer.server.connection.api_keys import Caller
+from roseinfer.server.connection.api_keys import NO_KEY, Caller
 from roseinfer.server.connection.body_budget import HELD_BYTES, HeldBytes
 from roseinfer.server.exchange import EXCHANGE, Failure, is_for_tokens, server_timing
 from roseinfer.server.service import SERVICE
@@ -32,15 +34,17 @@ CALLER = web.RequestKey("caller", Caller)  # where keys are configured
 ERROR_FORMS = web.AppKey("error_forms", Mapping[str, Failure])  # of APIs with their own, by the beginning of the path
 FAILURE = web.RequestKey("failure", RoseinferError)  # that ended it
 REQUEST_ID_HEADER = "x-request-id"
-PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
+PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/ping"})
 # Requested every second; the lifecycle logs what they would show.
 QUIET_PATHS = PROBE_PATHS | {"/metrics", "/debug/timeline/data"}
 SERVER = "roseinfer"  # instead of the versions of aiohttp and Python
 CLIENT_CLOSED = 499  # nginx's number for it
 REASONS = {CLIENT_CLOSED: "Client Closed Request"}  # of statuses that the standard has no phrase for
 RESTART_S = "5"  # until a new engine is there, if there will be one; its backlog is not known
+PREFLIGHT_AGE_S = "600"  # in which a browser need not ask again
 FAREWELL_TIMEOUT_S = 1.0  # for a client that does not read to take the last event
 
+_LIKE = 0.55  # of 1, two paths are alike: `/v1/chat` is like `/v1/chat/completions`
 _PARAM = re.compile(r"[\w.\[\]-]{1,128}", re.ASCII)  # what a field or a header may be called
 _OWN_KEYS = re.compile(r"\b(logit_bias|metadata|chat_template_kwargs)\..*", re.DOTALL)  # whose keys clients choose
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -149,7 +153,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         failure = error
     except web.HTTPException as error:  # the router's: 404, 405
         kind = MethodNotAllowed if error.status == MethodNotAllowed.status else UnknownRoute
-        failure = kind(f"{error.reason}: {request.method} {request.path}")
+        hint = _what_is_near(request) if kind is UnknownRoute else ""
+        failure = kind(f"{error.reason}: {request.method} {request.path}.{hint}")
         headers.update({"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
     except ConnectionError:
         if exchange is None:
@@ -179,6 +184,15 @@ def _error_form(request: web.Request) -> Failure:
     """The form of errors of the API that the path belongs to."""
     forms = request.app.get(ERROR_FORMS, {})
     return next((form for prefix, form in forms.items() if request.path.startswith(prefix)), error_body)
+
+
+def _what_is_near(request: web.Request) -> str:
+    """The path that was meant, where one is like it: most who miss one leave out `/v1`, or write it twice."""
+    paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
+    near = difflib.get_close_matches(request.path, paths, n=1, cutoff=_LIKE)
+    if not near:
+        return ""
+    return f" There is {near[0]}." + ("" if "/v1/" not in near[0] else " A client's base URL ends in /v1.")
 
 
 def _record(request: web.Request, failure: RoseinferError) -> None:
@@ -256,13 +270,42 @@ async def refuse_odd_heads(request: web.Request, handler: Handler) -> web.Stream
 
 
 @web.middleware
+async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a browser that asks, without a key, whether a page of another origin may send a request."""
+    wanted = request.headers.get("Access-Control-Request-Method")
+    if request.method != "OPTIONS" or wanted is None or not request.app[SERVICE].config.allowed_origins:
+        return await handler(request)
+    if not _allowed_origin(request):
+        raise CrossSite("Pages of this origin may send nothing here (server.allowed_origins).", param="Origin")
+    headers = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": PREFLIGHT_AGE_S}
+    if names := request.headers.get("Access-Control-Request-Headers"):
+        headers["Access-Control-Allow-Headers"] = names  # `*` would not mean Authorization
+    return web.Response(status=204, headers=headers)
+
+
+async def allow_origin(request: web.Request, response: web.StreamResponse) -> None:
+    """Let pages of the allowed origins read an answer, streamed or not, and an error."""
+    origins = request.app[SERVICE].config.allowed_origins
+    if origins and "*" not in origins:
+        response.headers.add("Vary", "Origin")
+    if origin := _allowed_origin(request):
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After, Server-Timing"
+
+
+def _allowed_origin(request: web.Request) -> str:
+    origins, origin = request.app[SERVICE].config.allowed_origins, request.headers.get("Origin", "")
+    return "*" if "*" in origins else origin if origin in origins else ""
+
+
+@web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse a request without a valid key, where keys are configured and the path is no probe."""
     keys = request.app[SERVICE].api_keys
     if keys is not None and request.path not in PROBE_PATHS:
-        caller = keys.caller(request.headers.get("Authorization", ""))
+        caller = keys.caller(request.headers)
         if caller is None:
-            raise Unauthorized("A valid API key is needed: `Authorization: Bearer <key>`.")
+            raise Unauthorized(f"{NO_KEY}.")
         request[CALLER] = caller
         if (exchange := request.get(EXCHANGE)) is not None:
             exchange.caller = caller  # so that one key cannot probe what another has cached

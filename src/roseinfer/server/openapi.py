@@ -83,6 +83,7 @@ OPERATIONS = (
     Operation("post", "/tokenize", "Text into token ids", replies.TokenizeReply, _TEXT, TokenizeBody),
     Operation("post", "/detokenize", "Token ids into text", replies.DetokenizeReply, _TEXT, DetokenizeBody),
     Operation("get", "/openapi.json", "This document", "application/json", (*_KEYED, errors.NotReady)),
+    Operation("get", "/load", "How many requests for tokens are in flight", replies.LoadReply, _KEYED),
     Operation("get", "/version", "The version of roseinfer", replies.VersionReply, _KEYED),
     Operation("get", "/metrics", "Series for Prometheus", "text/plain", _KEYED),
     *(
@@ -91,6 +92,7 @@ OPERATIONS = (
             ("/livez", "Is it alive"),
             ("/readyz", "Can it serve now"),
             ("/health", "The same as /readyz"),
+            ("/ping", "The same, as SageMaker asks it"),
             ("/startupz", "Was it ever ready"),
         )
     ),
@@ -117,7 +119,7 @@ def document(model_name: str, info: EngineInfo, *, has_keys: bool) -> Schema:
     paths: dict[str, Schema] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, has_keys=has_keys)
-    schemes = {"key": {"type": "http", "scheme": "bearer"}} if has_keys else {}
+    schemes = _KEY_SCHEMES if has_keys else {}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -203,7 +205,7 @@ def _operation(operation: Operation, *, has_keys: bool) -> Schema:
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": _json_of(operation.body)}
     if has_keys and operation.path not in PROBE_PATHS:
-        described["security"] = [{"key": []}]
+        described["security"] = [{scheme: []} for scheme in _KEY_SCHEMES]
     return described
 
 
@@ -229,6 +231,10 @@ def _responses(operation: Operation) -> Schema:
     return responses
 
 
+_KEY_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _HEADERS = {"X-Request-Id": {"schema": {"type": "string"}}}
 _RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
 

@@ -32,7 +32,7 @@ def another_value(path: str) -> Any:
         case int():
             return option.default + 1024 if option.default else 16
         case tuple():
-            return ("one", "another")
+            return ("https://example.com", "https://example.org:8080")
         case _:
             return 128 if "int" in str(option.type) else "another"
 
@@ -124,6 +124,8 @@ def test_a_value_that_does_not_fit_is_named(path: str, text: str, sentence: str)
         (lambda: Config(scheduler=SchedulerConfig(max_num_seqs=8, max_prefill_seqs=32, max_active_seqs=31)),
          "scheduler.max_active_seqs"),
         (lambda: Config(server=ServerConfig(port=9, ops_port=9)), "server.ops_port"),
+        (lambda: Config(server=ServerConfig(allowed_origins=("*", "https://example.com/"))), "server.allowed_origins"),
+        (lambda: Config(server=ServerConfig(allowed_origins=("example.com",))), "server.allowed_origins"),
         (lambda: Config(model="gpt2"), "model"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip

@@ -1,14 +1,16 @@
-"""Checks the `Authorization` header of requests against the configured API keys, which may change while it runs."""
+"""Checks the keys of requests against the configured API keys, which may change while it runs."""
 
 import base64
 import binascii
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from roseinfer.config.api_keys import KEYS_VARIABLE, ApiKey, digest_of, parse_keys, read_keys
 from roseinfer.runtime.file_watch import WatchedFiles
+
+NO_KEY = "A valid API key is needed: `Authorization: Bearer <key>`, or `x-api-key: <key>`"
 
 Digests = list[tuple[str, bytes]]
 """Names of keys, and the digests of the keys."""
@@ -46,25 +48,26 @@ class ApiKeys:
         """Accept these keys from now on, and no others."""
         self._digests = digests
 
-    def caller(self, authorization: str) -> Caller | None:
-        """The caller whose key the header carries, or None.
+    def caller(self, headers: Mapping[str, str]) -> Caller | None:
+        """The caller whose key the headers carry, as OpenAI's clients send it or as Anthropic's do, or None.
 
         Every key is compared, also after a match, so the time it takes does not depend on the key.
         """
-        scheme, _, key = authorization.partition(" ")
-        digest = digest_of(key.strip())
-        matches = [name for name, known in self._digests if hmac.compare_digest(digest, known)]
-        if scheme.lower() != "bearer" or not matches:
-            return None
-        return Caller(matches[0], hmac.digest(digest, b"prefix cache salt", "sha256").hex()[:32])
+        scheme, _, bearer = headers.get("Authorization", "").partition(" ")
+        for key in (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")):
+            digest = digest_of(key)
+            if matches := [name for name, known in self._digests if hmac.compare_digest(digest, known)]:
+                return Caller(matches[0], hmac.digest(digest, b"prefix cache salt", "sha256").hex()[:32])
+        return None
 
-    def knows(self, authorization: str) -> bool:
-        """Whether the header carries one of the keys, as Bearer or, as browsers send it, as the password of Basic."""
-        scheme, _, value = authorization.partition(" ")
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Whether the headers carry one of the keys, also, as browsers send it, as the password of Basic."""
+        scheme, _, value = headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "basic":
             try:
                 pair = base64.b64decode(value.strip(), validate=True).decode("utf-8", "surrogateescape")
             except (binascii.Error, ValueError):
                 return False
-            authorization = f"Bearer {pair.partition(':')[2]}"
-        return self.caller(authorization) is not None
+            bearer = f"Bearer {pair.partition(':')[2]}"
+            headers = {"Authorization": bearer, "x-api-key": headers.get("x-api-key", "")}
+        return self.caller(headers) is not None

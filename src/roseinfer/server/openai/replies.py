@@ -186,6 +186,12 @@ class ProbeReply(msgspec.Struct):
     engine: ProbeAccount
 
 
+class LoadReply(msgspec.Struct):
+    """GET /load: requests for tokens in flight."""
+
+    server_load: int
+
+
 class VersionReply(msgspec.Struct):
     """GET /version."""
 

@@ -7,6 +7,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.errors import CrossSite, InvalidRequest, Unauthorized, UnknownRoute
+from roseinfer.server.connection.api_keys import NO_KEY
 from roseinfer.server.connection.body import refuse_body
 from roseinfer.server.service import SERVICE, Service
 
@@ -72,8 +73,8 @@ def _authorize(request: web.Request) -> None:
     if is_loopback(service.config.ops_host):
         if not is_loopback(_host(request)):
             raise CrossSite("On the loopback the Host header must name it too.", param="Host")
-    elif service.api_keys is not None and not service.api_keys.knows(request.headers.get("Authorization", "")):
-        message = "A valid API key is needed: `Authorization: Bearer <key>`, or as the password of Basic."
+    elif service.api_keys is not None and not service.api_keys.knows(request.headers):
+        message = f"{NO_KEY}, or as the password of Basic."
         raise Unauthorized(message, challenge='Basic realm="roseinfer", charset="UTF-8"')
     site = request.headers.get("Sec-Fetch-Site", "none")
     if request.method not in _SAFE_METHODS and site not in {"same-origin", "none"}:

@@ -46,6 +46,11 @@ def _probe(service: Service, is_well: bool) -> web.Response:
     return web.json_response(body, status=200 if is_well else 503)
 
 
+async def load(request: web.Request) -> web.Response:
+    """The number of requests for tokens in flight, under vLLM's name."""
+    return web.json_response({"server_load": request.app[SERVICE].num_exchanges})
+
+
 async def version(_request: web.Request) -> web.Response:
     return web.json_response({"version": __version__})
 
@@ -70,6 +75,8 @@ async def list_models(request: web.Request) -> web.Response:
 async def get_model(request: web.Request) -> web.Response:
     """The model by its name, which may hold slashes. Raises UnknownModel or NotReady."""
     service = request.app[SERVICE]
+    if not request.match_info["id"]:  # the list, with a slash behind
+        return await list_models(request)
     if request.match_info["id"] != service.model_name:
         raise UnknownModel(f"There is no such model here; this is {service.model_name}.", param="id")
     return web.json_response(_model(service))
