@@ -1,6 +1,7 @@
 """Structured output and tools over a scripted engine: what is asked of it, what is refused, and how calls are told."""
 
 import json
+import re
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -315,6 +316,39 @@ async def test_choices_have_calls_of_their_own() -> None:
 
     answer = await ask(ScriptedEngine(reply), tools=[TOOL], n=2, seed=4)
     assert [choice["finish_reason"] for choice in answer.json["choices"]] == ["stop", "tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "call_id"),
+    [
+        ("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', r"[a-z0-9]{9}"),
+        ("[TOOL_CALLS][ARGS]", 'Wait.[TOOL_CALLS]f[ARGS]{"a": 1}', r"[a-z0-9]{9}"),
+        (
+            "<tool_call><function=",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>",
+            "call_.{24}",
+        ),
+        ("[func_name1(a=1)]", "[f(a=1)]", "call_.{24}"),
+        ("<|tool_call|>", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "call_.{24}"),
+    ],
+)
+async def test_calls_are_as_the_template_writes_them(tag: str, text: str, call_id: str) -> None:
+    """And come back with the next request, whatever the ids of earlier ones are."""
+    template = HERMES.replace("<tool_call>", tag)
+    async with serving(ScriptedEngine(says(text, FinishReason.STOP)), text=text_model(template=template)) as server:
+        [choice] = (await server.chat(tools=[TOOL])).json["choices"]
+        message, earlier = choice["message"], {"id": "other", "function": {"name": "f", "arguments": "{}"}}
+        history = [
+            {"role": "user", "content": "x"},
+            message | {"tool_calls": [*message["tool_calls"], earlier]},
+            {"role": "tool", "content": "1", "tool_call_id": message["tool_calls"][0]["id"]},
+            {"role": "tool", "content": "2", "tool_call_id": "other"},
+        ]
+        assert (await server.chat(messages=history)).status == 200
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert re.fullmatch(call_id, call["id"])
+    assert (choice["finish_reason"], message["content"]) == ("tool_calls", "Wait." if "Wait" in text else None)
 
 
 async def test_llama_writes_a_bare_object() -> None:
