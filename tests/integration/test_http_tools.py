@@ -79,6 +79,11 @@ def told(events: list[Any]) -> tuple[str, list[dict[str, str]], str | None]:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": None}}}},
             Grammar("json_schema", '{"const":null}'),
         ),
+        *(
+            ({"response_format": {"type": kind, field: {"const": None}}}, Grammar("json_schema", '{"const":null}'))
+            for kind in ("json_object", "json_schema", "json")
+            for field in ("schema", "value")
+        ),
         ({"structured_outputs": {"json": {"enum": [1]}}}, Grammar("json_schema", '{"enum":[1]}')),
         ({"structured_outputs": {"json": '{"a": 1}', "regex": None}}, Grammar("json_schema", '{"a": 1}')),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", '{"type":"object"}')),
@@ -99,7 +104,12 @@ async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, An
     [
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json"}}, "response_format.value"),
         ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {}, "value": {}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "json", "value": {"const": "refused"}}}, "response_format.value"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x\n", "schema": {}}}},
             "response_format.json_schema.name",

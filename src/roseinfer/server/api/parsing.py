@@ -25,7 +25,7 @@ _ELSEWHERE: Mapping[str, str] = {
 }
 
 _MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
-_SCHEMAS = frozenset({"schema", "parameters", "json"})  # fields in which null is a value
+_SCHEMAS = frozenset({"schema", "value", "parameters", "json"})  # fields in which null is a value
 _PARTS = (
     *("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice"),
     *("input", "reasoning", "text"),

@@ -35,23 +35,35 @@ class JsonSchemaFormat(Part, frozen=True, kw_only=True):
 
 
 class ResponseFormat(Part, frozen=True, kw_only=True):
-    """`json_schema` belongs to the type `json_schema` alone."""
+    """The form of an answer.
 
-    type: Literal["text", "json_object", "json_schema"]
+    Its schema is in `json_schema`, as OpenAI's, in `schema`, as llama.cpp's, or in `value`, as Hugging Face's.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "json"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise Misfit.missing("json_schema")
-        if self.type != "json_schema" and self.json_schema is not None:
+        given = [name for name in ("json_schema", "schema", "value") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise Misfit("only one of `json_schema`, `schema` and `value` can be given")
+        if self.type == "text" and given:
+            raise Misfit(f"`{given[0]}` does not belong to the type `text`")
+        if self.type == "json_object" and self.json_schema is not None:
             raise Misfit("`json_schema` belongs to the type `json_schema` alone")
+        if self.type in {"json_schema", "json"} and not given:
+            raise Misfit.missing("json_schema" if self.type == "json_schema" else "value")
 
     def form(self) -> tuple[Grammar, str]:
         """The grammar, and the field it stands in. Raises InvalidRequest for a schema that is too deep."""
-        if self.json_schema is None or self.json_schema.schema is None:
-            return ANY_OBJECT, "response_format"
-        param = "response_format.json_schema.schema"
-        return Grammar("json_schema", encode_source(self.json_schema.schema, param)), param
+        nested = None if self.json_schema is None else self.json_schema.schema
+        for name, schema in (("json_schema.schema", nested), ("schema", self.schema), ("value", self.value)):
+            if schema is not None:
+                param = f"response_format.{name}"
+                return Grammar("json_schema", encode_source(schema, param)), param
+        return ANY_OBJECT, "response_format"
 
 
 class FunctionDefinition(Part, frozen=True, kw_only=True):
@@ -287,7 +299,10 @@ class GenerationBody(OpenAIBody, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Completions of each prompt.")] = 1
     response_format: Annotated[
         ResponseFormat | None,
-        Meta(description="`json_object`: any JSON object; `json_schema`: by the schema. See structured-output.md."),
+        Meta(
+            description="`json_object`: any JSON object, or one by a `schema`; `json_schema`: by the schema. See "
+            "structured-output.md."
+        ),
     ] = None
 
     def check(self) -> None:

@@ -29,7 +29,7 @@ def refused(body: dict[str, Any] | bytes) -> InvalidRequest:
         ({"tool_choice": "boss"}, "tool_choice", "Expected one of 'auto', 'none', 'required'; got 'boss'."),
         ({"tool_choice": {"type": "boss"}}, "tool_choice.type", "Expected 'function'; got 'boss'."),
         ({"response_format": {"type": "yaml"}}, "response_format.type",
-         "Expected one of 'json_object', 'json_schema', 'text'; got 'yaml'."),
+         "Expected one of 'json', 'json_object', 'json_schema', 'text'; got 'yaml'."),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "b", "function": {}}]}]},
          "messages[0].tool_calls[0].type", "Expected 'function'; got 'b'."),
     ],
@@ -78,7 +78,7 @@ def test_zero_keeps_all_of_the_likeliest() -> None:
         ({"structured_outputs": {"json_object": False}},
          "`structured_outputs`: exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed."),
         ({"response_format": {"type": "text", "json_schema": {"name": "a"}}},
-         "`response_format`: `json_schema` belongs to the type `json_schema` alone."),
+         "`response_format`: `json_schema` does not belong to the type `text`."),
         ({"logit_bias": {"5": 1, "five": 1}}, "`logit_bias`: Expected `int`, got `str` as a key, 'five'."),
     ],
 )  # fmt: skip
