@@ -90,8 +90,10 @@ audit: setup build/audit-venv/.installed ## bill of materials, licences, known w
 	$(BIN)/python tools/audit.py $(ARGS)
 
 build/audit-venv/.installed: tools/audit_requirements.txt
-	$(PYTHON) -m venv --clear build/audit-venv
-	build/audit-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tools/audit_requirements.txt
+build/clients-venv/.installed: tests/e2e/requirements.txt
+build/audit-venv/.installed build/clients-venv/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 docs: setup ## write the generated pages again
