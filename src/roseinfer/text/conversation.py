@@ -70,7 +70,7 @@ async def prepare_turn(
             conversation.functions,
             is_forced=conversation.must_call,
             is_parallel=conversation.is_parallel,
-            tool_format=find_format(tool_format, template.source),
+            tool_format=find_format(tool_format, template.tool_source),
         )
         tools = [function.for_template() for function in tool_use.functions]
     calls = None if tool_use is None else tool_use.grammar()

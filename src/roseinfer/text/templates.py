@@ -146,7 +146,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _NamedTemplate(msgspec.Struct):
-    """One of several templates; the one called `default` is for chat."""
+    """One of several templates: `default` is for chat, and `tool_use` for chat with tools (Hermes 2 and 3)."""
 
     name: str
     template: str
@@ -174,15 +174,20 @@ def read_chosen_template(path: str | None) -> str | None:
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens it may name, such as `bos_token`."""
+    """A compiled template and the special tokens it may name, such as `bos_token`.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    Where a checkpoint has another template for conversations with tools, `tool_source` is that.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         self._template = _compile(source, "model.path")
+        self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
         self.source = source
+        self.tool_source = tool_source or source
         self._has_short_ids = find_format("auto", source).has_short_ids
         environment = _environment()
         reads = meta.find_undeclared_variables(environment.parse(source))
-        self.knows_tools = "tools" in reads
+        self.knows_tools: bool = "tools" in reads if self._for_tools is None else self._for_tools.knows_tools
         self._special_tokens = dict(special_tokens)
         self._given = {*_GIVEN, *special_tokens, *environment.globals}  # by the server, each time
         self._variables = reads - self._given  # those that a client may set
@@ -191,8 +196,10 @@ class ChatTemplate:
     def load(cls, directory: Path, chosen: str | None = None) -> "ChatTemplate | None":
         """The template `chosen` instead of the checkpoint's, or the checkpoint's; None when there is neither."""
         config = TokenizerConfig.load(directory)
-        source = _checkpoint_template(directory, config) if chosen is None else chosen
-        return None if source is None else cls(source, config.special_tokens)
+        sources = _checkpoint_templates(directory, config) if chosen is None else {"default": chosen}
+        if "default" not in sources:
+            return None
+        return cls(sources["default"], config.special_tokens, sources.get("tool_use"))
 
     def thinking_variables(self, thinking: Thinking) -> dict[str, object]:
         """The variables in which this template reads how much the model is to think."""
@@ -218,6 +225,8 @@ class ChatTemplate:
         opens_turn: bool = True,
     ) -> str:
         """The conversation, up to where the assistant speaks if `opens_turn`. Raises InvalidRequest if refused."""
+        if tools and self._for_tools is not None:
+            return self._for_tools.render(messages, tools, variables, opens_turn=opens_turn)
         written = [_for_template(message, has_short_ids=self._has_short_ids) for message in messages]
         return self._render(variables, messages=written, tools=tools, add_generation_prompt=opens_turn)
 
@@ -250,16 +259,16 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _checkpoint_template(directory: Path, config: TokenizerConfig) -> str | None:
-    """Of `chat_template.jinja`, else of `tokenizer_config.json`, else of `chat_template.json`; None without any."""
+def _checkpoint_templates(directory: Path, config: TokenizerConfig) -> dict[str, str]:
+    """By name: of `chat_template.jinja`, else of `tokenizer_config.json`, else of `chat_template.json`."""
     file = directory / "chat_template.jinja"
     try:
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return {"default": file.read_text(encoding="utf-8")}
         entry = config.chat_template or read_json(directory / "chat_template.json").get("chat_template")
         source = msgspec.convert(entry, str | list[_NamedTemplate] | None)
     except ValueError as error:  # not UTF-8, or not the shape that checkpoints have
         raise ConfigError(f"The chat template cannot be read: {error}.", param="model.path") from None
     if isinstance(source, list):
-        return next((named.template for named in source if named.name == "default"), None)
-    return source
+        return {named.name: named.template for named in reversed(source)}
+    return {} if source is None else {"default": source}

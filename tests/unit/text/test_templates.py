@@ -140,6 +140,19 @@ def test_of_several_templates_the_default(tmp_path: Path) -> None:
     assert loaded.render(MESSAGES) == "b"
 
 
+def test_of_several_templates_the_one_for_tools_where_there_are_some(tmp_path: Path) -> None:
+    several = [
+        {"name": "default", "template": "chat"},
+        {"name": "tool_use", "template": "{{ tools|length }} tools {{ x }}"},
+    ]
+    loaded = ChatTemplate.load(write_config(tmp_path, {"chat_template": several}))
+    assert loaded is not None
+    assert loaded.knows_tools
+    assert (loaded.source, loaded.tool_source) == ("chat", several[1]["template"])
+    assert loaded.render(MESSAGES) == "chat"
+    assert loaded.render(MESSAGES, [{}, {}], {"x": 1}) == "2 tools 1"
+
+
 def test_a_file_for_processors_is_read_when_nothing_else_has_a_template(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ bos_token }}processor"}))
     loaded = ChatTemplate.load(write_config(tmp_path, {"bos_token": "<s>"}))
