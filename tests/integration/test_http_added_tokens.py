@@ -1,6 +1,7 @@
 """Forced calls and forms over vocabularies whose tags are added tokens, under the real library of grammars."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,13 +169,36 @@ async def test_a_form_may_hold_the_texts_of_added_tokens(
     assert (choice["text"] if path else choice["message"]["content"]) == text
 
 
-async def test_json_may_hold_the_texts_of_added_tokens(served: Served) -> None:
-    schema = {"properties": {"<think>": {"const": "<tool_call>" + EOS_TEXT}}, "required": ["<think>"]}
-    wanted = {"name": "x", "schema": {"type": "object", "additionalProperties": False} | schema}
-    answer = await served.ask(served.says_anything(0), response_format={"type": "json_schema", "json_schema": wanted})
+def asking_for(form: str, text: str) -> dict[str, Any]:
+    """Fields of a body whose answer holds the text and nothing else of its own."""
+    if form == "tools":
+        parameters = PARAMETERS | {"properties": {"a": {"const": text}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        return {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    of_form: dict[str, Any] = {
+        "regex": re.escape(text),
+        "json": PARAMETERS | {"properties": {text: {"const": text}}, "required": [text]},
+        "grammar": f"start: {json.dumps(text)}",
+        "choice": [text],
+    }
+    return {"structured_outputs": {form: of_form[form]}}
+
+
+@pytest.mark.parametrize("added", ["<tool_call>", "<think>", "</think>", "<|im_start|>", EOS_TEXT])
+@pytest.mark.parametrize("form", ["regex", "json", "grammar", "choice", "tools"])
+async def test_every_form_may_hold_every_added_token(served: Served, form: str, added: str) -> None:
+    """Marked special or not, at the beginning, in the middle and at the end."""
+    text = f"{added}{added}\nx{added}"
+    answer = await served.ask(served.says_anything(0), **asking_for(form, text))
     assert answer.status == 200, answer.json
-    said = json.loads(answer.json["choices"][0]["message"]["content"])
-    assert said == {"<think>": "<tool_call><|im_end|>"}
+    message = answer.json["choices"][0]["message"]
+    if form == "tools":
+        [call] = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": text}
+    elif form == "json":
+        assert json.loads(message["content"]) == {text: text}
+    else:
+        assert message["content"] == text
 
 
 @pytest.mark.parametrize("path", [{"prompt": "x"}, {}], ids=["completions", "chat"])
