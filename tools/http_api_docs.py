@@ -1,14 +1,15 @@
 """Writes the tables of fields and errors into docs/http-api.md, from the request structs and the error tree."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from generated_files import filled
-from roseinfer.errors import CapacityError, EngineError, InvalidRequest, RequestError, RoseinferError
+from roseinfer.errors import CapacityError, EngineError, RequestError, RoseinferError
 from roseinfer.server.api.fields import ModelBody
+from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, OF_SAMPLING, OF_TOKENIZE, Unserved
 from roseinfer.server.connection.body import FEW_VALUES
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
@@ -25,8 +26,14 @@ LIMITS = {
 }
 NO_LIMIT = 2**31 - 1  # where a field says no more than that an integer fits
 NO_EFFECT = "No effect."
+UNSERVED = {
+    "fields of every body that asks for tokens": OF_SAMPLING,
+    "fields of a completion": OF_COMPLETIONS,
+    "fields of a chat": OF_CHAT,
+    "fields of /tokenize": OF_TOKENIZE,
+}
 REMARKS: Mapping[type[ModelBody], str] = {
-    ChatBody: "A message's `name` has no effect either. The role `developer` is `system` to the template.",
+    ChatBody: "The role `developer` is `system` to the template.",
 }
 
 
@@ -42,6 +49,7 @@ def page() -> str:
         "The answer has the text as `prompt`; special tokens are spelled out. A list may have fewer than",
         f"{FEW_VALUES} + 2 × `max_model_len` ids. `/tokenize` encodes all that a body holds and may answer with more:",
         "send those in parts, cut where a character ends.\n",
+        *(_unserved(title, rows) for title, rows in UNSERVED.items()),
     ]
     rows = [f"| {status} | `{kind}` | `{code}` | {meaning} |\n" for status, code, kind, meaning in _errors()]
     errors = "".join(["| status | type | code | means |\n|---|---|---|---|\n", *rows])
@@ -63,19 +71,23 @@ def _fields(title: str, body: type[ModelBody], described: frozenset[str] = froze
         lines.append(f"\nAccepted, and without any effect: {', '.join(idle)}.")
     if body in REMARKS:
         lines.append(f"\n{REMARKS[body]}")
-    if body.unserved:
-        tolerated = ", ".join(_tolerated(name, neutral) for name, neutral in sorted(body.unserved.items()))
-        lines.append(
-            "\nOf OpenAI's fields, these are accepted only with a value that asks for nothing, which is null or the "
-            f"one in brackets; anything else is a 400 `{InvalidRequest.code}` that names the field: {tolerated}."
-        )
     return "\n".join(lines) + "\n"
 
 
-def _tolerated(name: str, neutral: Sequence[object]) -> str:
-    """A field that is not served, and the values that it may have all the same."""
-    values = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
-    return f"`{name}` ({values})" if values else f"`{name}`"
+def _unserved(title: str, rows: Mapping[str, Unserved]) -> str:
+    """The table of fields that may come all the same."""
+    ignored = ", ".join(f"`{name}`" for name, field in sorted(rows.items()) if field.is_ignored)
+    lines = [f"## Not served: {title}\n", "| field | accepted | instead |", "|---|---|---|"]
+    for name, field in sorted(rows.items()):
+        if not field.is_ignored:
+            lines.append(f"| `{name}` | {_accepted(field)} | {field.instead} |")
+    if ignored:
+        lines.append(f"\nAccepted whatever they hold: {ignored}.")
+    return "\n".join(lines) + "\n"
+
+
+def _accepted(field: Unserved) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
 
 
 def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:

@@ -190,7 +190,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"audio": {}}, "audio"),
     ({"logit_bias": {"1000": 5}}, "logit_bias"),
     ({"echo": True}, "echo"),
-    ({"best_of": 1}, "best_of"),
+    ({"best_of": 2}, "best_of"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": 2}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -213,11 +213,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "No."}]}]},
-        "messages[0].content[0].text",
+        "messages[0].content[0].refusal",
     ),
-    ({"messages": [{"role": "assistant", "content": "a", "annotations": {}}]}, "messages[0].annotations"),
-    ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "b"}}]}, "messages[0].audio"),
-    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
+    ({"messages": [{"role": "assistant", "content": None, "audio": {"id": "b"}}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",

@@ -145,6 +145,24 @@ async def test_defaults() -> None:
     assert first.seed != second.seed, "without a seed, each request has its own"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_unknown_fields_may_be_ignored_and_are_listed(*, stream: bool) -> None:
+    async with serving(ScriptedEngine(says("a")), unknown_fields="ignore") as server:
+        fields: dict[str, Any] = {"temprature": 1, "a, b\n": 2, "store": True, "mood": None}
+        answer = await server.complete(**fields, stream=stream)
+        assert (answer.status, answer.headers["x-roseinfer-ignored"]) == (200, "a%2C%20b%0A, temprature")
+        plain = await server.complete(stream=stream, store=True)
+        assert "x-roseinfer-ignored" not in plain.headers
+        refused = await server.complete(temprature=1, top_p=5, stream=stream)
+        assert (refused.status, refused.error["param"]) == (400, "top_p")
+        assert refused.headers["x-roseinfer-ignored"] == "temprature"
+        fields = {f"{'x' * 100}{i}": 1 for i in range(500)}
+        many = await server.complete(**fields, stream=stream)
+        assert (many.status, len(many.headers["x-roseinfer-ignored"])) == (200, 2048)
+    async with serving(ScriptedEngine(says("a"))) as server:
+        assert (await server.complete(temprature=1)).error["param"] == "temprature"
+
+
 NOTHING: list[dict[str, Any]] = [
     {"echo": False},
     {"presence_penalty": 0},

@@ -120,7 +120,7 @@ async def test_the_access_log_has_one_line_for_each_request(caplog: pytest.LogCa
         ({"a secret, word by word": 5}, "UnknownField", "invalid_value", None),
         ({"secret\n" * 9: 5}, "UnknownField", "invalid_value", None),
         ({"messages": []}, "InvalidRequest", "invalid_value", "messages"),
-        ({"messages": None}, "MissingField", "invalid_value", "messages"),
+        ({"messages": None}, "InvalidRequest", "invalid_value", "messages"),
         ({"messages": [{"role": "secret", "content": "Hi"}]}, "InvalidRequest", "invalid_value", "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "MissingField", "invalid_value", "messages[0].content"),
         ({"logit_bias": {"secret": 1}}, "InvalidRequest", "invalid_value", "logit_bias"),

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from roseinfer.errors import ConfigError
 from roseinfer.messages import MAX_PROFILE_STEPS
-from roseinfer.runtime.validation import types_in
+from roseinfer.runtime.validation import in_words_of_json, types_in
 
 Section = TypeVar("Section")
 DEMO_MODEL = "roseinfer/demo"
@@ -306,6 +306,11 @@ class ServerConfig:
     drain_timeout_s: float = option(
         25.0, "Longest time that streams have to finish after SIGTERM; then they end with an error event.", ge=0
     )
+    unknown_fields: Literal["refuse", "ignore"] = option(
+        "refuse",
+        "A field of a body that no server has: `refuse` answers 400, `ignore` lists it in the header "
+        "`x-roseinfer-ignored`. A known one that is not served and would change the answer is a 400 either way.",
+    )
     max_body_bytes: int = option(2 * 1024 * 1024, "Longest request body.", ge=1024)
     max_bodies_mib: int = option(
         128,
@@ -567,7 +572,7 @@ def refusal_of(value: object, kind: Any, error: msgspec.ValidationError) -> str:
                 msgspec.convert(value, plain, strict=False)
             except msgspec.ValidationError:
                 return f"{shown(value)} is not {_READ_AS[plain]}"
-    reason = str(error)
+    reason = in_words_of_json(error)
     return reason if "got" in reason else f"{reason}, got {shown(value)}"
 
 

@@ -4,6 +4,7 @@ msgspec says where a value does not fit only within a sentence. So after a refus
 converted alone, until the refused one has no parts.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import UnionType
@@ -13,6 +14,8 @@ import msgspec
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
+_TYPES = re.compile(r"`([a-z| ]+)`")  # in msgspec's sentences
+_JSON_WORDS = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 _MAX_QUOTED = 100  # characters of a client's own text in an error
 
 
@@ -61,7 +64,7 @@ class Misfit(ValueError):
         return f"{self.where}: {self.reason}" if self.path else self.reason
 
     def sentence(self, note: str = "") -> str:
-        """One sentence that names the value, such as "`top_p`: Expected `float` <= 1.0."."""
+        """One sentence that names the value, such as "`top_p`: Expected `number` <= 1.0."."""
         return f"`{self.where}`: {self.reason}{note}." if self.kind == "value" else f"{self.reason} `{self.where}`."
 
 
@@ -149,7 +152,8 @@ class _Search:
         if (misfit := self._within(value, value_type, str(key))) is not None:
             return misfit
         is_text = self._str_keys and isinstance(key, str)
-        return Misfit(f"{self._error(key, expected=key_type, strict=not is_text)} as a key, {_quoted(key)}", value=key)
+        error = self._error(key, expected=key_type, strict=not is_text)
+        return Misfit(f"{in_words_of_json(error)} as a key, {_quoted(key)}", value=key)
 
 
 def _first_refused(values: Sequence[Any], error_of: Callable[[Sequence[Any]], Exception | None]) -> int | None:
@@ -165,9 +169,18 @@ def _reason(value: Any, alternatives: list[Any], error: msgspec.ValidationError)
     """The reason that msgspec gives for a value without parts; of a closed set, its members."""
     choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
     if not any(type(value) is type(choice) for choice in choices):
-        return str(error)
+        return in_words_of_json(error)
     one_of = "one of " if len(choices) > 1 else ""
     return f"Expected {one_of}{', '.join(sorted(map(repr, choices)))}; got {_quoted(value)}"
+
+
+def in_words_of_json(error: Exception | None) -> str:
+    """What msgspec says, with JSON's names of types for Python's."""
+
+    def rename(types: re.Match[str]) -> str:
+        return f"`{' or '.join(_JSON_WORDS.get(word, word) for word in types[1].split(' | '))}`"
+
+    return _TYPES.sub(rename, str(error))
 
 
 def _quoted(value: object) -> str:

@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -24,6 +25,7 @@ from roseinfer.errors import (
 )
 from roseinfer.records import LifecycleState
 from roseinfer.server.api.errors import error_body
+from roseinfer.server.api.parsing import IGNORED
 from roseinfer.server.connection.api_keys import NO_KEY, Caller
 from roseinfer.server.connection.body_budget import HELD_BYTES, HeldBytes
 from roseinfer.server.exchange import EXCHANGE, Failure, is_for_tokens, server_timing
@@ -40,6 +42,7 @@ QUIET_PATHS = PROBE_PATHS | {"/metrics", "/debug/timeline/data"}
 SERVER = "roseinfer"  # instead of the versions of aiohttp and Python
 CLIENT_CLOSED = 499  # nginx's number for it
 REASONS = {CLIENT_CLOSED: "Client Closed Request"}  # of statuses that the standard has no phrase for
+MAX_LISTED = 2048  # characters of the names of fields that were ignored
 RESTART_S = "5"  # until a new engine is there, if there will be one; its backlog is not known
 PREFLIGHT_AGE_S = "600"  # in which a browser need not ask again
 FAREWELL_TIMEOUT_S = 1.0  # for a client that does not read to take the last event
@@ -106,10 +109,16 @@ def _facts_of_failure(request: web.Request) -> dict[str, str | None]:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Add the request id, and `Connection: close` on a server that is about to stop, before the status line leaves."""
+    """Add the request id, what was ignored, and `Connection: close` on a server that is about to stop.
+
+    It is called before the status line leaves.
+    """
     response.headers["Server"] = SERVER
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if ignored := request.get(IGNORED):
+        listed = ", ".join(quote(name, safe="", errors="replace") for name in sorted(ignored))
+        response.headers["x-roseinfer-ignored"] = listed[:MAX_LISTED]
     if request.app[SERVICE].state in {LifecycleState.DRAINING, LifecycleState.FAILED}:
         response.headers["Connection"] = "close"
         response.force_close()

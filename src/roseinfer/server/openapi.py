@@ -16,6 +16,7 @@ from aiohttp import web
 from roseinfer import __version__, errors
 from roseinfer.messages import EngineInfo
 from roseinfer.server.api.fields import ModelBody
+from roseinfer.server.api.unserved import Unserved
 from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, StreamOptions
@@ -136,16 +137,18 @@ def _accept_what_is_accepted(components: dict[str, Schema], body: type[ModelBody
     """Add null where a field may be left out, and fields that are accepted with values that ask for nothing."""
     for name in _structs_within(components, body.__name__):
         schema = components[name]
-        if not schema.get("additionalProperties", True):
-            required = schema.get("required", ())
-            for field, value in schema["properties"].items():
-                if field not in required:
-                    schema["properties"][field] = _or_null(value)
-    for field, neutral in body.unserved.items():
-        components[body.__name__]["properties"][field] = {
-            "enum": [*neutral, None],
-            "description": "Accepted only with a value that asks for nothing.",
-        }
+        required = schema.get("required", ())
+        for field, value in schema["properties"].items():
+            if field not in required:
+                schema["properties"][field] = _or_null(value)
+    for field, unserved in body.unserved.items():
+        components[body.__name__]["properties"].setdefault(field, _schema_of(unserved))
+
+
+def _schema_of(unserved: Unserved) -> Schema:
+    if unserved.is_ignored:
+        return {"description": "No effect."}
+    return {"enum": [*unserved.neutral, None], "description": "Accepted only with a value that asks for nothing."}
 
 
 def _structs_within(components: dict[str, Schema], name: str) -> Iterator[str]:

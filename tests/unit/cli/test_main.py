@@ -99,7 +99,7 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "line"),
     [
         (["serve", "--max-num-seqs", "0"],
-         "roseinfer: scheduler.max_num_seqs (from --max-num-seqs): Expected `int` >= 1, got '0'"),
+         "roseinfer: scheduler.max_num_seqs (from --max-num-seqs): Expected `integer` >= 1, got '0'"),
         (["serve", "--scheduler.max-num-seqs", "x"],
          "roseinfer: scheduler.max_num_seqs (from --scheduler.max-num-seqs): 'x' is not an integer"),
         (["serve", "--max-num-seq", "4"],
@@ -115,18 +115,18 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["bench", "serve", "http://h:1"],
          "roseinfer: http://h:1: is not an argument of roseinfer bench serve; did you mean --url http://h:1?"),
         (["generate"], "roseinfer: the following arguments are required: PROMPT; see roseinfer generate --help"),
-        (["generate", "x", "--max-tokens", "0"], "roseinfer: --max-tokens: Expected `int` >= 1, got '0'"),
-        (["generate", "x", "--top-p", "1.5"], "roseinfer: --top-p: Expected `float` <= 1.0, got '1.5'"),
-        (["generate", "x", "--temperature", "nan"], "roseinfer: --temperature: Expected `float` >= 0.0, got 'nan'"),
-        (["chat", "--seed", "-1"], "roseinfer: --seed: Expected `int` >= 0, got '-1'"),
-        (["bench", "streaming", "--num-requests", "0"], "roseinfer: --num-requests: Expected `int` >= 1, got '0'"),
+        (["generate", "x", "--max-tokens", "0"], "roseinfer: --max-tokens: Expected `integer` >= 1, got '0'"),
+        (["generate", "x", "--top-p", "1.5"], "roseinfer: --top-p: Expected `number` <= 1.0, got '1.5'"),
+        (["generate", "x", "--temperature", "nan"], "roseinfer: --temperature: Expected `number` >= 0.0, got 'nan'"),
+        (["chat", "--seed", "-1"], "roseinfer: --seed: Expected `integer` >= 0, got '-1'"),
+        (["bench", "streaming", "--num-requests", "0"], "roseinfer: --num-requests: Expected `integer` >= 1, got '0'"),
         (["bench", "streaming", "--prompt-repeats", "1,0"],
-         "roseinfer: --prompt-repeats: Expected `int` >= 1, got '0'"),
+         "roseinfer: --prompt-repeats: Expected `integer` >= 1, got '0'"),
         (["bench", "streaming", "--prompt-repeats", ""], "roseinfer: --prompt-repeats: '' is not an integer"),
         (["bench", "streaming", "--prefill-max-batch-size", "0"],
-         "roseinfer: scheduler.max_prefill_seqs (from --prefill-max-batch-size): Expected `int` >= 1, got '0'"),
+         "roseinfer: scheduler.max_prefill_seqs (from --prefill-max-batch-size): Expected `integer` >= 1, got '0'"),
         (["bench", "scheduler", "--max-batch-size", "-1"],
-         "roseinfer: scheduler.max_num_seqs (from --max-batch-size): Expected `int` >= 1, got '-1'"),
+         "roseinfer: scheduler.max_num_seqs (from --max-batch-size): Expected `integer` >= 1, got '-1'"),
         (["config", "show", "--config", "no/such.yaml"],
          "roseinfer: no/such.yaml: cannot be read: No such file or directory"),
     ],
@@ -140,7 +140,7 @@ def test_a_mistake_is_one_line_that_names_it(
 def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSEINFER_SERVER__PORT", "70000")
     line = error_line(capsys, "serve")
-    assert line == "roseinfer: server.port (from ROSEINFER_SERVER__PORT): Expected `int` <= 65535, got '70000'"
+    assert line == "roseinfer: server.port (from ROSEINFER_SERVER__PORT): Expected `integer` <= 65535, got '70000'"
     monkeypatch.setenv("ROSEINFER_SERVER__PORT", "banana")
     line = error_line(capsys, "serve")
     assert line == "roseinfer: server.port (from ROSEINFER_SERVER__PORT): 'banana' is not an integer"

@@ -97,13 +97,13 @@ def test_nothing_given_is_the_default_tree() -> None:
 @pytest.mark.parametrize(
     ("path", "text", "sentence"),
     [
-        ("scheduler.max_num_seqs", "0", "Expected `int` >= 1, got '0'"),
+        ("scheduler.max_num_seqs", "0", "Expected `integer` >= 1, got '0'"),
         ("scheduler.max_num_seqs", "many", "'many' is not an integer"),
-        ("scheduler.max_prefill_seqs", "0", "Expected `int` >= 1, got '0'"),
+        ("scheduler.max_prefill_seqs", "0", "Expected `integer` >= 1, got '0'"),
         ("cache.block_size", "17", "Expected one of 8, 16, 32, 64, got '17'"),
-        ("cache.memory_utilization", "1.5", "Expected `float` <= 1.0, got '1.5'"),
+        ("cache.memory_utilization", "1.5", "Expected `number` <= 1.0, got '1.5'"),
         ("cache.prefix_caching", "maybe", "'maybe' is not true or false"),
-        ("engine.step_timeout_s", "nan", "Expected `float` > 0.0, got 'nan'"),
+        ("engine.step_timeout_s", "nan", "Expected `number` > 0.0, got 'nan'"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(path: str, text: str, sentence: str) -> None:

@@ -40,8 +40,12 @@ SENT = [error for error in descendants(RoseinferError) if error not in GROUPS | 
 @pytest.mark.parametrize(
     ("message", "param", "told"),
     [
-        ("Expected `int` >= 1, got 0", "scheduler.max_num_seqs", "scheduler.max_num_seqs: Expected `int` >= 1, got 0"),
-        ("`max_inflight`: Expected `int` >= 1.", "max_inflight", "max_inflight: Expected `int` >= 1."),
+        (
+            "Expected `integer` >= 1, got 0",
+            "scheduler.max_num_seqs",
+            "scheduler.max_num_seqs: Expected `integer` >= 1, got 0",
+        ),
+        ("`max_inflight`: Expected `integer` >= 1.", "max_inflight", "max_inflight: Expected `integer` >= 1."),
         ("`server.port` is taken.", None, "`server.port` is taken."),
     ],
 )

@@ -301,7 +301,7 @@ def test_what_is_within_the_bounds_is_taken_as_it_stands(body_type: type[ModelBo
 @pytest.mark.parametrize(
     ("variables", "param", "told"),
     [
-        (1, "chat_template_kwargs", "Expected `object`, got `int`"),
+        (1, "chat_template_kwargs", "Expected `object`, got `integer`"),
         ({"a b": 1}, "chat_template_kwargs", "as a key, 'a b'"),
         ({"é": 1}, "chat_template_kwargs", "as a key, 'é'"),
         ({"": 1}, "chat_template_kwargs", "as a key, ''"),

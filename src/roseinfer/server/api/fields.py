@@ -4,7 +4,7 @@ A body is valid if its struct decodes and `check` raises nothing. The field tabl
 are generated from the annotations here and in the `schema.py` of each API.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -26,6 +26,7 @@ from roseinfer.messages import (
     TopP,
 )
 from roseinfer.runtime.validation import Misfit
+from roseinfer.server.api.unserved import OF_SAMPLING, Unserved
 from roseinfer.text.grammar.source import encode_source
 
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
@@ -39,7 +40,14 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], M
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """An object inside a body."""
+    """An object inside a body that says how to answer: a field that is unknown is refused."""
+
+
+class ConversationPart(msgspec.Struct, frozen=True, kw_only=True):
+    """An object inside a conversation or a tool: what is unknown in it is ignored.
+
+    Clients send back what any server answered, with whatever it had added.
+    """
 
 
 class StructuredOutputs(Part, frozen=True, kw_only=True):
@@ -74,10 +82,7 @@ class StructuredOutputs(Part, frozen=True, kw_only=True):
 class ModelBody(Part, frozen=True, kw_only=True):
     """What every body may hold. Optional fields may be null, which means the default."""
 
-    # Fields that ask for something we do not do, with the values that ask for nothing: the API's own defaults.
-    unserved: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    # Fields that are not served, or belong to another endpoint: what there is instead, for the error.
-    elsewhere: ClassVar[Mapping[str, str]] = {}
+    unserved: ClassVar[dict[str, Unserved]] = {}  # fields that may come all the same, by name
 
     model: Annotated[
         str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
@@ -93,6 +98,8 @@ class ModelBody(Part, frozen=True, kw_only=True):
 
 class SamplingBody(ModelBody, frozen=True, kw_only=True):
     """The fields of every body that asks for tokens."""
+
+    unserved: ClassVar[dict[str, Unserved]] = OF_SAMPLING
 
     stream: Annotated[bool, Meta(description="Answer with server-sent events, as the tokens come.")] = False
     stream_interval: Annotated[

@@ -2,27 +2,17 @@
 
 import json
 import time
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from roseinfer.errors import InvalidRequest, MissingField, NotJSON, UnknownField, UnknownModel
-from roseinfer.runtime.validation import Misfit, convert
+from roseinfer.runtime.validation import Misfit, Path, convert
 from roseinfer.server.api.fields import ModelBody, SamplingBody
 from roseinfer.server.connection.body import INLINE_BYTES, check_num_values, check_num_values_within, read_bytes
 from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.service import SERVICE
-
-# Fields of vLLM's, its older names for `structured_outputs` among them: what there is instead.
-_ELSEWHERE: Mapping[str, str] = {
-    **{f"guided_{name}": f"use `structured_outputs` with `{name}`" for name in ("json", "regex", "choice", "grammar")},
-    "add_special_tokens": "a text gets the model's, a chat its template's; token ids are taken as they are",
-    "prompt_logprobs": "use `echo` with `logprobs`, of /v1/completions",
-    "skip_special_tokens": "special tokens are always left out of the text",
-    "truncate_prompt_tokens": "a prompt is never cut",
-}
 
 _MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
 _SCHEMAS = frozenset({"schema", "value", "parameters", "json"})  # fields in which null is a value
@@ -33,16 +23,20 @@ _PARTS = (
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
 
+IGNORED = web.RequestKey("ignored", list[str])  # the unknown fields of the body, where they are ignored
+
 
 async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     """Step 2: the validated body. Raises RequestError, UnknownModel or Overloaded."""
     service = request.app[SERVICE]
     _check_media_type(request)
     raw = await read_bytes(request, service.config.max_body_bytes, service.config.body_timeout_s)
+    request[IGNORED] = []
+    unknown = request[IGNORED] if service.config.unknown_fields == "ignore" else None
     if len(raw) <= INLINE_BYTES:
-        body = parse_body(raw, body_type)
+        body = parse_body(raw, body_type, unknown)
     else:
-        body = await service.long_bodies.do(_parse_long, raw, body_type, service.client.info.max_model_len)
+        body = await service.long_bodies.do(_parse_long, raw, body_type, unknown, service.client.info.max_model_len)
     if body.model not in {None, service.model_name}:
         message = f"The model `{body.model}` does not exist here; this is {service.model_name}."
         raise UnknownModel(message, param="model")
@@ -64,44 +58,56 @@ def _check_media_type(request: web.Request) -> None:
         raise NotJSON(f"Compressed bodies are not read (Content-Encoding: {encoding}).")
 
 
-def _parse_long(raw: bytearray, body_type: type[BodyT], max_model_len: int) -> BodyT:
+def _parse_long(raw: bytearray, body_type: type[BodyT], unknown: list[str] | None, max_model_len: int) -> BodyT:
     check_num_values(raw, max_model_len)
-    body = parse_body(raw, body_type)
+    body = parse_body(raw, body_type, unknown)
     check_num_values_within(body.json_texts(), max_model_len)
     return body
 
 
-def parse_body(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
-    """Parse a request body. Raises InvalidRequest that names the field."""
+def parse_body(raw: bytes | bytearray, body_type: type[BodyT], unknown: list[str] | None = None) -> BodyT:
+    """Parse a request body. Raises InvalidRequest that names the field.
+
+    The names of unknown fields are added to the list `unknown`; without one they are refused.
+    """
     try:
         body = msgspec.json.decode(raw, type=body_type)
     except (ValueError, RecursionError):
-        body = _parse_loosely(raw, body_type)
+        body = _parse_loosely(raw, body_type, unknown)
     body.check()
     return body
 
 
-def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT]) -> BodyT:
-    """Read a body that may hold nulls for what is left out and fields that ask for nothing, and say what is wrong."""
-    fields = {name: value for name, value in _decode_object(raw).items() if value is not None}
-    for name, neutral in body_type.unserved.items():
-        if name in fields:
-            given = fields.pop(name)
-            if not any(given == value and type(given) is type(value) for value in neutral):
-                raise _unsupported(name, body_type)
+def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT], unknown: list[str] | None = None) -> BodyT:
+    """Read a body that may hold nulls for what is left out and fields without effect, and say what is wrong."""
+    given = _decode_object(raw)
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name in fields.keys() - body_type.__struct_fields__:
+        _take_out(name, fields, body_type, unknown)
     for name in fields.keys() & set(_PARTS):
         fields[name] = _without_nulls(fields[name])
-    try:
-        return convert(fields, body_type, str_keys=True)  # token ids are keys of `logit_bias`
-    except Misfit as misfit:
-        raise _refusal(misfit, body_type) from None
+    while True:
+        try:
+            return convert(fields, body_type, str_keys=True)  # token ids are keys of `logit_bias`
+        except Misfit as misfit:
+            if not isinstance(misfit.value, float) or not misfit.value.is_integer():
+                raise _refusal(misfit, given) from None
+            name = str(misfit.path[0])
+            fields[name] = _whole_numbers(fields[name])
 
 
-def _unsupported(param: str, body_type: type[ModelBody]) -> InvalidRequest:
-    """A field that is not served as it is, with what there is instead."""
-    name = param.rpartition(".")[2]
-    instead = body_type.elsewhere.get(name) or _ELSEWHERE.get(name)
-    return InvalidRequest(f"`{param}` is not supported{f': {instead}' if instead else ''}.", param=param)
+def _take_out(name: str, fields: dict[str, Any], body_type: type[ModelBody], unknown: list[str] | None) -> None:
+    """Remove a field that the body does not have, if it may come all the same. Raises InvalidRequest."""
+    unserved = body_type.unserved.get(name)
+    if unserved is None:
+        if unknown is not None:
+            unknown.append(name)
+            del fields[name]
+    elif unserved.accepts(fields[name]):
+        del fields[name]
+    else:
+        instead = f": {unserved.instead}" if unserved.instead else ""
+        raise InvalidRequest(f"`{name}` is not supported{instead}.", param=name)
 
 
 def _without_nulls(value: object, level: int = 0) -> object:
@@ -119,13 +125,22 @@ def _without_nulls(value: object, level: int = 0) -> object:
     return value
 
 
-def _refusal(misfit: Misfit, body_type: type[ModelBody]) -> InvalidRequest:
+def _whole_numbers(value: object) -> object:
+    """Integers for numbers such as 1.0: JSON has one kind of number."""
+    if isinstance(value, list):
+        return [_whole_numbers(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: _whole_numbers(inner) for key, inner in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _refusal(misfit: Misfit, given: object) -> InvalidRequest:
     """What does not fit as an error, with what would do instead where types and bounds do not say it."""
     param, note = misfit.where, ""
     is_negative = isinstance(misfit.value, int) and misfit.value < 0
     match misfit.path:
-        case (*_, str(name)) if misfit.kind == "unknown field" and name in {**_ELSEWHERE, **body_type.elsewhere}:
-            return _unsupported(param, body_type)
+        case path if misfit.kind == "missing field" and _is_null(given, path):
+            return InvalidRequest(f"`{param}` must not be null.", param=param)
         case (*_, int(), "content" | "output", int(), "type") if isinstance(misfit.value, str):
             part = param.removesuffix(".type")
             message = f"`{part}`: Only text content is supported, not {misfit.value[:100]!r}."
@@ -136,6 +151,14 @@ def _refusal(misfit: Misfit, body_type: type[ModelBody]) -> InvalidRequest:
             note = "; 0 keeps all"
     kinds = {"unknown field": UnknownField, "missing field": MissingField}  # by which the log tells them apart
     return kinds.get(misfit.kind, InvalidRequest)(misfit.sentence(note), param=param)
+
+
+def _is_null(given: Any, path: Path) -> bool:
+    """Whether there is a null where a path leads."""
+    *steps, name = path
+    for step in steps:
+        given = given[step]
+    return name in given and given[name] is None
 
 
 def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:

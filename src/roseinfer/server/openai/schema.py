@@ -10,7 +10,16 @@ from msgspec import Meta
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, MinTokens, NumLogprobs, TokenCount, TokenId
 from roseinfer.runtime.validation import Misfit
-from roseinfer.server.api.fields import ANY_OBJECT, Name, Part, SamplingBody, StopString, StopStrings
+from roseinfer.server.api.fields import (
+    ANY_OBJECT,
+    ConversationPart,
+    Name,
+    Part,
+    SamplingBody,
+    StopString,
+    StopStrings,
+)
+from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, Unserved
 from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
 from roseinfer.text.reasoning import Effort, Thinking
@@ -66,53 +75,49 @@ class ResponseFormat(Part, frozen=True, kw_only=True):
         return ANY_OBJECT, "response_format"
 
 
-class FunctionDefinition(Part, frozen=True, kw_only=True):
-    """A function that the model may call. `strict` has no effect: calls that are forced follow the schema anyway."""
+class FunctionDefinition(ConversationPart, frozen=True, kw_only=True):
+    """A function that the model may call. Calls that are forced follow the schema, whatever a `strict` says."""
 
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class Tool(Part, frozen=True, kw_only=True):
+class Tool(ConversationPart, frozen=True, kw_only=True):
     """What the model may use."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionName(Part, frozen=True, kw_only=True):
+class FunctionName(ConversationPart, frozen=True, kw_only=True):
     """One of the functions."""
 
     name: Name
 
 
-class NamedTool(Part, frozen=True, kw_only=True):
+class NamedTool(ConversationPart, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """The function that must be called."""
 
-    type: Literal["function"]
     function: FunctionName
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class FunctionCall(Part, frozen=True, kw_only=True):
-    """`arguments` is JSON in a string. What OpenAI's SDK read in it has no effect."""
+class FunctionCall(ConversationPart, frozen=True, kw_only=True):
+    """`arguments` is JSON in a string."""
 
     name: Name
     arguments: str
-    parsed_arguments: Any = None
 
 
-class ToolCall(Part, frozen=True, kw_only=True):
-    """What the assistant asked for in an earlier turn. `index`, of a call that was streamed, has no effect."""
+class ToolCall(ConversationPart, frozen=True, kw_only=True):
+    """What the assistant asked for in an earlier turn."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
 
     def for_template(self) -> dict[str, object]:
         """Templates write the arguments themselves, so they get them as an object."""
@@ -124,13 +129,13 @@ class ToolCall(Part, frozen=True, kw_only=True):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class TextPart(Part, frozen=True, tag_field="type", tag="text"):
+class TextPart(ConversationPart, frozen=True, tag_field="type", tag="text"):
     """One piece of a message's content. Images, audio and files are not supported."""
 
     text: str
 
 
-class RefusalPart(Part, frozen=True, tag_field="type", tag="refusal"):
+class RefusalPart(ConversationPart, frozen=True, tag_field="type", tag="refusal"):
     """One piece of an assistant's message: how it refused."""
 
     refusal: str
@@ -140,21 +145,14 @@ class RefusalPart(Part, frozen=True, tag_field="type", tag="refusal"):
         return self.refusal
 
 
-class Message(Part, frozen=True, kw_only=True):
-    """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that.
-
-    An answer can be sent back as OpenAI or its SDK gave it; what it was annotated with or parsed into has no effect.
-    """
+class Message(ConversationPart, frozen=True, kw_only=True):
+    """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | RefusalPart] | None = None
-    name: str | None = None
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] = []
     tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
-    annotations: list[dict[str, Any]] = []
-    audio: None = None
-    parsed: Any = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -274,7 +272,7 @@ class OpenAIBody(SamplingBody, frozen=True, kw_only=True):
         Meta(description="At most 16 strings; the text ends before the one that is complete first."),
     ] = []
     user: Annotated[str, Meta(description="No effect.")] = ""
-    metadata: Annotated[dict[str, str], Meta(description="No effect.")] = {}
+    metadata: Annotated[Any, Meta(description="No effect.")] = None
     service_tier: Annotated[str, Meta(description="No effect.")] = "auto"
     prompt_cache_key: Annotated[str, Meta(description="No effect.")] = ""
     safety_identifier: Annotated[str, Meta(description="No effect.")] = ""
@@ -329,7 +327,7 @@ class GenerationBody(OpenAIBody, frozen=True, kw_only=True):
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    unserved: ClassVar[Mapping[str, tuple[object, ...]]] = {"store": (False,), "suffix": ("",)}
+    unserved: ClassVar[dict[str, Unserved]] = GenerationBody.unserved | OF_COMPLETIONS
 
     prompt: Annotated[
         str | list[PromptPart],
@@ -389,20 +387,7 @@ def _check_prompt(prompt: str | Sequence[PromptPart]) -> None:
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    unserved: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "store": (False,),
-        "audio": (),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "prediction": (),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        "input": "a chat takes `messages`; /v1/responses takes `input`",
-        "max_output_tokens": "`max_completion_tokens` is its name here",
-    }
+    unserved: ClassVar[dict[str, Unserved]] = GenerationBody.unserved | OF_CHAT
 
     messages: Annotated[
         list[Message],
@@ -410,7 +395,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             min_length=1,
             description="The conversation so far; content is text or a list of text parts, in an assistant's message "
             "also of `refusal` parts, whose text counts as any other. In such a message without content `refusal` is "
-            "what was said. `name`, `annotations` and `parsed` have no effect; `audio` is null.",
+            "what was said. Other fields of a message, such as its `name`, have no effect.",
         ),
     ]
     tools: Annotated[
@@ -455,7 +440,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     def check(self) -> None:
         super().check()
         check_variables(self.chat_template_kwargs)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in {None, self.max_tokens}:
             raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")

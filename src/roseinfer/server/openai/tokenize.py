@@ -3,7 +3,7 @@
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -13,6 +13,7 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import TokenId
 from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import read_body
+from roseinfer.server.api.unserved import OF_TOKENIZE, Unserved
 from roseinfer.server.connection.body import INLINE_BYTES
 from roseinfer.server.connection.body_budget import HELD_BYTES
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
@@ -31,6 +32,8 @@ PIECE = 4096  # values: a tenth of a millisecond to encode
 
 class TokenizeBody(ModelBody, frozen=True, kw_only=True):
     """POST /tokenize: the fields of vLLM that can be served."""
+
+    unserved: ClassVar[dict[str, Unserved]] = OF_TOKENIZE
 
     prompt: Annotated[str | None, Meta(description="A text. Either this or `messages`.")] = None
     messages: Annotated[
@@ -53,7 +56,7 @@ class TokenizeBody(ModelBody, frozen=True, kw_only=True):
         if self.prompt is not None and self.messages is not None:
             raise InvalidRequest("Either `prompt` or `messages`, not both.", param="messages")
         if self.prompt is None and self.messages is None:
-            raise InvalidRequest("Missing field `prompt` or `messages`.", param="prompt")
+            raise InvalidRequest("Either `prompt` or `messages` is needed.", param="prompt")
         if self.messages is None and not self.add_generation_prompt:
             raise InvalidRequest("`add_generation_prompt` needs `messages`.", param="add_generation_prompt")
         if self.messages is None and self.chat_template_kwargs:

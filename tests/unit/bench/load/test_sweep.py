@@ -70,7 +70,7 @@ def test_a_point_counts_what_was_seen() -> None:
     [
         ("--sweep 5,10", "--sweep: needs --slo-ttft-ms or --slo-tpot-ms"),
         ("--sweep 5,5", "--sweep: expected rates that rise, got '5,5'"),
-        ("--sweep 0,5", "--sweep: Expected `float` > 0"),
+        ("--sweep 0,5", "--sweep: Expected `number` > 0"),
         ("--sweep 5 --rate 3", "not allowed with"),
         ("--sweep 5 --slo-ttft-ms 9 --recording a.npz", "--recording: has no meaning beside --sweep"),
     ],

@@ -29,15 +29,20 @@ def test_null_is_the_default(body_type: type[GenerationBody], least: dict[str, A
 
 
 @pytest.mark.parametrize(("body_type", "least"), BODIES)
-def test_what_is_not_served_is_accepted_only_where_it_asks_for_nothing(
+def test_what_is_not_served_is_accepted_only_where_it_has_no_effect(
     body_type: type[GenerationBody], least: dict[str, Any]
 ) -> None:
-    for name, neutral in body_type.unserved.items():
-        for value in neutral:
-            parse_body(json.dumps(least | {name: value}).encode(), body_type)
-        with pytest.raises(InvalidRequest, match=f"`{name}` is not supported") as caught:
-            parse_body(json.dumps(least | {name: {"something": "else"}}).encode(), body_type)
-        assert caught.value.param == name
+    for name, field in body_type.unserved.items():
+        other = {"something": "else"}
+        for value in (*field.neutral, None, *([other] if field.is_ignored else [])):
+            assert parse_body(json.dumps(least | {name: value}).encode(), body_type) == parse_body(
+                json.dumps(least).encode(), body_type
+            )
+        if not field.is_ignored:
+            with pytest.raises(InvalidRequest, match=f"`{name}` is not supported") as caught:
+                parse_body(json.dumps(least | {name: other}).encode(), body_type)
+            assert caught.value.param == name
+            assert field.instead in caught.value.message
 
 
 @pytest.mark.parametrize(("body_type", "least"), BODIES)
