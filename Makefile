@@ -116,8 +116,8 @@ chart: setup build/helm-venv/.installed ## lint, render, check and package the H
 	$(BIN)/python tools/generate_docs.py --check
 	$(BIN)/python tools/generate_dashboards.py --check
 	$(BIN)/pytest tests/chart $(ARGS)
-	build/helm-venv/bin/python tools/helm_engine.py lint deploy/helm/roseinfer
-	build/helm-venv/bin/python tools/helm_engine.py package deploy/helm/roseinfer build/chart
+	build/helm-venv/bin/python tests/chart/helm_engine.py lint deploy/helm/roseinfer
+	build/helm-venv/bin/python tests/chart/helm_engine.py package deploy/helm/roseinfer build/chart
 
 build/helm-venv/.installed: tests/chart/requirements.txt
 	tests/chart/setup.sh build/helm-venv

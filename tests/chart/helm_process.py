@@ -1,4 +1,4 @@
-"""Turns values into rendered objects by asking tools/helm_engine.py, which runs under a Python of its own."""
+"""Turns values into rendered objects by asking helm_engine.py, which runs under a Python of its own."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ class HelmProcess:
     """A process with the real Helm in it; half a second a question."""
 
     def __init__(self) -> None:
-        command = [PYTHON, ROOT / "tools" / "helm_engine.py"]
+        command = [PYTHON, Path(__file__).with_name("helm_engine.py")]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Self:

@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,26 +31,29 @@ LINT_ERROR = 3  # Helm's severities: 1 is information, 2 a warning, 3 an error
 
 Object = dict[str, Any]
 
-# Kind -> plural; the only thing about a kind that a client asks of the API before it sends one.
+# The kinds that there are; a client asks the API for them before it sends one.
 CORE_KINDS = {
-    "v1": {
-        kind: f"{kind.lower()}s"
-        for kind in ("Pod", "Service", "ConfigMap", "Secret", "ServiceAccount", "PersistentVolumeClaim", "Namespace")
-    },
-    "apps/v1": {"Deployment": "deployments"},
-    "batch/v1": {"Job": "jobs"},
-    "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
-    "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
-    "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies", "Ingress": "ingresses"},
+    "v1": ("Pod", "Service", "ConfigMap", "Secret", "ServiceAccount", "PersistentVolumeClaim", "Namespace"),
+    "apps/v1": ("Deployment",),
+    "batch/v1": ("Job",),
+    "autoscaling/v2": ("HorizontalPodAutoscaler",),
+    "policy/v1": ("PodDisruptionBudget",),
+    "networking.k8s.io/v1": ("NetworkPolicy", "Ingress"),
 }
 CUSTOM_KINDS = {
-    "monitoring.coreos.com/v1": {
-        kind: f"{kind.lower()}s" for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule")
-    },
-    "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
-    "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes", "BackendTLSPolicy": "backendtlspolicies"},
-    "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
+    "monitoring.coreos.com/v1": ("ServiceMonitor", "PodMonitor", "PrometheusRule"),
+    "keda.sh/v1alpha1": ("ScaledObject",),
+    "gateway.networking.k8s.io/v1": ("HTTPRoute", "BackendTLSPolicy"),
+    "inference.networking.k8s.io/v1": ("InferencePool",),
 }
+
+
+def plural(kind: str) -> str:
+    """As the API's paths have it."""
+    name = kind.lower()
+    if name.endswith("y"):
+        return f"{name[:-1]}ies"
+    return f"{name}es" if name.endswith("s") else f"{name}s"
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Cluster:
     """The version and kinds of the stub's API, and the release records stored in it."""
 
     version: str = "1.37"
-    kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    kinds: Mapping[str, Sequence[str]] = field(default_factory=dict)
     stored: list[bytes] = field(default_factory=list)
 
     def group_versions(self) -> list[str]:
@@ -76,8 +79,8 @@ class Cluster:
         name = path.removeprefix("/apis/").removeprefix("/api/")
         if name in self.kinds:
             resources = [
-                {"name": plural, "kind": kind, "namespaced": kind != "Namespace", "verbs": ["create", "get", "list"]}
-                for kind, plural in self.kinds[name].items()
+                {"name": plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["create", "get"]}
+                for kind in self.kinds[name]
             ]
             return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": name, "resources": resources}
         if path.endswith("/secrets"):
