@@ -82,16 +82,7 @@ def ask_for_advisories(command: Sequence[str], components: Sequence[dict[str, An
     # torch's "+cpu" is a build, not a version
     lines = [f"{component['name']}=={Version(component['version']).public}\n" for component in components]
     pins.write_text("".join(sorted(lines)))
-    options = (
-        "--no-deps",
-        "--disable-pip",
-        "--progress-spinner",
-        "off",
-        "--format",
-        "json",
-        "--timeout",
-        str(TIMEOUT_S),
-    )
+    options = f"--no-deps --disable-pip --progress-spinner off --format json --timeout {TIMEOUT_S}".split()
     asked = subprocess.run(  # noqa: S603 - our own arguments
         [*command, "--requirement", str(pins), *options], check=False, capture_output=True, text=True
     )

@@ -65,21 +65,9 @@ def make_engine(num_rows: int, pipeline_depth: int, evicted_mib: int) -> Engine:
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=(VOCAB_SIZE - 1,),
     )
+    block_size = CacheConfig().block_size
     info = EngineInfo(
-        checkpoint_dir="",
-        model_type="none",
-        num_parameters=0,
-        vocab_size=VOCAB_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=[],
-        device="cpu",
-        dtype="none",
-        attention="none",
-        linear="none",
-        num_threads=1,
-        block_size=CacheConfig().block_size,
-        num_blocks=0,
-        startup_s={},
+        vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, device="cpu", block_size=block_size, num_blocks=0
     )
     return Engine(scheduler, InstantRunner(num_rows, evicted_mib), Phases(), info, pipeline_depth)
 

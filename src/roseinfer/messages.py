@@ -255,26 +255,28 @@ class StartupProgress(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
-    """The engine is ready; every `auto` is resolved."""
+    """The engine is ready; every `auto` is resolved. A simulated engine, which has no model, has the defaults."""
 
-    checkpoint_dir: str  # where weights and tokenizer files lie, on this host
-    model_type: str
-    num_parameters: int
+    checkpoint_dir: str = ""  # where weights and tokenizer files lie, on this host
+    model_type: str = "none"
+    num_parameters: int = 0
     vocab_size: int
     max_model_len: int
-    eos_token_ids: list[int]
+    eos_token_ids: list[int] = []
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     device: str
-    dtype: str
+    dtype: str = "none"
     quantization: str = "none"
     kernels: str = ""  # level of the compiled CPU kernels; empty without them
-    attention: str
-    linear: str  # how matrices are multiplied: `amx`, `registers`, `int8`, `onednn` (exact whatever the batch), `torch`
-    num_threads: int  # of the model on a CPU; 0 elsewhere
+    attention: str = "none"
+    linear: str = (
+        "none"  # how matrices are multiplied: `amx`, `registers`, `int8`, `onednn` (exact whatever the batch), `torch`
+    )
+    num_threads: int = 0  # of the model on a CPU; 0 elsewhere
     block_size: int
     num_blocks: int
     graph_sizes: list[int] = []  # rows of the CUDA graphs that decode steps run in; empty without graphs
-    startup_s: dict[str, float]  # stage name -> seconds; the stages add up to the engine's time to ready
+    startup_s: dict[str, float] = {}  # stage name -> seconds; the stages add up to the engine's time to ready
 
 
 class EngineFailure(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -12,12 +12,10 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 
 from roseinfer.bench.load.report import mean_interval_ns
 from roseinfer.bench.options import DEFAULT_NUM_REQUESTS, Lengths
-from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
 from roseinfer.observe.recorder.recording import Recording, RequestRecord
@@ -28,13 +26,6 @@ NS_PER_S = 1_000_000_000
 _LONG_AT = (1.0,)  # seconds
 FIRST_TOKEN_ID = 3  # below it, vocabularies keep padding and the ends of texts
 SHARED_KEY = 0
-
-_GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64's step and finaliser (Steele et al., 2014)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_MASK = 2**64 - 1
-
-UInt64Array = npt.NDArray[np.uint64]
 
 
 class Segment(NamedTuple):
@@ -90,32 +81,19 @@ class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tokens:
-    """Token ids of segments: id i of a key is a hash of seed, key and i, in [FIRST_TOKEN_ID, vocab_size)."""
+    """Token ids of segments: a key's are drawn with the seed and the key, from [FIRST_TOKEN_ID, vocab_size)."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
-        self._num_ids = np.uint64(max(1, vocab_size - FIRST_TOKEN_ID))
+        self._end = max(vocab_size, FIRST_TOKEN_ID + 1)
 
     def of(self, segments: Sequence[Segment]) -> list[int]:
-        return [token_id for segment in segments for token_id in self._segment(segment).tolist()]
+        return [token_id for key, num_tokens in segments for token_id in self._draw(key, num_tokens)]
 
-    def _segment(self, segment: Segment) -> Int32Array:
-        start = np.array([(self._seed + _GOLDEN * (segment.key + 1)) & _MASK], np.uint64)
-        places = np.arange(1, segment.num_tokens + 1, dtype=np.uint64)
-        ids: Int32Array = (hash64(mix64(start), places) % self._num_ids).astype(np.int32) + FIRST_TOKEN_ID
-        return ids
-
-
-def hash64(keys: UInt64Array, places: UInt64Array) -> UInt64Array:
-    """The number at each place of the endless sequence of a key; broadcasts the two arrays."""
-    return mix64(keys + places * np.uint64(_GOLDEN))
-
-
-def mix64(values: UInt64Array) -> UInt64Array:
-    """Splitmix64's finaliser: a bijection of 64-bit numbers in which every bit of the output depends on every input."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX_1
-    values = (values ^ (values >> np.uint64(27))) * _MIX_2
-    return values ^ (values >> np.uint64(31))
+    def _draw(self, key: int, num_tokens: int) -> list[int]:
+        source = np.random.default_rng([self._seed % 2**64, key % 2**64])
+        token_ids: list[int] = source.integers(FIRST_TOKEN_ID, self._end, num_tokens).tolist()
+        return token_ids
 
 
 class Workload(NamedTuple):

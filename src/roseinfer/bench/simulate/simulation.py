@@ -292,20 +292,12 @@ class Simulation:
 
 def _info_of(setup: Setup) -> EngineInfo:
     return EngineInfo(
-        checkpoint_dir="",
         model_type="simulated",
-        num_parameters=0,
         vocab_size=setup.vocab_size,
         max_model_len=setup.max_model_len,
-        eos_token_ids=[],
         device="cuda" if setup.is_asynchronous else "cpu",
-        dtype="none",
-        attention="none",
-        linear="none",
-        num_threads=1,
         block_size=setup.cache.block_size,
         num_blocks=setup.num_blocks,
-        startup_s={},
     )
 
 

@@ -1,6 +1,6 @@
 """A `Runner` without a model, on a virtual clock: a batch takes as long as the cost model says.
 
-A token is a hash of its sequence's seed and its position, so it does not depend on slots, batches or preemptions.
+A token follows from its sequence's seed and its position, so it does not depend on slots, batches or preemptions.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from roseinfer.bench.load.plan import FIRST_TOKEN_ID, hash64
+from roseinfer.bench.load.plan import FIRST_TOKEN_ID
 from roseinfer.bench.options import LAUNCH_PARTS, Delay
 from roseinfer.bench.simulate.cost_model import CostModel
 from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, Watch
@@ -75,14 +75,14 @@ class VirtualRunner:
         self._delays = delays
         self._collect = collect
         self._on_launch = on_launch
-        self._seeds = np.zeros(num_slots, np.uint64)
+        self._seeds = np.zeros(num_slots, np.int64)
         self._ready_ns = 0  # of the batch launched last
 
     def launch(self, batch: ScheduledBatch, watch: Watch) -> VirtualLaunched:
         """See Runner."""
         self._on_launch(batch)
         for binding in batch.bindings:
-            self._seeds[binding.slot] = binding.params.seed or 0
+            self._seeds[binding.slot] = (binding.params.seed or 0) % 2**62  # to which a position is added
         for delay in self._delays:
             if batch.step_id % delay.every == 0:
                 self._delay(delay, watch)
@@ -92,9 +92,8 @@ class VirtualRunner:
         with watch("forward"):
             if not self._is_asynchronous:
                 self._clock.advance_to(self._ready_ns)
-        slots = batch.slots[batch.samples].astype(np.intp)
-        hashed = hash64(self._seeds[slots], ends[batch.samples].astype(np.uint64))
-        token_ids = (hashed % np.uint64(self._vocab_size - FIRST_TOKEN_ID)).astype(np.int32) + FIRST_TOKEN_ID
+        numbers = self._seeds[batch.slots[batch.samples]] + ends[batch.samples]
+        token_ids = numbers % (self._vocab_size - FIRST_TOKEN_ID) + FIRST_TOKEN_ID
         return VirtualLaunched(self._clock, self._ready_ns, SampledTokens(token_ids.astype(np.int32), None))
 
     def _context(self, batch: ScheduledBatch, ends: Int32Array) -> int:
