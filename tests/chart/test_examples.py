@@ -281,7 +281,6 @@ def test_a_long_name_is_cut(helm: HelmProcess) -> None:
 
 def test_notes_have_the_command(example: ExampleOf) -> None:
     assert "curl -N http://127.0.0.1:8000/v1/completions" in example("default").notes
-    assert '"model":"qwen3-8b"' in example("gpu").notes
     assert "get secret roseinfer-keys -o jsonpath='{.data.keys\\.txt}'" in example("api-keys").notes
     assert "port-forward service/demo-roseinfer 8000:8080" in example("load-balancer").notes
     assert "curl -N -k https://127.0.0.1:8000" in example("tls").notes

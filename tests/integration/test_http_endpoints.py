@@ -90,6 +90,21 @@ async def test_one_model_by_name() -> None:
     assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
 
 
+async def test_one_model_by_several_names() -> None:
+    async with serving(ScriptedEngine(says("a")), served_model_name=("org/first", "second")) as server:
+        listed = (await server.get("/v1/models")).json["data"]
+        assert [model["id"] for model in listed] == ["org/first", "second"]
+        assert [(await server.get(f"/v1/models/{model['id']}")).json for model in listed] == listed
+        for given, told in (("org/first", "org/first"), ("second", "second"), (None, "org/first")):
+            assert (await server.complete(model=given)).json["model"] == told
+            first = (await server.chat(model=given, stream=True)).events[0]
+            assert first["model"] == told
+        unknown = await server.complete(model="first")
+        fields = (await server.get("/openapi.json")).json["components"]["schemas"]["CompletionBody"]["properties"]
+    assert (unknown.status, unknown.error["message"].count("org/first or second")) == (404, 1)
+    assert fields["model"]["enum"] == ["org/first", "second", None]
+
+
 @pytest.mark.parametrize("by", ["header", "answer"])
 async def test_a_request_is_ended_by_its_id(by: str) -> None:
     engine = ScriptedEngine()

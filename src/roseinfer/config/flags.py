@@ -69,7 +69,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class StoreGiven(argparse.Action):
-    """Stores a `Given` under an option's path, with the flag as the user typed it. Booleans take `const`."""
+    """Stores a `Given` under an option's path, with the flag as the user typed it. Booleans take `const`.
+
+    Several values become one text, as a variable has them.
+    """
 
     def __call__(
         self,
@@ -78,13 +81,16 @@ class StoreGiven(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        value = self.const if self.nargs == 0 else values
+        value = self.const if self.nargs == 0 else "; ".join(values) if self.nargs == "+" else values
         setattr(namespace, self.dest, Given(value, str(option_string)))
 
 
 def add_alias(parser: argparse._ActionsContainer, flag: str, path: str, help: str, *, const: Any = None) -> None:  # noqa: A002
     """Add a flag that is another name for an option; with `const` it takes no value and means that one."""
-    kind = {"metavar": _metavar(options()[path])} if const is None else {"nargs": 0, "const": const}
+    option = options()[path]
+    kind: dict[str, Any] = {"nargs": 0, "const": const}
+    if const is None:
+        kind = {"metavar": _metavar(option)} | ({"nargs": "+"} if option.is_list else {})
     help = help if help is argparse.SUPPRESS else help.replace("%", "%%")  # noqa: A001
     parser.add_argument(flag, dest=path, action=StoreGiven, default=argparse.SUPPRESS, help=help, **kind)
 

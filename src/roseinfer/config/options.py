@@ -255,9 +255,10 @@ class ServerConfig:
     ops_port: int = option(
         8001, "Operations port: probes and `/metrics` again. 0 turns it off.", ge=0, le=65535, flag="--ops-port"
     )
-    served_model_name: str | None = option(
+    served_model_name: str | tuple[str, ...] | None = option(
         None,
-        "The `model` that clients name. Default: the last part of the path; `roseinfer-demo`.",
+        "The `model` that clients name, or several: the first is the one in metrics, logs and traces, and in answers "
+        "to requests that name none. Default: the last part of the path; `roseinfer-demo`.",
         flag="--served-model-name",
     )
     api_key_file: str | None = option(
@@ -476,12 +477,18 @@ class Config:
         _check_relations(self)
 
     @property
-    def served_model_name(self) -> str:
-        if self.server.served_model_name is not None:
-            return self.server.served_model_name
+    def served_model_names(self) -> tuple[str, ...]:
+        """The names of the model that clients may give."""
+        given = self.server.served_model_name
+        if given:
+            return (given,) if isinstance(given, str) else given
         if self.model.path == DEMO_MODEL:
-            return "roseinfer-demo"
-        return Path(self.model.path).name or self.model.path
+            return ("roseinfer-demo",)
+        return (Path(self.model.path).name or self.model.path,)
+
+    @property
+    def served_model_name(self) -> str:
+        return self.served_model_names[0]
 
 
 def _check_relations(config: Config) -> None:
@@ -540,6 +547,11 @@ class Option:
         return f"{ENVIRONMENT_PREFIX}{self.section}__{self.name}".upper()
 
     @property
+    def is_list(self) -> bool:
+        """Whether it may have several values: in a flag with blanks between, in a variable with semicolons."""
+        return any(get_origin(kind) is tuple for kind in types_in(self.type))
+
+    @property
     def choices(self) -> tuple[Any, ...]:
         """The closed set of values, or nothing."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
@@ -549,7 +561,7 @@ class Option:
 
         `strict=False` also reads it from text: a number, a boolean, or the parts of a list with semicolons between.
         """
-        if not strict and isinstance(value, str) and get_origin(self.type) is tuple:
+        if not strict and isinstance(value, str) and self.is_list:
             value = [part.strip() for part in value.split(";") if part.strip()]
         try:
             converted = msgspec.convert(value, self.type, strict=strict)

@@ -104,19 +104,19 @@ async def handle(request: web.Request) -> web.Response:
     """GET /openapi.json. Raises NotReady before the model is known."""
     service = request.app[SERVICE]
     content = msgspec.json.encode(
-        document(service.model_name, service.client.info, has_keys=service.api_keys is not None)
+        document(service.model_names, service.client.info, has_keys=service.api_keys is not None)
     )
     return web.Response(body=content, content_type="application/json")
 
 
-def document(model_name: str, info: EngineInfo, *, has_keys: bool) -> Schema:
+def document(model_names: Sequence[str], info: EngineInfo, *, has_keys: bool) -> Schema:
     """The whole document."""
     bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
     answers = [operation.reply for operation in OPERATIONS if not isinstance(operation.reply, str)]
     _, components = msgspec.json.schema_components([*bodies, *answers, replies.ErrorReply], ref_template=_REF)
     for body in bodies:
         _accept_what_is_accepted(components, body)
-    _fill_in(components, model_name, info)
+    _fill_in(components, model_names, info)
     paths: dict[str, Schema] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, has_keys=has_keys)
@@ -170,11 +170,11 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [*(inner.get("anyOf") or [inner]), {"type": "null"}], **outer}
 
 
-def _fill_in(components: dict[str, Schema], model_name: str, info: EngineInfo) -> None:
+def _fill_in(components: dict[str, Schema], model_names: Sequence[str], info: EngineInfo) -> None:
     for schema in components.values():
         properties = schema.get("properties", {})
         if "model" in properties and not schema.get("additionalProperties", True):
-            properties["model"] = {"enum": [model_name, None], "description": properties["model"]["description"]}
+            properties["model"] = {"enum": [*model_names, None], "description": properties["model"]["description"]}
         for field, value in properties.items():
             if field in {"prompt", "tokens", "stop_token_ids"}:
                 _bound_integers(value, info.vocab_size - 1)

@@ -40,7 +40,7 @@ class Service:
         self.config = config.server
         self._tool_format = config.structured.tool_format
         self.grammars = grammars
-        self.model_name = config.served_model_name
+        self.model_names = config.served_model_names
         self.client = client
         self.api_keys = api_keys
         self.state = LifecycleState.STARTING

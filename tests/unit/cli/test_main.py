@@ -54,9 +54,10 @@ def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.Monkey
         "server.max_body_bytes": 1024,
         "scheduler.max_num_batched_tokens": 1024,
         "observe.slow_gap_factor": 1.5,
+        "server.allowed_origins": "https://example.com",
     }
     value = bounded.get(option.path, value)
-    expected = (value,) if isinstance(option.default, tuple) else value
+    expected = (value,) if option.is_list else value
     for flag in filter(None, (option.flag, option.short_flag)):
         section = getattr(serve_with(monkeypatch, flag, str(value)), option.section)
         assert getattr(section, option.name) == expected
@@ -77,6 +78,12 @@ def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.Monkey
 )
 def test_booleans_have_two_spellings(arguments: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve_with(monkeypatch, *arguments).cache.prefix_caching is expected
+
+
+def test_an_option_with_several_values_takes_them_with_blanks_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["a", "b"], ["a; b"]):
+        config = serve_with(monkeypatch, "--served-model-name", *arguments, "--port", "5")
+        assert (config.served_model_names, config.server.port) == (("a", "b"), 5)
 
 
 def test_everyday_options_have_short_names() -> None:

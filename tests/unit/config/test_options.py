@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[3]
 def another_value(path: str) -> Any:
     """A valid value that is not the default."""
     option = options()[path]
+    if option.is_list:
+        return ("https://example.com", "https://example.org:8080")
     if option.choices:
         return next(choice for choice in option.choices if choice != option.default)
     match option.default:
@@ -31,8 +33,6 @@ def another_value(path: str) -> Any:
             return option.default / 2
         case int():
             return option.default + 1024 if option.default else 16
-        case tuple():
-            return ("https://example.com", "https://example.org:8080")
         case _:
             return 128 if "int" in str(option.type) else "another"
 
@@ -223,6 +223,14 @@ def test_served_model_name_has_three_answers() -> None:
     assert Config().served_model_name == "roseinfer-demo"
     assert Config(model=ModelConfig(path="models/gpt2/")).served_model_name == "gpt2"
     assert Config(server=ServerConfig(served_model_name="x")).served_model_name == "x"
+
+
+def test_a_model_is_served_under_several_names() -> None:
+    for given in ("x; y", ["x", "y"]):
+        config = load({"server.served_model_name": Given(given, "test")}).config
+        assert (config.served_model_names, config.served_model_name) == (("x", "y"), "x")
+    assert load(env={"ROSEINFER_SERVER__SERVED_MODEL_NAME": "x"}).config.served_model_names == ("x",)
+    assert load(env={"ROSEINFER_SERVER__SERVED_MODEL_NAME": ""}).config.served_model_name == "roseinfer-demo"
 
 
 def test_show_prints_a_file_that_loads_to_the_same_tree(tmp_path: Path) -> None:

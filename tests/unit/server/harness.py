@@ -353,7 +353,7 @@ async def serving(
 ) -> AsyncIterator[Server]:
     """The API port over a scripted engine, on a free port of the loopback."""
     listener = Listener()
-    config = Config(server=ServerConfig(served_model_name="scripted", **server))
+    config = Config(server=ServerConfig(**{"served_model_name": "scripted"} | server))
     api_keys = ApiKeys(parse_keys(keys, "")) if keys else None
     service = Service(config, engine, observer or listener, api_keys, INSTRUMENTS.ledger)
     if is_ready:

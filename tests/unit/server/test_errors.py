@@ -75,14 +75,14 @@ def test_an_error_of_a_request_is_4xx_and_one_of_ours_5xx() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_document_lists_whatever_an_engine_may_fail_with(path: str) -> None:
-    responses = document("scripted", engine_info(), has_keys=False)["paths"][path]["post"]["responses"]
+    responses = document(("scripted",), engine_info(), has_keys=False)["paths"][path]["post"]["responses"]
     for error in EngineError.__subclasses__():
         assert f"`{error.code}`" in responses[str(error.status)]["description"]
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"])
 def test_the_document_says_where_one_more_long_body_may_be_too_many(path: str) -> None:
-    responses = document("scripted", engine_info(), has_keys=False)["paths"][path]["post"]["responses"]
+    responses = document(("scripted",), engine_info(), has_keys=False)["paths"][path]["post"]["responses"]
     assert f"`{Overloaded.code}`" in responses[str(Overloaded.status)]["description"]
     assert "Retry-After" in responses[str(Overloaded.status)]["headers"]
 

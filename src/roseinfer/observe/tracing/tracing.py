@@ -260,7 +260,7 @@ def make_tracing(config: Config, version: str, metrics: Metrics, attribution: At
     export.start()
     attributes: dict[str, Value] = {
         semconv.GEN_AI_PROVIDER_NAME: semconv.PROVIDER,
-        semconv.GEN_AI_REQUEST_MODEL: config.served_model_name,  # a request for another one is refused
+        semconv.GEN_AI_REQUEST_MODEL: config.served_model_name,  # or another of its names
         semconv.GEN_AI_RESPONSE_MODEL: config.served_model_name,
         semconv.SERVER_ADDRESS: config.server.host,
         semconv.SERVER_PORT: config.server.port,

@@ -85,7 +85,8 @@ class ModelBody(Part, frozen=True, kw_only=True):
     unserved: ClassVar[dict[str, Unserved]] = {}  # fields that may come all the same, by name
 
     model: Annotated[
-        str | None, Meta(description="Must be the served model's name; another is 404. May be left out.")
+        str | None,
+        Meta(description="Must be a name of the served model; another is 404. Answers give it back. May be left out."),
     ] = None
 
     def check(self) -> None:

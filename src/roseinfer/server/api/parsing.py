@@ -37,8 +37,8 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
         body = parse_body(raw, body_type, unknown)
     else:
         body = await service.long_bodies.do(_parse_long, raw, body_type, unknown, service.client.info.max_model_len)
-    if body.model not in {None, service.model_name}:
-        message = f"The model `{body.model}` does not exist here; this is {service.model_name}."
+    if body.model is not None and body.model not in service.model_names:
+        message = f"The model `{body.model}` does not exist here; this is {' or '.join(service.model_names)}."
         raise UnknownModel(message, param="model")
     if (exchange := request.get(EXCHANGE)) is not None:
         exchange.timelines[0].parsed_ns = time.monotonic_ns()

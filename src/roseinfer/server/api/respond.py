@@ -103,7 +103,8 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     generation = Generation(wanted, requests, exchange.timelines, service.client, tokenizer)
     exchange.reply_id = f"{dialect.id_prefix}{secrets.token_hex(12)}"
     exchange.failure_frames = dialect.failure_frames
-    dialect.begin(Head(exchange.reply_id, int(time.time()), service.model_name), generation)
+    model = job.body.model or service.model_names[0]
+    dialect.begin(Head(exchange.reply_id, int(time.time()), model), generation)
     reply = _Reply(dialect, generation, service, exchange)
     return await (reply.stream(request) if job.body.stream else reply.whole(request))
 

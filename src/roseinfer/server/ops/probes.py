@@ -68,23 +68,24 @@ async def list_paths(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The one model served, with the lengths of its context and its vocabulary. Raises NotReady before it is known."""
-    return web.json_response({"object": "list", "data": [_model(request.app[SERVICE])]})
+    """The model under each of its names, with the sizes of context and vocabulary. Raises NotReady."""
+    service = request.app[SERVICE]
+    return web.json_response({"object": "list", "data": [_model(service, name) for name in service.model_names]})
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """The model by its name, which may hold slashes. Raises UnknownModel or NotReady."""
-    service = request.app[SERVICE]
-    if not request.match_info["id"]:  # the list, with a slash behind
+    """The model by one of its names, which may hold slashes. Raises UnknownModel or NotReady."""
+    service, name = request.app[SERVICE], request.match_info["id"]
+    if not name:  # the list, with a slash behind
         return await list_models(request)
-    if request.match_info["id"] != service.model_name:
-        raise UnknownModel(f"There is no such model here; this is {service.model_name}.", param="id")
-    return web.json_response(_model(service))
+    if name not in service.model_names:
+        raise UnknownModel(f"There is no such model here; this is {' or '.join(service.model_names)}.", param="id")
+    return web.json_response(_model(service, name))
 
 
-def _model(service: Service) -> dict[str, object]:
+def _model(service: Service, name: str) -> dict[str, object]:
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": _CREATED,
         "owned_by": "roseinfer",
