@@ -139,10 +139,7 @@ async def test_the_effort_turns_the_templates_switch(wanted: dict[str, Any], is_
     ("wanted", "thought"),
     [
         ({"thinking_token_budget": 7}, BUDGETED),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 7}, "chat_template_kwargs": {"enable_thinking": True}},
-            None,
-        ),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, Thought("<think>", "</think>", True, 7)),
         ({"thinking": {"type": "adaptive", "budget_tokens": 7}, "thinking_token_budget": 7}, BUDGETED),
         ({"thinking_token_budget": -1}, None),
         ({"thinking_token_budget": 7, "chat_template_kwargs": {"enable_thinking": False}}, None),
@@ -150,14 +147,12 @@ async def test_the_effort_turns_the_templates_switch(wanted: dict[str, Any], is_
 )
 async def test_thoughts_may_have_a_limit(wanted: dict[str, Any], thought: Thought | None) -> None:
     """Alone, or before a form; a prompt that has closed the thoughts needs none."""
-    is_open = wanted.get("thinking", {}).get("type") == "enabled"
-    expected = Thought("<think>", "</think>", True, 7) if is_open else thought
     _, [request] = await ask_engine("x", **wanted)
-    assert request.params.grammar == (None if expected is None else Grammar("text", "", expected))
+    assert request.params.grammar == (None if thought is None else Grammar("text", "", thought))
     _, [request] = await ask_engine("x", response_format={"type": "json_object"}, **wanted)
     assert request.params.grammar is not None
     found = request.params.grammar.thought
-    assert (found and found.max_tokens) == (expected and expected.max_tokens)
+    assert (found and found.max_tokens) == (thought and thought.max_tokens)
 
 
 async def test_thoughts_can_be_left_out() -> None:
