@@ -33,6 +33,9 @@ CHAT_TEMPLATE = """\
 {{- raise_exception('roseinfer-demo knows the roles system, developer, user, assistant and tool, not ' + role) -}}
 {%- endif -%}
 {{- '<|user|>' if role == 'tool' else '<|' + role + '|>' -}}
+{%- if role == 'assistant' and message['reasoning_content'] -%}
+{{- '<think>\\n' + message['reasoning_content'] + '\\n</think>\\n' -}}
+{%- endif -%}
 {{- message['content'] -}}
 {%- for call in message['tool_calls'] or [] -%}
 {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
@@ -40,7 +43,7 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if role == 'assistant' -%}{{- '<|endoftext|>' -}}{%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+{%- if add_generation_prompt -%}{{- '<|assistant|>' + ('<think>\\n' if enable_thinking else '') -}}{%- endif -%}"""
 
 
 def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer:

@@ -68,12 +68,16 @@ class Reasoning:
     is_open: bool
 
 
-def find_reasoning(tags: ReasoningFormat | None, prompt: str) -> Reasoning | None:
-    """How the answer to a rendered prompt reasons; None where it does not: templates then write an empty thought."""
+def find_reasoning(tags: ReasoningFormat | None, prompt: str, *, opens_thoughts: bool) -> Reasoning | None:
+    """How the answer to a rendered prompt reasons; None where it does not.
+
+    A prompt says that it does not by an empty thought at its end, or, if the template `opens_thoughts`, by none.
+    """
     end = prompt.rstrip()
     if tags is None or end.endswith(tags.closing):
         return None
-    return Reasoning(tags, is_open=end.endswith(tags.opening))
+    is_open = end.endswith(tags.opening)
+    return None if opens_thoughts and not is_open else Reasoning(tags, is_open)
 
 
 def with_thought(grammar: Grammar | None, reasoning: Reasoning | None, max_tokens: int | None) -> Grammar | None:

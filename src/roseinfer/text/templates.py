@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Meta
 
 from roseinfer.errors import ConfigError, InvalidRequest
-from roseinfer.text.reasoning import Effort, Thinking
+from roseinfer.text.reasoning import Effort, ReasoningFormat, Thinking
 from roseinfer.text.tokenizer import TokenizerConfig, read_json
 from roseinfer.text.tool_calls import find_format, short_id
 
@@ -210,6 +210,15 @@ class ChatTemplate:
         if thinking.effort == "none" or thinking.max_tokens is not None:
             variables["thinking_budget"] = 0 if thinking.effort == "none" else thinking.max_tokens
         return {name: variables[name] for name in variables if name in self._variables}
+
+    def opens_thoughts(self, tags: ReasoningFormat) -> bool:
+        """Whether prompts end with the opening tag where the model is to think, so that it never writes the tag."""
+        asked = [{"role": "user", "content": "Hi"}]
+        try:
+            prompt = self.render(asked, variables=self.thinking_variables(Thinking("high")))
+        except InvalidRequest:  # its messages are of another shape
+            return False
+        return prompt.rstrip().endswith(tags.opening)
 
     def _nearest_effort(self, effort: Effort) -> str:
         """The effort itself, where the template holds the word; most know `low`, `medium` and `high` without it."""

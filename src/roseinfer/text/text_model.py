@@ -20,13 +20,15 @@ class TextModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     reasoning_format: ReasoningFormat | None = None
+    opens_thoughts: bool = False  # an answer has thoughts only where the prompt ends with the opening tag
 
     @classmethod
     def load(cls, checkpoint_dir: Path, chosen_template: str | None, reasoning_format: str) -> "TextModel":
         """Read the checkpoint's files; `chosen_template` takes the place of its own. Raises ConfigError."""
         template = ChatTemplate.load(checkpoint_dir, chosen_template)
         tags = find_format(reasoning_format, None if template is None else template.source)
-        return cls(Tokenizer.load(checkpoint_dir), template, tags)
+        opens_thoughts = template is not None and tags is not None and template.opens_thoughts(tags)
+        return cls(Tokenizer.load(checkpoint_dir), template, tags, opens_thoughts)
 
     def require_chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
@@ -56,4 +58,5 @@ class TextModel:
         else:
             text = await self.tokenizer.off_loop(template.render, messages, tools, variables)
         [token_ids] = await self.tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
-        return EncodedPrompt(token_ids, name, reasoning=find_reasoning(self.reasoning_format, text))
+        reasoning = find_reasoning(self.reasoning_format, text, opens_thoughts=self.opens_thoughts)
+        return EncodedPrompt(token_ids, name, reasoning=reasoning)

@@ -86,6 +86,12 @@ def test_chat_template_marks_roles_and_asks_for_an_answer() -> None:
     assert ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
     answered = tokenizer.apply_chat_template([{"role": "tool", "content": "4"}], tokenize=False)
     assert answered == "<|user|>4"  # it was trained without tools: what a function says comes from the user's side
+    thought = {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."}
+    thinking = tokenizer.apply_chat_template(
+        [messages[1], thought, messages[3]], tokenize=False, add_generation_prompt=True, enable_thinking=True
+    )
+    told = "<think>\nA greeting.\n</think>\nHello"
+    assert thinking == f"<|user|>Hi<|assistant|>{told}<|endoftext|><|user|>Bye<|assistant|><think>\n"
     with pytest.raises(Exception, match="critic"):
         tokenizer.apply_chat_template([{"role": "critic", "content": "4"}], tokenize=False)
 

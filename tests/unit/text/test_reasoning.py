@@ -137,8 +137,9 @@ def test_reading_takes_linear_time() -> None:
     ],
 )
 def test_the_end_of_the_prompt_says_whether_thoughts_are_open(prompt: str, expected: Reasoning | None) -> None:
-    assert find_reasoning(THINK, prompt) == expected
-    assert find_reasoning(None, prompt) is None
+    assert find_reasoning(THINK, prompt, opens_thoughts=False) == expected
+    assert find_reasoning(THINK, prompt, opens_thoughts=True) == (expected if expected is OPEN else None)
+    assert find_reasoning(None, prompt, opens_thoughts=False) is None
 
 
 def test_the_template_says_which_tags_a_model_writes() -> None:

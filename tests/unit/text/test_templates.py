@@ -12,7 +12,7 @@ from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import parse_body
 from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.tokenize import TokenizeBody
-from roseinfer.text.reasoning import Thinking
+from roseinfer.text.reasoning import FORMATS, Thinking
 from roseinfer.text.templates import (
     MAX_PROMPT_CHARS,
     MAX_VARIABLE_BYTES,
@@ -353,3 +353,16 @@ def test_an_effort_becomes_the_variables_that_the_template_reads(
     source: str, thinking: Thinking, expected: dict[str, object]
 ) -> None:
     assert ChatTemplate(source, {}).thinking_variables(thinking) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].content }}<assistant>{% if enable_thinking %}<think>\n{% endif %}", True),
+        ("<assistant>{{ '<think>' if thinking else '</think>' }}", True),
+        ("<assistant>{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}", False),
+        ("{{ raise_exception('system first') if messages[0].role != 'system' }}<think>", False),
+    ],
+)
+def test_a_template_shows_whether_it_opens_thoughts_itself(source: str, expected: bool) -> None:
+    assert ChatTemplate(source, {}).opens_thoughts(FORMATS["think"]) == expected
