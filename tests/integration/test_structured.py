@@ -16,7 +16,7 @@ from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerCon
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
-from roseinfer.messages import Grammar, Request, SamplingParams
+from roseinfer.messages import Grammar, Request, SamplingParams, Thought
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
 from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
@@ -26,6 +26,8 @@ from tests.unit.engine.harness import Transcript, run_to_end
 BLOCK_SIZE: Literal[8] = 8
 MAX_MODEL_LEN = 112
 NUM_SLOTS = 8
+THOUGHT_TOKENS = 9
+THOUGHT = Thought("<think>", "</think>", is_open=True, max_tokens=THOUGHT_TOKENS)
 
 SHORT = {"type": "string", "maxLength": 12}
 SCHEMAS: Mapping[str, dict[str, Any]] = {
@@ -109,12 +111,13 @@ def loaded() -> Iterator[Loaded]:
 
 
 def requests(loaded: Loaded) -> list[Request]:
-    """Each schema greedily and with two seeds, after prompts that begin alike."""
+    """Each schema greedily and with two seeds, and once behind a thought, after prompts that begin alike."""
     [prompt] = [loaded.tokenizer._inner.encode("Write a value of the config as JSON: ").ids]
     kinds = [
         SamplingParams(temperature=0.0),
         SamplingParams(seed=1),
         SamplingParams(temperature=1.4, top_p=0.9, seed=2),
+        SamplingParams(seed=3),
     ]
     return [
         Request(
@@ -125,7 +128,7 @@ def requests(loaded: Loaded) -> list[Request]:
                 max_tokens=90,
                 num_logprobs=1 if i == 1 else None,
                 min_tokens=3 * (i == 2),
-                grammar=Grammar("json_schema", json.dumps(schema)),
+                grammar=Grammar("json_schema", json.dumps(schema), THOUGHT if i == 3 else None),
             ),
         )
         for name, schema in SCHEMAS.items()
@@ -156,9 +159,13 @@ def test_every_text_is_valid_by_its_schema(loaded: Loaded, expected: dict[str, l
     eos = set(loaded.runner.info.eos_token_ids)
     for name, tokens in expected.items():
         text = loaded.text([token for token in tokens if token not in eos])
-        schema = SCHEMAS[name.partition("/")[0]]
-        assert jsonschema_rs.is_valid(schema, json.loads(text), validate_formats=True), (name, text)
-    assert len({tuple(tokens) for name, tokens in expected.items() if name.startswith("object")}) == 3
+        schema, _, kind = name.partition("/")
+        if kind == "3":
+            thought, _, text = text.partition(THOUGHT.closing)
+            assert thought.strip()
+            assert THOUGHT.closing in loaded.text(tokens[: THOUGHT_TOKENS + len(THOUGHT.closing)])
+        assert jsonschema_rs.is_valid(SCHEMAS[schema], json.loads(text), validate_formats=True), (name, text)
+    assert len({tuple(tokens) for name, tokens in expected.items() if name.startswith("object")}) == 4
 
 
 @pytest.mark.parametrize(
