@@ -8,8 +8,9 @@ import msgspec
 
 from generated_files import filled
 from roseinfer.errors import CapacityError, EngineError, RequestError, RoseinferError
-from roseinfer.server.api.fields import ModelBody
-from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, OF_SAMPLING, OF_TOKENIZE, Unserved
+from roseinfer.server.anthropic.schema import MessagesBody
+from roseinfer.server.api.fields import ModelBody, SamplingBody
+from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, OF_MESSAGES, OF_SAMPLING, OF_TOKENIZE, Unserved
 from roseinfer.server.connection.body import FEW_VALUES
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
@@ -30,6 +31,7 @@ UNSERVED = {
     "fields of every body that asks for tokens": OF_SAMPLING,
     "fields of a completion": OF_COMPLETIONS,
     "fields of a chat": OF_CHAT,
+    "fields of Anthropic's Messages": OF_MESSAGES,
     "fields of /tokenize": OF_TOKENIZE,
 }
 REMARKS: Mapping[type[ModelBody], str] = {
@@ -39,10 +41,13 @@ REMARKS: Mapping[type[ModelBody], str] = {
 
 def page() -> str:
     shared, model = frozenset(GenerationBody.__struct_fields__), frozenset(ModelBody.__struct_fields__)
+    sampling = frozenset(SamplingBody.__struct_fields__)
     fields = [
-        _fields("Both endpoints", GenerationBody),
+        _fields("Every body that asks for tokens", SamplingBody),
+        _fields("Completions and chats", GenerationBody, sampling),
         _fields("POST /v1/completions", CompletionBody, shared),
         _fields("POST /v1/chat/completions", ChatBody, shared),
+        _fields("POST /v1/messages", MessagesBody, sampling),
         _fields("POST /tokenize", TokenizeBody, model),
         "The answer has `count`, `max_model_len`, `tokens` and `token_strs`, as vLLM's has.\n",
         _fields("POST /detokenize", DetokenizeBody, model),

@@ -81,6 +81,14 @@ class PromptTooLong(RequestError):
 
     code = "context_length_exceeded"
 
+    def __init__(
+        self, message: str, *, param: str | None = None, num_tokens: int | None = None, max_model_len: int = 0
+    ) -> None:
+        """`num_tokens` are the prompt's, where they are known."""
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+        self.most_tokens = max_model_len - 1  # that a prompt may have, so that one can be generated
+
 
 class Unauthorized(RequestError):
     """The API key is missing or is not one of the configured ones."""

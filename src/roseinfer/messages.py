@@ -19,6 +19,7 @@ GREEDY_BELOW = LEAST_DIVISOR  # of temperatures: there the likeliest token has a
 MAX_LOGPROBS = 20
 MAX_PROFILE_STEPS = 200  # no request is served while the trace is written
 _MAX_INT32 = 2**31 - 1
+MAX_TOKENS = _MAX_INT32  # to generate: of no context
 
 # What a request may ask for, the same for a body, a flag and a caller of `LLM`.
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -341,6 +342,8 @@ def check_request(
             f"This model's context is {info.max_model_len} tokens; the {len(prompt_token_ids)} of {name} and the "
             f"{params.max_tokens} to be generated do not fit.",
             param=limit_name if len(prompt_token_ids) < info.max_model_len else name.param,
+            num_tokens=len(prompt_token_ids),
+            max_model_len=info.max_model_len,
         )
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(

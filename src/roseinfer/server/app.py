@@ -7,6 +7,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.server import middleware, openapi
+from roseinfer.server.anthropic import messages
+from roseinfer.server.anthropic.errors import PATH, add_request_id, error_form
 from roseinfer.server.connection.listener import Listener
 from roseinfer.server.exchange import Ledger
 from roseinfer.server.openai import chat, completions, tokenize
@@ -30,6 +32,8 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
     routes = [
         web.post("/v1/completions", completions.create_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
+        web.post("/v1/messages", messages.create_message),
+        web.post("/v1/messages/count_tokens", messages.count_tokens),
         web.get("/v1/models", probes.list_models),
         web.get("/v1/models/{id:.*}", probes.get_model),
         web.post("/v1/requests/{id}/abort", probes.abort_request),
@@ -40,11 +44,11 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         *_operations(instruments.metrics),
     ]
     app = _application(service, routes)
-    app[middleware.ERROR_FORMS] = {}
+    app[middleware.ERROR_FORMS] = {PATH: error_form}
     app.middlewares.extend(
         (middleware.answer_preflight, middleware.authenticate, middleware.admit, debug_access.point_elsewhere)
     )
-    app.on_response_prepare.append(middleware.allow_origin)
+    app.on_response_prepare.extend((middleware.allow_origin, add_request_id))
     return app
 
 

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import quote
 
 from aiohttp import web
@@ -33,7 +33,10 @@ from roseinfer.server.service import SERVICE
 
 REQUEST_ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)  # where keys are configured
-ERROR_FORMS = web.AppKey("error_forms", Mapping[str, Failure])  # of APIs with their own, by the beginning of the path
+ErrorForm = Callable[[str], Failure]
+"""The form of an API's errors, of the request with an id."""
+
+ERROR_FORMS = web.AppKey("error_forms", Mapping[str, ErrorForm])  # of APIs with their own, by the beginning of the path
 FAILURE = web.RequestKey("failure", RoseinferError)  # that ended it
 REQUEST_ID_HEADER = "x-request-id"
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/ping"})
@@ -192,7 +195,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 def _error_form(request: web.Request) -> Failure:
     """The form of errors of the API that the path belongs to."""
     forms = request.app.get(ERROR_FORMS, {})
-    return next((form for prefix, form in forms.items() if request.path.startswith(prefix)), error_body)
+    form = next((form for prefix, form in forms.items() if request.path.startswith(prefix)), None)
+    return error_body if form is None else form(request[REQUEST_ID])
 
 
 def _what_is_near(request: web.Request) -> str:

@@ -5,7 +5,8 @@ vocabulary and context are filled in. Relations between fields, such as that a p
 context, are beyond a schema: they are in docs/http-api.md.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,16 +16,19 @@ from aiohttp import web
 
 from roseinfer import __version__, errors
 from roseinfer.messages import EngineInfo
+from roseinfer.server.anthropic import replies as anthropic
+from roseinfer.server.anthropic.schema import CountBody, MessagesBody
 from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.unserved import Unserved
 from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, StreamOptions
+from roseinfer.server.openai.schema import ChatBody, CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from roseinfer.server.service import SERVICE
 
 Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"
+_REFERENCE = re.compile(_REF.format(name='([^"]+)'))
 
 _ANY = (errors.MalformedRequest, errors.UnmetExpectation, errors.HeadTooLarge)  # whatever the path
 _KEYED = (*_ANY, errors.Unauthorized)
@@ -52,6 +56,7 @@ class Operation(NamedTuple):
     failures: Sequence[type[errors.RoseinferError]]
     body: type[ModelBody] | None = None
     is_streamed: bool = False
+    error: type[msgspec.Struct] = replies.ErrorReply
     unready: type[msgspec.Struct] | None = None  # what a 503 answers that is no error
 
 
@@ -66,6 +71,25 @@ OPERATIONS = (
         is_streamed=True,
     ),
     Operation("post", "/v1/chat/completions", "The next turn", replies.ChatReply, _TOKENS, ChatBody, is_streamed=True),
+    Operation(
+        "post",
+        "/v1/messages",
+        "The next turn, as Anthropic has it",
+        anthropic.MessageReply,
+        _TOKENS,
+        MessagesBody,
+        is_streamed=True,
+        error=anthropic.MessageErrorReply,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "How many tokens the prompt would have",
+        anthropic.CountReply,
+        _TEXT,
+        CountBody,
+        error=anthropic.MessageErrorReply,
+    ),
     Operation("get", "/v1/models", "The models that are served", replies.ModelList, (*_KEYED, errors.NotReady)),
     Operation(
         "get",
@@ -113,7 +137,8 @@ def document(model_names: Sequence[str], info: EngineInfo, *, has_keys: bool) ->
     """The whole document."""
     bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
     answers = [operation.reply for operation in OPERATIONS if not isinstance(operation.reply, str)]
-    _, components = msgspec.json.schema_components([*bodies, *answers, replies.ErrorReply], ref_template=_REF)
+    failures = dict.fromkeys(operation.error for operation in OPERATIONS)
+    _, components = msgspec.json.schema_components([*bodies, *answers, *failures], ref_template=_REF)
     for body in bodies:
         _accept_what_is_accepted(components, body)
     _fill_in(components, model_names, info)
@@ -151,13 +176,13 @@ def _schema_of(unserved: Unserved) -> Schema:
     return {"enum": [*unserved.neutral, None], "description": "Accepted only with a value that asks for nothing."}
 
 
-def _structs_within(components: dict[str, Schema], name: str) -> Iterator[str]:
-    """The names of the body and of those of its parts whose fields may be null."""
-    yield name
-    if name in {ChatBody.__name__, CompletionBody.__name__} and StreamOptions.__name__ in components:
-        yield StreamOptions.__name__
-    if "messages" in components[name]["properties"]:
-        yield "Message"
+def _structs_within(components: dict[str, Schema], name: str) -> list[str]:
+    """The names of the body and of its parts, in all of which a field may be null."""
+    names = [name]
+    for known in names:  # and for those that are added to it meanwhile
+        found = _REFERENCE.findall(msgspec.json.encode(components[known]).decode())
+        names += dict.fromkeys(inner for inner in found if inner not in names)
+    return names
 
 
 def _or_null(schema: Schema) -> Schema:
@@ -171,14 +196,14 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _fill_in(components: dict[str, Schema], model_names: Sequence[str], info: EngineInfo) -> None:
-    for schema in components.values():
+    for name, schema in components.items():
         properties = schema.get("properties", {})
         if "model" in properties and not schema.get("additionalProperties", True):
             properties["model"] = {"enum": [*model_names, None], "description": properties["model"]["description"]}
         for field, value in properties.items():
             if field in {"prompt", "tokens", "stop_token_ids"}:
                 _bound_integers(value, info.vocab_size - 1)
-            elif field in {"max_tokens", "max_completion_tokens", "min_tokens"}:
+            elif field in {"max_tokens", "max_completion_tokens", "min_tokens"} and name != MessagesBody.__name__:
                 _bound_integers(value, info.max_model_len)
 
 
@@ -226,7 +251,7 @@ def _responses(operation: Operation) -> Schema:
         headers = _HEADERS | (_RETRY if status in {429, 503} else {})
         responses[str(status)] = {
             "description": f"With the code {codes}.",
-            "content": _json_of(replies.ErrorReply),
+            "content": _json_of(operation.error),
             "headers": headers,
         }
     if operation.unready is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import sys
 from collections.abc import Sequence
 from itertools import islice
 
@@ -15,7 +16,8 @@ from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.connection.api_keys import ApiKeys, Caller
 from roseinfer.server.connection.body_budget import BodyBudget, LongWork
 from roseinfer.server.exchange import Exchange, Ledger
-from roseinfer.text.conversation import Conversation, Turn, prepare_turn
+from roseinfer.text.choice import EncodedPrompt
+from roseinfer.text.conversation import Conversation, Turn, encode_conversation, prepare_turn
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.text_model import TextModel
 
@@ -94,6 +96,10 @@ class Service:
         return await prepare_turn(
             conversation, text_model, self.grammars, self._tool_format, self.client.info.max_model_len
         )
+
+    async def encode_conversation(self, conversation: Conversation) -> EncodedPrompt:
+        """The prompt of a conversation, also where it is longer than the context. Raises InvalidRequest."""
+        return await encode_conversation(conversation, self.text_model, sys.maxsize)
 
     def admit(self) -> None:
         """Raise NotReady, EngineDead or Overloaded unless one more exchange, open already, can be served.

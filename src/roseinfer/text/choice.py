@@ -117,6 +117,11 @@ class Choice:
         return TokenCounts(num_prompt, self.num_cached_tokens, self.num_tokens, self.timeline.num_reasoning_tokens)
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self._detokenizer.stop_string
+
+    @property
     def mean_logprob(self) -> float:
         """Mean over its tokens; 0 without any."""
         return self.sum_logprobs / max(1, self.num_tokens)

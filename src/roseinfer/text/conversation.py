@@ -29,6 +29,7 @@ class Conversation:
     form: tuple[Grammar, str] | None = None  # the grammar of the text, and its field in errors
     variables: Mapping[str, object]  # of the chat template, which go before those of `thinking`
     thinking: Thinking = AS_THE_TEMPLATE_HAS_IT
+    continues_last: bool = False  # the answer continues the last message
     field: str = "messages"  # that holds the turns, in errors
 
 
@@ -62,29 +63,40 @@ async def prepare_turn(
     Raises InvalidRequest that names the field, PromptTooLong, Overloaded or NotReady.
     """
     template = text_model.require_chat_template()
-    tool_use, tools = None, None
+    tool_use = None
     if conversation.functions:
-        if not template.knows_tools:
-            raise InvalidRequest("This model's chat template does not know tools.", param="tools")
         tool_use = ToolUse(
             conversation.functions,
             is_forced=conversation.must_call,
             is_parallel=conversation.is_parallel,
             tool_format=find_format(tool_format, template.tool_source),
         )
-        tools = [function.for_template() for function in tool_use.functions]
     calls = None if tool_use is None else tool_use.grammar()
     form = conversation.form if calls is None else (calls, "tools")
     await check_form(form, grammars)
-    # The template writes all of these into the prompt, so what is too long may be any of them.
-    written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
-    name = PromptName(conversation.field, tuple(field for field, value in written.items() if value))
+    prompt = await encode_conversation(conversation, text_model, max_model_len)
     thinking = conversation.thinking
-    variables = {**template.thinking_variables(thinking), **conversation.variables}
-    prompt = await text_model.encode_chat(
-        conversation.messages, conversation.num_chars, name, max_model_len, tools, variables
-    )
     grammar = with_thought(form and form[0], prompt.reasoning, thinking.max_tokens)
     if form is None and grammar is not None:
         await check_form((grammar, thinking.max_tokens_field), grammars)
     return Turn(prompt, grammar, tool_use)
+
+
+async def encode_conversation(conversation: Conversation, text_model: TextModel, max_model_len: int) -> EncodedPrompt:
+    """The prompt of a conversation. Raises InvalidRequest, or PromptTooLong, which name the field."""
+    template = text_model.require_chat_template()
+    tools = [function.for_template() for function in conversation.functions] or None
+    if tools is not None and not template.knows_tools:
+        raise InvalidRequest("This model's chat template does not know tools.", param="tools")
+    # The template writes all of these into the prompt, so what is too long may be any of them.
+    written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
+    name = PromptName(conversation.field, tuple(field for field, value in written.items() if value))
+    return await text_model.encode_chat(
+        conversation.messages,
+        conversation.num_chars,
+        name,
+        max_model_len,
+        tools,
+        {**template.thinking_variables(conversation.thinking), **conversation.variables},
+        continues_last=conversation.continues_last,
+    )

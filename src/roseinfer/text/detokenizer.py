@@ -27,6 +27,7 @@ class Detokenizer:
         self._held = ""
         self.num_chars = 0  # decoded so far, held or not: where the next token's text begins
         self.stopped = False
+        self.stop_string: str | None = None  # at which the text has stopped
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Decode tokens and return the text that has become certain; empty after a stop string."""
@@ -46,9 +47,9 @@ class Detokenizer:
         if not self._stop:
             return text
         text = self._held + text
-        if ends := [(start + len(s), start) for s in self._stop if (start := text.find(s)) >= 0]:
+        if ends := [(start + len(s), start, s) for s in self._stop if (start := text.find(s)) >= 0]:
             self.stopped, self._held = True, ""
-            end, start = min(ends)
+            end, start, self.stop_string = min(ends)
             return text[: end if self._includes_stop else start]
         start = first_candidate(text, self._stop, self._longest_stop)
         self._held = text[start:]

@@ -26,7 +26,7 @@ class GenerationRequest:
 
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams  # of every sequence; without a seed each prompt draws one
-    fills_context: bool = False  # generate as many tokens as the context leaves, instead of `params.max_tokens`
+    fits_context: bool = False  # generate as many tokens as the context leaves, where `params.max_tokens` are more
     n: int = 1  # choices of each prompt in the answer
     best_of: int = 1  # sequences generated of each prompt, at least `n`
     output: OutputOptions = TEXT_ONLY
@@ -46,7 +46,7 @@ class GenerationRequest:
         most_tokens = most_kept_tokens(
             len(self.prompts) * self.best_of,
             self.params.num_logprobs if is_kept else None,
-            None if self.fills_context else self.params.max_tokens,
+            None if self.fits_context else self.params.max_tokens,
             self.max_tokens_name,
         )
         if self.params.num_prompt_logprobs is not None:
@@ -55,8 +55,8 @@ class GenerationRequest:
         requests: list[Request] = []
         for prompt in self.prompts:
             params = self.params
-            if self.fills_context:
-                num_left = min(most_tokens, info.max_model_len - len(prompt.token_ids))
+            if self.fits_context:
+                num_left = min(most_tokens, params.max_tokens, info.max_model_len - len(prompt.token_ids))
                 params = msgspec.structs.replace(params, max_tokens=max(1, num_left))
             check_request(params, prompt.token_ids, info, prompt.name, self.max_tokens_name)
             seed = secrets.randbelow(NUM_SEEDS) if params.seed is None else params.seed

@@ -6,6 +6,7 @@ output. A client may set variables that the template reads and the server does n
 
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -232,12 +233,25 @@ class ChatTemplate:
         variables: Mapping[str, object] = _NO_VARIABLES,
         *,
         opens_turn: bool = True,
+        continues_last: bool = False,
     ) -> str:
-        """The conversation, up to where the assistant speaks if `opens_turn`. Raises InvalidRequest if refused."""
+        """The conversation, up to where the assistant speaks if `opens_turn`. Raises InvalidRequest if refused.
+
+        With `continues_last` it ends with the text of the last message.
+        """
         if tools and self._for_tools is not None:
-            return self._for_tools.render(messages, tools, variables, opens_turn=opens_turn)
+            render = self._for_tools.render
+            return render(messages, tools, variables, opens_turn=opens_turn, continues_last=continues_last)
         written = [_for_template(message, has_short_ids=self._has_short_ids) for message in messages]
-        return self._render(variables, messages=written, tools=tools, add_generation_prompt=opens_turn)
+        if not continues_last:
+            return self._render(variables, messages=written, tools=tools, add_generation_prompt=opens_turn)
+        mark = secrets.token_hex(16)  # a template may write a text changed, or twice
+        written[-1] = {**written[-1], "content": f"{written[-1]['content']}{mark}"}
+        text = self._render(variables, messages=written, tools=tools, add_generation_prompt=False)
+        before, found, _ = text.rpartition(mark)
+        if not found:
+            raise InvalidRequest("The chat template does not write the text of the last message.", param="messages")
+        return before
 
     def _check(self, variables: Mapping[str, object]) -> None:
         """Refuse variables without effect, such as misspelt ones. Raises InvalidRequest that names the variable."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -47,16 +48,19 @@ class TextModel:
         max_model_len: int,
         tools: Sequence[object] | None,
         variables: Mapping[str, object],
+        *,
+        continues_last: bool = False,
     ) -> EncodedPrompt:
         """The prompt of a conversation of about `num_chars`, rendered in a thread where that takes long.
 
         The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong.
         """
         template = self.require_chat_template()
+        render = partial(template.render, messages, tools, variables, continues_last=continues_last)
         if tools is None and num_chars + len(msgspec.json.encode(variables)) <= INLINE_CHARS:
-            text = template.render(messages, variables=variables)
+            text = render()
         else:
-            text = await self.tokenizer.off_loop(template.render, messages, tools, variables)
+            text = await self.tokenizer.off_loop(render)
         [token_ids] = await self.tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
         reasoning = find_reasoning(self.reasoning_format, text, opens_thoughts=self.opens_thoughts)
         return EncodedPrompt(token_ids, name, reasoning=reasoning)

@@ -134,7 +134,8 @@ class Tokenizer:
                     f"This model's context is {max_model_len} tokens of at most {self._most_chars_per_token} "
                     f"characters each; the {len(text)} characters of {name} do not fit."
                 )
-                raise PromptTooLong(message, param=name.param)
+                least = -(-len(text) // self._most_chars_per_token)
+                raise PromptTooLong(message, param=name.param, num_tokens=least, max_model_len=max_model_len)
 
     async def encode_prompts(
         self, texts: Sequence[str], max_model_len: int, names: Sequence[PromptName], *, add_special_tokens: bool
@@ -185,7 +186,7 @@ class Tokenizer:
             for name, num in zip(names, map(len, encodings), strict=True):
                 if num > max_model_len:
                     message = f"This model's context is {max_model_len} tokens; the {num} of {name} do not fit."
-                    raise PromptTooLong(message, param=name.param)
+                    raise PromptTooLong(message, param=name.param, num_tokens=num, max_model_len=max_model_len)
         return [encoding.ids for encoding in encodings]
 
     def _encode_batches(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:

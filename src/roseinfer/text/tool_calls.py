@@ -337,6 +337,7 @@ class CallPart:
     pieces: list[str] = field(default_factory=list)
     call_id: str | None = None
     name: str | None = None
+    num_texts: int = 0  # of its `Parts`, that came before it
 
     @property
     def arguments(self) -> str:
@@ -345,7 +346,7 @@ class CallPart:
 
 @dataclass(slots=True)
 class Parts:
-    """What a piece of text adds to the answer. Text between two calls comes before both: only the order is lost."""
+    """What a piece of text adds to the answer: thoughts, and behind them texts and calls."""
 
     texts: list[str] = field(default_factory=list)
     calls: list[CallPart] = field(default_factory=list)
@@ -359,11 +360,23 @@ class Parts:
     def reasoning(self) -> str:
         return "".join(self.thoughts)
 
+    def in_order(self) -> Iterator[str | CallPart]:
+        """The texts and the calls as they came."""
+        start = 0
+        for call in self.calls:
+            if text := "".join(self.texts[start : call.num_texts]):
+                yield text
+            yield call
+            start = call.num_texts
+        if text := "".join(self.texts[start:]):
+            yield text
+
     def extend(self, later: "Parts") -> None:
+        for part in later.calls:
+            part.num_texts += len(self.texts)
+            self.add_part(part)
         self.texts += later.texts
         self.thoughts += later.thoughts
-        for part in later.calls:
-            self.add_part(part)
 
     def add_part(self, part: CallPart) -> None:
         """Add a call, or arguments to the last one."""
@@ -396,7 +409,7 @@ class _Output:
     def begin_call(self, name: str) -> None:
         self._blanks, self._has_text = [], False
         call_id = secrets.token_hex(5)[:9] if self._has_short_ids else f"call_{secrets.token_hex(12)}"
-        self.parts.add_part(CallPart(self.num_calls, [], call_id, name))
+        self.parts.add_part(CallPart(self.num_calls, [], call_id, name, len(self.parts.texts)))
         self.num_calls += 1
         self.is_cut = True
 

@@ -41,10 +41,11 @@ def test_without_a_seed_each_prompt_draws_one() -> None:
 
 
 def test_what_the_context_leaves_is_generated() -> None:
-    requests = build(wanted("a" * 100, "b" * 27, fills_context=True))
-    assert [request.params.max_tokens for request in requests] == [28, 101]
+    params = SamplingParams(max_tokens=100)
+    requests = build(wanted("a" * 100, "b" * 27, params=params, fits_context=True))
+    assert [request.params.max_tokens for request in requests] == [28, 100]
     with pytest.raises(PromptTooLong) as caught:
-        build(wanted("a", "b" * 128, fills_context=True))
+        build(wanted("a", "b" * 128, fits_context=True))
     assert caught.value.param == "prompts[1]"
 
 
@@ -56,7 +57,7 @@ def test_more_logprobs_than_an_answer_holds_are_refused(monkeypatch: pytest.Monk
     with pytest.raises(InvalidRequest, match="at most 10 tokens of each of 2 sequences"):
         build(wanted("a", "b", params=params, output=kept))
     assert len(build(wanted("a", "b", params=params, output=kept, stream_interval=1))) == 2
-    assert build(wanted("a", "b", params=params, output=kept, fills_context=True))[0].params.max_tokens == 10
+    assert build(wanted("a", "b", params=params, output=kept, fits_context=True))[0].params.max_tokens == 10
     with pytest.raises(InvalidRequest, match="the prompts would have 12 log-probabilities"):
         build(wanted("abc", params=SamplingParams(num_prompt_logprobs=1), best_of=2))
 

@@ -15,10 +15,10 @@ from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.service import SERVICE
 
 _MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
-_SCHEMAS = frozenset({"schema", "value", "parameters", "json"})  # fields in which null is a value
+_SCHEMAS = frozenset({"schema", "value", "parameters", "json", "input", "input_schema"})  # in which null is a value
 _PARTS = (
     *("messages", "stream_options", "response_format", "structured_outputs", "tools", "tool_choice"),
-    *("input", "reasoning", "text"),
+    *("input", "reasoning", "text", "system", "thinking", "output_config", "output_format"),
 )
 
 BodyT = TypeVar("BodyT", bound=ModelBody)

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.errors import RoseinferError
-from roseinfer.messages import Grammar, SamplingDefaults, SamplingParams
+from roseinfer.messages import MAX_TOKENS, Grammar, SamplingDefaults, SamplingParams
 from roseinfer.records import Delivery
 from roseinfer.server.api import event_stream as sse
 from roseinfer.server.api.fields import SamplingBody
@@ -82,6 +82,7 @@ class Job:
     body: SamplingBody
     prompts: list[EncodedPrompt]
     max_tokens: int | None  # None: as many as the context leaves; 0: only the prompt is in the answer
+    fits_context: bool = False  # as many as the context leaves, where `max_tokens` are more
     num_logprobs: int | None
     n: int = 1  # choices of each prompt in the answer
     best_of: int = 1  # sequences of each prompt, of which the best `n` are in the answer
@@ -115,7 +116,7 @@ def _generation_request(job: Job, dialect: Dialect, service: Service, exchange: 
     return GenerationRequest(
         prompts=job.prompts,
         params=_params(job, service.client.info.sampling_defaults),
-        fills_context=job.max_tokens is None,
+        fits_context=job.fits_context or job.max_tokens is None,
         n=job.n,
         best_of=job.best_of,
         output=OutputOptions(
@@ -143,7 +144,7 @@ def _params(job: Job, defaults: SamplingDefaults) -> SamplingParams:
         top_k=defaults.top_k if body.top_k is None else body.top_k,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         min_p=defaults.min_p if body.min_p is None else body.min_p,
-        max_tokens=job.max_tokens or 1,
+        max_tokens=MAX_TOKENS if job.max_tokens is None else max(1, job.max_tokens),
         min_tokens=body.min_tokens,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,

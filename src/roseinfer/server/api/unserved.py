@@ -116,6 +116,25 @@ OF_CHAT: dict[str, Unserved] = {
     **_rows(("max_output_tokens",), instead="`max_completion_tokens` is its name here"),
 }
 
+OF_MESSAGES: dict[str, Unserved] = {
+    **dict.fromkeys(
+        (
+            *("metadata", "service_tier", "context_management", "diagnostics", "fallbacks", "inference_geo", "speed"),
+            *("user_profile_id", "workspace_id"),
+        ),
+        Unserved(is_ignored=True),
+    ),
+    **_rows(("mcp_servers",), [], instead="give the tools in `tools`"),
+    **_rows(("container",)),
+    **_rows(("thread",), instead="no conversation is kept here; send all of its messages"),
+    **_rows(("input",), instead="this API takes `messages`; /v1/responses takes `input`"),
+    **_rows(("prompt",), instead="this API takes `messages`; /v1/completions takes `prompt`"),
+    **_rows(("stop",), instead="`stop_sequences` is its name here"),
+    **_rows(("max_completion_tokens", "max_output_tokens"), instead="`max_tokens` is its name here"),
+    **_rows(("response_format",), instead="`output_config.format` is its name here"),
+    **_rows(("reasoning_effort",), instead="`output_config.effort` is its name here"),
+}
+
 OF_TOKENIZE: dict[str, Unserved] = {
     **_rows(("tools",), [], instead="the answer's `usage` of /v1/chat/completions counts them"),
     **_rows(("continue_final_message", "return_token_offsets"), False),

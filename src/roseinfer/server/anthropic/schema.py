@@ -1,0 +1,299 @@
+"""Defines the request bodies of Anthropic's Messages API: their fields, types, bounds and relations."""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import Grammar, MinTokens, TokenCount
+from roseinfer.runtime.validation import Misfit
+from roseinfer.server.api.fields import ConversationPart, SamplingBody, StopStrings
+from roseinfer.server.api.unserved import OF_MESSAGES, Unserved
+from roseinfer.text.grammar.source import encode_source
+from roseinfer.text.reasoning import Effort, Thinking
+from roseinfer.text.templates import TemplateVariables, check_variables
+
+MAX_TOOLS = 512  # Claude Code with a few MCP servers has more than OpenAI's 128
+
+ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}(?!\n)$")]
+CallId = Annotated[str, Meta(min_length=1, max_length=128)]
+Role = Annotated[str, Meta(extra_json_schema={"enum": ["user", "assistant", "system"]})]
+
+
+class TextBlock(ConversationPart, frozen=True, tag_field="type", tag="text"):
+    """A piece of text. Images, documents and search results are not supported."""
+
+    text: str
+
+
+class ThinkingBlock(ConversationPart, frozen=True, tag_field="type", tag="thinking"):
+    """Thoughts of an earlier answer, for the chat template; what they are signed with has no effect."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(ConversationPart, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """Thoughts that another server has encrypted: they are left out."""
+
+
+class ToolUseBlock(ConversationPart, frozen=True, tag_field="type", tag="tool_use"):
+    """A call of an earlier answer."""
+
+    id: CallId
+    name: ToolName
+    input: dict[str, Any]
+
+    def for_template(self) -> dict[str, object]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
+
+
+class ToolResultBlock(ConversationPart, frozen=True, tag_field="type", tag="tool_result"):
+    """What a call gave. Chat templates know no failed calls, so the text of one begins with `Error: `."""
+
+    tool_use_id: CallId
+    content: str | list[TextBlock] = ""
+    is_error: bool = False
+
+    @property
+    def text(self) -> str:
+        return ("Error: " if self.is_error else "") + text_of(self.content)
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+def text_of(content: str | Sequence[Block]) -> str:
+    """The text of the text blocks, each on a line of its own."""
+    return content if isinstance(content, str) else "\n".join(b.text for b in content if isinstance(b, TextBlock))
+
+
+class MessageParam(ConversationPart, frozen=True, kw_only=True):
+    """A part of a turn. One of the role `system`, amid the conversation, is given to the template as the user's."""
+
+    role: Role
+    content: str | list[Block]
+
+    def __post_init__(self) -> None:
+        if self.role == "tool":
+            raise Misfit("what a tool gave is a `tool_result` block in a message of the role user", ("role",))
+        if self.role not in {"user", "assistant", "system"}:
+            raise Misfit(f"Expected one of 'assistant', 'system', 'user'; got {self.role[:100]!r}", ("role",))
+        of_others = (ToolResultBlock,) if self.is_answer else (ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
+        for index, block in enumerate(self.blocks):
+            if isinstance(block, of_others):
+                kind = block.__struct_config__.tag
+                raise Misfit(f"a block of the type {kind} is in no message of the role {self.role}", ("content", index))
+
+    @property
+    def is_answer(self) -> bool:
+        return self.role == "assistant"
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return [TextBlock(self.content)] if isinstance(self.content, str) else self.content
+
+    @property
+    def num_chars(self) -> int:
+        """About how much of it a template writes."""
+        return sum(map(_num_chars, self.blocks))
+
+
+def _num_chars(block: Block) -> int:
+    match block:
+        case TextBlock() | ToolResultBlock():
+            return len(block.text)
+        case ThinkingBlock():
+            return len(block.thinking)
+        case ToolUseBlock():
+            return len(msgspec.json.encode(block.input))
+    return 0
+
+
+class ToolParam(ConversationPart, frozen=True, kw_only=True):
+    """A function that the model may call; `type` is `custom` or left out."""
+
+    name: ToolName
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["custom"]})] = "custom"
+    description: str | None = None
+    input_schema: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if self.type != "custom":
+            kind = self.type[:100]
+            raise Misfit(f"no tool {kind!r} is built into this server; give one with an `input_schema`", ("type",))
+        if self.input_schema.get("type", "object") != "object":
+            raise Misfit("it must be of type object: what a tool is called with is one", ("input_schema",))
+
+
+class ToolChoice(ConversationPart, frozen=True, kw_only=True):
+    """Whether a tool must be called, and which; `name` belongs to the type `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool = False
+
+    def __post_init__(self) -> None:
+        if self.type == "tool" and self.name is None:
+            raise Misfit.missing("name")
+
+
+class ThinkingParam(ConversationPart, frozen=True, kw_only=True):
+    """Whether the model is to think before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: MinTokens | None = None
+
+
+class JsonFormat(ConversationPart, frozen=True, kw_only=True):
+    """The schema that the answer follows."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(ConversationPart, frozen=True, kw_only=True):
+    """How to answer."""
+
+    effort: Effort | None = None
+    format: JsonFormat | None = None
+
+
+class CountBody(SamplingBody, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens: all but `max_tokens` of what /v1/messages has."""
+
+    unserved: ClassVar[dict[str, Unserved]] = SamplingBody.unserved | OF_MESSAGES
+
+    messages: Annotated[
+        list[MessageParam],
+        Meta(
+            min_length=1,
+            description="The conversation so far; content is text or a list of blocks: `text`, `thinking`, `tool_use`, "
+            "`tool_result`; `redacted_thinking` is left out. If the last is the assistant's, its text is continued.",
+        ),
+    ]
+    system: Annotated[str | list[TextBlock], Meta(description="What the model is told before the conversation.")] = ""
+    tools: Annotated[
+        list[ToolParam],
+        Meta(max_length=MAX_TOOLS, description="Functions that the model may call; the chat template must know tools."),
+    ] = []
+    tool_choice: Annotated[
+        ToolChoice | None,
+        Meta(
+            description="Of the type `none`, `auto`, `any`, or `tool` with a `name`; `disable_parallel_tool_use`: at "
+            "most one call. Default: `auto` with tools."
+        ),
+    ] = None
+    thinking: Annotated[
+        ThinkingParam | None,
+        Meta(
+            description="`enabled` or `disabled`, where the chat template has a switch for it; `adaptive`, or nothing: "
+            "as the template does by default. `budget_tokens`: most tokens of thoughts."
+        ),
+    ] = None
+    output_config: Annotated[
+        OutputConfig | None,
+        Meta(
+            description="`format`: the JSON schema that the answer follows. `effort`: how much the model thinks, where "
+            "the chat template has a switch for it."
+        ),
+    ] = None
+    output_format: Annotated[JsonFormat | None, Meta(description="The older place of `output_config.format`.")] = None
+    stop_sequences: Annotated[
+        StopStrings, Meta(description="The text ends before the one that is complete first, and the answer names it.")
+    ] = []
+    chat_template_kwargs: TemplateVariables = {}
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop_sequences)
+
+    @property
+    def form_field(self) -> str | None:
+        """The field that asks for a form of the text, if one does."""
+        if self.output_config is not None and self.output_config.format is not None:
+            return "output_config.format"
+        if self.output_format is not None:
+            return "output_format"
+        return None if self.structured_outputs is None else "structured_outputs"
+
+    def form(self) -> tuple[Grammar, str] | None:
+        field = self.form_field
+        wanted = self.output_config.format if self.output_config and self.output_config.format else self.output_format
+        if field is None or wanted is None:
+            return super().form()
+        return Grammar("json_schema", encode_source(wanted.schema, f"{field}.schema")), f"{field}.schema"
+
+    def check(self) -> None:
+        super().check()
+        check_variables(self.chat_template_kwargs)
+        if self.messages[0].role == "system":
+            where = "messages[0].role"
+            raise InvalidRequest(f"`{where}`: What comes before the conversation is the field `system`.", param=where)
+        if self.structured_outputs is not None and self.form_field != "structured_outputs":
+            raise InvalidRequest(
+                f"`{self.form_field}` and `structured_outputs` exclude each other.", param=self.form_field
+            )
+        self._check_tools()
+        self._check_continued()
+
+    def _check_tools(self) -> None:
+        names = [tool.name for tool in self.tools]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidRequest(f"`tools` has two tools called {twice}.", param="tools")
+        choice = self.tool_choice
+        if choice is not None and choice.type == "none":
+            return
+        if choice is not None and choice.type != "auto" and not self.tools:
+            raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
+        if choice is not None and choice.type == "tool" and choice.name not in names:
+            raise InvalidRequest(f"`tools` has no tool {choice.name}.", param="tool_choice.name")
+        if self.tools and self.form_field is not None:
+            message = f"`{self.form_field}` and `tools` exclude each other, unless the type of `tool_choice` is none."
+            raise InvalidRequest(message, param=self.form_field)
+
+    def _check_continued(self) -> None:
+        if not self.continues_last:
+            return
+        where = f"messages[{len(self.messages) - 1}]"
+        turn = [b for message in takewhile(lambda m: m.is_answer, reversed(self.messages)) for b in message.blocks]
+        last = self.messages[-1].blocks[-1:]
+        if not last or not isinstance(last[0], TextBlock) or any(isinstance(block, ToolUseBlock) for block in turn):
+            message = (
+                f"`{where}`: The last message is continued if it is the assistant's: it must be text, and no call."
+            )
+            raise InvalidRequest(message, param=where)
+        if self.form_field is not None or self.must_call:
+            field = self.form_field or "tool_choice"
+            message = f"`{field}`: An answer with a form cannot continue the text of `{where}`."
+            raise InvalidRequest(message, param=field)
+
+    @property
+    def continues_last(self) -> bool:
+        """Whether the answer continues the last message."""
+        return self.messages[-1].is_answer
+
+    @property
+    def thinks(self) -> Thinking:
+        """How much the model is to think."""
+        effort = None if self.output_config is None else self.output_config.effort
+        if self.thinking is None:
+            return Thinking(effort)
+        switched: dict[str, Effort] = {"enabled": effort or "medium", "disabled": "none"}
+        budget = None if self.thinking.type == "disabled" else self.thinking.budget_tokens
+        return Thinking(switched.get(self.thinking.type, effort), budget, "thinking.budget_tokens")
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice is not None and self.tool_choice.type in {"any", "tool"}
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[
+        TokenCount,
+        Meta(description="Most tokens to generate, as far as the context has room for them behind the prompt."),
+    ]
