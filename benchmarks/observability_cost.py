@@ -4,8 +4,7 @@
 
 The parts come first: both sides of a comparison take turns in this process, and the figures are medians. What the
 engine does for its records has no switch, so it is measured against the same lines with nothing behind them. Ranges are
-measured when a tool is attached, for instance with `NVTX_INJECTION64_PATH`. How late a thread that sleeps for half a
-millisecond wakes up while another one encodes spans is what an event loop would feel.
+measured when a tool is attached, for instance with `NVTX_INJECTION64_PATH`.
 
 Then one server, its engine in a process of its own, is observed by everything (metrics, causes, flight recorder, logs)
 and by nothing, in rounds that alternate, so both meet the same machine; the load is a third process. A scrape is
@@ -15,30 +14,27 @@ measured by an event loop that does nothing but look at the clock.
 import argparse
 import asyncio
 import gc
-import json
 import os
 import random
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from benchmarks.http_client import prepared
-from roseinfer.bench.load.client import HEAD_START_NS, LoadClient
-from roseinfer.bench.load.endpoint import Endpoint
+from benchmarks.figures import summarise
+from benchmarks.protocol import Worker
+from benchmarks.workloads import PlannedRequest
 from roseinfer.config.options import Config, ModelConfig, SchedulerConfig, ServerConfig, TracingConfig
 from roseinfer.engine.core.batch import Watch
-from roseinfer.engine.core.stopwatch import Phases, Stopwatch
+from roseinfer.engine.core.stopwatch import Phases, Stopwatch, unwatched
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport
 from roseinfer.observe import logs
@@ -61,6 +57,7 @@ from roseinfer.text.text_model import TextModel
 
 PARTS = ("schedule", "launch", "stage", "forward", "sample", "wait", "commit")  # of a step on a CPU
 MS = 1_000_000
+NAME = "observed"  # of the model
 
 
 # --- the parts, each alone ------------------------------------------------------------------------------------------
@@ -73,10 +70,10 @@ def measure_parts(num_rows: int, num_tokens: int, repeat: int) -> None:
     def record() -> None:
         encode(step_record(run_parts(phases.begin(7)), counts))
 
-    unwatched, watched, off, recorded = medians_us(
+    plain, watched, off, recorded = medians_us(
         repeat, lambda: run_parts(unwatched), lambda: run_parts(phases.begin(7)), ranged(phases), record
     )
-    print(f"engine: {recorded - unwatched:.2f} µs a step for {len(PARTS)} stamped parts, the record and its encoding")
+    print(f"engine: {recorded - plain:.2f} µs a step for {len(PARTS)} stamped parts, the record and its encoding")
     print(f"ranges: {watched:.2f} µs a step with a stopwatch alone, {off:.2f} with ranges off", end="")
     marker = make_marker(enabled=True)
     if marker is not None:
@@ -92,11 +89,6 @@ def measure_parts(num_rows: int, num_tokens: int, repeat: int) -> None:
     encoder = Encoder({}, "0", ClockPair(0, 0))
     (encoded,) = medians_us(repeat, lambda: encoder.encode(sink.last))
     print(f"export, {len(sink.last)} spans of a request into bytes: {encoded:.0f} µs")
-    print("late by, µs, median and p99: nothing else runs {:.0f} {:.0f}".format(*lateness_us(2)), end="")
-    for at_once in (16, 256):
-        with encoding(sink.last, at_once):
-            print("; {} spans at once {:.0f} {:.0f}".format(at_once, *lateness_us(2)), end="")
-    print()
 
 
 def medians_us(repeat: int, *sides: Callable[[], object]) -> list[float]:
@@ -210,55 +202,7 @@ def step_costs(repeat: int, num_rows: int, record: StepRecord) -> list[float]:
     return medians_us(repeat, lambda: quiet.on_step(record, advanced), lambda: kept.on_step(record, advanced))
 
 
-def lateness_us(duration_s: float) -> tuple[float, float]:
-    """Median and 99th percentile of how late a short sleep ends."""
-    late, end = [], time.monotonic() + duration_s
-    while time.monotonic() < end:
-        begin_ns = time.perf_counter_ns()
-        time.sleep(0.0005)
-        late.append((time.perf_counter_ns() - begin_ns) / 1e3 - 500)
-    return statistics.median(late), float(np.percentile(late, 99))
-
-
-@contextmanager
-def encoding(trace: Sequence[Span], at_once: int) -> Iterator[None]:
-    """A thread encodes all the time, so many spans before it offers the interpreter."""
-    spans = [trace[i % len(trace)] for i in range(at_once)]
-    encoder, stop = Encoder({}, "0", ClockPair(0, 0)), threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            encoder.encode(spans)
-            time.sleep(0)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
 # --- a served load --------------------------------------------------------------------------------------------------
-
-
-def load(url: str, num_streams: int, max_tokens: int) -> None:
-    """Print what the clients of a load saw; runs in a process of its own."""
-    began = time.perf_counter()
-    seen = LoadClient(Endpoint(url)).run([prepared(f"{i} is", max_tokens) for i in range(num_streams)])
-    wall = time.perf_counter() - began - HEAD_START_NS / 1e9
-    assert not any(each.error for each in seen), next(each.error for each in seen if each.error)
-    tpot = statistics.mean((each.token_ns[-1] - each.token_ns[0]) / (max_tokens - 1) for each in seen)
-    print(json.dumps({"tpot_ms": tpot / 1e6, "tokens_per_s": num_streams * max_tokens / wall}))
-
-
-async def run_load(url: str, num_streams: int, max_tokens: int) -> dict[str, float]:
-    arguments = ("-m", "benchmarks.observability_cost", "--load", url)
-    options = ("--streams", str(num_streams), "--max-tokens", str(max_tokens))
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, *options, stdout=asyncio.subprocess.PIPE)
-    output, _ = await process.communicate()
-    assert process.returncode == 0, "the load failed"
-    figures: dict[str, float] = json.loads(output)
-    return figures
 
 
 class Observed:
@@ -267,12 +211,12 @@ class Observed:
     def __init__(self, model: str, num_streams: int) -> None:
         self.config = Config(
             model=ModelConfig(path=model),
-            server=ServerConfig(stream_interval=1),
+            server=ServerConfig(stream_interval=1, served_model_name=NAME),
             scheduler=SchedulerConfig(max_num_seqs=num_streams),
         )
         self.registry = CollectorRegistry()
         self.attribution = Attribution()
-        self.metrics = Metrics("demo", "0", self.registry)
+        self.metrics = Metrics(NAME, "0", self.registry)
         flight, pauses = Flight(self.config, "0"), GcPauses()
         flight.listen(pauses, self.metrics, self.attribution.interruptions)
         observers = {"recorder": flight, "causes": self.attribution, "metrics": self.metrics, "logs": logs.Logs(10.0)}
@@ -287,7 +231,7 @@ class Observed:
 
     async def start(self) -> web.AppRunner:
         await self.client.start(lambda _: None)
-        self.service.open(TextModel.load(Path(self.client.info.checkpoint_dir), None))
+        self.service.open(TextModel.load(Path(self.client.info.checkpoint_dir), None, "auto"))
         gc.collect()
         gc.freeze()
         be_nicer(FRONT_END_NICENESS)  # as the program does, once its engine is there; the load inherits it
@@ -309,14 +253,20 @@ async def compare(arguments: argparse.Namespace) -> None:
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     nothing = Hub([])
     figures: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
+    client = Worker("load", [sys.executable, "-m", "benchmarks.http_client", url, NAME], Path("build/bench/load.log"))
+    requests = [PlannedRequest(0.0, f"{i} is", [], arguments.max_tokens) for i in range(arguments.streams)]
+
+    async def run_load() -> dict[str, float]:
+        return summarise(await asyncio.to_thread(client.drive, requests))
+
     try:
         server.observe(nothing)
-        await run_load(url, arguments.streams, arguments.max_tokens)
+        await run_load()
         for turn in range(2 * arguments.rounds):
             is_on = turn % 4 in {1, 2}  # off on on off …: a drift of the machine favours neither
             server.observe(server.everything if is_on else nothing)
             cpu_s = time.process_time()
-            figures_of_load = await run_load(url, arguments.streams, arguments.max_tokens)
+            figures_of_load = await run_load()
             cpu_us = (time.process_time() - cpu_s) * 1e6 / (arguments.streams * arguments.max_tokens)
             figures["on" if is_on else "off"].append(figures_of_load | {"cpu_us_per_token": cpu_us})
         report(figures)
@@ -324,19 +274,20 @@ async def compare(arguments: argparse.Namespace) -> None:
         print(f"all observers: {per_token_us:.1f} µs a token, {per_token_us * arguments.streams:.0f} a step")
         for name, hub in server.single.items():
             server.observe(hub)
-            await run_load(url, arguments.streams, arguments.max_tokens)
+            await run_load()
             spent_us = hub.spent_ns / 1e3 / (arguments.streams * arguments.max_tokens)
             print(f"{name} alone: {spent_us:.1f} µs a token")
         server.observe(server.everything)
         await measure_scrapes(server.metrics)
     finally:
+        await asyncio.to_thread(client.close)
         await runner.cleanup()
         server.service.close()
         await server.client.close()
 
 
 def report(figures: dict[str, list[dict[str, float]]]) -> None:
-    for name in ("tpot_ms", "tokens_per_s", "cpu_us_per_token"):
+    for name in ("tpot_p50_ms", "tokens_per_s", "cpu_us_per_token"):
         off, on = ([run[name] for run in figures[side]] for side in ("off", "on"))
         ratios = sorted(a / b for a, b in zip(on, off, strict=True))
         spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
@@ -379,11 +330,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of a request that is traced")
     parser.add_argument("--repeat", type=int, default=2000, help="of each part")
     parser.add_argument("--only-parts", action="store_true", help="without a served load")
-    parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.load:
-        load(arguments.load, arguments.streams, arguments.max_tokens)
-        return
     measure_parts(arguments.rows, arguments.tokens, arguments.repeat)
     if arguments.only_parts:
         return

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.tables import print_head, print_row
 from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
@@ -114,13 +115,11 @@ def main() -> None:
     if not 0 < arguments.steps <= MAX_STEPS:
         parser.error(f"--steps must be 1 to {MAX_STEPS}: the sequences are over then")
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {arguments.steps} steps, microseconds a step")
-    print("| rows |" + "".join(f" {part} |" for part in PARTS))
-    print("|---|" + "---|" * len(PARTS))
+    print_head("rows", *PARTS)
     for num_rows in arguments.rows:
         times = measure(num_rows, arguments.steps, arguments.pipeline_depth, arguments.evict_mib)
         cells = [np.percentile(times[part], [50, 10, 90]) for part in PARTS]
-        row = "".join(f" {median:.1f} ({low:.1f} to {high:.1f}) |" for median, low, high in cells)
-        print(f"| {num_rows} |{row}")
+        print_row(num_rows, *(f"{median:.1f} ({low:.1f} to {high:.1f})" for median, low, high in cells))
 
 
 if __name__ == "__main__":

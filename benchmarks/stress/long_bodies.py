@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.servers import resident_mb
+from benchmarks.tables import print_head, print_row
 from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.launcher import serving
@@ -36,7 +37,7 @@ def forget_peak(pid: int) -> None:
 
 async def measure(arguments: argparse.Namespace, url: str, pid: int) -> None:
     print(f"resident at first: {resident_mb(pid):.0f} MB")
-    print("| body | clients | answers | s | resident afterwards MB | peak MB |\n" + "|---" * 6 + "|", flush=True)
+    print_head("body", "clients", "answers", "s", "resident afterwards MB", "peak MB")
     async with LoadClient(Endpoint(url)) as client:
         for name, (path, fields) in KINDS.items():
             for num_clients in (1, arguments.clients):
@@ -47,8 +48,8 @@ async def measure(arguments: argparse.Namespace, url: str, pid: int) -> None:
                 took_s = time.monotonic() - began_s
                 await asyncio.sleep(REST_S)
                 answers = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
-                sizes = f"{resident_mb(pid):.0f} | {resident_mb(pid, 'VmHWM'):.0f}"
-                print(f"| {name} | {num_clients} | {answers} | {took_s:.1f} | {sizes} |", flush=True)
+                sizes = (round(resident_mb(pid, field)) for field in ("VmRSS", "VmHWM"))
+                print_row(name, num_clients, answers, took_s, *sizes)
 
 
 def main() -> None:

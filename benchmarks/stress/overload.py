@@ -1,6 +1,6 @@
 """Measures a server at its capacity and at four times that: latencies of accepted requests, and of refusals.
 
-    python -m benchmarks.stress.overload [--rounds 3] [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5] [--decoy]
+    python -m benchmarks.stress.overload [--rounds 3] [--seconds 20] [--factor 4] [--max-queue-wait-s 0.5]
 
 The embedded model is served by a process of its own. A closed loop, twice as many clients as sequences run at once,
 each asking again when it has its answer, gives a first idea of the capacity. Its clients take turns with the server
@@ -12,30 +12,24 @@ minutes has failed. Goodput counts the tokens of whole answers; the peak is the 
 are those of the requests that were let in, from the moment at which a request was due. A second table splits those of
 one request in ten: the client's own lateness, the parts of the server's ledger, and the way between the two. A ledger
 of each would take a fifth of the front end's time.
-
-Client and server share the machine. What the client takes from the server for requests that are refused shows with
-`--decoy`: a third run sends as many requests as the overload, of which the server gets its capacity, and a process that
-does nothing else answers the others 429.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
-import multiprocessing
 import random
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
+from benchmarks.tables import print_head, print_row
 from roseinfer.bench.definitions import Observed, percentile
 from roseinfer.bench.load.client import LoadClient, PreparedRequest
 from roseinfer.bench.load.endpoint import Endpoint
-from roseinfer.bench.load.launcher import free_port, serving
+from roseinfer.bench.load.launcher import serving
 
 NOTHING = "–"  # in a cell of a table
 LEDGER_SHARE = 0.1
@@ -43,7 +37,6 @@ ANSWER_TIMEOUT_S = 120.0  # many times what a server takes that refuses in time
 PARTS = ("receive", "tokenize", "submit_lag", "queue_wait", "prefill")  # of a ledger, up to the first token
 ALL_PARTS = ("late", *PARTS, "way")
 WARM_S = 3.0
-REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}"
 CAPACITY_RUNS, AT_CAPACITY = ("closed loop", "twice that"), "at capacity"
 
 
@@ -91,17 +84,16 @@ class Seen:
         self.requests += other.requests
         self.duration_s += other.duration_s
 
-    def row(self, name: str) -> str:
+    def cells(self) -> list[object]:
+        """A row under HEADINGS, but for the name."""
         refused = self.refused
-        counts = (len(self.answered), len(refused), len(self.requests) - len(self.answered) - len(refused))
         latencies = (self.first_token_s, self.whole_s, [whole_s(seen) for seen in refused])
-        cells = [
-            *map(str, counts),
-            f"{self.goodput:.0f}",
+        return [
+            *(len(self.answered), len(refused), len(self.requests) - len(self.answered) - len(refused)),
+            round(self.goodput),
             *(milliseconds(values, percent) for values in latencies for percent in (50, 99)),
-            f"{max((seen.retry_after_s or 0 for seen in refused), default=0)}",
+            max((seen.retry_after_s or 0 for seen in refused), default=0),
         ]
-        return f"| {name} |" + "".join(f" {cell} |" for cell in cells)
 
     def part_cells(self) -> dict[str, list[str]]:
         """Of each part of the time to the first token: median, p99 and mean of the slowest twentieth, ms."""
@@ -136,11 +128,9 @@ def milliseconds(values: Sequence[float], percent: float) -> str:
 
 
 class Load:
-    """All requests to one server, or to a decoy in its place."""
+    """All requests to one server."""
 
     def __init__(self, client: LoadClient, max_tokens: int) -> None:
-        self.decoy_share = 0.0  # of requests that go to `decoy`
-        self.decoy: LoadClient | None = None
         self._client = client
         self._max_tokens = max_tokens
         self._random = random.Random(7)
@@ -159,10 +149,7 @@ class Load:
         return PreparedRequest(request_id="overload", path="/v1/completions", body=content, asks_ledger=asks_ledger)
 
     async def ask(self, seen: Seen, due_ns: int) -> None:
-        client = self._client
-        if self.decoy is not None and self._random.random() < self.decoy_share:
-            client = self.decoy
-        seen.requests.append(await client.send(self._request(), due_ns))
+        seen.requests.append(await self._client.send(self._request(), due_ns))
 
     async def closed_loop(self, num_clients: int, duration_s: float) -> Seen:
         """Every client asks again as soon as it has its answer."""
@@ -202,12 +189,6 @@ async def one_round(load: Load, arguments: argparse.Namespace) -> AsyncIterator[
     yield CAPACITY_RUNS[1], full
     yield AT_CAPACITY, await load.open_loop(full.answered_rate, arguments.seconds)
     overload = full.answered_rate * arguments.factor
-    if arguments.decoy:
-        with decoy() as port:
-            async with LoadClient(Endpoint(f"http://127.0.0.1:{port}"), timeout_s=ANSWER_TIMEOUT_S) as load.decoy:
-                load.decoy_share = 1 - 1 / arguments.factor
-                yield "the rest refused elsewhere", await load.open_loop(overload, arguments.seconds)
-        load.decoy = None
     yield f"{arguments.factor:g} times", await load.open_loop(overload, arguments.seconds)
 
 
@@ -218,21 +199,19 @@ def report(rounds: list[dict[str, Seen]]) -> None:
         for name, seen in one.items():
             runs[name].add_run(seen)
     print("capacity", ", ".join(f"{one[CAPACITY_RUNS[1]].answered_rate:.0f}" for one in rounds), "requests a second\n")
-    print("| " + " | ".join(HEADINGS) + " |")
-    print("|---" * len(HEADINGS) + "|")
+    print_head(*HEADINGS)
     for name, seen in runs.items():
-        print(seen.row(name))
-    compared = {name: seen for name, seen in runs.items() if name not in CAPACITY_RUNS}
-    print(
-        "\n| part of the TTFT, ms |" + "".join(f" {name}: p50 | p99 | mean of the slowest 5 % |" for name in compared)
-    )
-    print("|---" * (1 + 3 * len(compared)) + "|")
-    cells = [seen.part_cells() for seen in compared.values()]
+        print_row(name, *seen.cells())
+    compared = {name: seen.part_cells() for name, seen in runs.items() if name not in CAPACITY_RUNS}
+    print()
+    headings = (f"{name}: p50 | p99 | mean of the slowest 5 %" for name in compared)
+    print_head("part of the TTFT, ms", *" | ".join(headings).split(" | "))
     for part in ALL_PARTS:
-        print(f"| {part} | " + " | ".join(cell for each in cells for cell in each[part]) + " |")
-    print("\n| against | all rounds | each |\n|---|---|---|")
+        print_row(part, *(cell for cells in compared.values() for cell in cells[part]))
+    print()
+    print_head("against", "all rounds", "each")
     for name, of in AGAINST.items():
-        print(f"| {name} | {of(runs)} | {', '.join(of(one) for one in rounds)} |")
+        print_row(name, of(runs), ", ".join(of(one) for one in rounds))
 
 
 def p99_ratio(runs: dict[str, Seen], latency: str) -> str:
@@ -255,42 +234,6 @@ AGAINST: dict[str, Callable[[dict[str, Seen]], str]] = {
 }
 
 
-async def refuse(port: int) -> None:
-    """Answer 429 whatever comes, a request a read."""
-
-    class Refusal(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            assert isinstance(transport, asyncio.Transport)
-            self.transport = transport
-
-        def data_received(self, data: bytes) -> None:
-            self.transport.write(REFUSAL * data.count(b"POST /"))
-
-    server = await asyncio.get_running_loop().create_server(Refusal, "127.0.0.1", port)
-    await server.serve_forever()
-
-
-def run_decoy(port: int) -> None:
-    asyncio.run(refuse(port))
-
-
-@contextlib.contextmanager
-def decoy() -> Iterator[int]:
-    """A process that refuses, and its port."""
-    port = free_port()
-    process = multiprocessing.get_context("spawn").Process(target=run_decoy, args=(port,), daemon=True)
-    process.start()
-    try:
-        while True:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.05)
-        yield port
-    finally:
-        process.terminate()
-        process.join()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -300,7 +243,6 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer, on the average")
     parser.add_argument("--num-threads", type=int, help="of the engine; default: the server's")
-    parser.add_argument("--decoy", action="store_true", help="one run more, in which the rest is refused elsewhere")
     arguments = parser.parse_args()
     print(json.dumps(vars(arguments)))
     flags = [

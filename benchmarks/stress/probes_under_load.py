@@ -25,6 +25,7 @@ from typing import Any
 import roseinfer
 from benchmarks.http_client import prepared
 from benchmarks.servers import resident_mb
+from benchmarks.tables import print_head, print_row
 from roseinfer.bench.definitions import percentile
 from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
@@ -190,16 +191,9 @@ async def running(*work: Any) -> Any:
                 raise ended
 
 
-def row(name: str, latencies: list[list[float]], statuses: Counter[int]) -> str:
-    cells = [f"{percentile(port, percent):.1f}" for port in latencies for percent in (50, 99, 100)]
-    answers = ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
-    return f"| {name} | {answers or '–'} | " + " | ".join(cells) + " |"
-
-
 async def measure(arguments: argparse.Namespace, probes: Probes, server: Server) -> None:
     kinds = {name: body for name, body in bodies().items() if arguments.only in (None, name)}
-    print("| load | its answers | API port p50 ms | p99 | max | ops port p50 ms | p99 | max |")
-    print("|---" * 8 + "|", flush=True)
+    print_head("load", "its answers", "API port p50 ms", "p99", "max", "ops port p50 ms", "p99", "max")
     async with LoadClient(Endpoint(server.url), timeout_s=120) as client:
         quiet = Load(client)
         async with running(*(quiet.stream() for _ in range(arguments.streams))):
@@ -210,7 +204,9 @@ async def measure(arguments: argparse.Namespace, probes: Probes, server: Server)
                 load = Load(client)
                 async with running(*(load.hammer(*body) for body in sent)):
                     latencies = await probes.latencies(arguments.seconds)
-                print(row(name, latencies, load.statuses), flush=True)
+                answers = ", ".join(f"{count} × {status}" for status, count in sorted(load.statuses.items()))
+                cells = (percentile(port, percent) for port in latencies for percent in (50, 99, 100))
+                print_row(name, answers or "–", *cells)
                 await load.rest()
         if arguments.only is None:
             await drop_bombs(client, server.pid)

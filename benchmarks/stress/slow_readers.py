@@ -22,6 +22,7 @@ import msgspec
 from benchmarks.servers import metrics_of, resident_mb
 from benchmarks.stress.probes_under_load import running
 from benchmarks.stress.soak_clients import open_socket
+from benchmarks.tables import print_head, print_row
 from roseinfer.bench.definitions import percentile
 from roseinfer.bench.load.client import LoadClient, PreparedRequest
 from roseinfer.bench.load.endpoint import Endpoint
@@ -118,15 +119,13 @@ async def run_half(arguments: argparse.Namespace, server: Server, seconds: float
 async def measure(arguments: argparse.Namespace, server: Server) -> None:
     await run_half(arguments, server, WARM_S, is_stalled=False)
     ratios, costs = [], []
-    print("| round | " + " | ".join(HEADINGS) + " |")
-    print("|---" * (1 + len(HEADINGS)) + "|", flush=True)
+    print_head("round", *HEADINGS)
     for number in range(arguments.rounds):
         baseline = await run_half(arguments, server, arguments.seconds, is_stalled=False)
         stalled = await run_half(arguments, server, arguments.seconds, is_stalled=True)
         ratios.append(percentile(stalled.gaps, 99) / percentile(baseline.gaps, 99))
         costs.append(stalled.grown_mb / stalled.num_stalled)
-        cells = " | ".join(f"{cell:.1f}" for cell in (*baseline.cells(), *stalled.cells()))
-        print(f"| {number + 1} | {cells} | {ratios[-1]:.2f} | {costs[-1]:.2f} |", flush=True)
+        print_row(number + 1, *baseline.cells(), *stalled.cells(), f"{ratios[-1]:.2f}", f"{costs[-1]:.2f}")
     print(f"median ratio of the p99 gaps {median(ratios):.2f}, most memory of a stalled stream {max(costs):.2f} MB")
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from benchmarks.servers import metrics_of, resident_mb
 from benchmarks.stress.probes_under_load import Probes
 from benchmarks.stress.soak_clients import Clients
+from benchmarks.tables import print_head, print_row
 from roseinfer.bench.definitions import percentile
 from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
@@ -62,10 +63,6 @@ class Sample:
     num_used_blocks: int
     num_missing_blocks: int  # of all, those that are neither used nor cached nor free
     num_violations: int
-
-    def row(self) -> str:
-        values = (f"{value:.1f}" if isinstance(value, float) else f"{value}" for value in asdict(self).values())
-        return "| " + " | ".join(values) + " |"
 
 
 HEADINGS = (
@@ -165,10 +162,10 @@ async def soak(arguments: argparse.Namespace, server: Server) -> tuple[Clients, 
         _, latencies = await asyncio.gather(load, probes.latencies(seconds))
         latencies_ms.append([latency for port in latencies for latency in port])
         samples.append(await held.sample())
-        print(samples[-1].row(), flush=True)
+        print_row(*asdict(samples[-1]).values())
 
     print("Remembered at most: " + ", ".join(f"{what} {mib:.1f} MiB" for what, mib in memories_mib().items()))
-    print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
+    print_head(*HEADINGS)
     with closing(Probes((server.port, server.ops_port), PROBE_INTERVAL_S)) as probes:
         end_s = time.monotonic() + arguments.minutes * 60  # a round waits for its last clients, so rounds are no clock
         while len(samples) < MIN_ROUNDS or time.monotonic() < end_s:
