@@ -197,7 +197,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": "Hi"}, "messages"),
-    ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "critic", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "refusal": "No."}]}, "messages[0].content"),

@@ -84,6 +84,11 @@ def told(events: list[Any]) -> tuple[str, list[dict[str, str]], str | None]:
             for kind in ("json_object", "json_schema", "json")
             for field in ("schema", "value")
         ),
+        (
+            {"response_format": {"type": "json_schema", "value": {"name": "x", "schema": {"enum": [1]}}}},
+            Grammar("json_schema", '{"enum":[1]}'),
+        ),
+        ({"response_format": {"type": "regex", "value": "a+"}}, Grammar("regex", "a+")),
         ({"structured_outputs": {"json": {"enum": [1]}}}, Grammar("json_schema", '{"enum":[1]}')),
         ({"structured_outputs": {"json": '{"a": 1}', "regex": None}}, Grammar("json_schema", '{"a": 1}')),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", '{"type":"object"}')),
@@ -105,6 +110,9 @@ async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, An
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json"}}, "response_format.value"),
+        ({"response_format": {"type": "regex", "value": {}}}, "response_format"),
+        ({"response_format": {"type": "regex", "schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json", "value": "a+"}}, "response_format"),
         ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
         ({"response_format": {"type": "json_object", "schema": {}, "value": {}}}, "response_format"),
@@ -369,3 +377,67 @@ async def test_llama_writes_a_bare_object() -> None:
     for text in ('{"b": 1} is it', '{"name": "', '{"b": 1', '{"name": "f", "par'):
         said = await ask(ScriptedEngine(says(text, FinishReason.STOP)), template=LLAMA, tools=[TOOL])
         assert said.json["choices"][0]["message"]["content"] == text
+
+
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_fewer_tools_may_be_allowed_than_there_are(mode: str) -> None:
+    engine = ScriptedEngine(says(CALL, FinishReason.STOP))
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
+    answer = await ask(engine, tools=[TOOL, OTHER], tool_choice=choice)
+    assert answer.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    [request] = engine.requests
+    assert bytes(request.prompt_token_ids).startswith(b"<tools>f(),<user>")
+    assert (request.params.grammar is not None) == (mode == "required")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [OTHER], "tool_choice": ALLOWED}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": ALLOWED}, "tool_choice"),
+        ({"functions": [TOOL["function"]], "tools": [TOOL]}, "functions"),
+        ({"functions": [TOOL["function"]], "tool_choice": "auto"}, "functions"),
+        ({"functions": [TOOL["function"]] * 2}, "functions"),
+        ({"functions": [TOOL["function"]], "function_call": {"name": "g"}}, "function_call.name"),
+        ({"functions": [{"name": "f", "parameters": {"type": "array"}}]}, "functions[0].parameters"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"function_call": "required"}, "function_call"),
+    ],
+    ids=str,
+)
+async def test_what_chooses_functions_that_are_not_there_is_named(body: dict[str, Any], param: str) -> None:
+    engine = ScriptedEngine(says("x"))
+    answer = await ask(engine, **body)
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("function_call", [None, {"name": "f"}])
+async def test_the_older_form_of_tools_is_answered_in_its_own(function_call: dict[str, str] | None) -> None:
+    engine = ScriptedEngine(says(f"{CALL}{CALL}", FinishReason.STOP))
+    body: dict[str, Any] = {"functions": [TOOL["function"]], "function_call": function_call}
+    [choice] = (await ask(engine, **body)).json["choices"]
+    expected = {"name": "f", "arguments": '{"a": 1}'}
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "function_call": expected}
+    events = (await ask(engine, **body, stream=True)).events[:-1]
+    deltas = [event["choices"][0]["delta"].get("function_call", {}) for event in events]
+    assert [delta["name"] for delta in deltas if "name" in delta] == ["f"]
+    assert "".join(delta.get("arguments", "") for delta in deltas) == expected["arguments"]
+    assert events[-1]["choices"][0]["finish_reason"] == "function_call"
+    assert (engine.requests[0].params.grammar is not None) == (function_call is not None)
+
+
+async def test_earlier_calls_in_the_older_form_are_given_to_the_template() -> None:
+    engine = ScriptedEngine(says("x"))
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "f", "content": "b"},
+    ]
+    assert (await ask(engine, messages=messages, functions=[], function_call="none")).status == 200
+    prompt = bytes(engine.requests[0].prompt_token_ids).decode()
+    assert prompt == '<user>a<assistant><tool_call>{"a": 1}<tool>b#function0'

@@ -5,7 +5,7 @@ The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -15,7 +15,7 @@ from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import NOTHING, ChunkDialect
-from roseinfer.server.openai.schema import ChatBody, NamedTool, StreamOptions
+from roseinfer.server.openai.schema import ChatBody, StreamOptions
 from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
@@ -43,8 +43,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     parsers = [turn.parser() for _ in range(body.n)] if turn.has_parts else []
     if not parsers:
         return await respond(request, job, ChatDialect(body.stream_options))
-    dialect = PartsDialect(parsers, body.stream_options, has_reasoning=body.include_reasoning)
-    return await respond(request, job, dialect)
+    form = FunctionCallDialect if body.functions else PartsDialect
+    return await respond(request, job, form(parsers, body.stream_options, has_reasoning=body.include_reasoning))
 
 
 def _conversation(body: ChatBody) -> Conversation:
@@ -54,7 +54,7 @@ def _conversation(body: ChatBody) -> Conversation:
         num_chars=sum(message.num_chars + 1 for message in body.messages),
         functions=choice.functions,
         must_call=choice.mode == "required",
-        is_parallel=body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool),
+        is_parallel=not body.is_single_call,
         form=body.form(),
         variables=body.chat_template_kwargs,
         thinking=body.wanted_thinking,
@@ -93,6 +93,8 @@ class ChatDialect(ChunkDialect):
 class PartsDialect(ChatDialect):
     """As `ChatDialect`, with thoughts beside the text, and `tool_calls`, which are a finish reason too."""
 
+    call_reason: ClassVar[str] = "tool_calls"
+
     def __init__(self, parsers: Sequence[AnswerParser], options: StreamOptions, *, has_reasoning: bool) -> None:
         super().__init__(options)
         self._parsers = parsers  # of the choices
@@ -110,21 +112,20 @@ class PartsDialect(ChatDialect):
         parts = Parts()
         for more in self._read(delta):
             parts.extend(more)
-        content, calls = parts.content, [_call(part) for part in parts.calls]
+        content = parts.content
         # Null, as OpenAI has it: a client that joins the pieces has null at the end too where only calls came.
         payload: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
         payload |= _reasoning(parts)
         if content:
             payload["content"] = content
-        if calls:
-            payload["tool_calls"] = calls
+        payload |= self._calls(parts)
         return msgspec.json.encode(payload) if payload else NOTHING
 
     def finish_reason(self, delta: Delta) -> str | None:
         parser = self._parsers[delta.choice.index]
         # A client runs the calls that it gets with `tool_calls`, so arguments cut by a stop string do not end so.
         has_whole_calls = parser.num_calls > 0 and not parser.is_cut
-        return "tool_calls" if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
+        return self.call_reason if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
 
     async def content(self, delta: Delta) -> dict[str, Any]:
         """Reads the whole text in pieces, between which the event loop runs."""
@@ -132,12 +133,27 @@ class PartsDialect(ChatDialect):
         for more in self._read(delta):
             parts.extend(more)
             await asyncio.sleep(0)
-        content, calls = parts.content, [_call(part) for part in parts.calls]
-        message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
-        message |= _reasoning(parts)
-        if calls:
-            message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content or None, "refusal": None}
+        message |= _reasoning(parts) | self._calls(parts)
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # which is for streams
         return message
+
+    def _calls(self, parts: Parts) -> dict[str, Any]:
+        return {"tool_calls": [_call(part) for part in parts.calls]} if parts.calls else {}
+
+
+class FunctionCallDialect(PartsDialect):
+    """As `PartsDialect`, with the only call in `function_call`: for a body with `functions`."""
+
+    call_reason = "function_call"
+
+    def _calls(self, parts: Parts) -> dict[str, Any]:
+        if not parts.calls:
+            return {}
+        first, arguments = parts.calls[0], "".join(part.arguments for part in parts.calls)
+        named = {} if first.call_id is None else {"name": first.name}
+        return {"function_call": {**named, "arguments": arguments}}
 
 
 def _reasoning(parts: Parts) -> dict[str, str]:

@@ -112,6 +112,7 @@ class ChatMessage(msgspec.Struct):
     content: str | None
     refusal: None
     tool_calls: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    function_call: dict[str, str] | msgspec.UnsetType = msgspec.UNSET  # for a body with `functions`
 
 
 class ChatChoice(msgspec.Struct):
@@ -120,7 +121,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"] | None
 
 
 class ChatReply(Reply):

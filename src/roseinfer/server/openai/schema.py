@@ -29,6 +29,7 @@ from roseinfer.text.tool_calls import Function
 MAX_CHOICES = 8
 MAX_TOOLS = 128  # OpenAI's own bound
 MAX_PROMPTS = 64
+_ONLY_CALL = "function0"  # the id of a call in `function_call`, which has none; templates of Mistral want nine letters
 _KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences is at most {MAX_KEPT_LOGPROBS}."
 
 PromptPart = str | TokenId | list[TokenId]
@@ -46,13 +47,14 @@ class JsonSchemaFormat(Part, frozen=True, kw_only=True):
 class ResponseFormat(Part, frozen=True, kw_only=True):
     """The form of an answer.
 
-    Its schema is in `json_schema`, as OpenAI's, in `schema`, as llama.cpp's, or in `value`, as Hugging Face's.
+    Its schema is in `json_schema`, as OpenAI's, in `schema`, as llama.cpp's, or in `value`, as Hugging Face's, which
+    has expressions too.
     """
 
-    type: Literal["text", "json_object", "json_schema", "json"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchemaFormat | None = None
     schema: dict[str, Any] | None = None
-    value: dict[str, Any] | None = None
+    value: dict[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("json_schema", "schema", "value") if getattr(self, name) is not None]
@@ -62,13 +64,23 @@ class ResponseFormat(Part, frozen=True, kw_only=True):
             raise Misfit(f"`{given[0]}` does not belong to the type `text`")
         if self.type == "json_object" and self.json_schema is not None:
             raise Misfit("`json_schema` belongs to the type `json_schema` alone")
-        if self.type in {"json_schema", "json"} and not given:
+        if self.type in {"json_schema", "json", "regex"} and not given:
             raise Misfit.missing("json_schema" if self.type == "json_schema" else "value")
+        if given and (self.type == "regex") != isinstance(self.value, str):
+            raise Misfit("an expression as `value` belongs to the type `regex`, and a schema to the others")
 
     def form(self) -> tuple[Grammar, str]:
         """The grammar, and the field it stands in. Raises InvalidRequest for a schema that is too deep."""
+        if isinstance(self.value, str):
+            return Grammar("regex", self.value), "response_format.value"
         nested = None if self.json_schema is None else self.json_schema.schema
-        for name, schema in (("json_schema.schema", nested), ("schema", self.schema), ("value", self.value)):
+        named = (self.value or {}).get("schema") if self.type == "json_schema" else None
+        for name, schema in (
+            ("json_schema.schema", nested),
+            ("schema", self.schema),
+            ("value.schema", named),
+            ("value", self.value),
+        ):
             if schema is not None:
                 param = f"response_format.{name}"
                 return Grammar("json_schema", encode_source(schema, param)), param
@@ -102,7 +114,20 @@ class NamedTool(ConversationPart, frozen=True, kw_only=True, tag_field="type", t
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedFunctions(ConversationPart, frozen=True, kw_only=True):
+    """Some of the functions, and whether one must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(ConversationPart, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Fewer functions than `tools` describes."""
+
+    allowed_tools: AllowedFunctions
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class FunctionCall(ConversationPart, frozen=True, kw_only=True):
@@ -148,24 +173,25 @@ class RefusalPart(ConversationPart, frozen=True, tag_field="type", tag="refusal"
 class Message(ConversationPart, frozen=True, kw_only=True):
     """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | RefusalPart] | None = None
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] = []
     tool_call_id: Annotated[str, Meta(max_length=128)] | None = None
+    function_call: FunctionCall | None = None  # of the time before tools; the role `function` answers it
     reasoning_content: str | None = None
     reasoning: str | None = None
 
     def __post_init__(self) -> None:
         has_said = self.refusal is not None or self.thoughts is not None
-        if self.content is None and not self.tool_calls and not (has_said and self.role == "assistant"):
+        if self.content is None and not self.calls and not (has_said and self.role == "assistant"):
             raise Misfit.missing("content")
         if self.thoughts is not None and self.role != "assistant":
             raise Misfit("only an assistant's message has `reasoning_content`")
         if self._has_refusal and self.role != "assistant":
             raise Misfit("only an assistant's message has a `refusal`")
-        if self.tool_calls and self.role != "assistant":
-            raise Misfit("only an assistant's message has `tool_calls`")
+        if self.calls and self.role != "assistant":
+            raise Misfit("only an assistant's message has `tool_calls` or a `function_call`")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise Misfit("a message has a `tool_call_id` if its role is `tool`, and only then")
 
@@ -185,29 +211,35 @@ class Message(ConversationPart, frozen=True, kw_only=True):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
+    def calls(self) -> list[ToolCall]:
+        """What the assistant asked for."""
+        if self.function_call is None:
+            return self.tool_calls
+        return [ToolCall(id=_ONLY_CALL, function=self.function_call)]
+
+    @property
     def num_chars(self) -> int:
         """About how much of it a template writes."""
-        return len(self.text) + len(self.thoughts or "") + sum(len(call.function.arguments) for call in self.tool_calls)
+        return len(self.text) + len(self.thoughts or "") + sum(len(call.function.arguments) for call in self.calls)
 
     def for_template(self) -> dict[str, object]:
-        message: dict[str, object] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.text,
-        }
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message: dict[str, object] = {"role": role, "content": self.text}
         if self.thoughts is not None:
             message |= {"reasoning_content": self.thoughts, "reasoning": self.thoughts}
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
+        if self.calls:
+            message["tool_calls"] = [call.for_template() for call in self.calls]
+        if role == "tool":
+            message["tool_call_id"] = self.tool_call_id or _ONLY_CALL
         return message
 
 
 def earlier_arguments(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """The arguments of all calls in a conversation, each behind its path in the body."""
     for at, message in enumerate(messages):
-        for index, call in enumerate(message.tool_calls):
-            yield f"messages[{at}].tool_calls[{index}].function.arguments", call.function.arguments
+        for index, call in enumerate(message.calls):
+            where = "function_call" if message.function_call is not None else f"tool_calls[{index}].function"
+            yield f"messages[{at}].{where}.arguments", call.function.arguments
 
 
 class ThinkingSwitch(Part, frozen=True, kw_only=True):
@@ -224,18 +256,20 @@ class FunctionChoice:
     definitions: Mapping[str, FunctionDefinition]  # by their paths in the body
     mode: Literal["none", "auto", "required"]
     names: Sequence[str] | None = None  # of those that it may call; None: all
+    field: str = "tools"  # that has the definitions
 
     def check(self, names_param: str) -> None:
         """Raises InvalidRequest; `names_param` is the field that names functions."""
         known = [definition.name for definition in self.definitions.values()]
         if twice := next((name for name in known if known.count(name) > 1), None):
-            raise InvalidRequest(f"`tools` has two functions called {twice}.", param="tools")
+            raise InvalidRequest(f"`{self.field}` has two functions called {twice}.", param=self.field)
         if self.mode == "none":
             return
         if not known:
-            raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
+            chooser = names_param.partition(".")[0]
+            raise InvalidRequest(f"`{chooser}` needs `{self.field}`.", param=chooser)
         if missing := next((name for name in self.names or () if name not in known), None):
-            raise InvalidRequest(f"`tools` has no function {missing}.", param=names_param)
+            raise InvalidRequest(f"`{self.field}` has no function {missing}.", param=names_param)
         for path, definition in self.definitions.items():
             if (definition.parameters or {}).get("type", "object") != "object":
                 param = f"{path}.parameters"
@@ -404,7 +438,22 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     ] = []
     tool_choice: Annotated[
         ToolChoice | None,
-        Meta(description="`none`, `auto`, `required`, or a function to call. Default: `auto` with tools."),
+        Meta(
+            description="`none`, `auto`, `required`, a function to call, or `allowed_tools`: a `mode` and the "
+            "functions to choose from. Default: `auto` with tools."
+        ),
+    ] = None
+    functions: Annotated[
+        list[FunctionDefinition],
+        Meta(
+            max_length=MAX_TOOLS,
+            description="The older form of `tools`: an answer calls one at most, in `function_call`, which is its "
+            "`finish_reason` too.",
+        ),
+    ] = []
+    function_call: Annotated[
+        Literal["none", "auto"] | FunctionName | None,
+        Meta(description="The older form of `tool_choice`. Default: `auto` with functions."),
     ] = None
     parallel_tool_calls: Annotated[bool, Meta(description="Whether one answer may hold several calls.")] = True
     chat_template_kwargs: TemplateVariables = {}
@@ -451,7 +500,13 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         self._check_tools()
 
     def _check_tools(self) -> None:
-        self.function_choice.check("tool_choice.function.name")
+        if self.functions and (self.tools or self.tool_choice is not None):
+            raise InvalidRequest("`functions` is the older form of `tools`: use one of them.", param="functions")
+        if isinstance(self.tool_choice, AllowedTools):
+            named_by = "tool_choice.allowed_tools.tools"
+        else:
+            named_by = "tool_choice.function.name" if self.function_choice.field == "tools" else "function_call.name"
+        self.function_choice.check(named_by)
         if self.function_choice.mode != "none" and self.form_field is not None:
             message = f"`{self.form_field}` and `tools` exclude each other, unless `tool_choice` is none."
             raise InvalidRequest(message, param=self.form_field)
@@ -470,8 +525,26 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         return Thinking(effort, None if budget == -1 else budget, field)
 
     @property
+    def is_single_call(self) -> bool:
+        """Whether the answer has one call at most."""
+        return not self.parallel_tool_calls or isinstance(self.tool_choice, NamedTool) or bool(self.functions)
+
+    @property
     def function_choice(self) -> FunctionChoice:
+        if self.functions or self.function_call not in {None, "none"}:
+            return self._older_choice
         definitions = {f"tools[{index}].function": tool.function for index, tool in enumerate(self.tools)}
-        if isinstance(self.tool_choice, NamedTool):
-            return FunctionChoice(definitions, "required", [self.tool_choice.function.name])
-        return FunctionChoice(definitions, self.tool_choice or ("auto" if self.tools else "none"))
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return FunctionChoice(definitions, "required", [function.name])
+            case AllowedTools(allowed_tools=allowed):
+                return FunctionChoice(definitions, allowed.mode, [tool.function.name for tool in allowed.tools])
+            case choice:
+                return FunctionChoice(definitions, choice or ("auto" if self.tools else "none"))
+
+    @property
+    def _older_choice(self) -> FunctionChoice:
+        definitions = {f"functions[{index}]": function for index, function in enumerate(self.functions)}
+        if isinstance(self.function_call, FunctionName):
+            return FunctionChoice(definitions, "required", [self.function_call.name], "functions")
+        return FunctionChoice(definitions, self.function_call or "auto", None, "functions")
