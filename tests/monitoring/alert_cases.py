@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from monitoring.objectives import ITL, OBJECTIVES, TTFT, Objective
+from monitoring.objectives import OBJECTIVES, Objective
 
 SERVICE = {"namespace": "demo", "job": "roseinfer", "model_name": "tiny"}
 POD = {**SERVICE, "instance": "10.0.0.7:8001", "pod": "roseinfer-0"}
@@ -63,6 +63,7 @@ _TWO, _FIVE = "A budget of 30 days lasts two days at this rate.", "A budget of 3
 _GONE = "The budget of 30 days will be gone before they are over."
 FAST, SLOW, TICKET = ("1h", "5m"), ("6h", "30m"), ("3d", "6h")
 
+TTFT, ITL, AVAILABILITY = OBJECTIVES
 BURNS = (
     _burn(TTFT, "Fast", FAST, ("0.8", "0.995"), f"20% of the last 1h's {_LATE} {_TWO}"),
     _burn(TTFT, "Slow", SLOW, ("0.9", "0.995"), f"10% of the last 6h's {_LATE} {_FIVE}"),
@@ -70,9 +71,9 @@ BURNS = (
     _burn(ITL, "Fast", FAST, ("0.75", "0.995"), f"25% of the last 1h's {_LONG} {_TWO}"),
     _burn(ITL, "Slow", SLOW, ("0.9", "0.995"), f"10% of the last 6h's {_LONG} {_FIVE}"),
     _burn(ITL, "Ticket", TICKET, ("0.98", "0.995"), f"2% of the last 3d's {_LONG} {_GONE}"),
-    _burn(OBJECTIVES[2], "Fast", FAST, ("0.95", "0.9995"), f"5% of the last 1h's {_LOST} {_TWO}"),
-    _burn(OBJECTIVES[2], "Slow", SLOW, ("0.99", "0.9995"), f"1% of the last 6h's {_LOST} {_FIVE}"),
-    _burn(OBJECTIVES[2], "Ticket", TICKET, ("0.998", "0.9995"), f"0.2% of the last 3d's {_LOST} {_GONE}"),
+    _burn(AVAILABILITY, "Fast", FAST, ("0.95", "0.9995"), f"5% of the last 1h's {_LOST} {_TWO}"),
+    _burn(AVAILABILITY, "Slow", SLOW, ("0.99", "0.9995"), f"1% of the last 6h's {_LOST} {_FIVE}"),
+    _burn(AVAILABILITY, "Ticket", TICKET, ("0.998", "0.9995"), f"0.2% of the last 3d's {_LOST} {_GONE}"),
 )
 
 

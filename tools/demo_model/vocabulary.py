@@ -21,29 +21,7 @@ ROLES = ("system", "user", "assistant")
 MARKERS = {role: f"<|{role}|>" for role in ROLES}
 SPECIALS = [END, *MARKERS.values()]
 END_ID = SPECIALS.index(END)  # the trainer numbers special tokens first, in their order
-
-CHAT_TEMPLATE = """\
-{%- if tools -%}
-{{- '<|system|>Call a function as <tool_call>{"name": its name, "arguments": an object}</tool_call>.' -}}
-{%- for tool in tools -%}{{- '\\n' + tool['function'] | tojson -}}{%- endfor -%}
-{%- endif -%}
-{%- for message in messages -%}
-{%- set role = 'system' if message['role'] == 'developer' else message['role'] -%}
-{%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
-{{- raise_exception('roseinfer-demo knows the roles system, developer, user, assistant and tool, not ' + role) -}}
-{%- endif -%}
-{{- '<|user|>' if role == 'tool' else '<|' + role + '|>' -}}
-{%- if role == 'assistant' and message['reasoning_content'] -%}
-{{- '<think>\\n' + message['reasoning_content'] + '\\n</think>\\n' -}}
-{%- endif -%}
-{{- message['content'] -}}
-{%- for call in message['tool_calls'] or [] -%}
-{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
-{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
-{%- endfor -%}
-{%- if role == 'assistant' -%}{{- '<|endoftext|>' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' + ('<think>\\n' if enable_thinking else '') -}}{%- endif -%}"""
+_CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
@@ -119,6 +97,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
         "add_bos_token": False,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": _CHAT_TEMPLATE.read_text(encoding="utf-8"),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from monitoring.panels import DATASOURCE, SHOWN, WIDTH, Panel, build_panel
 
 BOARDS = Path(__file__).with_name("boards")
+VARIABLES = Path(__file__).with_name("variables.yaml")
 TAG = "roseinfer"
 
 
@@ -38,32 +39,10 @@ class Board(msgspec.Struct, forbid_unknown_fields=True):
     variables: list[Variable] = []  # beside those that all boards have
 
 
-_RUNNING = "roseinfer_num_requests_running"
-VARIABLES = (
-    Variable(
-        name="namespace",
-        label="Namespace",
-        description="Kubernetes namespaces",
-        query=f"label_values({_RUNNING}, namespace)",
-    ),
-    Variable(
-        name="pod",
-        label="Pod",
-        description="Pods of the namespaces",
-        query=f'label_values({_RUNNING}{{namespace=~"$namespace"}}, pod)',
-    ),
-    Variable(
-        name="model_name",
-        label="Model",
-        description="Served models",
-        query=f"label_values({_RUNNING}{{{SHOWN.pods}}}, model_name)",
-    ),
-)
-
-
 def render(file: Path) -> str:
     """The JSON that Grafana imports. A field that a panel does not have is a ValidationError with its place."""
     board = msgspec.yaml.decode(file.read_text(), type=Board)
+    variables = msgspec.yaml.decode(VARIABLES.read_text(), type=list[Variable])
     source = dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
     built = (
         dashboard.Dashboard(f"roseinfer / {board.title}")
@@ -74,7 +53,7 @@ def render(file: Path) -> str:
         .time("now-30m", "now")
         .refresh("15s")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
-        .variables([source, *map(_variable, (*VARIABLES, *board.variables))])
+        .variables([source, *map(_variable, (*variables, *board.variables))])
         .annotations(_annotations())
         .link(
             dashboard.DashboardLink("roseinfer")

@@ -8,7 +8,7 @@ import jinja2
 import yaml
 
 from monitoring.board import BOARDS, render
-from monitoring.objectives import BY, OBJECTIVES
+from monitoring.objectives import OBJECTIVES
 from monitoring.promql import Selection
 from monitoring.scaling import DEMAND, QUEUE_WAIT
 
@@ -68,7 +68,7 @@ def rule_groups(values: Mapping[str, str]) -> dict[str, list[Rule]]:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    text = environment.from_string(RULES.read_text()).render(objectives=OBJECTIVES, by=BY)
+    text = environment.from_string(RULES.read_text()).render(objectives=OBJECTIVES)
     of = {word: values.get(word, word) for word in PLACEHOLDERS}
     for word, value in of.items():
         text = text.replace(word, value)

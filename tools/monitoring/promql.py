@@ -47,6 +47,7 @@ _OURS = {OTHER, *(code for code, status in _codes(RoseinferError) if status == 4
 _FAILED = (FinishReason.ERROR, FinishReason.TIMEOUT)
 _SERVED = tuple(reason for reason in FinishReason if reason not in (*_FAILED, FinishReason.REJECTED))
 WORDS = {
+    "@BY@": "namespace, job, model_name",  # of a service, which all of its servers are together
     "@REFUSED_BY_US@": "|".join(code for code in REJECTION_CODES if code in _OURS),
     "@FAILED@": "|".join(_FAILED),
     "@SERVED@": "|".join(_SERVED),
