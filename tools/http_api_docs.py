@@ -10,8 +10,17 @@ from generated_files import filled
 from roseinfer.errors import CapacityError, EngineError, RequestError, RoseinferError
 from roseinfer.server.anthropic.schema import MessagesBody
 from roseinfer.server.api.fields import ModelBody, SamplingBody
-from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, OF_MESSAGES, OF_SAMPLING, OF_TOKENIZE, Unserved
+from roseinfer.server.api.unserved import (
+    OF_CHAT,
+    OF_COMPLETIONS,
+    OF_MESSAGES,
+    OF_RESPONSES,
+    OF_SAMPLING,
+    OF_TOKENIZE,
+    Unserved,
+)
 from roseinfer.server.connection.body import FEW_VALUES
+from roseinfer.server.openai.responses_schema import ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 
@@ -31,6 +40,7 @@ UNSERVED = {
     "fields of every body that asks for tokens": OF_SAMPLING,
     "fields of a completion": OF_COMPLETIONS,
     "fields of a chat": OF_CHAT,
+    "fields of a response": OF_RESPONSES,
     "fields of Anthropic's Messages": OF_MESSAGES,
     "fields of /tokenize": OF_TOKENIZE,
 }
@@ -47,6 +57,8 @@ def page() -> str:
         _fields("Completions and chats", GenerationBody, sampling),
         _fields("POST /v1/completions", CompletionBody, shared),
         _fields("POST /v1/chat/completions", ChatBody, shared),
+        _fields("POST /v1/responses", ResponseBody, sampling),
+        "`/v1/responses/input_tokens` takes the same body and answers with `input_tokens`.\n",
         _fields("POST /v1/messages", MessagesBody, sampling),
         _fields("POST /tokenize", TokenizeBody, model),
         "The answer has `count`, `max_model_len`, `tokens` and `token_strs`, as vLLM's has.\n",

@@ -26,7 +26,7 @@ def test_a_schema_fuzzer_finds_no_fault(start_server: StartServer, tmp_path: Pat
     """And does find one in a document that promises what is not so."""
     server = start_server("--model.max-model-len", "64")
     document = json.loads(server.get("/openapi.json"))
-    for name in ("CompletionBody", "ChatBody", "MessagesBody"):
+    for name in ("CompletionBody", "ChatBody", "MessagesBody", "ResponseBody"):
         fields = document["components"]["schemas"][name]["properties"]
         for deadline in ("timeout_s", "queue_timeout_s"):  # one that passes is a 503 or a 504, and rightly
             number = next(choice for choice in fields[deadline]["anyOf"] if choice["type"] == "number")

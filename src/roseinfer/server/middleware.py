@@ -201,6 +201,8 @@ def _error_form(request: web.Request) -> Failure:
 
 def _what_is_near(request: web.Request) -> str:
     """The path that was meant, where one is like it: most who miss one leave out `/v1`, or write it twice."""
+    if request.path.startswith("/v1/responses/"):
+        return " Responses are not stored here: send the items that go on with the next request."
     paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
     near = difflib.get_close_matches(request.path, paths, n=1, cutoff=_LIKE)
     if not near:

@@ -21,7 +21,8 @@ from roseinfer.server.anthropic.schema import CountBody, MessagesBody
 from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.unserved import Unserved
 from roseinfer.server.middleware import PROBE_PATHS
-from roseinfer.server.openai import replies
+from roseinfer.server.openai import replies, responses_replies
+from roseinfer.server.openai.responses_schema import ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from roseinfer.server.service import SERVICE
@@ -71,6 +72,23 @@ OPERATIONS = (
         is_streamed=True,
     ),
     Operation("post", "/v1/chat/completions", "The next turn", replies.ChatReply, _TOKENS, ChatBody, is_streamed=True),
+    Operation(
+        "post",
+        "/v1/responses",
+        "The next items",
+        responses_replies.ResponseReply,
+        _TOKENS,
+        ResponseBody,
+        is_streamed=True,
+    ),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        "How many tokens the prompt would have",
+        responses_replies.InputTokensReply,
+        _TEXT,
+        ResponseBody,
+    ),
     Operation(
         "post",
         "/v1/messages",

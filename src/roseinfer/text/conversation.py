@@ -15,13 +15,14 @@ from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Thinking, with_thou
 from roseinfer.text.templates import VARIABLES_FIELD
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tool_calls import Function, ToolUse, find_format
+from roseinfer.text.turns import fold_turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """The turns so far, the functions that may be called, and the form that is asked of the answer."""
 
-    messages: Iterable[Mapping[str, object]]  # as chat templates read them; decoded where they are rendered
+    messages: Iterable[Mapping[str, object]]  # as chat templates read them; made where they are rendered, each time
     num_chars: int  # about how many the template writes of them
     functions: Sequence[Function] = ()  # that the model may call
     must_call: bool = False
@@ -31,6 +32,7 @@ class Conversation:
     thinking: Thinking = AS_THE_TEMPLATE_HAS_IT
     continues_last: bool = False  # the answer continues the last message
     field: str = "messages"  # that holds the turns, in errors
+    folds: bool = False  # turns into others, where the template refuses them as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ async def prepare_turn(
 
     Raises InvalidRequest that names the field, PromptTooLong, Overloaded or NotReady.
     """
-    template = text_model.require_chat_template()
+    template = text_model.require_chat_template(conversation.field)
     tool_use = None
     if conversation.functions:
         tool_use = ToolUse(
@@ -84,19 +86,30 @@ async def prepare_turn(
 
 async def encode_conversation(conversation: Conversation, text_model: TextModel, max_model_len: int) -> EncodedPrompt:
     """The prompt of a conversation. Raises InvalidRequest, or PromptTooLong, which name the field."""
-    template = text_model.require_chat_template()
+    template = text_model.require_chat_template(conversation.field)
     tools = [function.for_template() for function in conversation.functions] or None
     if tools is not None and not template.knows_tools:
         raise InvalidRequest("This model's chat template does not know tools.", param="tools")
     # The template writes all of these into the prompt, so what is too long may be any of them.
     written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
     name = PromptName(conversation.field, tuple(field for field, value in written.items() if value))
-    return await text_model.encode_chat(
-        conversation.messages,
-        conversation.num_chars,
-        name,
-        max_model_len,
-        tools,
-        {**template.thinking_variables(conversation.thinking), **conversation.variables},
-        continues_last=conversation.continues_last,
-    )
+    variables = {**template.thinking_variables(conversation.thinking), **conversation.variables}
+    turns, refusal = conversation.messages, None
+    # System turns behind the head as the user's, and then all of them so.
+    for folded in (turns, fold_turns(turns, 1), fold_turns(turns, 0)) if conversation.folds else (turns,):
+        try:
+            return await text_model.encode_chat(
+                folded,
+                conversation.num_chars,
+                name,
+                max_model_len,
+                tools,
+                variables,
+                continues_last=conversation.continues_last,
+            )
+        except InvalidRequest as error:
+            if error.param != "messages":
+                raise
+            refusal = refusal or InvalidRequest(error.message, param=conversation.field)
+    assert refusal is not None, "there are turns to try"
+    raise refusal

@@ -31,12 +31,13 @@ class TextModel:
         opens_thoughts = template is not None and tags is not None and template.opens_thoughts(tags)
         return cls(Tokenizer.load(checkpoint_dir), template, tags, opens_thoughts)
 
-    def require_chat_template(self) -> ChatTemplate:
+    def require_chat_template(self, field: str = "messages") -> ChatTemplate:
+        """Raises InvalidRequest that names the field of the conversation."""
         if self.chat_template is None:
             raise InvalidRequest(
                 "This model has no chat template, so it cannot chat: use /v1/completions, or start the server with "
                 "--chat-template.",
-                param="messages",
+                param=field,
             )
         return self.chat_template
 

@@ -135,6 +135,19 @@ OF_MESSAGES: dict[str, Unserved] = {
     **_rows(("reasoning_effort",), instead="`output_config.effort` is its name here"),
 }
 
+OF_RESPONSES: dict[str, Unserved] = {
+    **dict.fromkeys(("client_metadata", "context_management", "max_tool_calls"), Unserved(is_ignored=True)),
+    **_rows(("background",), False, instead="nothing is stored here; use `stream`"),
+    **_rows(("conversation",), instead="nothing is stored here; send the whole conversation as `input`"),
+    **_rows(("previous_response_id",), instead="nothing is stored here; send the earlier items with `input`"),
+    **_rows(("prompt",), instead="nothing is stored here; use `input`, or `prompt` with /v1/completions"),
+    **_rows(("messages",), instead="a response takes `input`; /v1/chat/completions takes `messages`"),
+    **_rows(("max_tokens", "max_completion_tokens"), instead="`max_output_tokens` is its name here"),
+    **_rows(("n",), 1, instead="a response is one answer; use /v1/chat/completions"),
+    **_rows(("response_format",), instead="use `text` with `format`"),
+    **_rows(("reasoning_effort",), instead="use `reasoning` with `effort`"),
+}
+
 OF_TOKENIZE: dict[str, Unserved] = {
     **_rows(("tools",), [], instead="the answer's `usage` of /v1/chat/completions counts them"),
     **_rows(("continue_final_message", "return_token_offsets"), False),

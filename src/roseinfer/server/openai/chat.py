@@ -15,6 +15,7 @@ from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import NOTHING, ChunkDialect
+from roseinfer.server.openai.replies import scored_token
 from roseinfer.server.openai.schema import ChatBody, StreamOptions
 from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
@@ -76,14 +77,7 @@ class ChatDialect(ChunkDialect):
         return b'{"content":' + msgspec.json.encode(delta.text) + b"}" if delta.text else NOTHING
 
     def columns(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any] | None]:
-        content = [
-            {
-                **_scored(token.token, token.logprob),
-                "top_logprobs": [_scored(likely, logprob) for likely, logprob in token.top or ()],
-            }
-            for token in scored
-            if not token.is_end
-        ]
+        content = [scored_token(token) for token in scored if not token.is_end]
         return {"content": content, "refusal": None}
 
     async def content(self, delta: Delta) -> dict[str, Any]:
@@ -166,7 +160,3 @@ def _call(part: CallPart) -> dict[str, Any]:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": part.call_id, "type": "function", "function": function}
-
-
-def _scored(token: bytes, logprob: float | None) -> dict[str, Any]:
-    return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from roseinfer.engine.link.heartbeat import Activity
+from roseinfer.text.logprobs import ScoredToken
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -96,6 +97,14 @@ class ChatLogprob(ChatTopLogprob):
     """The same of a token of the answer, with the likeliest in its place."""
 
     top_logprobs: list[ChatTopLogprob]
+
+
+def scored_token(scored: ScoredToken) -> ChatLogprob:
+    """The entry of a token."""
+    token, logprob = scored.token, scored.logprob
+    assert logprob is not None, "only the first token of a prompt has none"
+    top = [ChatTopLogprob(likely.decode(errors="replace"), value, list(likely)) for likely, value in scored.top or ()]
+    return ChatLogprob(token.decode(errors="replace"), logprob, list(token), top)
 
 
 class ChatLogprobs(msgspec.Struct):
