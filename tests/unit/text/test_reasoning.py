@@ -148,9 +148,7 @@ def test_the_end_of_the_prompt_says_whether_thoughts_are_open(prompt: str, expec
     [("", False), ("It is", False), ("<think>\nSo", True), ("<think>So</think>It", False), ("</think><think>", True)],
 )
 async def test_an_answer_that_was_begun_goes_on_in_its_thoughts_or_behind_them(begun: str, is_thinking: bool) -> None:
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<a><think>' if add_generation_prompt }}"
-    )
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ '<think>' if add_generation_prompt }}"
     messages = [{"role": "user", "content": "What is <think>?"}, {"role": "assistant", "content": begun}]
     model = text_model(template=template)
     prompt = await model.encode_chat(messages, 50, PromptName("messages"), 100, None, {}, continues_last=True)
@@ -184,7 +182,7 @@ def test_tags_that_the_vocabulary_marks_special_are_read_too() -> None:
     inner = byte_tokenizer()
     inner.add_special_tokens([*FORMATS["mistral"]])
     tokenizer = Tokenizer.from_bytes(inner.to_str().encode())
-    token_ids = [inner.token_to_id("[THINK]"), *ids("Sum."), inner.token_to_id("[/THINK]"), *ids("Four.")]
+    token_ids = inner.encode("[THINK]Sum.[/THINK]Four.").ids
     for reasoning, expected in (
         (Reasoning(FORMATS["mistral"], False), ("Sum.", "Four.", 6)),
         (None, ("", "Sum.Four.", 0)),
