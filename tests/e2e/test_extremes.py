@@ -24,11 +24,14 @@ TRIES_ALL_PAIRS = "ALL_PAIRS" in os.environ
 NUM_PAIRS, NUM_MUTATIONS = 300, 2000
 GROUP = 16  # requests between two looks at whether the next is served as ever
 PLAIN = {"prompt": "import os", "max_tokens": 6, "temperature": 0}
-PASSED = {"timeout", "queue_timeout"}  # a deadline of no time at all passes, and the answer says so: 504 or 503
+# A deadline of no time at all passes, and the answer says so: 504 or 503.
+PASSED = {"timeout", "queue_timeout", "timeout_error", "overloaded_error"}
 
 LEAST: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [5]},
 }
@@ -44,12 +47,21 @@ NEEDS: dict[str, dict[str, Any]] = {
     "add_generation_prompt": CONVERSATION | {"prompt": None},
     "chat_template_kwargs": CONVERSATION | {"prompt": None},
 }
+NEEDS_OF_MESSAGES: dict[str, dict[str, Any]] = {"tool_choice": {"tools": [{"name": "f"}]}}
 
 
-def is_openai_error(answer: Any) -> bool:
+def is_error_of(path: str, answer: Any) -> bool:
+    """It is in the shape of the path's API, and names a field."""
     error = answer["error"]
-    names_a_field = error["param"] is not None or error["message"].startswith(("The body is", "The body must be"))
-    return set(error) == {"message", "type", "param", "code"} and bool(error["message"]) and names_a_field
+    is_whole = error["message"].startswith(("The body is", "The body must be"))
+    if path.startswith("/v1/messages"):
+        shape = set(answer) == {"type", "error", "request_id"} and {"type", "message"} <= set(error)
+        return shape and (is_whole or "`" in error["message"])
+    return set(error) == {"message", "type", "param", "code"} and (is_whole or error["param"] is not None)
+
+
+def kind_of(error: dict[str, str]) -> str:
+    return error.get("code") or error["type"]
 
 
 class Target:
@@ -99,15 +111,14 @@ class Target:
         if status == 200:
             return b'"error"' not in content or self._error_of_stream(content) in {None, *PASSED}
         if status in {503, 504}:
-            return json.loads(content)["error"]["code"] in PASSED
-        return 400 <= status < 500 and is_openai_error(json.loads(content))
+            return kind_of(json.loads(content)["error"]) in PASSED
+        return 400 <= status < 500 and is_error_of(path, json.loads(content))
 
     def _error_of_stream(self, content: bytes) -> str | None:
-        """The code of the error that ends a stream."""
+        """What kind of error ends a stream."""
         last = content.rstrip(b"\n").rpartition(b"\n")[2].removeprefix(b"data: ")
-        found = json.loads(last) if last.startswith(b'{"error"') else {}
-        code: str | None = found.get("error", {}).get("code")
-        return code
+        found = json.loads(last) if last.startswith((b'{"error"', b'{"type":"error"')) else {}
+        return kind_of(found["error"]) if found else None
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +141,15 @@ def alone(target: Target) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for path, schema in target.bodies.items():
         fields = target.extremes.of_fields(schema)
-        adds = [needs_of(name, fields) | {name: value} for name in fields for value in fields[name]]
+        adds = [needs_of(path, name, fields) | {name: value} for name in fields for value in fields[name]]
         by_body = {as_json(LEAST[path] | added): added for added in adds}
         found[path] = [by_body[body] for body in target.accepted(path, by_body)]
     return found
 
 
-def needs_of(name: str, fields: dict[str, list[Any]]) -> dict[str, Any]:
+def needs_of(path: str, name: str, fields: dict[str, list[Any]]) -> dict[str, Any]:
+    if path.startswith("/v1/messages"):
+        return NEEDS_OF_MESSAGES.get(name, {})
     if name == "messages" and "prompt" in fields:
         return {"prompt": None}
     return {key: value for key, value in NEEDS.get(name, {}).items() if key in fields}

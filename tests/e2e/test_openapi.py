@@ -29,9 +29,7 @@ def test_a_schema_fuzzer_finds_no_fault(start_server: StartServer, tmp_path: Pat
     for name in ("CompletionBody", "ChatBody", "MessagesBody", "ResponseBody"):
         fields = document["components"]["schemas"][name]["properties"]
         for deadline in ("timeout_s", "queue_timeout_s"):  # one that passes is a 503 or a 504, and rightly
-            number = next(choice for choice in fields[deadline]["anyOf"] if choice["type"] == "number")
-            number.pop("exclusiveMinimum")
-            number["minimum"] = 60
+            del fields[deadline]
     (tmp_path / "document.json").write_text(json.dumps(document))
     found = fuzz("document.json", server.url, tmp_path)
     assert found.returncode == 0, found.stdout

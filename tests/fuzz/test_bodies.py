@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
+from roseinfer.server.anthropic.schema import CountBody, MessagesBody
 from roseinfer.server.api.errors import error_body
 from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import _parse_loosely, parse_body
@@ -13,7 +14,7 @@ from roseinfer.server.openai.schema import ChatBody, CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from tests.fuzz.mutations import corpus, mutated
 
-BODIES: tuple[type[ModelBody], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[ModelBody], ...] = (CompletionBody, ChatBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody)
 NUM_MUTATIONS = 4000
 KEPT = corpus("body")
 

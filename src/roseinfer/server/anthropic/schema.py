@@ -29,6 +29,13 @@ class TextBlock(ConversationPart, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+class OnlyText(ConversationPart, frozen=True, kw_only=True):
+    """A piece of text where nothing else may stand; where other blocks may, a tag tells them apart."""
+
+    type: Literal["text"]
+    text: str
+
+
 class ThinkingBlock(ConversationPart, frozen=True, tag_field="type", tag="thinking"):
     """Thoughts of an earlier answer, for the chat template; what they are signed with has no effect."""
 
@@ -54,7 +61,7 @@ class ToolResultBlock(ConversationPart, frozen=True, tag_field="type", tag="tool
     """What a call gave. Chat templates know no failed calls, so the text of one begins with `Error: `."""
 
     tool_use_id: CallId
-    content: str | list[TextBlock] = ""
+    content: str | list[OnlyText] = ""
     is_error: bool = False
 
     @property
@@ -65,9 +72,11 @@ class ToolResultBlock(ConversationPart, frozen=True, tag_field="type", tag="tool
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-def text_of(content: str | Sequence[Block]) -> str:
+def text_of(content: str | Sequence[Block | OnlyText]) -> str:
     """The text of the text blocks, each on a line of its own."""
-    return content if isinstance(content, str) else "\n".join(b.text for b in content if isinstance(b, TextBlock))
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content if isinstance(block, TextBlock | OnlyText))
 
 
 class MessageParam(ConversationPart, frozen=True, kw_only=True):
@@ -174,7 +183,7 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
             "`tool_result`; `redacted_thinking` is left out. If the last is the assistant's, its text is continued.",
         ),
     ]
-    system: Annotated[str | list[TextBlock], Meta(description="What the model is told before the conversation.")] = ""
+    system: Annotated[str | list[OnlyText], Meta(description="What the model is told before the conversation.")] = ""
     tools: Annotated[
         list[ToolParam],
         Meta(max_length=MAX_TOOLS, description="Functions that the model may call; the chat template must know tools."),
