@@ -179,7 +179,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
         ({"messages": [USER, content(text("you")), USER]}, "[user]Hi\nyou\nHi[assistant]"),
         (
             {"messages": [USER, {"role": "system", "content": "Be brief."}]},
-            "[user]Hi\nBe brief.[assistant]",
+            "[user]Hi\n\nBe brief.[assistant]",
         ),
         (
             {
@@ -375,11 +375,11 @@ async def test_a_forced_call_is_a_grammar(choice: dict[str, Any], names: list[st
         ({"messages": [content({"type": "text"})]}, "Missing field `messages[0].content[0].text`."),
         ({"system": [{"type": "image"}]}, "`system[0].type`: Expected 'text'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`tools[0].type`: no tool 'web_search_20"),
-        ({"tools": [TOOL, TOOL]}, "`tools` has two tools called f."),
-        ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "`tools[0].input_schema`: it must be of type object"),
+        ({"tools": [TOOL, TOOL]}, "`tools` has two functions called f."),
+        ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "`tools[0].input_schema` must be of type object"),
         ({"tool_choice": {"type": "any"}}, "`tool_choice` needs `tools`."),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "Missing field `tool_choice.name`."),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "`tools` has no tool g."),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "`tools` has no function g."),
         ({"tools": [TOOL], "output_format": {"type": "json_schema", "schema": {}}}, "`output_format` and `tools` excl"),
         (
             {"messages": [USER, USER | {"role": "assistant"}], "output_format": {"type": "json_schema", "schema": {}}},

@@ -218,9 +218,7 @@ def _fill_in(components: dict[str, Schema], model_names: Sequence[str], info: En
         properties = schema.get("properties", {})
         if "model" in properties and not schema.get("additionalProperties", True):
             properties["model"] = {"enum": [*model_names, None], "description": properties["model"]["description"]}
-        for field, value in properties.items():
-            if name == CountBody.__name__:  # which the engine does not get
-                continue
+        for field, value in properties.items() if name != CountBody.__name__ else ():  # which the engine does not get
             if field in {"prompt", "tokens", "stop_token_ids"}:
                 _bound_integers(value, info.vocab_size - 1)
             elif field in {"max_tokens", "max_completion_tokens", "min_tokens"} and name != MessagesBody.__name__:

@@ -11,10 +11,12 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, MinTokens, TokenCount
 from roseinfer.runtime.validation import Misfit
 from roseinfer.server.api.fields import ConversationPart, SamplingBody, StopStrings
+from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_MESSAGES, Unserved
 from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.templates import TemplateVariables, check_variables
+from roseinfer.text.tool_calls import Function
 
 MAX_TOOLS = 512  # Claude Code with a few MCP servers has more than OpenAI's 128
 
@@ -80,7 +82,7 @@ def text_of(content: str | Sequence[Block | OnlyText]) -> str:
 
 
 class MessageParam(ConversationPart, frozen=True, kw_only=True):
-    """A part of a turn. One of the role `system`, amid the conversation, is given to the template as the user's."""
+    """A part of a turn. One of the role `system` amid the conversation is the user's where the template knows none."""
 
     role: Role
     content: str | list[Block]
@@ -133,8 +135,6 @@ class ToolParam(ConversationPart, frozen=True, kw_only=True):
         if self.type != "custom":
             kind = self.type[:100]
             raise Misfit(f"no tool {kind!r} is built into this server; give one with an `input_schema`", ("type",))
-        if self.input_schema.get("type", "object") != "object":
-            raise Misfit("it must be of type object: what a tool is called with is one", ("input_schema",))
 
 
 class ToolChoice(ConversationPart, frozen=True, kw_only=True):
@@ -147,6 +147,11 @@ class ToolChoice(ConversationPart, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.type == "tool" and self.name is None:
             raise Misfit.missing("name")
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether an answer may hold several calls."""
+        return not self.disable_parallel_tool_use and self.type != "tool"
 
 
 class ThinkingParam(ConversationPart, frozen=True, kw_only=True):
@@ -249,17 +254,8 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
         self._check_continued()
 
     def _check_tools(self) -> None:
-        names = [tool.name for tool in self.tools]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InvalidRequest(f"`tools` has two tools called {twice}.", param="tools")
-        choice = self.tool_choice
-        if choice is not None and choice.type == "none":
-            return
-        if choice is not None and choice.type != "auto" and not self.tools:
-            raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
-        if choice is not None and choice.type == "tool" and choice.name not in names:
-            raise InvalidRequest(f"`tools` has no tool {choice.name}.", param="tool_choice.name")
-        if self.tools and self.form_field is not None:
+        self.function_choice.check("tool_choice.name")
+        if self.function_choice.functions and self.form_field is not None:
             message = f"`{self.form_field}` and `tools` exclude each other, unless the type of `tool_choice` is none."
             raise InvalidRequest(message, param=self.form_field)
 
@@ -274,7 +270,7 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
                 f"`{where}`: The last message is continued if it is the assistant's: it must be text, and no call."
             )
             raise InvalidRequest(message, param=where)
-        if self.form_field is not None or self.must_call:
+        if self.form_field is not None or self.function_choice.mode == "required":
             field = self.form_field or "tool_choice"
             message = f"`{field}`: An answer with a form cannot continue the text of `{where}`."
             raise InvalidRequest(message, param=field)
@@ -295,8 +291,20 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
         return Thinking(switched.get(self.thinking.type, effort), budget, "thinking.budget_tokens")
 
     @property
-    def must_call(self) -> bool:
-        return self.tool_choice is not None and self.tool_choice.type in {"any", "tool"}
+    def function_choice(self) -> FunctionChoice:
+        defined = {
+            f"tools[{index}].input_schema": Function(tool.name, tool.description or "", tool.input_schema)
+            for index, tool in enumerate(self.tools)
+        }
+        match self.tool_choice:
+            case None:
+                return FunctionChoice(defined, "auto" if self.tools else "none")
+            case ToolChoice(type="tool", name=str(name)):
+                return FunctionChoice(defined, "required", [name])
+            case ToolChoice(type="any"):
+                return FunctionChoice(defined, "required")
+            case choice:
+                return FunctionChoice(defined, "auto" if choice.type == "auto" and self.tools else "none")
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):

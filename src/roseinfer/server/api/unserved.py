@@ -113,6 +113,9 @@ OF_CHAT: dict[str, Unserved] = {
     **_rows(("chat_template",), instead="it is an option of the server, `server.chat_template`"),
     **_rows(("parse_tool_calls",), True),
     **_rows(("input",), instead="a chat takes `messages`; /v1/responses takes `input`"),
+    **_rows(("system",), "", instead="a chat takes it as a message of the role system; /v1/messages has this field"),
+    **_rows(("stop_sequences",), [], instead="`stop` is its name here"),
+    **_rows(("output_config",), {}, instead="`response_format` and `reasoning_effort` are its names here"),
     **_rows(("max_output_tokens",), instead="`max_completion_tokens` is its name here"),
 }
 

@@ -9,11 +9,11 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, NumLogprobs, TokenCount
 from roseinfer.runtime.validation import Misfit
 from roseinfer.server.api.fields import ANY_OBJECT, ConversationPart, Name, Part
+from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_RESPONSES, Unserved
 from roseinfer.server.openai.schema import (
     MAX_TOOLS,
     FunctionCall,
-    FunctionChoice,
     FunctionDefinition,
     OpenAIBody,
     ToolCall,
@@ -272,7 +272,8 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
 
     @property
     def function_choice(self) -> FunctionChoice:
-        definitions = {f"tools[{i}]": tool.definition for i, tool in enumerate(self.tools) if tool.type == "function"}
+        functions = ((i, tool.definition.for_model) for i, tool in enumerate(self.tools) if tool.type == "function")
+        definitions = {f"tools[{i}].parameters": function for i, function in functions}
         choice = self.tool_choice or "auto"
         if isinstance(choice, ChosenTools):
             return FunctionChoice(definitions, "required" if choice.type == "function" else choice.mode, choice.names)

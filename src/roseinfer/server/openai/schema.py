@@ -1,7 +1,6 @@
 """Defines the request bodies of OpenAI's completions and chat: their fields, types, bounds and relations."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -19,6 +18,7 @@ from roseinfer.server.api.fields import (
     StopString,
     StopStrings,
 )
+from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, Unserved
 from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
@@ -93,6 +93,10 @@ class FunctionDefinition(ConversationPart, frozen=True, kw_only=True):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
+
+    @property
+    def for_model(self) -> Function:
+        return Function(self.name, self.description or "", self.parameters)
 
 
 class Tool(ConversationPart, frozen=True, kw_only=True):
@@ -247,44 +251,6 @@ class ThinkingSwitch(Part, frozen=True, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: MinTokens | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionChoice:
-    """Which functions of a body the model may call, and whether it must."""
-
-    definitions: Mapping[str, FunctionDefinition]  # by their paths in the body
-    mode: Literal["none", "auto", "required"]
-    names: Sequence[str] | None = None  # of those that it may call; None: all
-    field: str = "tools"  # that has the definitions
-
-    def check(self, names_param: str) -> None:
-        """Raises InvalidRequest; `names_param` is the field that names functions."""
-        known = [definition.name for definition in self.definitions.values()]
-        if twice := next((name for name in known if known.count(name) > 1), None):
-            raise InvalidRequest(f"`{self.field}` has two functions called {twice}.", param=self.field)
-        if self.mode == "none":
-            return
-        if not known:
-            chooser = names_param.partition(".")[0]
-            raise InvalidRequest(f"`{chooser}` needs `{self.field}`.", param=chooser)
-        if missing := next((name for name in self.names or () if name not in known), None):
-            raise InvalidRequest(f"`{self.field}` has no function {missing}.", param=names_param)
-        for path, definition in self.definitions.items():
-            if (definition.parameters or {}).get("type", "object") != "object":
-                param = f"{path}.parameters"
-                raise InvalidRequest(f"`{param}` must be of type object: arguments are one.", param=param)
-
-    @property
-    def functions(self) -> list[Function]:
-        """Those that the model may call."""
-        if self.mode == "none":
-            return []
-        return [
-            Function(definition.name, definition.description or "", definition.parameters)
-            for definition in self.definitions.values()
-            if self.names is None or definition.name in self.names
-        ]
 
 
 class StreamOptions(Part, frozen=True, kw_only=True):
@@ -533,7 +499,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     def function_choice(self) -> FunctionChoice:
         if self.functions or self.function_call not in {None, "none"}:
             return self._older_choice
-        definitions = {f"tools[{index}].function": tool.function for index, tool in enumerate(self.tools)}
+        definitions = {
+            f"tools[{index}].function.parameters": tool.function.for_model for index, tool in enumerate(self.tools)
+        }
         match self.tool_choice:
             case NamedTool(function=function):
                 return FunctionChoice(definitions, "required", [function.name])
@@ -544,7 +512,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def _older_choice(self) -> FunctionChoice:
-        definitions = {f"functions[{index}]": function for index, function in enumerate(self.functions)}
+        definitions = {
+            f"functions[{index}].parameters": function.for_model for index, function in enumerate(self.functions)
+        }
         if isinstance(self.function_call, FunctionName):
             return FunctionChoice(definitions, "required", [self.function_call.name], "functions")
         return FunctionChoice(definitions, self.function_call or "auto", None, "functions")
