@@ -23,6 +23,7 @@ from roseinfer.llm.llm import LLM, Stream
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.text.generation import Generation
+from roseinfer.text.reasoning import Thinking
 from tests.integration.fake_llm import expected_tokens, greedy, text_of, until, use_fake_engine, write_tokenizer
 
 
@@ -73,6 +74,27 @@ def test_without_parameters_the_models_own_are_taken(
     llm.generate(["Hello"])
     llm.generate(["Hello"], SamplingParams(temperature=0.5))
     assert taken == [SamplingParams(temperature=0.6, top_k=20), SamplingParams(temperature=0.5)]
+
+
+@pytest.mark.parametrize("is_thinking", [True, False])
+def test_a_chat_is_rendered_and_its_thoughts_are_apart(
+    engines: list[AsyncEngine], checkpoint: Path, is_thinking: bool
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if enable_thinking else '</think>' }}"
+    write_tokenizer(checkpoint, chat_template=template)
+    with LLM() as llm:
+        thinking = Thinking("low" if is_thinking else "none")
+        told = llm.chat([{"role": "user", "content": "Hello"}], greedy(20), thinking=thinking)
+        expected = text_of(expected_tokens(llm.encode("Hello<think>" if is_thinking else "Hello</think>"), 20))
+        assert (told.reasoning, told.text) == ((expected.strip(), "") if is_thinking else ("", expected))
+        for wrong, param in (("Hello", "messages"), ([1], "messages[0]")):
+            with pytest.raises(InvalidRequest) as refused:
+                llm.chat(wrong)  # type: ignore[arg-type]
+            assert refused.value.param == param
+        with pytest.raises(InvalidRequest, match="no such variable"):
+            llm.chat([{"role": "user", "content": "Hello"}], variables={"colour": 1})
+        with pytest.raises(InvalidRequest, match="grammar"):
+            llm.chat([], greedy(5, grammar=Grammar("regex", "([")))
 
 
 def test_generate_keeps_the_order_of_mixed_prompts(llm: LLM) -> None:

@@ -49,9 +49,14 @@ from roseinfer.messages import (
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.runtime.loop_thread import LoopThread
 from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
+from roseinfer.text.conversation import Conversation, prepare_turn
 from roseinfer.text.generation import Generation, GenerationRequest
 from roseinfer.text.grammar.checker import GrammarChecker
+from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Thinking
+from roseinfer.text.templates import NO_VARIABLES, read_chosen_template
+from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tool_calls import Parts
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
@@ -212,7 +217,7 @@ class Completion:
     """One finished request. `text` ends before the stop string that ended it, if one did.
 
     `token_ids` include the token that ended the text. `logprobs` has an entry for each of them, natural logarithms,
-    where `SamplingParams.num_logprobs` asked for it, and is None elsewhere.
+    where `SamplingParams.num_logprobs` asked for it, and is None elsewhere. `reasoning` are the thoughts of a chat.
     """
 
     text: str
@@ -220,6 +225,7 @@ class Completion:
     finish_reason: FinishReason
     timeline: RequestTimeline
     logprobs: list[TokenLogprobs] | None = None
+    reasoning: str = ""
 
     def __repr__(self) -> str:
         """One line, however long the text is, without the timeline's stamps."""
@@ -270,7 +276,12 @@ class LLM:
             used = undo.enter_context(ExitStack())  # requests use it, so it is closed after their end
             undo.callback(self._loop.stop, self._stop_engine)
             self.info: EngineInfo = self._loop.call(self._client.start(on_progress))
-            self.tokenizer = used.enter_context(closing(Tokenizer.load(Path(self.info.checkpoint_dir))))
+            self._text_model = TextModel.load(
+                Path(self.info.checkpoint_dir),
+                read_chosen_template(self.config.server.chat_template),
+                self.config.structured.reasoning_format,
+            )
+            self.tokenizer: Tokenizer = used.enter_context(closing(self._text_model.tokenizer))
             self._checker = used.enter_context(closing(GrammarChecker(self.config.structured, lambda: self.info)))
             self._undo = undo.pop_all()
 
@@ -340,7 +351,6 @@ class LLM:
         """
         given = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_prompts(prompts))]
         wanted = self._new_request(params, stop, cache_salt)
-        streams = [self._new_stream(wanted.params) for _ in given]
         if given:
             self._check_grammar(wanted.params)
         texts = iter(self._encode([prompt for prompt in given if isinstance(prompt, str)]))
@@ -348,7 +358,48 @@ class LLM:
             EncodedPrompt(next(texts) if isinstance(prompt, str) else prompt, PromptName(f"prompts[{i}]"))
             for i, prompt in enumerate(given)
         ]
-        self._loop.begin(self._drive(streams, self._new_generation(streams, wanted, encoded)))
+        return self._complete(wanted, encoded)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        cache_salt: str = "",
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        thinking: Thinking = AS_THE_TEMPLATE_HAS_IT,
+    ) -> Completion:
+        """Generate the next turn of a conversation and wait. Thoughts are in `reasoning`, the rest is the `text`.
+
+        Each message is a mapping as the model's chat template reads it, with `role` and `content`. `variables` are
+        those of the template, and go before what `thinking` says. A grammar applies behind the thoughts.
+        """
+        check_value(messages, list[dict[str, Any]], "messages")
+        check_value(variables, dict[str, Any], "variables")
+        wanted = self._new_request(params, stop, cache_salt)
+        check_value(msgspec.structs.asdict(wanted.params), SamplingParams)
+        grammar = wanted.params.grammar
+        conversation = Conversation(
+            messages=messages,
+            num_chars=sum(len(str(message)) for message in messages),
+            form=None if grammar is None else (grammar, "grammar"),
+            variables=variables,
+            thinking=thinking,
+        )
+        most, tool_format = self.info.max_model_len, self.config.structured.tool_format
+        turn = self._loop.call(prepare_turn(conversation, self._text_model, self._checker, tool_format, most))
+        wanted = replace(wanted, params=msgspec.structs.replace(wanted.params, grammar=turn.grammar))
+        [completion] = self._complete(wanted, [turn.prompt])
+        parts = Parts()
+        for more in turn.parser().read(completion.text, is_last=True):
+            parts.extend(more)
+        return replace(completion, text=parts.content, reasoning=parts.reasoning)
+
+    def _complete(self, wanted: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[Completion]:
+        """Run all prompts as one batch and wait."""
+        streams = [self._new_stream(wanted.params) for _ in prompts]
+        self._loop.begin(self._drive(streams, self._new_generation(streams, wanted, prompts)))
         self._streams.add_streams(streams)
         try:
             return [self.result(stream.timeline.request_id) for stream in streams]

@@ -48,7 +48,7 @@ SWITCHES = frozenset({"enable_thinking", "thinking"})
 _USUAL_EFFORTS: Mapping[Effort, str] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # beside the special tokens, by name
-_NO_VARIABLES: Mapping[str, object] = {}
+NO_VARIABLES: Mapping[str, object] = {}
 
 # What messages of another shape than a template expects may raise in it, besides its own refusals.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -230,7 +230,7 @@ class ChatTemplate:
         self,
         messages: Iterable[Mapping[str, object]],
         tools: Sequence[object] | None = None,
-        variables: Mapping[str, object] = _NO_VARIABLES,
+        variables: Mapping[str, object] = NO_VARIABLES,
         *,
         opens_turn: bool = True,
         continues_last: bool = False,
