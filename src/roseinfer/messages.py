@@ -18,17 +18,17 @@ LEAST_DIVISOR = 1e-5  # of logits: a quotient by less could overflow float32
 GREEDY_BELOW = LEAST_DIVISOR  # of temperatures: there the likeliest token has all the mass anyway
 MAX_LOGPROBS = 20
 MAX_PROFILE_STEPS = 200  # no request is served while the trace is written
-_MAX_INT32 = 2**31 - 1
-MAX_TOKENS = _MAX_INT32  # to generate: of no context
+MAX_INT32 = 2**31 - 1
+MAX_TOKENS = MAX_INT32  # to generate: of no context
 
 # What a request may ask for, the same for a body, a flag and a caller of `LLM`.
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopK = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
+TopK = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
-TokenCount = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
-MinTokens = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
-TokenId = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
+TokenCount = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=64)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]

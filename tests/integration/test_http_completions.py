@@ -209,9 +209,45 @@ async def test_what_a_request_leaves_out_is_the_models_and_what_it_says_wins() -
 async def test_a_tiny_temperature_is_greedy_and_a_large_top_k_keeps_all() -> None:
     async with serving(ScriptedEngine(says("a"))) as server:
         await server.complete(temperature=1e-30, top_k=2**31 - 1)
-    params = server.engine.requests[0].params
-    assert params.is_greedy
-    assert params.top_k == 2**31 - 1, "the sampler knows how many tokens there are"
+        await server.complete(top_k=-1)
+    tiny, all_tokens = (request.params for request in server.engine.requests)
+    assert tiny.is_greedy
+    assert tiny.top_k == 2**31 - 1, "the sampler knows how many tokens there are"
+    assert all_tokens.top_k == 0
+
+
+async def test_minus_one_token_is_what_the_context_leaves() -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        await server.complete(prompt=[1] * 100, max_tokens=-1)
+        await server.chat(max_tokens=-1)
+        await server.chat(max_completion_tokens=-1)
+        await server.chat()
+    first, *chats = (request.params.max_tokens for request in server.engine.requests)
+    assert first == 28
+    assert len(set(chats)) == 1
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4])
+async def test_as_many_choices_as_openai_allows(num_prompts: int) -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.complete(prompt=["a"] * num_prompts, n=128)
+    assert [choice["index"] for choice in answer.json["choices"]] == list(range(num_prompts * 128))
+
+
+async def test_as_many_choices_in_a_stream() -> None:
+    async with serving(ScriptedEngine(says("a"))) as server:
+        answer = await server.complete(n=128, stream=True)
+    assert {event["choices"][0]["index"] for event in answer.events[:-1]} == set(range(128))
+
+
+async def test_prompts_that_are_too_long_for_so_many_choices_are_refused() -> None:
+    long = engine_info(max_model_len=200_000)
+    async with serving(ScriptedEngine(says("a"), long)) as server:
+        fits = await server.complete(prompt=[1] * 131_072, n=128)
+        refused = await server.complete(prompt=[1] * 131_073, n=128)
+        best = await server.complete(prompt=[1] * 131_073, best_of=128)
+    assert (fits.status, len(server.engine.requests)) == (200, 128)
+    assert [(answer.status, answer.error["param"]) for answer in (refused, best)] == [(400, "n"), (400, "best_of")]
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": True}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
-    ({"n": 9}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 9, "prompt": ["a"] * 64}, "n"),
+    ({"n": 2, "best_of": 9, "prompt": [[1]] * 64}, "best_of"),
     ({"n": True}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
@@ -72,7 +74,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"best_of": 0}, "best_of"),
-    ({"best_of": 9}, "best_of"),
+    ({"best_of": 129}, "best_of"),
     ({"best_of": 2, "n": 3}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"echo": 0}, "echo"),
@@ -252,7 +254,7 @@ async def test_pages_of_the_allowed_origins_may_ask_and_read(origins: tuple[str,
     assert [answer.status for answer in answers] == [200, 200, 401, 400, 404]
     for answer in (preflight, *answers):
         assert answer.headers["Access-Control-Allow-Origin"] == ("*" if "*" in origins else PAGE["Origin"])
-        assert answer.headers["Access-Control-Expose-Headers"] == "X-Request-Id, Retry-After, Server-Timing"
+        assert answer.headers["Access-Control-Expose-Headers"] == "X-Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
         assert answer.headers.get("Vary") == (None if "*" in origins else "Origin")
     assert others.status == 200
     assert others.headers.get("Access-Control-Allow-Origin") == ("*" if "*" in origins else None)

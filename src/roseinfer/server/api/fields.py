@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from roseinfer.messages import (
     GREEDY_BELOW,
+    MAX_INT32,
     Grammar,
     GrammarKind,
     LogitBias,
@@ -22,13 +23,13 @@ from roseinfer.messages import (
     RepetitionPenalty,
     StopTokenIds,
     Temperature,
-    TopK,
     TopP,
 )
 from roseinfer.runtime.validation import Misfit
 from roseinfer.server.api.unserved import OF_SAMPLING, Unserved
 from roseinfer.text.grammar.source import encode_source
 
+MAX_PROMPT_TOKENS = 1 << 24  # of a body, counted for each sequence: each takes seven bytes of engine and front end
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -126,8 +127,8 @@ class SamplingBody(ModelBody, frozen=True, kw_only=True):
         Meta(description="Keep the likeliest tokens that together reach this. Default: the model's, else 1."),
     ] = None
     top_k: Annotated[
-        TopK | None,
-        Meta(description="How many of the likeliest tokens to keep; 0 keeps all. Default: the model's, else 0."),
+        Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None,
+        Meta(description="How many of the likeliest tokens to keep; 0 or -1 keeps all. Default: the model's, else 0."),
     ] = None
     min_p: Annotated[
         MinP | None,

@@ -137,7 +137,6 @@ def _whole_numbers(value: object) -> object:
 def _refusal(misfit: Misfit, given: object) -> InvalidRequest:
     """What does not fit as an error, with what would do instead where types and bounds do not say it."""
     param, note = misfit.where, ""
-    is_negative = isinstance(misfit.value, int) and misfit.value < 0
     match misfit.path:
         case path if misfit.kind == "missing field" and _is_null(given, path):
             return InvalidRequest(f"`{param}` must not be null.", param=param)
@@ -147,8 +146,6 @@ def _refusal(misfit: Misfit, given: object) -> InvalidRequest:
             return InvalidRequest(message, param=param)
         case ("tools", int(), "type"):
             note = "; only functions are served as tools"
-        case ("top_k",) if is_negative:  # other servers mean all by -1
-            note = "; 0 keeps all"
     kinds = {"unknown field": UnknownField, "missing field": MissingField}  # by which the log tells them apart
     return kinds.get(misfit.kind, InvalidRequest)(misfit.sentence(note), param=param)
 

@@ -17,11 +17,11 @@ from typing import ClassVar
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import RoseinferError
+from roseinfer.errors import InvalidRequest, RoseinferError
 from roseinfer.messages import MAX_TOKENS, Grammar, SamplingDefaults, SamplingParams
 from roseinfer.records import Delivery
 from roseinfer.server.api import event_stream as sse
-from roseinfer.server.api.fields import SamplingBody
+from roseinfer.server.api.fields import MAX_PROMPT_TOKENS, SamplingBody
 from roseinfer.server.connection.connection import is_behind
 from roseinfer.server.exchange import EXCHANGE, Exchange, server_timing
 from roseinfer.server.service import SERVICE, Service
@@ -96,6 +96,7 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     service, exchange = request.app[SERVICE], request[EXCHANGE]
     first = exchange.timelines[0]
     first.tokenized_ns, first.num_prompt_tokens = time.monotonic_ns(), len(job.prompts[0].token_ids)
+    _check_prompt_tokens(job)
     wanted = _generation_request(job, dialect, service, exchange)
     requests = wanted.build_requests(service.client.info, exchange.sequence_id)
     service.admit_sequences(requests)
@@ -108,6 +109,14 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     dialect.begin(Head(exchange.reply_id, int(time.time()), model), generation)
     reply = _Reply(dialect, generation, service, exchange)
     return await (reply.stream(request) if job.body.stream else reply.whole(request))
+
+
+def _check_prompt_tokens(job: Job) -> None:
+    """Raise InvalidRequest where prompts are too long for so many sequences, each of which has its own copy."""
+    if (num_tokens := sum(len(prompt.token_ids) for prompt in job.prompts) * job.best_of) > MAX_PROMPT_TOKENS:
+        name = "n" if job.best_of == job.n else "best_of"
+        message = f"`{name}`: the prompts of all sequences have {num_tokens} tokens; {MAX_PROMPT_TOKENS} is the limit."
+        raise InvalidRequest(message, param=name)
 
 
 def _generation_request(job: Job, dialect: Dialect, service: Service, exchange: Exchange) -> GenerationRequest:
@@ -141,7 +150,7 @@ def _params(job: Job, defaults: SamplingDefaults) -> SamplingParams:
     body = job.body
     return SamplingParams(
         temperature=defaults.temperature if body.temperature is None else body.temperature,
-        top_k=defaults.top_k if body.top_k is None else body.top_k,
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         min_p=defaults.min_p if body.min_p is None else body.min_p,
         max_tokens=MAX_TOKENS if job.max_tokens is None else max(1, job.max_tokens),

@@ -33,7 +33,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     job = Job(
         body=body,
         prompts=[turn.prompt],
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.most_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         n=body.n,
         best_of=body.n,

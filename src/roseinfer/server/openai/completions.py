@@ -15,7 +15,7 @@ from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import ChunkDialect
-from roseinfer.server.openai.schema import CompletionBody
+from roseinfer.server.openai.schema import FILL_CONTEXT, CompletionBody
 from roseinfer.server.service import SERVICE
 from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.grammar.checker import check_form
@@ -36,7 +36,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     job = Job(
         body=body,
         prompts=list(map(EncodedPrompt, prompts, names, echoes)),
-        max_tokens=body.max_tokens,
+        max_tokens=None if body.max_tokens == FILL_CONTEXT else body.max_tokens,
         num_logprobs=body.logprobs,
         n=body.n,
         best_of=body.best_of or body.n,

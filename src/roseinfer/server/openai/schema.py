@@ -7,10 +7,11 @@ import msgspec
 from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import Grammar, MinTokens, NumLogprobs, TokenCount, TokenId
+from roseinfer.messages import MAX_TOKENS, Grammar, MinTokens, NumLogprobs, TokenId
 from roseinfer.runtime.validation import Misfit
 from roseinfer.server.api.fields import (
     ANY_OBJECT,
+    MAX_PROMPT_TOKENS,
     ConversationPart,
     Name,
     Part,
@@ -26,10 +27,14 @@ from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.templates import TemplateVariables, check_variables
 from roseinfer.text.tool_calls import Function
 
-MAX_CHOICES = 8
+MAX_CHOICES = 128  # OpenAI's own bound
 MAX_TOOLS = 128  # OpenAI's own bound
 MAX_PROMPTS = 64
 _ONLY_CALL = "function0"  # the id of a call in `function_call`, which has none; templates of Mistral want nine letters
+MAX_SEQUENCES = 512  # of a body: each is about as much work for the front end as a request
+FILL_CONTEXT = -1  # as llama.cpp has it, in `max_tokens`
+MaxTokens = Annotated[int, Meta(ge=FILL_CONTEXT, le=MAX_TOKENS)]
+ChatTokens = Annotated[MaxTokens, Meta(extra_json_schema={"not": {"const": 0}})]
 _KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences is at most {MAX_KEPT_LOGPROBS}."
 
 PromptPart = str | TokenId | list[TokenId]
@@ -294,7 +299,15 @@ class GenerationBody(OpenAIBody, frozen=True, kw_only=True):
             "padded."
         ),
     ] = NO_STREAM_OPTIONS
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Completions of each prompt.")] = 1
+    n: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_CHOICES,
+            description=f"Completions of each prompt; at most {MAX_SEQUENCES} in a body. The tokens of its prompts, "
+            f"counted for each completion, are at most {MAX_PROMPT_TOKENS}.",
+        ),
+    ] = 1
     response_format: Annotated[
         ResponseFormat | None,
         Meta(
@@ -334,7 +347,10 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         Meta(description=f"Text, token ids, or a list of at most {MAX_PROMPTS} texts or of lists of token ids."),
     ]
     max_tokens: Annotated[
-        MinTokens, Meta(description="Most tokens to generate; 0, with `echo`, only reads the prompt.")
+        MaxTokens,
+        Meta(
+            description="Most tokens to generate; 0, with `echo`, only reads the prompt; -1: what the context leaves."
+        ),
     ] = 16
     logprobs: Annotated[
         NumLogprobs | None,
@@ -369,6 +385,14 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         if not self.max_tokens and not self.echo:
             raise InvalidRequest("`max_tokens` 0 needs `echo`: the answer would be empty.", param="max_tokens")
         _check_prompt(self.prompt)
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
+        num_prompts, name = 1 if is_one else len(self.prompt), "n" if self.best_of is None else "best_of"
+        if (num_sequences := num_prompts * (self.best_of or self.n)) > MAX_SEQUENCES:
+            message = f"`{name}`: a body asks for at most {MAX_SEQUENCES} sequences, and this one for {num_sequences}."
+            raise InvalidRequest(message, param=name)
 
 
 def _check_prompt(prompt: str | Sequence[PromptPart]) -> None:
@@ -440,9 +464,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     ] = None
     include_reasoning: Annotated[bool, Meta(description="False: thoughts are left out of the answer.")] = True
     max_completion_tokens: Annotated[
-        TokenCount | None, Meta(description="Most tokens to generate. Default: what the context leaves.")
+        ChatTokens | None, Meta(description="Most tokens to generate. Default, and -1: what the context leaves.")
     ] = None
-    max_tokens: Annotated[TokenCount | None, Meta(description="The older name of `max_completion_tokens`.")] = None
+    max_tokens: Annotated[ChatTokens | None, Meta(description="The older name of `max_completion_tokens`.")] = None
     logprobs: Annotated[bool, Meta(description="Log-probabilities of each token.")] = False
     top_logprobs: Annotated[
         NumLogprobs | None,
@@ -457,6 +481,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         check_variables(self.chat_template_kwargs)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise InvalidRequest(f"`{name}` is 0: the answer would be empty.", param=name)
         if self.max_tokens is not None and self.max_completion_tokens not in {None, self.max_tokens}:
             raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
         budgets = {self.thinking_token_budget, self.thinking and self.thinking.budget_tokens}
@@ -479,6 +506,12 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     def json_texts(self) -> Iterable[tuple[str, str]]:
         return earlier_arguments(self.messages)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens to generate; None: what the context leaves."""
+        most = self.max_completion_tokens or self.max_tokens
+        return None if most == FILL_CONTEXT else most
 
     @property
     def wanted_thinking(self) -> Thinking:

@@ -68,8 +68,8 @@ def test_a_body_of_another_endpoint_is_told_where_it_belongs() -> None:
 
 
 def test_zero_keeps_all_of_the_likeliest() -> None:
-    error = refused({"prompt": "a", "top_k": -1})
-    assert (error.param, error.message) == ("top_k", "`top_k`: Expected `integer` >= 0; 0 keeps all.")
+    error = refused({"prompt": "a", "top_k": -2})
+    assert (error.param, error.message) == ("top_k", "`top_k`: Expected `integer` >= -1.")
     assert refused({"prompt": "a", "top_k": "a"}).message == "`top_k`: Expected `integer or null`, got `string`."
 
 
@@ -131,8 +131,8 @@ def test_a_key_at_fault_is_named(bias: dict[str, Any], param: str, said: str) ->
 
 
 def test_a_limit_below_zero_is_told_the_least_that_makes_sense() -> None:
-    error = refused({"prompt": "a", "max_tokens": -1})
-    assert (error.param, error.message) == ("max_tokens", "`max_tokens`: Expected `integer` >= 0.")
+    error = refused({"prompt": "a", "max_tokens": -2})
+    assert (error.param, error.message) == ("max_tokens", "`max_tokens`: Expected `integer` >= -1.")
 
 
 def test_a_number_that_nothing_holds_is_told_with_its_field() -> None:

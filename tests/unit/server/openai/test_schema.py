@@ -52,7 +52,7 @@ def test_an_unserved_field_is_not_a_field(body_type: type[GenerationBody], least
 
 @pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
 def test_what_both_edges_bound_they_bound_alike(body_type: type[GenerationBody]) -> None:
-    """A number in a body may be what `SamplingParams` may hold; beyond mean something a seed, and no token at all."""
+    """A number in a body may be what `SamplingParams` may hold; a seed, -1 and 0 tokens mean something beyond."""
     of_params = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
     of_body = msgspec.json.schema(body_type)["$defs"][body_type.__name__]["properties"]
     shared = of_params.keys() & of_body.keys() - {"seed"}
@@ -61,8 +61,10 @@ def test_what_both_edges_bound_they_bound_alike(body_type: type[GenerationBody])
         of_field = of_body[name]
         described = {"description": of_field["description"], "default": of_field.get("default")}
         bounds = of_field if "anyOf" not in of_field else of_field["anyOf"][0]
-        if body_type is CompletionBody and name == "max_tokens":
-            bounds = {**bounds, "minimum": bounds["minimum"] + 1}
+        if name in {"max_tokens", "top_k"}:
+            assert bounds["minimum"] == -1
+            bounds = {key: value for key, value in bounds.items() if key != "not"}
+            bounds["minimum"] = of_params[name]["minimum"]
         assert {**of_params[name], **described} == {**bounds, **described}, name
 
 
