@@ -254,7 +254,10 @@ async def test_pages_of_the_allowed_origins_may_ask_and_read(origins: tuple[str,
     assert [answer.status for answer in answers] == [200, 200, 401, 400, 404]
     for answer in (preflight, *answers):
         assert answer.headers["Access-Control-Allow-Origin"] == ("*" if "*" in origins else PAGE["Origin"])
-        assert answer.headers["Access-Control-Expose-Headers"] == "X-Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
+        assert (
+            answer.headers["Access-Control-Expose-Headers"]
+            == "X-Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
+        )
         assert answer.headers.get("Vary") == (None if "*" in origins else "Origin")
     assert others.status == 200
     assert others.headers.get("Access-Control-Allow-Origin") == ("*" if "*" in origins else None)

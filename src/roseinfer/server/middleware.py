@@ -305,7 +305,9 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
         response.headers.add("Vary", "Origin")
     if origin := _allowed_origin(request):
         response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
+        response.headers["Access-Control-Expose-Headers"] = (
+            "X-Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
+        )
 
 
 def _allowed_origin(request: web.Request) -> str:
