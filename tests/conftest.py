@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,11 +36,21 @@ def require_tool(name: str) -> str:
     """The path of a program that the test needs; without it the test is skipped, or fails where nothing may be."""
     path = shutil.which(name)
     if path is None:
-        reason = f"{name} is not installed; .ci/run installs what the tests need"
-        if requires_all():
-            pytest.fail(reason)
-        pytest.skip(reason)
+        go_without(f"{name} is not installed; .ci/run installs what the tests need")
     return path
+
+
+def require_path(path: Path, made_by: str = ".ci/run") -> Path:
+    """The same for what is made in build/."""
+    if not path.exists():
+        go_without(f"there is no {path}; `{made_by}` sets it up")
+    return path
+
+
+def go_without(reason: str) -> NoReturn:
+    if requires_all():
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -7,18 +7,14 @@ import pytest
 import yaml
 
 from tests.chart.helm_process import CHART, NEWEST, PYTHON, HelmProcess, Rendered
-from tests.conftest import requires_all
+from tests.conftest import require_path
 
 ExampleOf = Callable[..., Rendered]
 
 
 @pytest.fixture(scope="session")
 def helm() -> Iterator[HelmProcess]:
-    if not PYTHON.exists():
-        reason = "there is no build/helm-venv; `make chart` sets it up, with Python 3.12"
-        if requires_all():
-            pytest.fail(reason)
-        pytest.skip(reason)
+    require_path(PYTHON, "make chart")  # with Python 3.12
     with HelmProcess() as process:
         yield process
 

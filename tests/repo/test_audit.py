@@ -9,7 +9,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 import audit
-from tests.conftest import requires_all
+from tests.conftest import require_path
 from tests.repo.test_constraints import declared, pins
 from tests.repo.tree import ROOT
 
@@ -35,11 +35,7 @@ PERMISSIVE = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run wrote."""
-    if not (TOOLS / "bin" / "cyclonedx-py").exists():
-        reason = "there is no build/audit-venv; `make audit` sets it up"
-        if requires_all():
-            pytest.fail(reason)
-        pytest.skip(reason)
+    require_path(TOOLS / "bin" / "cyclonedx-py", "make audit")
     out = tmp_path_factory.mktemp("audit")
     audit.bill_of_materials(TOOLS / "bin" / "cyclonedx-py", out / "sbom.json")
     return out
