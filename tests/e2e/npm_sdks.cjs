@@ -3,6 +3,7 @@
 // NODE_PATH names the directory that holds the packages.
 
 const assert = require("node:assert/strict");
+const Anthropic = require("@anthropic-ai/sdk");
 const OpenAI = require("openai");
 const { generateText, streamText, tool, stepCountIs, Output } = require("ai");
 const { createOpenAI } = require("@ai-sdk/openai");
@@ -20,6 +21,7 @@ const paris = { city: "Paris" };
 const weather = ({ city }) => `sunny in ${city}`;
 const say = (...replies) => `Say: ${JSON.stringify(replies)}`;
 const task = say(think + call, think + answer);
+const schema = { type: "object", properties: { city: { type: "string" } }, required: ["city"], additionalProperties: false };
 const City = z.object({ city: z.string() });
 const tools = { get_weather: tool({ description: "Gets the weather.", inputSchema: City, execute: weather }) };
 
@@ -50,6 +52,55 @@ async function vercel(languageModel, providerOptions) {
 const checks = {
   async checkVercelChat() {
     await vercel(createOpenAI({ baseURL, apiKey }).chat(model));
+  },
+
+  async checkVercel() {
+    const languageModel = createOpenAI({ baseURL, apiKey })(model);
+    await vercel(languageModel);
+    const openai = { store: false, reasoningSummary: "auto", forceReasoning: true };
+    const { reasoningText, response } = await vercel(languageModel, { openai });
+    assert.equal(reasoningText, thoughts);
+    const messages = [{ role: "user", content: task }, ...response.messages, { role: "user", content: say("Yes.") }];
+    assert.equal((await generateText({ model: languageModel, messages, providerOptions: { openai } })).text, "Yes.");
+    const stored = generateText({ model: languageModel, messages, maxRetries: 0 });
+    await assert.rejects(stored, ({ message, statusCode }) => statusCode === 400 && message.includes("store"));
+  },
+
+  async checkOpenAI() {
+    const { responses } = new OpenAI({ baseURL, apiKey, maxRetries: 0 });
+    const weatherTool = { type: "function", name: "get_weather", parameters: schema, strict: true };
+    const asked = { model, tools: [weatherTool], reasoning: { effort: "low" } };
+    const streamed = await responses.stream({ ...asked, input: task }).finalResponse();
+    for (const first of [streamed, await responses.create({ ...asked, input: task })]) {
+      assert.deepEqual(first.output.map(({ type }) => type), ["reasoning", "function_call"]);
+      const [reasoning, { call_id, arguments: given }] = first.output;
+      assert.equal(reasoning.content[0].text, thoughts);
+      assert.deepEqual(JSON.parse(given), paris);
+      const result = { type: "function_call_output", call_id, output: weather(paris) };
+      const input = [{ role: "user", content: task }, ...first.output, result];
+      assert.equal((await responses.create({ ...asked, input })).output_text, answer);
+    }
+    const format = { type: "json_schema", name: "city", schema, strict: true };
+    const parsed = await responses.parse({ model, input: say(JSON.stringify(paris)), text: { format } });
+    assert.deepEqual(parsed.output_parsed, paris);
+  },
+
+  async checkAnthropic() {
+    const { messages } = new Anthropic({ baseURL: server, apiKey, maxRetries: 0 });
+    const weatherTool = { name: "get_weather", description: "Gets the weather.", input_schema: schema };
+    const asked = { model, max_tokens: 5000, tools: [weatherTool], thinking: { type: "enabled", budget_tokens: 1024 } };
+    const turns = [{ role: "user", content: task }];
+    const streamed = await messages.stream({ ...asked, messages: turns }).finalMessage();
+    for (const first of [streamed, await messages.create({ ...asked, messages: turns })]) {
+      assert.deepEqual(first.content.map(({ type }) => type), ["thinking", "tool_use"]);
+      const [{ thinking }, { id, input }] = first.content;
+      assert.deepEqual([thinking, input, first.stop_reason], [thoughts, paris, "tool_use"]);
+      const result = { type: "tool_result", tool_use_id: id, content: weather(paris) };
+      const history = [...turns, { role: "assistant", content: first.content }, { role: "user", content: [result] }];
+      const last = await messages.create({ ...asked, messages: history });
+      assert.equal(last.content[1].text, answer);
+      assert.ok((await messages.countTokens({ model, messages: history })).input_tokens > 0);
+    }
   },
 };
 

@@ -1,4 +1,4 @@
-"""The programs in the quickstart that need no server, as they stand, over the embedded model."""
+"""The programs in the quickstart, as they stand, over the embedded model; clients ask the server of the tests."""
 
 import ast
 import re
@@ -7,16 +7,21 @@ import sys
 
 import pytest
 
+from tests.conftest import require_path
+from tests.e2e.server import Server
+from tests.e2e.test_sdks import CLIENTS_PYTHON
 from tests.repo.test_documents import PYTHON_BLOCK
 from tests.repo.tree import ROOT
 
 pytestmark = pytest.mark.e2e
 
-PROGRAMS = [block for block in PYTHON_BLOCK.findall((ROOT / "docs" / "quickstart.md").read_text()) if "LLM(" in block]
+BLOCKS = PYTHON_BLOCK.findall((ROOT / "docs" / "quickstart.md").read_text())
+PROGRAMS = [block for block in BLOCKS if "LLM(" in block]
+CLIENTS = [block for block in BLOCKS if "http://localhost:8000" in block]
 
 
-def printed(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=110)
+def printed(program: str, python: str = sys.executable) -> str:
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -24,6 +29,12 @@ def printed(program: str) -> str:
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
 def test_a_program_of_the_quickstart_prints_what_the_model_says(program: str) -> None:
     assert printed(program).strip()
+
+
+@pytest.mark.parametrize("program", CLIENTS, ids=range(len(CLIENTS)))
+def test_a_client_of_the_quickstart_prints_what_the_server_answers(program: str, server: Server) -> None:
+    python = str(require_path(CLIENTS_PYTHON))
+    assert printed(program.replace("http://localhost:8000", server.url), python).strip()
 
 
 def test_the_quickstart_shows_how_to_read_log_probabilities() -> None:
