@@ -15,6 +15,8 @@ from roseinfer.messages import Grammar, Thought
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
 from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tool_calls import FORMATS as TOOL_FORMATS
+from roseinfer.text.tool_calls import Function, ToolUse
 from tests.unit.server import harness
 from tests.unit.text.grammar import tagged
 from tests.unit.text.grammar.tagged import EOS_TEXT, FAMILIES
@@ -90,6 +92,24 @@ def test_the_form_holds_behind_the_thoughts_however_they_were_opened(model: Mode
         begun = model.follow(thinking(kind, is_open=is_open), opening, thought, "</think>")
         assert not model.allowed(begun) & {model.ids("q")[0], *model.info.eos_token_ids}
     assert model.follow(thinking(kind, is_open=False), text).error == "", "an answer may have no thoughts"
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+@pytest.mark.parametrize("is_open", [True, False])
+def test_calls_of_every_format_are_forced_behind_the_thoughts(model: Model, tool_format: str, is_open: bool) -> None:
+    functions = [Function("f", "", {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]})]
+    calls = ToolUse(functions, is_forced=True, is_parallel=True, tool_format=TOOL_FORMATS[tool_format]).grammar()
+    assert calls is not None
+
+    def beginnings(matcher: Matcher) -> set[bytes]:
+        return {model.tokenizer.spell(token_id)[:1] for token_id in model.allowed(matcher)}
+
+    bare = beginnings(model.follow(calls))
+    grammar = msgspec.structs.replace(calls, thought=Thought("<think>", "</think>", is_open))
+    behind = model.follow(grammar, "" if is_open else "<think>", "Shall I?</think>")
+    assert beginnings(behind) == bare | {b" ", b"\n"}
+    if not is_open:
+        assert beginnings(model.follow(grammar)) == bare | {b"<"}
 
 
 def test_thoughts_hold_any_text_and_no_end(model: Model) -> None:
