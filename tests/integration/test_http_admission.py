@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from roseinfer.engine.queue_estimate import QueueEstimate
+from roseinfer.engine.queue_estimate import MIN_STARTS, QueueEstimate
 from roseinfer.messages import Request, SamplingParams
 from roseinfer.records import FinishReason
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, says, serving
@@ -22,7 +22,8 @@ def engine_of_one_place(priority_wait_s: float = 0.0) -> ScriptedEngine:
     """Who comes second waits for three seconds and a half."""
     engine = ScriptedEngine()
     engine.queue_estimate = QueueEstimate(1, priority_wait_s=priority_wait_s)
-    engine.queue_estimate.measure_place(3_500_000_000)
+    for _ in range(MIN_STARTS):
+        engine.queue_estimate.measure_place(3_500_000_000)
     return engine
 
 
@@ -63,6 +64,22 @@ async def test_who_only_sends_its_body_is_in_nobodys_way() -> None:
 
         assert (await upload(server, another)).status == 200
     assert [answer.status for answer in others] == [200]
+
+
+async def test_one_long_request_before_a_burst_refuses_nobody() -> None:
+    engine = ScriptedEngine(says("a"))
+    engine.queue_estimate = QueueEstimate(1)
+    for num_measured in range(MIN_STARTS):
+        engine.queue_estimate.measure_place(60_000_000_000)
+        engine.queue_estimate.add_request(sequence(f"before-{num_measured}"))
+    async with serving(engine) as server:
+        assert (await server.complete()).status == 429
+    engine.queue_estimate = QueueEstimate(1)
+    engine.queue_estimate.measure_place(60_000_000_000)
+    for i in range(MIN_STARTS):
+        engine.queue_estimate.add_request(sequence(f"before-{i}"))
+    async with serving(engine) as server:
+        assert (await server.complete()).status == 200
 
 
 async def test_who_only_reads_is_in_nobodys_way() -> None:

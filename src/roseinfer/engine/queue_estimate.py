@@ -176,6 +176,11 @@ class QueueEstimate:
 
     # --- what is expected -------------------------------------------------------------------------------------------
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether enough places became free for their mean to say something: one request may be unlike all others."""
+        return self._place_s.count >= MIN_STARTS
+
     def predict_wait_s(self, priority: int = MOST_URGENT) -> float:
         """Predict the seconds until a request that comes now would start.
 
@@ -222,7 +227,7 @@ class QueueEstimate:
 
     def _estimate(self, num_ahead: int, num_tokens: int, slowness: float, waited_s: float) -> StartEstimate | None:
         """The prediction, and the spread of a sum of as many times in a place as must pass; None before MIN_STARTS."""
-        if self._place_s.count < MIN_STARTS:
+        if not self.is_measured:
             return None
         predicted_s = self._predict_s(num_ahead, num_tokens, slowness, waited_s)
         place_s, num_queued = self._places_s(num_ahead, slowness)

@@ -136,7 +136,7 @@ class Service:
 
     def _check_wait(self, priority: int) -> None:
         limit_s, estimate = self.config.max_queue_wait_s, self.client.queue_estimate
-        if (wait_s := estimate.predict_wait_s(priority)) > limit_s:
+        if estimate.is_measured and (wait_s := estimate.predict_wait_s(priority)) > limit_s:
             message = f"The first token would take some {wait_s:.1f} s; {limit_s:g} s is the limit."
             raise Overloaded(message, retry_after_s=estimate.retry_after_s(limit_s, priority=priority))
 
