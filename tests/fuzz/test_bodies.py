@@ -37,7 +37,8 @@ def check(content: bytes) -> None:
 def test_the_kept_ones(name: str, content: bytes) -> None:
     check(content)
     if name.startswith("good"):
-        parse_body(content, ChatBody if "chat" in name else CompletionBody)
+        kinds: dict[str, type[ModelBody]] = {"chat": ChatBody, "messages": MessagesBody}
+        parse_body(content, next((kind for key, kind in kinds.items() if key in name), CompletionBody))
 
 
 def test_ones_like_them() -> None:

@@ -119,6 +119,7 @@ def test_after_a_stop_string_there_is_nothing() -> None:
     detokenizer = Detokenizer(TOKENIZER.text_bytes, ["b"])
     assert detokenizer.push(ids("abc")) == "a"
     assert detokenizer.stopped
+    assert detokenizer.stop_string == "b"
     assert detokenizer.push(ids("abc")) == detokenizer.flush() == ""
 
 

@@ -35,6 +35,25 @@ def test_blocks_are_trimmed_as_authors_of_templates_expect() -> None:
     assert render(TEMPLATE) == "<user>Hi\n\n<assistant>"
 
 
+@pytest.mark.parametrize(
+    ("source", "begun", "prompt"),
+    [
+        (TEMPLATE, "So ", "<user>Hi\n\n<assistant>So "),
+        ("{% for m in messages %}{{ m.content | trim }}|{% endfor %}", "Hi Hi ", "Hi|Hi Hi "),
+        ("{% for m in messages %}{{ m.content }}|{% endfor %}{{ messages[-1].content | length }}", "", "Hi\n|"),
+    ],
+)
+def test_a_prompt_ends_with_the_text_that_is_continued(source: str, begun: str, prompt: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+    assert ChatTemplate(source, {}).render(messages, continues_last=True) == prompt
+
+
+def test_a_text_that_the_template_does_not_write_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="does not write the text of the last message") as caught:
+        ChatTemplate("{{ messages[0].content }}", {}).render([*MESSAGES, *MESSAGES], continues_last=True)
+    assert caught.value.param == "messages"
+
+
 def test_what_a_template_may_use() -> None:
     source = (
         "{{ bos_token }}{{ messages | tojson }}{{ messages[0].content | trim }}"

@@ -1,5 +1,6 @@
 """Checks which functions a body lets the model call, for all APIs that have tools."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,8 +20,8 @@ class FunctionChoice:
 
     def check(self, names_param: str) -> None:
         """Raises InvalidRequest; `names_param` is the field that names functions."""
-        known = [function.name for function in self.defined.values()]
-        if twice := next((name for name in known if known.count(name) > 1), None):
+        known = Counter(function.name for function in self.defined.values())
+        if twice := next((name for name in known if known[name] > 1), None):
             raise InvalidRequest(f"`{self.field}` has two functions called {twice}.", param=self.field)
         if self.mode == "none":
             return
