@@ -213,7 +213,7 @@ async def test_an_error_is_counted_once_under_its_code(status: int, code: str) -
 async def test_a_mistake_of_ours_before_the_engine_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = make_metrics()
     async with serving(CountedEngine(metrics), observer=metrics) as server:
-        monkeypatch.delattr(server.service, "model_names")
+        monkeypatch.delattr(server.service, "api_keys")
         assert (await server.complete()).status == 500
     assert counted(metrics) == {(REFUSED, "other"): 1}
 
