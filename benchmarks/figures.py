@@ -5,13 +5,11 @@ that arrived; tokens/s are all tokens over the time from the first submission to
 """
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from roseinfer.bench.definitions import Observed, percentile
-from roseinfer.bench.load.event_stream import count_tokens
 
 STEADY_SHARE = 0.9
 
@@ -28,18 +26,6 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         return cls(statistics.median(values), min(values), max(values), len(values))
-
-
-def stream_of(submitted: float, pieces: Sequence[float], num_tokens: int) -> Observed:
-    """One answered request, of stamps in seconds: when it was sent, and when each piece of the answer arrived."""
-    sent_ns, counts = round(submitted * 1e9), count_tokens(num_tokens, len(pieces), None)
-    token_ns = [round(piece * 1e9) for piece in pieces[: len(counts)]]
-    return Observed(request_id="", intended_ns=sent_ns, sent_ns=sent_ns, token_ns=token_ns, token_counts=counts)
-
-
-def streams_of(answers: Iterable[Mapping[str, Any]]) -> list[Observed]:
-    """From the JSON of a driver."""
-    return [stream_of(answer["submitted"], answer["pieces"], answer["num_tokens"]) for answer in answers]
 
 
 def summarise(streams: Sequence[Observed]) -> dict[str, float]:

@@ -73,14 +73,7 @@ def main() -> int:
 
     def answer_drive(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         streams = drive(Endpoint(arguments.url, model=arguments.model), [PlannedRequest(**each) for each in requests])
-        return [
-            {
-                "submitted": stream.sent_ns / 1e9,
-                "pieces": [stamp / 1e9 for stamp in stream.token_ns],
-                "num_tokens": stream.num_tokens,
-            }
-            for stream in streams
-        ]
+        return [msgspec.to_builtins(stream) for stream in streams]
 
     answer({"drive": answer_drive})
     return 0

@@ -46,6 +46,12 @@ def answer(handlers: Mapping[str, Callable[..., Any]]) -> None:
         replies.flush()
 
 
+def answered(sent_ns: int, token_ns: Sequence[int]) -> dict[str, Any]:
+    """What a process that drives itself answers for a request: fields of an `Observed`, a chunk for each token."""
+    counts = [1] * len(token_ns)
+    return {"request_id": "", "intended_ns": sent_ns, "sent_ns": sent_ns, "token_ns": token_ns, "token_counts": counts}
+
+
 def family_of(pid: int) -> list[int]:
     """The process and all its descendants, in whatever sessions they are."""
     family, pending = [], [pid]
@@ -173,9 +179,9 @@ class Worker(Entrant):
 
     def drive(self, requests: Sequence[Any], call: str = "drive") -> "list[Observed]":
         """See Entrant."""
-        from benchmarks.figures import streams_of
+        from roseinfer.bench.definitions import Observed
 
-        return streams_of(self.call(call, requests=requests))
+        return [Observed(**answered) for answered in self.call(call, requests=requests)]
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Return what the process answers. Raises PeerFailed."""

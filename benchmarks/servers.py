@@ -10,8 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from benchmarks import http_client, protocol
 from benchmarks.engine_options import precision_options
 from benchmarks.protocol import Entrant
@@ -110,12 +108,3 @@ def resident_mb(pid: int, field: str = "VmRSS") -> float:
     """Resident memory of a process in 10**6 bytes; with `VmHWM` its peak."""
     [line] = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith(f"{field}:")]
     return int(line.split()[1]) * 1024 / 1e6
-
-
-def metrics_of(page: str) -> dict[str, float]:
-    """The samples of `/metrics`, by name and values of the labels but the model's: `roseinfer_kv_cache_blocks free`."""
-    return {
-        " ".join([sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")]): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }

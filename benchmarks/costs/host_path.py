@@ -2,7 +2,7 @@
 
     python -m benchmarks.costs.host_path [--rows 1 8 64 256] [--steps 400] [--pipeline-depth 0] [--evict-mib 0]
 
-The runner answers at once with tokens made beforehand, so what is left is the host's part of a step: schedule, commit,
+The runner is the simulator's and answers at once, so what is left is the host's part of a step: schedule, commit,
 record (the rest of `Engine.step`: stamps, counts, the step's record) and encode (the message as it goes to the front
 end). Prompts have different lengths, so in every step some sequences need a new block and some publish a full one, as
 they do after requests have come one by one. Medians, with the 10th and the 90th percentile in brackets. At depth 1 a
@@ -14,13 +14,13 @@ import argparse
 import gc
 import platform
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.tables import print_head, print_row
+from roseinfer.bench.simulate.cost_model import CostModel
+from roseinfer.bench.simulate.virtual_runner import VirtualClock, VirtualRunner
 from roseinfer.config.options import CacheConfig, SchedulerConfig
-from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
@@ -32,30 +32,6 @@ MAX_MODEL_LEN = 1024
 NUM_WARM_STEPS = 50
 MAX_STEPS = 700  # then the longest sequences meet the end of the context
 PARTS = ("schedule", "commit", "record", "encode", "total")
-
-
-@dataclass
-class Ready:
-    """A batch whose tokens are there already."""
-
-    sampled: SampledTokens
-    graph_rows: int = 0
-    h2d_bytes: int = 0
-
-    def wait(self) -> SampledTokens:
-        return self.sampled
-
-
-class InstantRunner:
-    """A runner that computes nothing; its tokens are made beforehand and never end a sequence."""
-
-    def __init__(self, max_rows: int, evicted_mib: int) -> None:
-        self._token_ids = np.arange(1, max_rows + 1, dtype=np.int32)
-        self._weights = np.ones(evicted_mib << 17)  # eight bytes each
-
-    def launch(self, batch: ScheduledBatch, _: Watch) -> Ready:
-        self._weights.sum()
-        return Ready(SampledTokens(self._token_ids[: np.count_nonzero(batch.samples)], None))
 
 
 def make_engine(num_rows: int, pipeline_depth: int, evicted_mib: int) -> Engine:
@@ -70,7 +46,15 @@ def make_engine(num_rows: int, pipeline_depth: int, evicted_mib: int) -> Engine:
     info = EngineInfo(
         vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, device="cpu", block_size=block_size, num_blocks=0
     )
-    return Engine(scheduler, InstantRunner(num_rows, evicted_mib), Phases(), info, pipeline_depth)
+    weights = np.ones(evicted_mib << 17)  # eight bytes each
+    runner = VirtualRunner(
+        VirtualClock(),
+        CostModel(step_ns=0, decode_row_ns=0, prefill_token_ns=0, context_token_ns=0, host_ns=0),
+        vocab_size=VOCAB_SIZE - 1,  # so none ends a sequence
+        num_slots=num_rows,
+        on_launch=lambda _: weights.sum(),
+    )
+    return Engine(scheduler, runner, Phases(), info, pipeline_depth)
 
 
 def measure(num_rows: int, num_steps: int, pipeline_depth: int, evicted_mib: int) -> dict[str, list[float]]:

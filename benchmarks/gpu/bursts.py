@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import protocol
 from benchmarks.engine_options import engine_command, precision_options
-from benchmarks.figures import streams_of, summarise
+from benchmarks.figures import summarise
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.peers import libraries
 from benchmarks.protocol import Worker
@@ -60,7 +60,7 @@ def over_http(clients: Sequence[Worker]) -> Drive:
     def drive(requests: Sequence[PlannedRequest]) -> list[Observed]:
         for i, client in enumerate(clients):
             client.send("drive", requests=requests[i :: len(clients)])
-        return [stream for client in clients for stream in streams_of(client.receive("drive"))]
+        return [Observed(**each) for client in clients for each in client.receive("drive")]
 
     return drive
 

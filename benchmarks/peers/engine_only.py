@@ -13,12 +13,11 @@ import argparse
 import gc
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_options import PRECISIONS, config_of, parse, precision_options
-from benchmarks.protocol import answer
+from benchmarks.protocol import answer, answered
 from benchmarks.random_gpt2 import NUM_POSITIONS
 
 PREFILL_TOKENS = 8192  # in one step, so that all sequences begin to decode within a few steps of each other
@@ -40,32 +39,28 @@ class EngineOnly:
         return dict(msgspec.to_builtins(self._llm.info))
 
     def drive(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run the requests of a workload on their schedule. Returns one answer for each, in seconds."""
+        """Run the requests of a workload on their schedule. Returns one answer for each."""
         start = time.monotonic()
         submitted = []
         for request in requests:
             if (wait := start + request["at"] - time.monotonic()) > 0:
                 time.sleep(wait)
             params = self._params(request["new_tokens"])
-            submitted.append((time.monotonic(), self._llm.submit(request["token_ids"], params)))
-        return [_answer(moment, self._llm.result(request_id).timeline.token_ns) for moment, request_id in submitted]
+            submitted.append((time.monotonic_ns(), self._llm.submit(request["token_ids"], params)))
+        return [answered(moment, self._llm.result(request_id).timeline.token_ns) for moment, request_id in submitted]
 
     def drive_offline(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Run them as one batch, due at once, with as many new tokens as the first one wants."""
-        start = time.monotonic()
+        start_ns = time.monotonic_ns()
         prompts = [request["token_ids"] for request in requests]
         completions = self._llm.generate(prompts, self._params(requests[0]["new_tokens"]))
-        return [_answer(start, completion.timeline.token_ns) for completion in completions]
+        return [answered(start_ns, completion.timeline.token_ns) for completion in completions]
 
     @staticmethod
     def _params(new_tokens: int) -> Any:
         from roseinfer.messages import SamplingParams
 
         return SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-
-
-def _answer(submitted: float, stamps: Sequence[int]) -> dict[str, Any]:
-    return {"submitted": submitted, "pieces": [stamp / 1e9 for stamp in stamps], "num_tokens": len(stamps)}
 
 
 class EngineSteps:

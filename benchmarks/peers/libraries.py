@@ -13,12 +13,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.protocol import answer
+from benchmarks.protocol import answer, answered
 
 MAX_BATCH = 128
 OPENVINO_CACHE_GIB = 3
@@ -41,34 +41,27 @@ def command_of(
 
 
 def drive(run_batch: RunBatch, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run the requests of a workload as static batches. Returns one answer for each, in seconds on one clock.
+    """Run the requests of a workload as static batches. Returns one answer for each, on one clock.
 
     All requests that are due form a batch, which runs to its end; meanwhile the others wait.
     """
-    start = time.perf_counter()
-    due = [start + request["at"] for request in requests]
-    pieces: list[list[float]] = [[] for _ in requests]
+    start = time.perf_counter_ns()
+    due = [start + round(request["at"] * 1e9) for request in requests]
+    stamps: list[list[int]] = [[] for _ in requests]
     done = 0
     while done < len(requests):
-        time.sleep(max(0.0, due[done] - time.perf_counter()))
-        now = time.perf_counter()
+        time.sleep(max(0.0, (due[done] - time.perf_counter_ns()) / 1e9))
+        now = time.perf_counter_ns()
         batch = [i for i in range(done, min(len(requests), done + MAX_BATCH)) if due[i] <= now]
 
         def emit(index: int, batch: list[int] = batch) -> None:
-            pieces[batch[index]].append(time.perf_counter())
+            stamps[batch[index]].append(time.perf_counter_ns())
 
         run_batch([requests[i]["token_ids"] for i in batch], requests[batch[0]]["new_tokens"], emit)
         done += len(batch)
-    for request, stamps in zip(requests, pieces, strict=True):
-        assert len(stamps) == request["new_tokens"], f"{len(stamps)} tokens in place of {request['new_tokens']}"
-    return answers_of(due, pieces)
-
-
-def answers_of(due: Sequence[float], pieces: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
-    return [
-        {"submitted": moment, "pieces": stamps, "num_tokens": len(stamps)}
-        for moment, stamps in zip(due, pieces, strict=True)
-    ]
+    for request, tokens in zip(requests, stamps, strict=True):
+        assert len(tokens) == request["new_tokens"], f"{len(tokens)} tokens in place of {request['new_tokens']}"
+    return [answered(*each) for each in zip(due, stamps, strict=True)]
 
 
 class _Stamps:
@@ -246,30 +239,30 @@ class OpenVinoBatching:
         return f"openvino-genai {self._genai.__version__}"
 
     def drive(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """One answer for each request, in seconds on one clock."""
-        start = time.perf_counter()
-        due = [start + request["at"] for request in requests]
-        pieces: list[list[float]] = [[] for _ in requests]
+        """One answer for each request, on one clock."""
+        start = time.perf_counter_ns()
+        due = [start + round(request["at"] * 1e9) for request in requests]
+        stamps: list[list[int]] = [[] for _ in requests]
         live: dict[int, Any] = {}
         sent = 0
         while sent < len(requests) or live:
-            while sent < len(requests) and due[sent] <= time.perf_counter():
+            while sent < len(requests) and due[sent] <= time.perf_counter_ns():
                 live[sent] = self._add(requests[sent])
                 sent += 1
             if not live:
-                time.sleep(max(0.0, due[sent] - time.perf_counter()))
+                time.sleep(max(0.0, (due[sent] - time.perf_counter_ns()) / 1e9))
                 continue
             self._pipeline.step()
-            now = time.perf_counter()
+            now = time.perf_counter_ns()
             for index, handle in list(live.items()):
                 while handle.can_read():
                     num_new = sum(len(output.generated_ids) for output in handle.read().values())
-                    pieces[index] += [now] * num_new
-                if len(pieces[index]) >= requests[index]["new_tokens"]:
+                    stamps[index] += [now] * num_new
+                if len(stamps[index]) >= requests[index]["new_tokens"]:
                     del live[index]
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
-        return answers_of(due, pieces)
+        return [answered(*each) for each in zip(due, stamps, strict=True)]
 
     def _add(self, request: dict[str, Any]) -> Any:
         import numpy as np

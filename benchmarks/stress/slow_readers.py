@@ -19,7 +19,7 @@ from statistics import mean, median
 
 import msgspec
 
-from benchmarks.servers import metrics_of, resident_mb
+from benchmarks.servers import resident_mb
 from benchmarks.stress.probes_under_load import running
 from benchmarks.stress.soak_clients import open_socket
 from benchmarks.tables import print_head, print_row
@@ -28,6 +28,7 @@ from roseinfer.bench.load.client import LoadClient, PreparedRequest
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.event_stream import DATA
 from roseinfer.bench.load.launcher import Server, serving
+from roseinfer.observe.metrics.scrape import Page
 
 LOOK_S = 0.5  # between two looks at how many sequences the engine runs
 WARM_S = 3.0
@@ -71,7 +72,7 @@ async def read(client: LoadClient, gaps: list[float], **more: object) -> None:
 async def look(client: LoadClient, half: Half) -> int:
     """Note and return the sequences that the engine runs."""
     page = (await client.exchange("/metrics")).body.decode()
-    half.num_running.append(round(metrics_of(page)["roseinfer_num_requests_running"]))
+    half.num_running.append(round(Page.parse(page).value("roseinfer_num_requests_running")))
     return half.num_running[-1]
 
 

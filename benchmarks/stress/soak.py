@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.servers import metrics_of, resident_mb
+from benchmarks.servers import resident_mb
 from benchmarks.stress.probes_under_load import Probes
 from benchmarks.stress.soak_clients import Clients
 from benchmarks.tables import print_head, print_row
@@ -31,6 +31,7 @@ from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.launcher import Server, free_port, serving
 from roseinfer.config.options import Config
+from roseinfer.observe.metrics.scrape import Page
 from roseinfer.observe.recorder.recorder import STEPS_PER_REQUEST, WRITES_PER_STEP
 from roseinfer.observe.recorder.recording import STEP_DTYPE, WRITE_DTYPE
 from roseinfer.text.grammar.checker import VERDICT_CACHE_BYTES
@@ -119,12 +120,12 @@ class Held:
         api, ops = (LoadClient(endpoint) for endpoint in self._endpoints)
         async with api, ops:
             deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-            while num_requests(values := metrics_of((await api.exchange("/metrics")).body.decode())):
+            while num_requests(page := Page.parse((await api.exchange("/metrics")).body.decode())):
                 if time.monotonic() > deadline_s:
                     break
                 await asyncio.sleep(0.2)
             num_tasks = json.loads((await ops.exchange("/debug/invariants")).body)["num_tasks"]
-        blocks = {state: values[f"roseinfer_kv_cache_blocks {state}"] for state in ("used", "cached", "free", "total")}
+        blocks = page.by_label("roseinfer_kv_cache_blocks", "state")
         front_end, engine = (resident_mb(pid) * 1e6 / 2**20 for pid in self._pids)
         return Sample(
             after_s=time.monotonic() - self._began_s,
@@ -132,10 +133,10 @@ class Held:
             engine_mib=engine,
             num_descriptors=await self._num_descriptors(),
             num_tasks=num_tasks,
-            num_requests=num_requests(values),
+            num_requests=num_requests(page),
             num_used_blocks=round(blocks["used"]),
             num_missing_blocks=round(blocks["total"] - blocks["used"] - blocks["cached"] - blocks["free"]),
-            num_violations=round(sum(values[name] for name in values if "invariant_violations" in name)),
+            num_violations=round(sum(page.by_label("roseinfer_invariant_violations_total", "name").values())),
         )
 
     async def _num_descriptors(self) -> int:
@@ -147,9 +148,9 @@ class Held:
         return min(looks)
 
 
-def num_requests(values: dict[str, float]) -> int:
+def num_requests(page: Page) -> int:
     names = ("http_inflight_streams", "num_requests_running", "num_requests_waiting")
-    return round(sum(values[f"roseinfer_{name}"] for name in names))
+    return round(sum(page.value(f"roseinfer_{name}") for name in names))
 
 
 async def soak(arguments: argparse.Namespace, server: Server) -> tuple[Clients, list[Sample], list[list[float]]]:

@@ -1,9 +1,19 @@
 """Stamps of streams into figures: the definitions of the docstring, on streams that can be worked out by hand."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from benchmarks.figures import Spread, medians, steady_gaps_ns, stream_of, summarise
+from benchmarks.figures import Spread, medians, steady_gaps_ns, summarise
 from roseinfer.bench.definitions import Observed
+from roseinfer.bench.load.event_stream import count_tokens
+
+
+def stream_of(submitted: float, pieces: Sequence[float], num_tokens: int) -> Observed:
+    """One answered request, of stamps in seconds: when it was sent, and when each piece of the answer arrived."""
+    sent_ns, counts = round(submitted * 1e9), count_tokens(num_tokens, len(pieces), None)
+    token_ns = [round(piece * 1e9) for piece in pieces[: len(counts)]]
+    return Observed(request_id="", intended_ns=sent_ns, sent_ns=sent_ns, token_ns=token_ns, token_counts=counts)
 
 
 def steady(submitted: float, first: float, gap: float, num_tokens: int) -> Observed:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import stream_of
 from benchmarks.peers.libraries import drive
 from benchmarks.protocol import Entrant, PeerFailed
 from benchmarks.rotation import Limits, run
 from benchmarks.workloads import PlannedRequest, Words
 from roseinfer.bench.definitions import Observed
+from tests.benchmarks.test_figures import stream_of
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "src" / "roseinfer" / "demo" / "tokenizer.json"
 BOTH = ("W1x32", "W4")
@@ -90,9 +90,10 @@ def test_static_batches_take_what_is_due() -> None:
     requests = [{"at": 0.0, "token_ids": [1], "new_tokens": 2}] * 3 + [{"at": 0.05, "token_ids": [2], "new_tokens": 2}]
     answers = drive(run_batch, requests)
     assert batches == [3, 1], "the last one was not due when the first batch began"
-    assert [answer["num_tokens"] for answer in answers] == [2] * 4
-    assert answers[3]["submitted"] == pytest.approx(answers[0]["submitted"] + 0.05)
-    assert all(answer["pieces"][0] >= answer["submitted"] for answer in answers)
+    seen = [Observed(**answer) for answer in answers]
+    assert [stream.num_tokens for stream in seen] == [2] * 4
+    assert seen[3].sent_ns == seen[0].sent_ns + 50_000_000
+    assert all(stream.ttft_ns >= 0 for stream in seen)
 
 
 def test_a_peer_that_gives_too_few_tokens_is_refused() -> None:

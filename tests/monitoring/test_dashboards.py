@@ -12,8 +12,9 @@ import yaml
 from monitoring import queries
 from monitoring.outputs import CHART_FILES, FOLDER, PLACEHOLDERS, ROOT, chart_rules, files
 from monitoring.panels import SHOWN
-from monitoring.promql import FOREIGN, own_labels, row_of
+from monitoring.promql import own_labels, row_of
 from monitoring.scaling import DEMAND_THRESHOLD
+from monitoring.stand_ins import SAMPLES
 from roseinfer.config.options import options
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics.catalogue import PHASES
@@ -33,6 +34,11 @@ SCALING = [(ROOT / FOLDER / name).read_text() for name in ("autoscaling.promql",
 OF_TARGET = {"namespace", "pod", "instance", "job"}  # labels that whoever scrapes adds
 OF_RECORDED = {"namespace", "job", "model_name", "objective"}
 BUILT_IN = {"__rate_interval", "__range"}
+FOREIGN = {"up": OF_TARGET, "ALERTS": {"alertname", "alertstate", "severity", "namespace", "pod"}} | {
+    # With honorLabels a GPU's workload is in `pod` and `namespace`, without in `exported_pod` and `exported_namespace`.
+    sample.name: {*sample.labels, *(label.removeprefix("exported_") for label in sample.labels)}
+    for sample in SAMPLES
+}
 
 
 def data_panels() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -63,7 +69,7 @@ def labels_of(name: str) -> set[str]:
     """The labels that a series can have; a KeyError for a name that nobody exposes."""
     if name in RECORDED:
         return OF_RECORDED
-    return set(FOREIGN[name]) if name in FOREIGN else set(own_labels(name)) | OF_TARGET
+    return FOREIGN[name] if name in FOREIGN else set(own_labels(name)) | OF_TARGET
 
 
 def test_what_is_committed_is_what_is_generated() -> None:

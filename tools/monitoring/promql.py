@@ -6,10 +6,7 @@ alternative of a closed set, `code=~"overloaded|not_ready"`, must be a value of 
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.errors import RoseinferError
 from roseinfer.observe.metrics.catalogue import CATALOGUE, OTHER, REJECTION_CODES, InfoAtScrape, Row
@@ -17,22 +14,6 @@ from roseinfer.records import FinishReason
 
 ROWS = {row.name: row for row in CATALOGUE}
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
-STAND_INS = Path(__file__).with_name("stand_ins.prom")  # the metrics of others: names, labels and invented values
-
-
-def _foreign() -> Iterator[tuple[str, frozenset[str]]]:
-    yield "up", frozenset({"job", "instance", "namespace", "pod"})
-    yield "ALERTS", frozenset({"alertname", "alertstate", "severity", "namespace", "pod"})
-    for family in text_string_to_metric_families(STAND_INS.read_text()):
-        for sample in family.samples:
-            # With honorLabels a GPU's workload is in `pod` and `namespace`, without in `exported_pod` and so on.
-            yield (
-                sample.name,
-                frozenset({*sample.labels, *(label.removeprefix("exported_") for label in sample.labels)}),
-            )
-
-
-FOREIGN = dict(_foreign())
 
 
 def _codes(root: type[RoseinferError]) -> Iterator[tuple[str, int]]:

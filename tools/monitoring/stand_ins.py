@@ -6,20 +6,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from monitoring.promql import STAND_INS
-
 NAMESPACE, POD = "demo", "roseinfer-7c9d5b7f4-x2k8p"  # of the workload there
 
-_SAMPLES = [sample for family in text_string_to_metric_families(STAND_INS.read_text()) for sample in family.samples]
+STAND_INS = Path(__file__).with_name("stand_ins.prom")  # the metrics of others: names, labels and invented values
+SAMPLES = [sample for family in text_string_to_metric_families(STAND_INS.read_text()) for sample in family.samples]
 
 
 def page(elapsed_s: float) -> str:
     """The text format, with values that move a little with time so that a picture shows a line."""
     lines = []
-    for name, labels, value, *_ in _SAMPLES:
+    for name, labels, value, *_ in SAMPLES:
         factor = 1.0
         if name.endswith("_seconds_total"):  # the file has what is used in a second
             factor = elapsed_s
