@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from roseinfer.bench.definitions import Observed, percentile
+from roseinfer.bench.load.report import latency_pools
 
 STEADY_SHARE = 0.9
 
@@ -32,12 +33,8 @@ def summarise(streams: Sequence[Observed]) -> dict[str, float]:
     """One repeat of a workload; latencies in milliseconds. Figures that no stream has are left out."""
     tokens = sum(stream.num_tokens for stream in streams)
     elapsed_ns = max(stream.token_ns[-1] for stream in streams) - min(stream.sent_ns for stream in streams)
-    pools: dict[str, list[float]] = {
-        "ttft": [stream.ttft_ns for stream in streams],
-        "tpot": [tpot for stream in streams if (tpot := stream.tpot_ns) is not None],
-        "itl": [gap for stream in streams for gap in stream.inter_token_latencies_ns()],
-        "steady_itl": steady_gaps_ns(streams),
-    }
+    pools = {pool.name.lower(): pool.values for pool in latency_pools(streams)}
+    pools["steady_itl"] = steady_gaps_ns(streams)
     row = {"tokens": float(tokens), "tokens_per_s": tokens / elapsed_ns * 1e9}
     for name, values in pools.items():
         for percent in (50, 99) if values else ():

@@ -25,20 +25,25 @@ class ServerRefused(PeerFailed):
     """The server answered with an error, or with another number of tokens."""
 
 
-def prepared(text: str, max_tokens: int, *, at: float = 0.0, model: str | None = None) -> PreparedRequest:
-    """A stream of exactly so many tokens, due `at` seconds after the start, without roseinfer's own fields."""
+def prepared(
+    prompt: str | list[int], max_tokens: int, *, at: float = 0.0, asks_ledger: bool = False, **fields: Any
+) -> PreparedRequest:
+    """A stream of exactly so many tokens, due `at` seconds after the start, greedy unless `fields` say otherwise."""
     body: dict[str, object] = {
-        "prompt": text,
+        "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **fields,
     }
-    content = msgspec.json.encode(body if model is None else {"model": model, **body})
-    offset_ns = round(at * 1e9)
     return PreparedRequest(
-        request_id="bench", path="/v1/completions", body=content, offset_ns=offset_ns, asks_ledger=False
+        request_id="bench",
+        path="/v1/completions",
+        body=msgspec.json.encode(body),
+        offset_ns=round(at * 1e9),
+        asks_ledger=asks_ledger,
     )
 
 

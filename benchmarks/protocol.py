@@ -48,8 +48,8 @@ def answer(handlers: Mapping[str, Callable[..., Any]]) -> None:
 
 def answered(sent_ns: int, token_ns: Sequence[int]) -> dict[str, Any]:
     """What a process that drives itself answers for a request: fields of an `Observed`, a chunk for each token."""
-    counts = [1] * len(token_ns)
-    return {"request_id": "", "intended_ns": sent_ns, "sent_ns": sent_ns, "token_ns": token_ns, "token_counts": counts}
+    stamps = {"intended_ns": sent_ns, "sent_ns": sent_ns, "token_ns": token_ns, "end_ns": token_ns[-1]}
+    return {"request_id": "", **stamps, "token_counts": [1] * len(token_ns)}
 
 
 def family_of(pid: int) -> list[int]:

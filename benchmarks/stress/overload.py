@@ -22,9 +22,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
+from benchmarks.http_client import prepared
 from benchmarks.tables import print_head, print_row
 from roseinfer.bench.definitions import Observed, percentile
 from roseinfer.bench.load.client import LoadClient, PreparedRequest
@@ -137,16 +137,9 @@ class Load:
 
     def _request(self) -> PreparedRequest:
         prompt = [self._random.randrange(256) for _ in range(self._random.randint(16, 96))]
-        body = {
-            "prompt": prompt,
-            "max_tokens": self._random.randint(self._max_tokens // 2, self._max_tokens * 3 // 2),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        }
+        max_tokens = self._random.randint(self._max_tokens // 2, self._max_tokens * 3 // 2)
         asks_ledger = self._random.random() < LEDGER_SHARE
-        content = msgspec.json.encode(body)
-        return PreparedRequest(request_id="overload", path="/v1/completions", body=content, asks_ledger=asks_ledger)
+        return prepared(prompt, max_tokens, asks_ledger=asks_ledger, temperature=1)
 
     async def ask(self, seen: Seen, due_ns: int) -> None:
         seen.requests.append(await self._client.send(self._request(), due_ns))

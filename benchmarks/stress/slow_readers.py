@@ -16,15 +16,15 @@ import contextlib
 import json
 from dataclasses import dataclass, field
 from statistics import mean, median
+from typing import Any
 
-import msgspec
-
+from benchmarks.http_client import prepared
 from benchmarks.servers import resident_mb
 from benchmarks.stress.probes_under_load import running
 from benchmarks.stress.soak_clients import open_socket
 from benchmarks.tables import print_head, print_row
 from roseinfer.bench.definitions import percentile
-from roseinfer.bench.load.client import LoadClient, PreparedRequest
+from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.event_stream import DATA
 from roseinfer.bench.load.launcher import Server, serving
@@ -32,6 +32,7 @@ from roseinfer.observe.metrics.scrape import Page
 
 LOOK_S = 0.5  # between two looks at how many sequences the engine runs
 WARM_S = 3.0
+MAX_TOKENS = 900
 HEADINGS = (
     *("all read: sequences", "gap p50 ms", "p99", "some stalled: sequences", "gap p50 ms", "p99"),
     *("p99 ratio", "MB a stalled one"),
@@ -51,13 +52,9 @@ class Half:
         return [mean(self.num_running), percentile(self.gaps, 50), percentile(self.gaps, 99)]
 
 
-def body(**more: object) -> dict[str, object]:
-    return {"prompt": "The", "max_tokens": 900, "stream": True, "ignore_eos": True, **more}
-
-
-async def read(client: LoadClient, gaps: list[float], **more: object) -> None:
+async def read(client: LoadClient, gaps: list[float], **more: Any) -> None:
     """Streams one after the other, with the time between their events."""
-    request = PreparedRequest(request_id="read", path="/v1/completions", body=msgspec.json.encode(body(**more)))
+    request = prepared("The", MAX_TOKENS, temperature=1, **more)
     while True:
         last_ns: list[int] = []
 
@@ -85,10 +82,11 @@ async def watch(client: LoadClient, half: Half) -> None:
 
 async def stall(client: LoadClient, half: Half, num_running: int, server: Server) -> None:
     """Streams that begin to be read, so many that the engine runs `num_running`, all held until this is cancelled."""
+    stalled = prepared("The", MAX_TOKENS, temperature=1, logprobs=5).body
     with contextlib.ExitStack() as held:
         while True:
             for _ in range(num_running - await look(client, half)):
-                connection = await open_socket(server.url, body(logprobs=5), receive_bytes=4096)
+                connection = await open_socket(server.url, stalled, receive_bytes=4096)
                 held.enter_context(connection)
                 assert b" 200 " in await asyncio.get_running_loop().sock_recv(connection, 64)
                 half.num_stalled += 1

@@ -125,7 +125,7 @@ class Clients:
     async def leave(self) -> None:
         """Disconnects: before the first byte, after some, with FIN or RST; sometimes before all was sent."""
         is_whole = self._random.random() < 0.9
-        connection = await open_socket(self._url, self._streamed(), is_whole=is_whole)
+        connection = await open_socket(self._url, json.dumps(self._streamed()).encode(), is_whole=is_whole)
         loop = asyncio.get_running_loop()
         for _ in range(self._random.choice((0, 0, 1, 5, 20)) if is_whole else 0):
             if not await loop.sock_recv(connection, READ_BYTES):
@@ -142,7 +142,7 @@ class Clients:
         for number in range(round(seconds * FLOOD_PER_S)):
             await asyncio.sleep(max(0.0, began_s + number / FLOOD_PER_S - time.monotonic()))
             try:
-                connection = await open_socket(self._url, self._streamed())
+                connection = await open_socket(self._url, json.dumps(self._streamed()).encode())
             except OSError as error:
                 self._fault(f"flood: {error}")
                 continue
@@ -153,7 +153,7 @@ class Clients:
 
     async def read_slowly(self) -> None:
         """Reads a few hundred bytes a second of a long stream, then stops reading, then goes."""
-        body = {**self._streamed(), "max_tokens": 600, "n": 1}
+        body = json.dumps({**self._streamed(), "max_tokens": 600, "n": 1}).encode()
         connection = await open_socket(self._url, body, receive_bytes=4096)
         for _ in range(20):
             if not await asyncio.get_running_loop().sock_recv(connection, READ_BYTES):
@@ -191,7 +191,7 @@ class Clients:
 
 
 async def open_socket(
-    url: str, body: dict[str, Any] | None = None, *, is_whole: bool = True, receive_bytes: int = 0
+    url: str, content: bytes = b"", *, is_whole: bool = True, receive_bytes: int = 0
 ) -> socket.socket:
     """A connection of its own, on which a request for a stream, or its beginning, has been sent if there is a body."""
     host, port = url.removeprefix("http://").split(":")
@@ -201,8 +201,7 @@ async def open_socket(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, (host, int(port)))
-    if body is not None:
-        content = json.dumps(body).encode()
+    if content:
         fields = ("Host: x", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(content)}")
         head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields))
         await loop.sock_sendall(connection, head.encode() + b"\r\n\r\n" + content[: None if is_whole else 40])
