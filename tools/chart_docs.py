@@ -6,29 +6,16 @@ is written by hand, and it says what each value means.
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from generated_files import ROOT, filled
 from roseinfer.config import docs as config_docs
 from roseinfer.observe.metrics.histogram import TOKEN_S, WAIT_S
 
-CHART = Path(__file__).resolve().parents[1] / "deploy" / "helm" / "roseinfer"
+CHART = ROOT / "deploy" / "helm" / "roseinfer"
 SCHEMA = CHART / "values.schema.json"
-
-README_HEAD = """\
-# The Helm chart
-
-Generated from `values.schema.json` and `values.yaml` by `make docs`; edit those, not this page.
-[Deployment](../../../docs/deployment.md) leads through an installation, [fleet](../../../docs/fleet.md) to many
-replicas; `ci/` has an example for each feature, and the tests render and check all of them.
-
-A value that is misspelt or out of its bounds is refused with its path, and so are values that contradict each other.
-
-| value | default | meaning |
-|---|---|---|
-"""
 
 Schema = dict[str, Any]
 
@@ -72,7 +59,8 @@ def page() -> str:
         f"| `{path}` | {_shown(default)} | {description} |"
         for path, description, default in _values(json.loads(schema()), defaults)
     ]
-    return README_HEAD + "\n".join(rows) + "\n"
+    table = "\n".join(["| value | default | meaning |", "|---|---|---|", *rows, ""])
+    return filled("deploy/helm/roseinfer/README.md", {"table of values": table})
 
 
 def _values(tree: Schema, defaults: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -6,18 +6,12 @@ from pathlib import Path
 from generated_files import ROOT, filled
 
 SOURCE = ROOT / "src" / "roseinfer"
-HEAD = """\
-# The source, file by file
-
-Generated from the first line of each file's docstring by `make docs`. [architecture.md](architecture.md) follows one
-request through these folders.
-"""
 
 
 def page() -> str:
     """docs/source.md: a heading for each folder, a row for each file."""
     folders = sorted({path.parent for path in SOURCE.rglob("*.py")})
-    return HEAD + "".join(_section(folder) for folder in folders)
+    return filled("docs/source.md", {"map of the source": "".join(map(_section, folders))})
 
 
 def architecture() -> str:
