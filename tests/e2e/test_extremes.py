@@ -28,6 +28,8 @@ PLAIN = {"prompt": "import os", "max_tokens": 6, "temperature": 0}
 LEAST: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
+    "/v1/responses/input_tokens": {"input": "Hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/tokenize": {"prompt": "Hi"},
@@ -46,6 +48,10 @@ NEEDS: dict[str, dict[str, Any]] = {
     "chat_template_kwargs": CONVERSATION | {"prompt": None},
 }
 NEEDS_OF_MESSAGES: dict[str, dict[str, Any]] = {"tool_choice": {"tools": [{"name": "f"}]}}
+NEEDS_OF_RESPONSES: dict[str, dict[str, Any]] = {
+    "tool_choice": {"tools": [{"type": "function", "name": "f"}]},
+    "stream_options": {"stream": True},
+}
 
 
 def is_error(path: str, answer: Any) -> bool:
@@ -138,6 +144,8 @@ def needs_of(path: str, name: str, fields: dict[str, list[Any]]) -> dict[str, An
         return {"prompt": None}
     if path.startswith("/v1/messages"):
         return NEEDS_OF_MESSAGES.get(name, {})
+    if path.startswith("/v1/responses"):
+        return NEEDS_OF_RESPONSES.get(name, {})
     return {key: value for key, value in NEEDS.get(name, {}).items() if key in fields}
 
 
