@@ -6,7 +6,7 @@
     ├── CapacityError    429 and 503: the caller may come back; carries retry_after_s
     └── EngineError      5xx: ours
 
-`server/middleware.py` turns any of them into the OpenAI error body `{"error": {message, type, param, code}}`.
+`server/middleware.py` turns any of them into the error body of the API that was asked, OpenAI's or Anthropic's.
 """
 
 from dataclasses import dataclass

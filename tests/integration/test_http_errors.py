@@ -212,6 +212,7 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
         ("/v1/chat", "There is /v1/chat/completions. A client's base URL ends in /v1."),
         ("/v1/chat/completion", "There is /v1/chat/completions. A client's base URL ends in /v1."),
         ("/models", "There is /v1/models. A client's base URL ends in /v1."),
+        ("/v1/v1/messages", "There is /v1/messages. A client's base URL is without /v1."),
         ("/v1/completions/", "There is /v1/completions. A client's base URL ends in /v1."),
         ("/v1/tokenize", "There is /tokenize."),
         ("/healthz", "There is /health."),

@@ -33,9 +33,7 @@ from roseinfer.server.service import SERVICE
 
 REQUEST_ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)  # where keys are configured
-ErrorForm = Callable[[str], Failure]
-"""The form of an API's errors, of the request with an id."""
-
+ErrorForm = Callable[[str], Failure]  # of the errors of the request with an id
 ERROR_FORMS = web.AppKey("error_forms", Mapping[str, ErrorForm])  # of APIs with their own, by the beginning of the path
 FAILURE = web.RequestKey("failure", RoseinferError)  # that ended it
 REQUEST_ID_HEADER = "x-request-id"
@@ -207,7 +205,11 @@ def _what_is_near(request: web.Request) -> str:
     near = difflib.get_close_matches(request.path, paths, n=1, cutoff=_LIKE)
     if not near:
         return ""
-    return f" There is {near[0]}." + ("" if "/v1/" not in near[0] else " A client's base URL ends in /v1.")
+    if "/v1/" not in near[0]:
+        return f" There is {near[0]}."
+    forms = request.app.get(ERROR_FORMS, {})
+    is_openai = not near[0].startswith(tuple(forms))
+    return f" There is {near[0]}. A client's base URL {'ends in' if is_openai else 'is without'} /v1."
 
 
 def _record(request: web.Request, failure: RoseinferError) -> None:

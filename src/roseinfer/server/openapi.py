@@ -169,7 +169,7 @@ def document(model_names: Sequence[str], info: EngineInfo, *, has_keys: bool) ->
         "info": {
             "title": "roseinfer",
             "version": __version__,
-            "description": "The OpenAI API for one model. docs/http-api.md says what no schema can.",
+            "description": "The APIs of OpenAI and Anthropic for one model. docs/http-api.md says what no schema can.",
         },
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": schemes},
