@@ -54,7 +54,7 @@ lint: setup ## style, formatting, import contracts
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 
-type: setup ## mypy --strict over src, tests and tools
+type: setup ## mypy --strict over src, tests, tools and benchmarks
 	$(BIN)/mypy
 
 # Two tests at a time, a file's one after the other: what a file's tests share, such as an image, is made once.

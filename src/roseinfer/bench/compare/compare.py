@@ -10,9 +10,8 @@ import argparse
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +61,21 @@ class Comparison(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of a comparison, and how to get a server of it for a run."""
+    """One side of a comparison: a server that runs already, the same process in all runs, or flags of new ones."""
 
     name: str
     what: str
-    open: Callable[[], AbstractContextManager[Endpoint]]
-    running: Endpoint | None  # of a server that runs already, and is the same process in all runs
+    running: Endpoint | None
+    flags: str = ""
+
+    @contextmanager
+    def open(self, arguments: argparse.Namespace) -> Iterator[Endpoint]:
+        """A server of this side for a run. Raises ConfigError when it does not start."""
+        if self.running is not None:
+            yield self.running
+            return
+        with started_server(self.flags, f"--{self.name.lower()}", arguments.start_timeout) as url:
+            yield endpoint_of(arguments, url)
 
 
 def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
@@ -153,28 +161,15 @@ def _sides_of(arguments: argparse.Namespace) -> tuple[Side, Side]:
     if arguments.a is not None or arguments.b is not None:
         if texts or arguments.a is None or arguments.b is None:
             raise ConfigError("--a and --b belong together, without anything else", param="--a")
-        return _launched(arguments, "A", arguments.a), _launched(arguments, "B", arguments.b)
+        both = {name: f"{arguments.both} {flags}".strip() for name, flags in (("A", arguments.a), ("B", arguments.b))}
+        a, b = (Side(name, f"roseinfer serve {flags}".strip(), None, flags) for name, flags in both.items())
+        return a, b
     if len(texts) != 2 or not all(text.startswith(_URL) for text in texts):
         raise ConfigError("needs two URLs", param="A B")
     if arguments.both:
         raise ConfigError("needs --a and --b: servers that run already have their flags", param="--both")
-    return _running(arguments, "A", texts[0]), _running(arguments, "B", texts[1])
-
-
-def _running(arguments: argparse.Namespace, name: str, url: str) -> Side:
-    endpoint = endpoint_of(arguments, url)
-    return Side(name, url, lambda: nullcontext(endpoint), endpoint)
-
-
-def _launched(arguments: argparse.Namespace, name: str, flags: str) -> Side:
-    both = f"{arguments.both} {flags}".strip()
-    return Side(name, f"roseinfer serve {both}".strip(), partial(_started, arguments, name, both), running=None)
-
-
-@contextmanager
-def _started(arguments: argparse.Namespace, name: str, flags: str) -> Iterator[Endpoint]:
-    with started_server(flags, f"--{name.lower()}", arguments.start_timeout) as url:
-        yield endpoint_of(arguments, url)
+    a, b = (Side(name, url, endpoint_of(arguments, url)) for name, url in zip("AB", texts, strict=True))
+    return a, b
 
 
 @contextmanager
@@ -218,7 +213,7 @@ def _run_once(
 ) -> tuple[Measured, str]:
     """Make a run of one side, again when the generator was late, and return its figures and model."""
     interval_ns = interval_ns_of(turn, planned)
-    with side.open() as endpoint:
+    with side.open(turn) as endpoint:
         for _ in range(MAX_ATTEMPTS):
             # A running server that has not served yet would become faster over the first rounds, which is a drift.
             _warm_up(turn, planned if side.running is not None and index == 0 else planned[:NUM_WARM_UP], endpoint)
