@@ -10,11 +10,15 @@ from roseinfer.server.anthropic.schema import CountBody, MessagesBody
 from roseinfer.server.api.errors import error_body
 from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import _parse_loosely, parse_body
+from roseinfer.server.openai.responses_schema import ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from tests.fuzz.mutations import corpus, mutated
 
-BODIES: tuple[type[ModelBody], ...] = (CompletionBody, ChatBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[ModelBody], ...] = (
+    *(CompletionBody, ChatBody, ResponseBody, MessagesBody, CountBody),
+    *(TokenizeBody, DetokenizeBody),
+)
 NUM_MUTATIONS = 4000
 KEPT = corpus("body")
 
@@ -37,7 +41,7 @@ def check(content: bytes) -> None:
 def test_the_kept_ones(name: str, content: bytes) -> None:
     check(content)
     if name.startswith("good"):
-        kinds: dict[str, type[ModelBody]] = {"chat": ChatBody, "messages": MessagesBody}
+        kinds: dict[str, type[ModelBody]] = {"chat": ChatBody, "messages": MessagesBody, "response": ResponseBody}
         parse_body(content, next((kind for key, kind in kinds.items() if key in name), CompletionBody))
 
 
