@@ -90,13 +90,14 @@ class CallShape(msgspec.Struct, frozen=True):
 
 
 class CallGrammar(msgspec.Struct, frozen=True):
-    """One call, or several with a text between any two, and fixed text before and after all."""
+    """One call, or several with a text between any two, and fixed text before and after all; or a text of a form."""
 
     shapes: list[CallShape]
     between: str
     most: int
     before: str = ""
     after: str = ""
+    form: Grammar | None = None  # of a text that may come instead; None: calls are forced
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -380,7 +380,6 @@ async def test_a_forced_call_is_a_grammar(choice: dict[str, Any], names: list[st
         ({"tool_choice": {"type": "any"}}, "`tool_choice` needs `tools`."),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "Missing field `tool_choice.name`."),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "`tools` has no function g."),
-        ({"tools": [TOOL], "output_format": {"type": "json_schema", "schema": {}}}, "`output_format` and `tools` excl"),
         (
             {"messages": [USER, USER | {"role": "assistant"}], "output_format": {"type": "json_schema", "schema": {}}},
             "`output_format`: An answer with a form cannot continue the text of `messages[1]`.",

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import Grammar, Request, TokenOutput
+from roseinfer.messages import CallGrammar, Grammar, Request, TokenOutput
 from roseinfer.records import FinishReason
 from roseinfer.text.grammar.checker import GrammarChecker
 from tests.unit.server import harness
@@ -143,8 +143,6 @@ async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, An
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name",
         ),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
@@ -441,3 +439,19 @@ async def test_earlier_calls_in_the_older_form_are_given_to_the_template() -> No
     assert (await ask(engine, messages=messages, functions=[], function_call="none")).status == 200
     prompt = bytes(engine.requests[0].prompt_token_ids).decode()
     assert prompt == '<user>a<assistant><tool_call>{"a": 1}<tool>b#function0'
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+async def test_a_form_applies_to_the_text_that_may_come_instead_of_calls(choice: str) -> None:
+    engine = ScriptedEngine(says('{"a": 1}', FinishReason.STOP))
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": None}}}
+    answer = await ask(engine, tools=[TOOL], tool_choice=choice, response_format=form)
+    grammar = engine.requests[0].params.grammar
+    assert grammar is not None
+    assert grammar.kind == ("json_schema" if choice == "none" else "calls")
+    inner = None if choice == "none" else msgspec.json.decode(grammar.source, type=CallGrammar).form
+    assert inner == (Grammar("json_schema", '{"const":null}') if choice == "auto" else None)
+    assert choice == "required" or answer.json["choices"][0]["message"]["content"] == '{"a": 1}'
+    refused = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "refused"}}}
+    answer = await ask(ScriptedEngine(), tools=[TOOL], response_format=refused)
+    assert answer.error["param"] == "response_format.json_schema.schema"

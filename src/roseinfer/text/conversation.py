@@ -27,7 +27,7 @@ class Conversation:
     functions: Sequence[Function] = ()  # that the model may call
     must_call: bool = False
     is_parallel: bool = True  # an answer may hold several calls
-    form: tuple[Grammar, str] | None = None  # the grammar of the text, and its field in errors
+    form: tuple[Grammar, str] | None = None  # the grammar of a text without calls, and its field in errors
     variables: Mapping[str, object]  # of the chat template, which go before those of `thinking`
     thinking: Thinking = AS_THE_TEMPLATE_HAS_IT
     continues_last: bool = False  # the answer continues the last message
@@ -73,9 +73,11 @@ async def prepare_turn(
             is_parallel=conversation.is_parallel,
             tool_format=find_format(tool_format, template.tool_source),
         )
-    calls = None if tool_use is None else tool_use.grammar()
-    form = conversation.form if calls is None else (calls, "tools")
+    form = conversation.form
     await check_form(form, grammars)
+    if tool_use is not None and (calls := tool_use.grammar(form and form[0])) is not None:
+        form = (calls, "tools")
+        await check_form(form, grammars)
     prompt = await encode_conversation(conversation, text_model, max_model_len)
     thinking = conversation.thinking
     grammar = with_thought(form and form[0], prompt.reasoning, thinking.max_tokens)

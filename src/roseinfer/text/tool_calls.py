@@ -292,14 +292,15 @@ class ToolUse:
     is_parallel: bool
     tool_format: ToolFormat
 
-    def grammar(self) -> Grammar | None:
-        """Allows calls that follow their schemas and nothing else; None unless calls are forced."""
-        if not self.is_forced:
+    def grammar(self, form_of_text: Grammar | None = None) -> Grammar | None:
+        """Allows calls by their schemas or, unless calls are forced, a text of a form; None where nothing is forced."""
+        if not self.is_forced and form_of_text is None:
             return None
         form = self.tool_format
         shapes = [_shape(form, function) for function in self.functions]
         most = MAX_FORCED_CALLS if self.is_parallel and form.between is not None else 1
-        grammar = CallGrammar(shapes, form.between or "", most, form.before, form.after)
+        instead = None if self.is_forced else form_of_text
+        grammar = CallGrammar(shapes, form.between or "", most, form.before, form.after, instead)
         return Grammar("calls", encode_source(grammar, "tools"))
 
     def parser(self) -> "ToolCallParser":

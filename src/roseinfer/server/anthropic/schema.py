@@ -250,14 +250,8 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
             raise InvalidRequest(
                 f"`{self.form_field}` and `structured_outputs` exclude each other.", param=self.form_field
             )
-        self._check_tools()
-        self._check_continued()
-
-    def _check_tools(self) -> None:
         self.function_choice.check("tool_choice.name")
-        if self.function_choice.functions and self.form_field is not None:
-            message = f"`{self.form_field}` and `tools` exclude each other, unless the type of `tool_choice` is none."
-            raise InvalidRequest(message, param=self.form_field)
+        self._check_continued()
 
     def _check_continued(self) -> None:
         if not self.continues_last:

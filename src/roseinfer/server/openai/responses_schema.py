@@ -259,9 +259,6 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
             message = "`text.format` and `structured_outputs` exclude each other."
             raise InvalidRequest(message, param="text.format")
         self.function_choice.check("tool_choice.name" if isinstance(self.tool_choice, ChosenTools) else "tool_choice")
-        if self.function_choice.functions and self.form_field is not None:
-            message = f"`{self.form_field}` and `tools` exclude each other, unless `tool_choice` is none."
-            raise InvalidRequest(message, param=self.form_field)
 
     @property
     def form_field(self) -> str | None:

@@ -500,9 +500,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         else:
             named_by = "tool_choice.function.name" if self.function_choice.field == "tools" else "function_call.name"
         self.function_choice.check(named_by)
-        if self.function_choice.mode != "none" and self.form_field is not None:
-            message = f"`{self.form_field}` and `tools` exclude each other, unless `tool_choice` is none."
-            raise InvalidRequest(message, param=self.form_field)
 
     def json_texts(self) -> Iterable[tuple[str, str]]:
         return earlier_arguments(self.messages)

@@ -66,7 +66,10 @@ _JSON_OPTIONS = {
 }
 # What a schema holds that can grow. Half-quoted are words of which there are several: `patternProperties`, `minLength`
 # and `maxLength`, `exclusiveMinimum` and `exclusiveMaximum`. And an escape may spell any of them.
-_GROWING = ('"pattern', 'Length"', '"format"', '"minimum"', '"maximum"', '"exclusiveM', '"multipleOf"', "\\u")
+_GROWING = (
+    *('"pattern', 'Length"', '"format"', '"minimum"', '"maximum"', '"exclusiveM', '"multipleOf"', "\\u"),
+    *('"kind":"regex"', '"kind":"lark"'),  # of a text beside calls
+)
 _SILENT = 0
 
 # What they are called in errors.
@@ -252,9 +255,16 @@ def _source(grammar: Grammar, file: TokenizerFile) -> str:
         opening = _quote(grammar.thought.opening) if control_id is None else f"<[{control_id}]>"
         start = f"@form | BLANKS? {opening}"
     # Models write up to two ends of line before and behind a thought.
-    frame = {"lark_grammar": f"start: {start}\nBLANKS: /[ \\n]{{1,2}}/"}
-    inner = msgspec.json.decode(form)["grammars"][0] if form.startswith("{") else {"lark_grammar": form}
-    return json.dumps({"grammars": [frame, inner | {"name": "form"}]}, ensure_ascii=False)
+    return _joined(f"start: {start}\nBLANKS: /[ \\n]{{1,2}}/", form=form)
+
+
+def _joined(frame: str, **parts: str) -> str:
+    """A grammar in Lark that has others, in the library's own form, as parts that it calls by their names."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": frame}]
+    for name, part in parts.items():
+        first, *others = json.loads(part)["grammars"] if part.startswith("{") else [{"lark_grammar": part}]
+        grammars += [first | {"name": name}, *others]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def _form(grammar: Grammar, file: TokenizerFile) -> str:
@@ -278,7 +288,12 @@ def _form(grammar: Grammar, file: TokenizerFile) -> str:
                 calls = msgspec.json.decode(grammar.source, type=CallGrammar)
             except msgspec.DecodeError:
                 raise InvalidRequest("The calls are not of the form that they have in JSON.") from None
-            return llguidance.LLMatcher.grammar_from_lark(_calls(calls))
+            lark = llguidance.LLMatcher.grammar_from_lark(_calls(calls))
+            return (
+                lark
+                if calls.form is None
+                else _joined("start: @calls | @text", calls=lark, text=_form(calls.form, file))
+            )
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(file.with_ids(grammar.source))
         case "text":

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import llguidance
+import msgspec
 import numpy as np
 import pytest
 
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
-from roseinfer.messages import CallGrammar, CallShape, Grammar
+from roseinfer.messages import CallGrammar, CallShape, Grammar, Thought
 from roseinfer.text.grammar.compiler import (
     MAX_FOLLOWED_NS,
     MAX_FORCED_TOKENS,
@@ -18,10 +19,12 @@ from roseinfer.text.grammar.compiler import (
     Compiled,
     GrammarCompiler,
     Vocabulary,
+    can_grow,
     entry_bytes,
 )
 from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tool_calls import FORMATS, Function, ToolUse
 from tests.unit.text.grammar import vocabulary as checkpoint
 
 DEMO = Path(__file__).parents[4] / "src/roseinfer/demo"
@@ -123,6 +126,31 @@ def test_calls_have_their_schemas_each_with_its_own_definitions(vocabulary: Voca
     assert allowed(matcher) == {EOS, ord("\n")}
     assert follow(vocabulary, grammar, '<g {"v": true}>\n<f {"v":7}>').is_over
     assert ord("7") not in allowed(follow(vocabulary, grammar, '<g {"v": '))
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "other"),
+    [
+        (Grammar("json_schema", '{"properties":{"a":{"type":"null"}},"required":["a"]}'), '{"a":null}', "x"),
+        (Grammar("regex", "[a-z]+"), "abc", "1"),
+        (Grammar("choice", '["yes","no"]'), "yes", "x"),
+        (Grammar("lark", 'start: "<call" /[0-9]/'), "<call7", "x"),
+    ],
+)
+@pytest.mark.parametrize("thought", [None, Thought("<think>", "</think>", is_open=True)])
+def test_an_answer_is_calls_or_a_text_of_a_form(
+    vocabulary: Vocabulary, form: Grammar, text: str, other: str, thought: Thought | None
+) -> None:
+    use = ToolUse([Function("f")], is_forced=False, is_parallel=True, tool_format=FORMATS["hermes"])
+    grammar = use.grammar(form)
+    assert grammar is not None
+    grammar = msgspec.structs.replace(grammar, thought=thought)
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for answer in (text, call, f"{call}\n{call}"):
+        assert EOS in allowed(follow(vocabulary, grammar, answer))
+    assert ord(other) not in allowed(follow(vocabulary, grammar, ""))
+    assert allowed(follow(vocabulary, grammar, call)) == {EOS, ord("\n")}
+    assert can_grow(grammar) is can_grow(form)
 
 
 def vars_of(shape: CallShape) -> dict[str, object]:
