@@ -32,8 +32,6 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "Hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
-    "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
-    "/v1/responses/input_tokens": {"input": "Hi"},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [5]},
 }
