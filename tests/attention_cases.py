@@ -29,11 +29,19 @@ class Case:
     window: int | None = None
     dtype: torch.dtype = torch.float32
     query_dtype: torch.dtype | None = None
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
         return AttentionSpec(
-            self.num_heads, self.num_kv_heads, self.head_dim, 1.3 * self.head_dim**-0.5, (self.window,)
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            1.3 * self.head_dim**-0.5,
+            (self.window,),
+            self.softcap,
+            (torch.linspace(-3.0, 4.0, self.num_heads),) if self.has_sinks else None,
         )
 
     def new_cache(self, num_blocks: int, device: torch.device) -> KVCache:
@@ -44,16 +52,20 @@ class Case:
         return cache
 
 
-def textbook(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float, window: int | None
-) -> torch.Tensor:
+def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, spec: AttentionSpec) -> torch.Tensor:
     """The tokens of a sequence from `start` on: q [n, heads, dim], k and v [start + n, kv_heads, dim]."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-    scores = q @ k.transpose(1, 2) * scale
+    scores = q @ k.transpose(1, 2) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    [window] = spec.windows
     distance = torch.arange(start, k.shape[1])[:, None] - torch.arange(k.shape[1])
     is_seen = (distance >= 0) & (distance < (k.shape[1] + 1 if window is None else window))
-    return torch.matmul(scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v).transpose(0, 1).flatten(1)
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks[0].double().view(-1, 1, 1).expand(-1, q.shape[1], 1)], -1)
+    return torch.matmul(scores.softmax(-1)[..., : k.shape[1]], v).transpose(0, 1).flatten(1)
 
 
 class Bench:
@@ -162,8 +174,7 @@ class Bench:
                 self.k[slot, :end],
                 self.v[slot, :end],
                 start,
-                self.case.spec.scale,
-                self.case.window,
+                self.case.spec,
             )
             torch.testing.assert_close(part.double(), exact, atol=tolerance, rtol=tolerance)
             self.lengths[slot] = end

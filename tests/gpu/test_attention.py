@@ -31,6 +31,8 @@ CASES = [
     Case(4, 4, 256, 16, 1, dtype=BRAIN),
     Case(4, 1, 256, 64, dtype=BRAIN),
     Case(4, 2, 24, 8, 100),
+    Case(8, 4, 256, 16, 70, dtype=BRAIN, softcap=50.0),  # Gemma 2
+    Case(64, 8, dtype=BRAIN, has_sinks=True),  # gpt-oss
 ]
 
 

@@ -63,8 +63,13 @@ def textbook(sequence: Sequence3, spec: AttentionSpec, window: int | None = None
     positions = torch.arange(q.shape[1])
     distance = positions[:, None] - positions
     is_hidden = (distance < 0) | (distance >= (window or len(positions)))
-    scores = (q @ k.transpose(1, 2) * spec.scale).masked_fill(is_hidden, -torch.inf)
-    return torch.matmul(scores.softmax(-1), v).transpose(0, 1).flatten(1)
+    scores = q @ k.transpose(1, 2) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.masked_fill(is_hidden, -torch.inf)
+    if spec.sinks is not None:  # of the only layer
+        scores = torch.cat([scores, spec.sinks[0].double().view(-1, 1, 1).expand(-1, len(positions), 1)], -1)
+    return torch.matmul(scores.softmax(-1)[..., : len(positions)], v).transpose(0, 1).flatten(1)
 
 
 def pack(spans: Sequence[tuple[int, range]], table: Int32Array, num_repetitions: int = 0) -> PackedTokens:
@@ -156,6 +161,21 @@ def test_a_window_hides_what_is_far_behind(make_backend: MakeBackend, window: in
         for slot, got in run_in_pieces(steps, layer).items():
             expected = textbook(sequences[slot], spec, spec.windows[layer])
             torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 0.5, 50.0])
+def test_soft_caps_and_sinks(make_backend: MakeBackend, softcap: float, has_sinks: bool, window: int | None) -> None:
+    """A sink may be higher than every score, or so low that it is nothing. The cut of a sequence changes no bit."""
+    sinks = (torch.tensor([8.0, -1.0, 0.3, -200.0]),) if has_sinks else None
+    spec = AttentionSpec(4, 2, 16, 0.7, (window,), softcap=softcap, sinks=sinks)
+    sequences = {slot: random_sequence(spec, PIECES[slot][-1], slot) for slot in PIECES}
+    steps = Steps(make_backend(make_cache(spec, 48, 16), spec), shuffled_table(3, 16), sequences)
+    for slot, got in run_in_pieces(steps).items():
+        expected = textbook(sequences[slot], spec, window)
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(got, steps.run_alone(slot, (0, PIECES[slot][-1])))
 
 
 def test_the_scale_is_the_specs(make_backend: MakeBackend) -> None:

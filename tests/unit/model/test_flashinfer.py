@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from roseinfer.model.attention.base import AttentionSpec
 from tests.attention_cases import CPU, Bench, Case, check_history, textbook
 from tests.unit.model.triton_processes import Worker, interpreter_process
 
@@ -43,8 +44,9 @@ class FakeWrapper:
         assert causal
         self._index = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._page_size = shape[-1]
-        self._scale = options["sm_scale"]
-        self._window = None if options["window_left"] == -1 else options["window_left"] + 1
+        window = None if options["window_left"] == -1 else options["window_left"] + 1
+        num_heads, num_kv_heads, head_dim, _ = shape
+        self._spec = AttentionSpec(num_heads, num_kv_heads, head_dim, options["sm_scale"], (window,))
 
     def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
         query_starts, page_starts, pages, last_page_lens = (x.tolist() for x in self._index)
@@ -55,7 +57,7 @@ class FakeWrapper:
             keys, values = (x[blocks].transpose(1, 2).flatten(0, 1)[:length] for x in cache)
             span = slice(query_starts[row], query_starts[row + 1])
             start = length - (span.stop - span.start)
-            out[span] = textbook(q[span], keys, values, start, self._scale, self._window).view_as(q[span])
+            out[span] = textbook(q[span], keys, values, start, self._spec).view_as(q[span])
 
 
 def check_flashinfer(case: Case) -> None:

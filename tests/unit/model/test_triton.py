@@ -45,6 +45,9 @@ BRAIN = {"dtype": torch.bfloat16, "query_dtype": torch.float32}  # the interpret
         Case(3, 1, 96, 32, dtype=HALF),
         Case(8, 1, 128, 64, 65, **BRAIN),
         Case(4, 2, 24, 16, 1),
+        Case(2, 2, softcap=2.0, has_sinks=True),
+        Case(8, 2, 32, 16, 50, has_sinks=True),
+        Case(4, 2, 32, softcap=5.0),
         Case(2, 1, 256, 16),
     ],
     ids=str,
@@ -56,7 +59,12 @@ def test_sequences_in_pieces_are_the_textbooks(interpreter: Worker, case: Case) 
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
 @pytest.mark.parametrize(
     "case",
-    [Case(1, 1, block_size=8), Case(4, 1, 128, 64, 300), Case(1, 1, 32, 32, 300, **BRAIN)],
+    [
+        Case(1, 1, block_size=8),
+        Case(4, 1, 128, 64, 300),
+        Case(1, 1, 32, 32, 300, **BRAIN),
+        Case(4, 2, 16, softcap=2.0, has_sinks=True),
+    ],
     ids=str,
 )
 def test_rows_of_any_length_are_split_and_joined(interpreter: Worker, case: Case, num_splits: int) -> None:
@@ -179,13 +187,14 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 def compile_steps(capability: int, case: Case, steps: list[list[int]]) -> list[tuple[str, int]]:
     """Steps of rows with so many new tokens each -> name and bytes of shared memory of each kernel they are made of."""
     from roseinfer.model.triton_kernels.decode import Parts, decode
-    from roseinfer.model.triton_kernels.paging import heads_of, pages_of, step_of
+    from roseinfer.model.triton_kernels.paging import heads_of, pages_of, scores_of, step_of
     from roseinfer.model.triton_kernels.varlen import varlen
 
     Ahead.capability = capability
     compiled.clear()
     bench = Bench(case, CPU, max(map(len, steps)), max(map(sum, steps)))
     heads, pages = heads_of(case.spec), pages_of(bench.cache, 0)
+    [scores] = scores_of(case.spec, CPU)
     for counts in steps:
         rows = list(enumerate(counts))
         tokens = bench.pack(rows, num_padding_rows=1)
@@ -194,9 +203,9 @@ def compile_steps(capability: int, case: Case, steps: list[list[int]]) -> list[t
         step, shape = step_of(q, k, v, torch.empty_like(q)), (len(counts), case.num_heads, 4)
         if max(counts) == 1:
             parts = Parts(torch.empty(*shape, case.head_dim), torch.empty(shape), torch.empty(shape))
-            decode(step, pages, tokens.device, parts, heads, scale=0.125, window=case.window)
+            decode(step, pages, tokens.device, parts, heads, scores)
         else:
-            varlen(step, pages, tokens.device, heads, scale=0.125, window=case.window)
+            varlen(step, pages, tokens.device, heads, scores)
     kernels = {id(kernel): kernel.metadata for kernel in compiled}
     return sorted((metadata.name, metadata.shared) for metadata in kernels.values())
 
@@ -212,6 +221,9 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # of a program, at 
         (90, Case(14, 2, dtype=torch.bfloat16)),
         (90, Case(4, 1, 128, window=100, dtype=torch.bfloat16)),
         (90, Case(2, 1, 80)),
+        (90, Case(8, 4, 256, dtype=torch.bfloat16, softcap=50.0)),
+        (80, Case(64, 8, dtype=torch.bfloat16, has_sinks=True)),
+        (90, Case(2, 2, softcap=5.0, has_sinks=True)),
     ],
     ids=str,
 )

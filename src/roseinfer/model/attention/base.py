@@ -25,11 +25,20 @@ class AttentionSpec:
     head_dim: int
     scale: float  # of the products of queries and keys
     windows: tuple[int | None, ...]  # of each layer: a token sees the last `window` positions, its own included
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap) (Gemma 2, 2024); 0: they stay as they are
+    # [heads] float32 of each layer: a score beside those of the keys, without a value (Xiao et al. 2023; gpt-oss)
+    sinks: tuple[torch.Tensor, ...] | None = None
 
     @property
     def num_merged_heads(self) -> int:
         """Heads of queries, keys and values together."""
         return self.num_heads + 2 * self.num_kv_heads
+
+    def sinks_on(self, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+        """The sinks of each layer on `device`, contiguous; None for a model without."""
+        if self.sinks is None:
+            return (None,) * len(self.windows)
+        return tuple(sinks.to(device, torch.float32).contiguous() for sinks in self.sinks)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values in all layers."""

@@ -31,6 +31,8 @@ def refusal(spec: AttentionSpec, dtype: torch.dtype) -> str | None:
     """Why FlashInfer cannot serve this model, in one sentence; None if it can."""
     if spec.head_dim not in _HEAD_DIMS:
         return f"FlashInfer knows heads of {', '.join(map(str, _HEAD_DIMS))} dimensions, not of {spec.head_dim}."
+    if spec.softcap or spec.sinks is not None:
+        return "FlashInfer is used for attention without soft caps and sinks."
     if dtype not in _DTYPES:
         return f"FlashInfer computes in {' or '.join(str(d).removeprefix('torch.') for d in _DTYPES)}."
     return None

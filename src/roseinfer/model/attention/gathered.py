@@ -68,6 +68,10 @@ class GatheredAttention:
         self._num_rows = QUERY_TILE * spec.num_heads // spec.num_kv_heads
         self._device = cache.keys[0].device
         self._scratch = Scratch(self._device)
+        self._sinks = [  # [K, R] of each layer
+            None if sinks is None else sinks.view(spec.num_kv_heads, -1).repeat_interleave(QUERY_TILE, 1)
+            for sinks in spec.sinks_on(self._device)
+        ]
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         return partial(self._attend, {window: self._plan(tokens, window) for window in set(self._spec.windows)})
@@ -166,7 +170,7 @@ class GatheredAttention:
         scaled = q.float() * self._spec.scale
         plan.query_tiles.view(-1, head_dim).index_copy_(0, plan.query_rows, scaled.reshape(-1, head_dim))
         self._score(plan, keys)
-        totals = self._softmax(plan)
+        totals = self._softmax(plan, self._sinks[layer])
         mixed = self._mix(plan, values).div_(totals.unsqueeze(-1))
         return mixed.view(-1, head_dim).index_select(0, plan.query_rows).to(q.dtype).view(q.shape[0], -1)
 
@@ -188,23 +192,32 @@ class GatheredAttention:
             torch.index_select(tiles, 0, chunk.pair_tiles, out=queries)
             tile_keys = self._gather(keys, chunk.blocks).transpose(1, 2)
             torch.bmm(queries.view(-1, self._num_rows, self._head_dim), tile_keys, out=plan.scores[chunk.products])
+        if cap := self._spec.softcap:
+            plan.scores.div_(cap).tanh_().mul_(cap)
         num_masked = plan.hidden.shape[0]
         masked = plan.scores[: num_masked * self._num_kv_heads]
         masked.view(num_masked, self._num_kv_heads, -1, QUERY_TILE, KEY_TILE).masked_fill_(plan.hidden, -torch.inf)
 
-    def _softmax(self, plan: _Plan) -> torch.Tensor:
-        """Scores into exp(score - maximum of the query), in place; the sum of them for each query [tiles, K, R]."""
+    def _softmax(self, plan: _Plan, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Scores into exp(score - maximum of the query), in place; the sum of them for each query [tiles, K, R].
+
+        A sink counts in the maximum and in the sum.
+        """
         shape = (-1, self._num_kv_heads, self._num_rows)
         num_tiles = plan.query_tiles.shape[0]
         pair_maxima = plan.scores.amax(-1).view(shape)
         maxima = pair_maxima[:num_tiles]
         for length, pairs in plan.runs:
             torch.maximum(maxima[:length], pair_maxima[pairs], out=maxima[:length])
+        if sinks is not None:
+            torch.maximum(maxima, sinks, out=maxima)
         plan.scores.sub_(maxima.index_select(0, plan.pair_tiles).view(-1, self._num_rows, 1)).exp_()
         sums = plan.scores.sum(-1).view(shape)
         totals = sums[:num_tiles]
         for length, pairs in plan.runs:
             totals[:length] += sums[pairs]
+        if sinks is not None:
+            totals += torch.exp(sinks - maxima)
         return totals
 
     def _mix(self, plan: _Plan, values: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ that this one has written.
 """
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import partial
 
 import numpy as np
@@ -35,7 +35,9 @@ class _Call(Structure):
         ("head_dim", c_int64),
         ("block_size", c_int64),
         ("scale", c_float),
-        ("window", c_int32),
+        ("softcap", c_float),
+        ("window", c_int64),
+        ("sinks", c_void_p),
         ("q", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
@@ -66,9 +68,10 @@ class NativeAttention:
         )
         self._scratch = Scratch(torch.device("cpu"))
         self._items = np.empty((0, 4), np.int32)
+        self._sinks = spec.sinks_on(torch.device("cpu"))
         self._layers = [
-            (keys.data_ptr(), values.data_ptr(), window or 0)
-            for keys, values, window in zip(cache.keys, cache.values, spec.windows, strict=True)
+            (keys.data_ptr(), values.data_ptr(), window or 0, None if sinks is None else sinks.data_ptr())
+            for keys, values, window, sinks in zip(cache.keys, cache.values, spec.windows, self._sinks, strict=True)
         ]
         self._call = _Call(
             num_heads=spec.num_heads,
@@ -76,6 +79,7 @@ class NativeAttention:
             head_dim=spec.head_dim,
             block_size=cache.block_size,
             scale=spec.scale,
+            softcap=spec.softcap,
         )
 
     @staticmethod
@@ -122,7 +126,7 @@ class NativeAttention:
         v: torch.Tensor,
     ) -> torch.Tensor:
         call = self._call
-        call.keys, call.values, call.window = self._layers[layer]
+        call.keys, call.values, call.window, call.sinks = self._layers[layer]
         call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         call.q_strides, call.k_strides, call.v_strides = q.stride()[:2], k.stride()[:2], v.stride()[:2]
         self._run(pointer)

@@ -22,6 +22,7 @@ class ReferenceAttention:
     def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
         self._cache = cache
         self._spec = spec
+        self._sinks = spec.sinks_on(cache.keys[0].device)
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         num_tokens = int(tokens.query_starts[-1])
@@ -61,4 +62,9 @@ class ReferenceAttention:
         keys, values = (pages.transpose(0, 1).flatten(1, 2)[:, seen].float() for pages in (keys, values))
         grouped = q.float().view(self._spec.num_kv_heads, -1, self._spec.head_dim)
         scores = grouped @ keys.transpose(1, 2) * self._spec.scale  # [kv_heads, heads / kv_heads, keys]
-        return (scores.softmax(-1) @ values).view_as(q)
+        if self._spec.softcap:
+            scores = torch.tanh(scores / self._spec.softcap) * self._spec.softcap
+        if (sinks := self._sinks[layer]) is not None:
+            scores = torch.cat((scores, sinks.view(*scores.shape[:2], 1)), -1)
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
+        return (weights @ values).view_as(q)

@@ -19,7 +19,7 @@ from roseinfer.model.device import Scratch
 from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.triton_kernels.decode import Parts, choose_num_splits, decode
 from roseinfer.model.triton_kernels.language import IS_INTERPRETED
-from roseinfer.model.triton_kernels.paging import heads_of, pages_of, step_of
+from roseinfer.model.triton_kernels.paging import heads_of, pages_of, scores_of, step_of
 from roseinfer.model.triton_kernels.varlen import varlen
 
 _MAX_HEAD_DIM = 256
@@ -48,6 +48,7 @@ class TritonAttention:
             )
         self._spec = spec
         self._heads = heads_of(spec)
+        self._scores = scores_of(spec, device)
         self._pages = [pages_of(cache, layer) for layer in range(len(cache.keys))]
         self._batch_invariant = batch_invariant
         self._num_processors = (
@@ -76,8 +77,7 @@ class TritonAttention:
         self, rows: DeviceTokens, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        scale, window = self._spec.scale, self._spec.windows[layer]
-        varlen(step_of(q, k, v, out), self._pages[layer], rows, self._heads, scale=scale, window=window)
+        varlen(step_of(q, k, v, out), self._pages[layer], rows, self._heads, self._scores[layer])
         return out.flatten(1)
 
     def _attend_single(
@@ -91,5 +91,5 @@ class TritonAttention:
         )
         out = self._scratch.buffer("out", (q.shape[0], self._spec.num_heads, self._spec.head_dim), q.dtype)
         step, pages = step_of(q, k, v, out), self._pages[layer]
-        decode(step, pages, rows, parts, self._heads, scale=self._spec.scale, window=self._spec.windows[layer])
+        decode(step, pages, rows, parts, self._heads, self._scores[layer])
         return out.flatten(1)

@@ -1,15 +1,15 @@
 """The model families by the architecture that config.json names.
 
-To add one: write `families/<name>.py` with a class of `CausalLM` (gpt2.py is the shortest), and add its row to
-`_FAMILIES`. A family that differs from Llama in biases, norms of heads or windows is a spec in llama.py and a row. Then
-add a configuration to tests/integration/test_parity.py, which compares it with transformers.
+An architecture without a row here runs transformers' modelling code (transformers.py). To add a file for one, write
+`families/<name>.py` with a class of `CausalLM` (gpt2.py is the shortest), and add its row to `_FAMILIES`. A family that
+differs from Llama in biases, norms of heads or windows is a spec in llama.py and a row. Then add a configuration to
+tests/integration/test_parity.py, which compares it with transformers.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from roseinfer.errors import ConfigError
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import CausalLM
@@ -36,10 +36,8 @@ def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
     by_type = {model_type: architecture for architecture, (model_type, _) in _FAMILIES.items()}
     known = [name for name in named or [by_type.get(str(config.get("model_type")))] if name in _FAMILIES]
     if not known:
-        raise ConfigError(
-            f"{checkpoint.directory}/config.json asks for {', '.join(map(str, named)) or config.get('model_type')}; "
-            f"known architectures are {', '.join(_FAMILIES)}.",
-            param="model.path",
-        )
+        from roseinfer.model.families.transformers import TransformersModel  # which takes seconds to import
+
+        return TransformersModel(checkpoint, placement)
     _, construct = _FAMILIES[known[0]]
     return construct(config, checkpoint, placement)

@@ -16,7 +16,6 @@ from triton import next_power_of_2
 
 from roseinfer.model.attention.base import DeviceTokens
 from roseinfer.model.triton_kernels.language import (
-    LOG2_E,
     LOWEST,
     SPILLING_SUMS,
     Constant,
@@ -25,7 +24,7 @@ from roseinfer.model.triton_kernels.language import (
     dot_dtype,
     kernel,
 )
-from roseinfer.model.triton_kernels.paging import Heads, Pages, Step, page_offsets, table_of
+from roseinfer.model.triton_kernels.paging import Heads, Pages, Scores, Step, bend, page_offsets, sinks_of, table_of
 
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # a program with fewer keys costs more to start than it saves
@@ -48,7 +47,6 @@ class Cut(NamedTuple):
     tile: Constant  # keys of a tile, a power of two
     num_splits: Constant  # a power of two
     min_tiles: Constant  # of a split, but for the last of a row
-    window: Constant  # 0 for none
     dot_dtype: Constant
 
 
@@ -61,7 +59,12 @@ def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> 
 
 
 def decode(
-    step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, *, scale: float, window: int | None
+    step: Step,
+    pages: Pages,
+    rows: DeviceTokens,
+    parts: Parts,
+    heads: Heads,
+    scores: Scores,
 ) -> None:
     """Write the keys and values of the rows' tokens into the cache, and their attention into `step.out`.
 
@@ -75,26 +78,25 @@ def decode(
         tile=constant(tile),
         num_splits=constant(num_splits),
         min_tiles=constant(MIN_SPLIT_KEYS // tile),
-        window=constant(window or 0),
         dot_dtype=constant(dot_dtype(pages.k.dtype)),
     )
     grid = (num_rows, num_kv_heads, num_splits)
     if group == 1:
-        _decode_head[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_warps=4)
+        _decode_head[grid](step, pages, rows, parts, heads, cut, scores, num_warps=4)
     else:
         num_dot_rows = max(_DOT_ROWS, next_power_of_2(group))
         num_warps = 8 if num_dot_rows * padded_dim >= SPILLING_SUMS else 4
-        _decode_group[grid](step, pages, rows, parts, heads, cut, scale * LOG2_E, num_dot_rows, num_warps=num_warps)
+        _decode_group[grid](step, pages, rows, parts, heads, cut, scores, num_dot_rows, num_warps=num_warps)
     if num_splits > 1:
         _join[num_rows, num_heads](step, parts, heads, num_splits, num_warps=2)
 
 
 @kernel()
-def _share(position: tl.tensor, split: tl.tensor, cut: Cut) -> tl.tensor:
+def _share(position: tl.tensor, split: tl.tensor, cut: Cut, window: tl.constexpr) -> tl.tensor:
     """The first position that the row sees, and the split's first key tile and the one after its last."""
     first = position * 0
-    if cut.window > 0:
-        first = tl.maximum(position - cut.window + 1, 0)
+    if window > 0:
+        first = tl.maximum(position - window + 1, 0)
     first_tile = first // cut.tile
     end_tile = (position + cut.tile - 1) // cut.tile
     num_tiles = (end_tile - first_tile + cut.num_splits - 1) // cut.num_splits
@@ -123,7 +125,13 @@ def _append(step: Step, pages: Pages, table: tl.tensor, position: tl.tensor, hea
 
 @kernel()
 def _decode_head(
-    step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, cut: Cut, scale: tl.tensor
+    step: Step,
+    pages: Pages,
+    rows: DeviceTokens,
+    parts: Parts,
+    heads: Heads,
+    cut: Cut,
+    scores: Scores,
 ) -> None:
     """Multi-head attention: a query head has its key head for itself, so a product of matrices would be mostly padding.
 
@@ -138,8 +146,8 @@ def _decode_head(
     dims = tl.arange(0, heads.padded_dim)
     is_dim = dims < heads.dim
     query = tl.load(step.q + row * step.q_stride + head * heads.dim + dims, mask=is_dim, other=0.0)
-    query = query.to(tl.float32) * scale
-    first, begin, end = _share(position, split, cut)
+    query = query.to(tl.float32) * scores.scale
+    first, begin, end = _share(position, split, cut, scores.window)
     peaks = tl.full([cut.tile], LOWEST, tl.float32)
     totals = tl.zeros([cut.tile], tl.float32)
     mixed = tl.zeros([cut.tile, heads.padded_dim], tl.float32)
@@ -150,19 +158,21 @@ def _decode_head(
         is_there = is_seen[:, None] & is_dim[None, :]
         keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(tl.float32)
         values = tl.load(pages.v + places, mask=is_there, other=0.0).to(tl.float32)
-        scores = tl.where(is_seen, tl.sum(keys * query[None, :], axis=1), float("-inf"))
-        new_peaks = tl.maximum(peaks, scores)
+        products = bend(tl.sum(keys * query[None, :], axis=1), scores)
+        products = tl.where(is_seen, products, float("-inf"))
+        new_peaks = tl.maximum(peaks, products)
         fading = tl.exp2(peaks - new_peaks)
-        weights = tl.exp2(scores - new_peaks)
+        weights = tl.exp2(products - new_peaks)
         totals = totals * fading + weights
         mixed = mixed * fading[:, None] + weights[:, None] * values
         peaks = new_peaks
     own_key, own_value = _append(step, pages, table, position, heads)
-    own_score = tl.where(split == 0, tl.sum(query * own_key), float("-inf"))
-    peak = tl.maximum(tl.max(peaks), own_score)
+    own_score = tl.where(split == 0, bend(tl.sum(query * own_key), scores), float("-inf"))
+    sink = sinks_of(scores, head, split == 0)
+    peak = tl.maximum(tl.maximum(tl.max(peaks), own_score), sink)
     lanes = tl.exp2(peaks - peak)
     own_weight = tl.exp2(own_score - peak)
-    total = tl.sum(totals * lanes) + own_weight
+    total = tl.sum(totals * lanes) + own_weight + tl.exp2(sink - peak)
     result = tl.sum(mixed * lanes[:, None], axis=0) + own_weight * own_value
     if cut.num_splits == 1:
         place = step.out + row * step.out_stride + head * heads.dim
@@ -183,7 +193,7 @@ def _decode_group(
     parts: Parts,
     heads: Heads,
     cut: Cut,
-    scale: tl.tensor,
+    scores: Scores,
     num_dot_rows: tl.constexpr,
 ) -> None:
     """Grouped-query attention: the query heads of a group are the rows of a product with the tile's keys."""
@@ -200,7 +210,7 @@ def _decode_group(
     here = query_heads[:, None] * heads.dim + dims[None, :]  # in a token's queries, and in its results
     is_here = is_member[:, None] & is_dim[None, :]
     queries = tl.load(step.q + row * step.q_stride + here, mask=is_here, other=0.0)
-    first, begin, end = _share(position, split, cut)
+    first, begin, end = _share(position, split, cut, scores.window)
     peaks = tl.full([num_dot_rows], LOWEST, tl.float32)
     totals = tl.zeros([num_dot_rows], tl.float32)
     mixed = tl.zeros([num_dot_rows, heads.padded_dim], tl.float32)
@@ -211,21 +221,22 @@ def _decode_group(
         is_there = is_seen[:, None] & is_dim[None, :]
         keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(cut.dot_dtype)
         values = tl.load(pages.v + places, mask=is_there, other=0.0).to(cut.dot_dtype)
-        scores = tl.dot(queries.to(cut.dot_dtype), tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        new_peaks = tl.maximum(peaks, tl.max(scores, axis=1))
+        products = tl.dot(queries.to(cut.dot_dtype), tl.trans(keys), input_precision="ieee") * scores.scale
+        products = tl.where(is_seen[None, :], bend(products, scores), float("-inf"))
+        new_peaks = tl.maximum(peaks, tl.max(products, axis=1))
         fading = tl.exp2(peaks - new_peaks)
-        weights = tl.exp2(scores - new_peaks[:, None])
+        weights = tl.exp2(products - new_peaks[:, None])
         totals = totals * fading + tl.sum(weights, axis=1)
         mixed = tl.dot(weights.to(cut.dot_dtype), values, mixed * fading[:, None], input_precision="ieee")
         peaks = new_peaks
     own_key, own_value = _append(step, pages, table, position, heads)
-    own_scores = tl.sum(queries.to(tl.float32) * own_key[None, :], axis=1) * scale
+    own_scores = bend(tl.sum(queries.to(tl.float32) * own_key[None, :], axis=1) * scores.scale, scores)
     own_scores = tl.where(split == 0, own_scores, float("-inf"))
-    new_peaks = tl.maximum(peaks, own_scores)
+    sinks = sinks_of(scores, query_heads, is_member & (split == 0))
+    new_peaks = tl.maximum(tl.maximum(peaks, own_scores), sinks)
     fading = tl.exp2(peaks - new_peaks)
     own_weights = tl.exp2(own_scores - new_peaks)
-    totals = totals * fading + own_weights
+    totals = totals * fading + own_weights + tl.exp2(sinks - new_peaks)
     mixed = mixed * fading[:, None] + own_weights[:, None] * own_value[None, :]
     if cut.num_splits == 1:
         tl.store(step.out + row * step.out_stride + here, mixed / totals[:, None], mask=is_here)

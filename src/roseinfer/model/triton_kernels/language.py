@@ -5,7 +5,7 @@ program after the other: slow, and the same arithmetic.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -46,7 +46,7 @@ def kernel(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
     return compiled
 
 
-@cache
+@lru_cache(maxsize=None, typed=True)  # 0 is not False
 def constant(value: Any) -> Constant:
     """A field of a tuple that is known when the kernel is compiled. Equal values give one object, found quickly."""
     return tl.constexpr(value)

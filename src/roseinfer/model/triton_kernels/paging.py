@@ -13,7 +13,7 @@ from triton import next_power_of_2
 
 from roseinfer.model.attention.base import AttentionSpec, DeviceTokens
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.triton_kernels.language import Constant, Pointer, constant, kernel
+from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
 
 
 class Pages(NamedTuple):
@@ -49,6 +49,49 @@ class Heads(NamedTuple):
     dim: Constant
     padded_dim: Constant  # the next power of two: Triton's tiles have no other sizes
     group: Constant  # query heads that read one key head
+
+
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys. All is multiplied by log2 e: only exp2 is one instruction."""
+
+    scale: float
+    window: Constant  # positions that a token sees; 0 for all
+    softcap: Constant  # 0 for none
+    has_sinks: Constant
+    sinks: Pointer  # [heads] float32, if there are some
+
+
+def scores_of(spec: AttentionSpec, device: torch.device) -> list[Scores]:
+    """Of each layer."""
+    nothing = torch.zeros(1, device=device)
+    softcap, scale = constant(spec.softcap * LOG2_E), spec.scale * LOG2_E
+    return [
+        Scores(
+            scale,
+            constant(window or 0),
+            softcap,
+            constant(sinks is not None),
+            nothing if sinks is None else sinks * LOG2_E,
+        )
+        for window, sinks in zip(spec.windows, spec.sinks_on(device), strict=True)
+    ]
+
+
+@kernel()
+def bend(products: tl.tensor, scores: Scores) -> tl.tensor:
+    """Softcap * tanh(products / softcap), or the products where there is no soft cap."""
+    if scores.softcap > 0:
+        products = scores.softcap * (2.0 * tl.sigmoid(products * (2.0 / scores.softcap)) - 1.0)
+    return products
+
+
+@kernel()
+def sinks_of(scores: Scores, heads: tl.tensor, is_wanted: tl.tensor) -> tl.tensor:
+    """The sinks of the wanted heads, minus infinity elsewhere."""
+    sinks = heads * 0.0 + float("-inf")
+    if scores.has_sinks:
+        sinks = tl.load(scores.sinks + heads, mask=is_wanted, other=float("-inf"))
+    return sinks
 
 
 def pages_of(cache: KVCache, layer: int) -> Pages:

@@ -16,8 +16,19 @@ import triton.language as tl
 from triton import next_power_of_2
 
 from roseinfer.model.attention.base import DeviceTokens
-from roseinfer.model.triton_kernels.language import LOG2_E, LOWEST, SPILLING_SUMS, Constant, constant, dot_dtype, kernel
-from roseinfer.model.triton_kernels.paging import Heads, Pages, Step, find_tile, num_tiles, page_offsets, table_of
+from roseinfer.model.triton_kernels.language import LOWEST, SPILLING_SUMS, Constant, constant, dot_dtype, kernel
+from roseinfer.model.triton_kernels.paging import (
+    Heads,
+    Pages,
+    Scores,
+    Step,
+    bend,
+    find_tile,
+    num_tiles,
+    page_offsets,
+    sinks_of,
+    table_of,
+)
 
 _APPENDED_TOKENS = 32  # by one program, for one head
 _TILE_ROWS = 64  # of tensor cores' products, unless a group has more heads
@@ -29,11 +40,10 @@ class Tiles(NamedTuple):
     queries: Constant  # tokens of a query tile
     rows: Constant  # rows of its products: tokens times heads of a group, and padding up to a power of two
     keys: Constant  # keys of a key tile, a power of two
-    window: Constant  # 0 for none
     dot_dtype: Constant
 
 
-def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, *, scale: float, window: int | None) -> None:
+def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, scores: Scores) -> None:
     """Write the keys and values of all rows' tokens into the cache, and their attention into `step.out`.
 
     Row r has the tokens from query_starts[r] to query_starts[r + 1]. Tokens past the last row are left alone.
@@ -46,7 +56,6 @@ def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, *, scale:
         queries=constant(num_tile_queries),
         rows=constant(num_tile_rows),
         keys=constant(num_tile_keys),
-        window=constant(window or 0),
         dot_dtype=constant(dot_dtype(pages.k.dtype)),
     )
     append(step, pages, rows, heads)
@@ -54,7 +63,7 @@ def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, *, scale:
     num_rows = rows.starts.shape[0]
     grid = (num_tiles(num_tokens, num_rows, num_tile_queries), num_kv_heads)
     num_warps = 8 if num_tile_rows > _TILE_ROWS and num_tile_rows * padded_dim >= SPILLING_SUMS else 4
-    _attend_tile[grid](step, pages, rows, heads, tiles, num_rows, scale * LOG2_E, num_warps=num_warps)
+    _attend_tile[grid](step, pages, rows, heads, tiles, scores, num_rows, num_warps=num_warps)
 
 
 def append(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads) -> None:
@@ -96,7 +105,13 @@ def _append_tile(
 
 @kernel("num_rows")
 def _attend_tile(
-    step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, tiles: Tiles, num_rows: tl.tensor, scale: tl.tensor
+    step: Step,
+    pages: Pages,
+    rows: DeviceTokens,
+    heads: Heads,
+    tiles: Tiles,
+    scores: Scores,
+    num_rows: tl.tensor,
 ) -> None:
     """One tile of queries over all keys that any of them sees."""
     row, first_query = find_tile(rows, num_rows, tl.program_id(0), tiles.queries)
@@ -122,8 +137,8 @@ def _attend_tile(
     totals = tl.zeros([tiles.rows], tl.float32)
     mixed = tl.zeros([tiles.rows, heads.padded_dim], tl.float32)
     first = start * 0
-    if tiles.window > 0:
-        first = tl.maximum(start + first_query - tiles.window + 1, 0) // tiles.keys * tiles.keys
+    if scores.window > 0:
+        first = tl.maximum(start + first_query - scores.window + 1, 0) // tiles.keys * tiles.keys
     end = start + tl.minimum(first_query + tiles.queries, num_queries)
     for tile_start in range(first, end, tiles.keys):
         key_positions = tile_start + tl.arange(0, tiles.keys)
@@ -133,14 +148,20 @@ def _attend_tile(
         keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(tiles.dot_dtype)
         values = tl.load(pages.v + places, mask=is_there, other=0.0).to(tiles.dot_dtype)
         is_seen = key_positions[None, :] <= positions[:, None]
-        if tiles.window > 0:
-            is_seen = is_seen & (key_positions[None, :] > positions[:, None] - tiles.window)
-        scores = tl.dot(tile_queries, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where(is_seen, scores, float("-inf"))
-        new_peaks = tl.maximum(peaks, tl.max(scores, axis=1))
+        if scores.window > 0:
+            is_seen = is_seen & (key_positions[None, :] > positions[:, None] - scores.window)
+        products = tl.dot(tile_queries, tl.trans(keys), input_precision="ieee") * scores.scale
+        products = tl.where(is_seen, bend(products, scores), float("-inf"))
+        new_peaks = tl.maximum(peaks, tl.max(products, axis=1))
         fading = tl.exp2(peaks - new_peaks)
-        weights = tl.exp2(scores - new_peaks[:, None])
+        weights = tl.exp2(products - new_peaks[:, None])
         totals = totals * fading + tl.sum(weights, axis=1)
         mixed = tl.dot(weights.to(tiles.dot_dtype), values, mixed * fading[:, None], input_precision="ieee")
         peaks = new_peaks
+    if scores.has_sinks:
+        sinks = sinks_of(scores, head * heads.group + lanes % heads.group, is_query)
+        new_peaks = tl.maximum(peaks, sinks)
+        fading = tl.exp2(peaks - new_peaks)
+        totals = totals * fading + tl.exp2(sinks - new_peaks)
+        mixed = mixed * fading[:, None]
     tl.store(step.out + tokens * step.out_stride + here, mixed / totals[:, None], mask=is_here)

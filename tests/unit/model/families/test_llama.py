@@ -108,7 +108,7 @@ def test_windows(spec_type: type[FamilySpec], fields: dict[str, Any], windows: t
         ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has not num_hid"),
         ({"architectures": ["MistralForCausalLM"], "layer_types": ["chunked_attention"] * 3}, "`$.layer_types[0]`"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "`$.sliding_window`"),
-        ({"architectures": ["MixtralForCausalLM"]}, "asks for MixtralForCausalLM; known architectures are GPT2LMHead"),
+        ({"architectures": ["MixtralForCausalLM"]}, "asks for MixtralForCausalLM, which is no decoder we know"),
         ({"num_hidden_layers": 4}, "has no tensor model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "tensor model.layers.2.input_layernorm.weight does not belong to a llama model"),
         ({"attention_bias": True}, "has no tensor model.layers.0.self_attn.q_proj.bias"),

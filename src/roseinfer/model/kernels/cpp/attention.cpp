@@ -1,7 +1,8 @@
 // Attention of packed queries over a paged cache of keys and values, which the new keys and values are written to first.
 //
 // out[token, head] = sum over keys of softmax(scale * q[token, head] . k[key]) * v[key], over the keys of the token's
-// sequence at positions from `position - window + 1` (or 0) to `position`. Reference: attention/reference.py.
+// sequence at positions from `position - window + 1` (or 0) to `position`. A soft cap bends the scores, and a sink is
+// one more score, whose value is 0. Reference: attention/reference.py.
 //
 // The layout of the cache is this kernel's own. One block of one key head holds `block_size` keys and values of
 // `head_dim` numbers. A product takes STEP numbers of a key at a time: 1 of float32, 2 of bfloat16, and
@@ -55,13 +56,22 @@ Span visible_keys(int64_t tile_start, int64_t position, int64_t window) {
             int(std::clamp<int64_t>(position + 1 - tile_start, 0, KEY_TILE))};
 }
 
+// cap * tanh(x / cap), with tanh(y) = (1 - e^(-2 |y|)) / (1 + e^(-2 |y|)) and the sign of y.
+Floats bend(Floats x, float cap) {
+    const Floats size = maximum(x, subtract(zeros(), x));
+    const Floats power = exponential(multiply(size, splat(-2.0f / cap)));
+    const Floats bent = multiply(splat(cap), divide(subtract(splat(1.0f), power), add(splat(1.0f), power)));
+    return with_sign_of(x, bent);
+}
+
 // Scales the scores of one row, hides the keys that it does not see, and returns the highest of its scores and `so_far`.
-float hide(float* scores, Span span, int num_vectors, float scale, float so_far) {
+float hide(float* scores, Span span, int num_vectors, float scale, float softcap, float so_far) {
     const bool sees_all = span.first == 0 && span.last >= num_vectors * LANES;
     Floats highest = splat(so_far);
     for (int vector = 0; vector < num_vectors; vector++) {
         const int lane = vector * LANES;
         Floats seen = multiply(load(scores + lane), splat(scale));
+        if (softcap != 0.0f) seen = bend(seen, softcap);
         if (!sees_all) seen = within(span.first - lane, span.last - lane, seen, splat(HIDDEN));
         highest = maximum(highest, seen);
         store(scores + lane, seen);
@@ -80,6 +90,14 @@ void weigh(const float* scores, int num_vectors, float maximum, float correction
         Type::store_weights(weights + vector * LANES, weight);
     }
     store(lane_totals, totals);
+}
+
+// What sums relative to e^maximum are multiplied by, where a sink is beside weights with this total.
+float share_beside(float sink, float maximum, float total) {
+    const float highest = std::max(sink, maximum);
+    alignas(64) float powers[LANES] = {maximum - highest, sink - highest};
+    store(powers, exponential(load(powers)));
+    return powers[0] / (total * powers[0] + powers[1]);
 }
 
 // ---- One item: some rows of a sequence, for some key heads
@@ -167,7 +185,8 @@ void attend_tile(const Call& call, const Tile<typename Products::Number>* heads,
             const Span span = rows.span(call, tile_start, row);
             const float so_far = rows.maxima[row];
             if (!span.is_empty())
-                rows.maxima[row] = hide(rows.scores + row * KEY_TILE, span, block.num_vectors(), call.scale, so_far);
+                rows.maxima[row] = hide(rows.scores + row * KEY_TILE, span, block.num_vectors(), call.scale,
+                                        call.softcap, so_far);
             rows.corrections[row] = rows.maxima[row] == so_far ? 0.0f : so_far - rows.maxima[row];
         }
     }
@@ -250,7 +269,8 @@ void attend_item(const Call& call, const Item& item) {
 
     each_row([&](int row, int64_t token, int64_t head) {
         Number* to = static_cast<Number*>(call.out) + (token * call.num_heads + head) * head_dim;
-        const float scale = 1.0f / total(load(rows.lane_totals + row * LANES));
+        const float seen = total(load(rows.lane_totals + row * LANES));
+        const float scale = call.sinks ? share_beside(call.sinks[head], rows.maxima[row], seen) : 1.0f / seen;
         for (int64_t dim = 0; dim < head_dim; dim++) write_number(to + dim, rows.sums[row * row_size + dim] * scale);
     });
 }

@@ -28,8 +28,10 @@ struct Call {
     int64_t head_dim;
     int64_t block_size;
     float scale;
-    int32_t window;  // 0: none
+    float softcap;  // 0: none
     // ----
+    int64_t window;      // 0: none
+    const float* sinks;  // [heads] or null
     const void* q;  // [tokens, heads, head_dim], the strides in numbers
     const void* k;  // [tokens, kv_heads, head_dim]
     const void* v;

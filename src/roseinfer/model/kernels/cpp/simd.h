@@ -22,8 +22,15 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_
 static inline Floats negative_multiply_add(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
 static inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 static inline Floats round(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 static inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
 static inline float total(Floats x) { return _mm512_reduce_add_ps(x); }
+
+// The size of x, which is not negative, with the sign of y.
+static inline Floats with_sign_of(Floats y, Floats x) {
+    const __m512i sign = _mm512_and_si512(_mm512_castps_si512(y), _mm512_set1_epi32(INT32_MIN));
+    return _mm512_castsi512_ps(_mm512_or_si512(sign, _mm512_castps_si512(x)));
+}
 
 // x in lanes first..last-1, `otherwise` in the others.
 static inline Floats within(int first, int last, Floats x, Floats otherwise) {
@@ -75,6 +82,9 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_
 static inline Floats negative_multiply_add(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
 static inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }  // b where either is NaN
 static inline Floats round(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+
+static inline Floats with_sign_of(Floats y, Floats x) { return _mm256_or_ps(_mm256_and_ps(y, splat(-0.0f)), x); }
 
 static inline float largest(Floats x) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

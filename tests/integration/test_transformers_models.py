@@ -1,0 +1,255 @@
+"""Decoders that run transformers' modelling code, against transformers alone: logits, greedy tokens, batches.
+
+Every checkpoint is a small random one, written by `save_pretrained` and read as a server reads it. In float32 the two
+differ by rounding alone.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
+from roseinfer.errors import ConfigError
+from roseinfer.messages import SamplingParams
+from roseinfer.model.families.transformers import TESTED
+from roseinfer.model.kernels.library import levels_here
+from roseinfer.model.runner import ModelRunner, load_runner
+from tests.conftest import BuiltKernels
+
+TOLERANCE = 1e-4
+MAX_LEN = 192
+BLOCKS = MAX_LEN // 16  # of one sequence
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 24}
+HEADS = {"head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": WINDOW | {"logit_scale": 1.0},
+    "deepseek_v3": EXPERTS
+    | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16}
+    | {"q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "exaone4": WINDOW,
+    "gemma": HEADS,
+    "gemma2": WINDOW | HEADS | {"query_pre_attn_scalar": 16},
+    "gemma3_text": WINDOW | HEADS | {"query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+    "glm": HEADS,
+    "glm4": HEADS,
+    "glm4_moe": EXPERTS | HEADS | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    "gpt_neox": {},
+    "gpt_oss": WINDOW | HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": {
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
+    },
+    "granitemoe": {"num_local_experts": 4},
+    "helium": HEADS,
+    "hunyuan_v1_dense": HEADS,
+    "mixtral": {"num_local_experts": 4},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": WINDOW,
+    "olmoe": EXPERTS | {"num_experts": 4},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": {"num_local_experts": 4},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": EXPERTS | HEADS | {"num_experts": 4},
+    "seed_oss": HEADS,
+    "smollm3": {"no_rope_layer_interval": 2},
+    "stablelm": {},
+    "starcoder2": WINDOW,
+}
+# Whose experts multiply by plain torch, or that take torch's sigmoid: a row's last bits may change with other rows.
+INEXACT = frozenset({"deepseek_v3", "glm4_moe", "granitemoe", "qwen2_moe"})
+
+
+def random_model(model_type: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SMALL | FAMILIES.get(model_type, {}) | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    for parameter in model.parameters():  # biases and norms are born at 0 and 1, where a mistake would not show
+        if parameter.dim() == 1:
+            parameter.data += torch.randn(parameter.shape) * 0.1
+    return model
+
+
+@pytest.fixture(params=sorted(FAMILIES), scope="module")
+def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return random_model(request.param)
+
+
+def load(reference: PreTrainedModel, directory: Path, num_slots: int = 1, **runner: Any) -> ModelRunner:
+    reference.save_pretrained(directory)
+    config = Config(
+        model=ModelConfig(path=str(directory), dtype="float32"),
+        cache=CacheConfig(num_blocks=num_slots * BLOCKS),
+        runner=RunnerConfig(device="cpu", num_threads=1, **({"kernels": "off"} | runner)),
+    )
+    return load_runner(config, num_slots, lambda *_: None)
+
+
+def logits_of(runner: ModelRunner, *rows: tuple[int, int, list[int]]) -> torch.Tensor:
+    """One step of rows of (slot, start, token ids) -> logits behind the last token of each."""
+    slots, starts, token_ids = zip(*rows, strict=True)
+    batch = ScheduledBatch(
+        step_id=0,
+        slots=np.array(slots, np.int32),
+        starts=np.array(starts, np.int32),
+        num_new_tokens=np.array([len(ids) for ids in token_ids], np.int32),
+        samples=np.ones(len(rows), bool),
+        num_device_rows=0,
+        token_ids=np.concatenate(token_ids).astype(np.int32),
+        block_table=np.arange((max(slots) + 1) * BLOCKS, dtype=np.int32).reshape(-1, BLOCKS),
+        bindings=tuple(SlotBinding(slot, SamplingParams(temperature=0.0), 1, ()) for slot in slots),
+    )
+    return runner.logits(batch)
+
+
+def text_of(length: int, seed: int = 3) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(3, SMALL["vocab_size"], length).tolist()
+    return tokens
+
+
+def test_every_tested_type_is_tested() -> None:
+    assert FAMILIES.keys() == TESTED
+
+
+@torch.inference_mode()
+def test_pieces_of_a_prompt_and_64_greedy_tokens(
+    reference: PreTrainedModel, tmp_path: Path, built_kernels: BuiltKernels
+) -> None:
+    """Across the edges of windows, and of what a cached prefix would leave to compute."""
+    level = levels_here()[-1].name
+    runner = load(reference, tmp_path, kernels=level, kernels_dir=str(built_kernels(level)))
+    assert runner.info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    text, position = text_of(100), 0
+    for end in (60, 61, 80, 100):
+        row = logits_of(runner, (0, position, text[position:end]))[0]
+        position = end
+        expected = reference(torch.tensor([text[:end]]), use_cache=False).logits[0, -1]
+        torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=0)
+    while len(text) < 164:
+        text.append(int(row.argmax()))
+        row = logits_of(runner, (0, len(text) - 1, text[-1:]))[0]
+    expected = reference(torch.tensor([text]), use_cache=False).logits[0]
+    assert text[100:] == expected[99:-1].argmax(-1).tolist()
+    torch.testing.assert_close(row, expected[-1], atol=TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_row_among_sixteen(reference: PreTrainedModel, tmp_path: Path, built_kernels: BuiltKernels) -> None:
+    """Prompts of different lengths in one step, then a token each: the bits of a row alone, but for some routers."""
+    level = levels_here()[-1].name
+    runner = load(reference, tmp_path, 16, kernels=level, kernels_dir=str(built_kernels(level)))
+    texts = [text_of(5 + 3 * slot, slot) for slot in range(16)]
+    together = [
+        logits_of(runner, *((slot, 0, text[:-1]) for slot, text in enumerate(texts))),
+        logits_of(runner, *((slot, len(text) - 1, text[-1:]) for slot, text in enumerate(texts))),
+    ]
+    for slot, text in enumerate(texts):
+        alone = logits_of(runner, (slot, 0, text[:-1])), logits_of(runner, (slot, len(text) - 1, text[-1:]))
+        for some, one in zip(together, alone, strict=True):
+            if reference.config.model_type in INEXACT:
+                torch.testing.assert_close(some[slot], one[0], atol=TOLERANCE, rtol=0)
+            else:
+                assert torch.equal(some[slot], one[0])
+
+
+@torch.inference_mode()
+def test_without_compiled_kernels(reference: PreTrainedModel, tmp_path: Path) -> None:
+    runner, text = load(reference, tmp_path), text_of(90)
+    for start, end in ((0, 70), (70, 89), (89, 90)):
+        row = logits_of(runner, (0, start, text[start:end]))[0]
+    expected = reference(torch.tensor([text]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "layers of conv"),
+        ("mamba", {}, "layers of linear_attention"),
+        ("diffllama", {}, "computes attention more than once in a layer"),
+        ("bloom", {}, "whose attention is their own"),
+        ("gptj", {"rotary_dim": 8}, "has attention of its own"),
+        ("doge", {}, "computes masks of its own"),
+        ("llama4_text", HEADS | {"num_local_experts": 2, "attention_chunk_size": 16}, "layers of chunked_attention"),
+    ],
+)
+def test_what_no_cache_of_keys_can_serve_is_refused(
+    model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load(random_model(model_type, **changes), tmp_path)
+
+
+def test_an_untested_type_is_compared_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "vaultgemma" not in TESTED
+    reference = random_model("vaultgemma", **WINDOW, **HEADS)
+    load(reference, tmp_path)
+    monkeypatch.setattr("roseinfer.model.families.transformers._ACTIVATIONS", {"GELUTanh": "silu"})
+    with pytest.raises(ConfigError, match="comes out otherwise than in transformers"):
+        load(reference, tmp_path)
+
+
+@pytest.mark.skipif("ROSEINFER_REQUIRE_ALL" not in os.environ, reason="long: in CI only")
+@torch.inference_mode()
+def test_prompts_of_3000_tokens(tmp_path: Path) -> None:
+    for model_type in sorted(FAMILIES):
+        reference = random_model(model_type, max_position_embeddings=3200)
+        directory = tmp_path / model_type
+        directory.mkdir()
+        reference.save_pretrained(directory)
+        config = Config(
+            model=ModelConfig(path=str(directory), dtype="float32"),
+            cache=CacheConfig(num_blocks=200),
+            runner=RunnerConfig(device="cpu", num_threads=1),
+        )
+        runner, text = load_runner(config, 1, lambda *_: None), text_of(3000)
+        batch = (0, 0, text)
+        expected = reference(torch.tensor([text]), use_cache=False, logits_to_keep=1).logits[0, -1]
+        torch.testing.assert_close(_long(runner, *batch), expected, atol=TOLERANCE, rtol=0, msg=model_type)
+
+
+def _long(runner: ModelRunner, slot: int, start: int, token_ids: list[int]) -> torch.Tensor:
+    batch = ScheduledBatch(
+        step_id=0,
+        slots=np.array([slot], np.int32),
+        starts=np.array([start], np.int32),
+        num_new_tokens=np.array([len(token_ids)], np.int32),
+        samples=np.ones(1, bool),
+        num_device_rows=0,
+        token_ids=np.array(token_ids, np.int32),
+        block_table=np.arange(200, dtype=np.int32)[None],
+        bindings=(SlotBinding(slot, SamplingParams(temperature=0.0), 1, ()),),
+    )
+    return runner.logits(batch)[0]
