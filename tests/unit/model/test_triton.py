@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,10 @@ def interpreter() -> Iterator[Worker]:
 
 
 HALF = torch.float16
-BRAIN = {"dtype": torch.bfloat16, "query_dtype": torch.float32}  # the interpreter does not round to bfloat16
+BRAIN: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "query_dtype": torch.float32,
+}  # the interpreter does not round to bfloat16
 
 
 @pytest.mark.parametrize(
