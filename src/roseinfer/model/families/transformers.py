@@ -48,7 +48,13 @@ TESTED = frozenset(
 _FAR = 10_000  # a position behind every window's first edge in small models, and within most windows in large ones
 
 
-_first_pass = threading.local()  # `is_on` while a model of this thread is in it
+class _FirstPass(threading.local):
+    """Whether a model of this thread is in it."""
+
+    is_on = False
+
+
+_first_pass = _FirstPass()
 
 
 class _Unserved(Exception):
@@ -114,7 +120,7 @@ def _check_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> None:
     In the first pass it checks that the mask is causal or a window: both show a query the keys up to its own, from the
     first on or as many as to any other.
     """
-    if not getattr(_first_pass, "is_on", False):
+    if not _first_pass.is_on:
         return
     batch, head = torch.tensor(0), torch.tensor(0)
     keys = torch.arange(_FAR + 8)
@@ -298,7 +304,7 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     for name, keys in wrong.items():
         if keys:
             _refuse(checkpoint, f"has {name.replace('_', ' ')}, the first of them {keys[0]}")
-    return model.eval()
+    return model.train(False)
 
 
 def _check_config(config: Any, checkpoint: Checkpoint) -> None:
@@ -311,16 +317,16 @@ def _check_config(config: Any, checkpoint: Checkpoint) -> None:
     asked = set(config.architectures or names)
     if not asked & names:
         _refuse(checkpoint, f"asks for {', '.join(sorted(asked)) or config.model_type}, which is no decoder we know")
-    if method := (getattr(config, "quantization_config", None) or {}).get("quant_method"):
+    if method := (config.to_dict().get("quantization_config") or {}).get("quant_method"):
         _refuse(checkpoint, f"is a {config.model_type} quantised by {method}; take the checkpoint that is not")
-    if others := set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES:
+    if others := set((text.layer_types if hasattr(text, "layer_types") else None) or ()) - _LAYER_TYPES:
         _refuse(checkpoint, f"has layers of {', '.join(sorted(others))}")
-    if getattr(text, "use_bidirectional_attention", None):
+    if text.to_dict().get("use_bidirectional_attention"):
         _refuse(checkpoint, "sees the tokens behind each token too")
 
 
 def _max_positions(config: Any, checkpoint: Checkpoint) -> int:
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
     if not isinstance(limit, int) or limit < 1:
         _refuse(checkpoint, "does not say how many positions it has (max_position_embeddings)")
     return limit
@@ -353,7 +359,7 @@ class _Layers:
             return _Linear(self._linear(module.weight, module.bias, is_head=module is self._head), module.weight.dtype)
         if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
             return _Experts(module, self._linear)
-        if type(module).__name__.endswith("Router") and getattr(module, "weight", None) is not None:
+        if type(module).__name__.endswith("Router") and "weight" in dict(module.named_parameters(recurse=False)):
             return _Router(module, self._placement)
         if activation := _ACTIVATIONS.get(type(module).__name__):
             return _Wrapped(lambda x: activated(x, activation))
@@ -370,8 +376,8 @@ class _Layers:
 
     def _norm(self, module: nn.Module) -> nn.Module | None:
         """Ours, where it computes the same: some add 1 to the weight, some have none, some norm in other types."""
-        weight = getattr(module, "weight", None)
-        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        epsilon = vars(module).get("variance_epsilon", vars(module).get("eps"))
         if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
             return None
         rows = torch.randn(3, weight.numel(), generator=torch.Generator().manual_seed(0)).to(self._placement.dtype)
@@ -417,7 +423,7 @@ class _Router(nn.Module):
 
     def __init__(self, router: Any, placement: Placement) -> None:
         super().__init__()
-        bias = getattr(router, "bias", None)
+        bias = dict(router.named_parameters(recurse=False)).get("bias")
         wide = Placement(placement.device, torch.float32, "none", placement.kernels)
         self._router = router
         self._product = _Product(Linear(router.weight.detach(), None if bias is None else bias.detach(), wide))

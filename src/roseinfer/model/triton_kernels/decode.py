@@ -197,9 +197,7 @@ def _decode_group(
     num_dot_rows: tl.constexpr,
 ) -> None:
     """Grouped-query attention: the query heads of a group are the rows of a product with the tile's keys."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(rows.starts + row)
     table = table_of(rows, row)
     dims = tl.arange(0, heads.padded_dim)

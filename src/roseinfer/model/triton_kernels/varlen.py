@@ -105,13 +105,7 @@ def _append_tile(
 
 @kernel("num_rows")
 def _attend_tile(
-    step: Step,
-    pages: Pages,
-    rows: DeviceTokens,
-    heads: Heads,
-    tiles: Tiles,
-    scores: Scores,
-    num_rows: tl.tensor,
+    step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, tiles: Tiles, scores: Scores, num_rows: tl.tensor
 ) -> None:
     """One tile of queries over all keys that any of them sees."""
     row, first_query = find_tile(rows, num_rows, tl.program_id(0), tiles.queries)
