@@ -95,6 +95,8 @@ TEXTS = [
         {"tools": [TOOL], "reasoning": {"generate_summary": "concise"}},
     ),
     (f"{CALL}", {"tools": [TOOL]}),
+    (f"{CALL} then {CALL} or", {"tools": [TOOL]}),
+    (f"{CALL} then {CALL} or", {"tools": [TOOL], "stream_interval": 50}),  # a delta ends one call, and begins another
 ]
 
 

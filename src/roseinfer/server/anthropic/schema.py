@@ -52,7 +52,7 @@ class ToolUseBlock(ConversationPart, frozen=True, tag_field="type", tag="tool_us
     """A call of an earlier answer."""
 
     id: CallId
-    name: ToolName
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
     input: dict[str, Any]
 
     def for_template(self) -> dict[str, object]:

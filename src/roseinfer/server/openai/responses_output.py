@@ -201,13 +201,14 @@ class Output:
         self._open: OpenItem | None = None
 
     def add(self, parts: Parts, logprobs: bytes = b"") -> bytes:
-        """Thoughts come before what is said, and that before calls."""
-        events = b""
-        if thoughts := parts.reasoning:
-            events += self._add_thoughts(thoughts)
-        if text := parts.content:
-            events += self.add_text(text, logprobs)
-        return events + b"".join([self._add_call(call) for call in parts.calls])
+        """Thoughts come before texts and calls; `logprobs` are those of the first text."""
+        events = self._add_thoughts(parts.reasoning) if parts.thoughts else b""
+        for part in parts.in_order():
+            if isinstance(part, str):
+                events, logprobs = events + self.add_text(part, logprobs), b""
+            else:
+                events += self._add_call(part)
+        return events
 
     def add_text(self, text: str, logprobs: bytes = b"") -> bytes:
         if isinstance(self._open, OpenMessage):  # nearly always
