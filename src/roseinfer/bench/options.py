@@ -381,7 +381,11 @@ def _refuse_stray(text: str) -> NoReturn:
 def lengths_of(text: str) -> Lengths:
     """`16`, or `16-64` for any length in between."""
     low, dash, high = text.partition("-")
-    lengths = Lengths(_TOKENS(low), _TOKENS(high) if dash else _TOKENS(low))
+    try:
+        lengths = Lengths(_TOKENS(low), _TOKENS(high if dash else low))
+    except argparse.ArgumentTypeError:
+        problem = f"expected a number of tokens or a range such as 16-64, got {text!r}"
+        raise argparse.ArgumentTypeError(problem) from None
     if lengths.high < lengths.low:
         raise argparse.ArgumentTypeError(f"{lengths.high} is less than {lengths.low}, got {text!r}")
     return lengths

@@ -6,7 +6,6 @@ so n users are a Poisson process of n times that rate. Users who join in a `burs
 
 import argparse
 import random
-import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
@@ -18,7 +17,7 @@ import yaml
 from msgspec import Meta
 
 from roseinfer.bench.load.plan import NS_PER_S, PlannedRequest, Segment, prompt_segments
-from roseinfer.bench.options import Lengths
+from roseinfer.bench.options import lengths_of
 from roseinfer.config.sources import yaml_problem
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
@@ -32,7 +31,6 @@ _SAID_BY_SCENARIO = (
     *("num_requests", "duration", "prompt_tokens", "max_tokens", "shared_prefix_share", "long_prompt_tokens"),
     *("num_long", "long_at", "long_max_tokens", "chat", "ignore_eos", "stream_interval"),
 )
-_RANGE = re.compile(r"[1-9]\d{0,9}(-[1-9]\d{0,9})?")
 _Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
 
 
@@ -127,7 +125,7 @@ class Scenario(_Strict, frozen=True):
             asked, shared_share = long, 0.0
         else:
             asked, shared_share = self, self.shared_prefix_share
-        prompt, output = lengths(asked.prompt_tokens), lengths(asked.max_tokens)
+        prompt, output = lengths_of(str(asked.prompt_tokens)), lengths_of(str(asked.max_tokens))
         segments = prompt_segments(source.randint(*prompt), shared_share, key)
         return Drawn(segments, source.randint(*output))
 
@@ -172,17 +170,10 @@ class Scenario(_Strict, frozen=True):
 def _check_ranges(given: "Scenario | LongShare") -> None:
     """Check that the texts that give lengths are ranges. Raises Misfit."""
     for name, value in (("prompt_tokens", given.prompt_tokens), ("max_tokens", given.max_tokens)):
-        if not _RANGE.fullmatch(str(value)):
-            raise Misfit(f"expected a number of tokens or a range such as 16-64, got {value!r}", (name,))
-        low, high = lengths(value)
-        if high < low:
-            raise Misfit(f"{high} is less than {low}, got {value!r}", (name,))
-
-
-def lengths(value: int | str) -> Lengths:
-    """`16` or `"16-64"`."""
-    low, _, high = str(value).partition("-")
-    return Lengths(int(low), int(high or low))
+        try:
+            lengths_of(str(value))
+        except argparse.ArgumentTypeError as error:
+            raise Misfit(str(error), (name,)) from None
 
 
 def load_scenario(file: Path) -> Scenario:

@@ -9,8 +9,8 @@ import pytest
 from roseinfer.bench import options
 from roseinfer.bench.load.plan import SHARED_KEY, Segment, describe, echo_of, interval_ns_of, planner_of
 from roseinfer.bench.load.report import objective_of
-from roseinfer.bench.load.scenario import Limits, LongShare, Phase, Scenario, apply_scenario, lengths, load_scenario
-from roseinfer.bench.options import Lengths
+from roseinfer.bench.load.scenario import Limits, LongShare, Phase, Scenario, apply_scenario, load_scenario
+from roseinfer.bench.options import Lengths, lengths_of
 from roseinfer.config.flags import Parser
 from roseinfer.errors import ConfigError
 
@@ -137,8 +137,8 @@ def test_long_prompts_are_a_share_and_share_nothing() -> None:
 
 
 def test_lengths_of_both_forms() -> None:
-    assert lengths(16) == Lengths(16, 16)
-    assert lengths("16-64") == Lengths(16, 64)
+    assert lengths_of("16") == Lengths(16, 16)
+    assert lengths_of("16-64") == Lengths(16, 64)
 
 
 def parsed(*words: str) -> Any:
