@@ -58,7 +58,10 @@ class Detokenizer:
 
 def first_candidate(text: str, words: Sequence[str], longest: int) -> int:
     """Where the longest tail of `text` that begins a word, of up to `longest` characters, starts; else `len(text)`."""
-    for start in range(max(0, len(text) - longest + 1), len(text)):
+    begin = max(0, len(text) - longest + 1)
+    if not any(word[0] in text[begin:] for word in words):  # as nearly always
+        return len(text)
+    for start in range(begin, len(text)):
         tail = text[start:]
         if any(word.startswith(tail) for word in words):
             return start

@@ -80,6 +80,12 @@ def find_reasoning(tags: ReasoningFormat | None, prompt: str, *, opens_thoughts:
     return None if opens_thoughts and not is_open else Reasoning(tags, is_open)
 
 
+def continued_reasoning(tags: ReasoningFormat | None, begun: str) -> Reasoning | None:
+    """How an answer goes on that the client has begun: with thoughts where their closing tag has not come."""
+    is_thinking = tags is not None and begun.rfind(tags.opening) > begun.rfind(tags.closing)
+    return Reasoning(tags, is_open=True) if tags is not None and is_thinking else None
+
+
 def with_thought(grammar: Grammar | None, reasoning: Reasoning | None, max_tokens: int | None) -> Grammar | None:
     """The grammar of an answer that may think first, for `max_tokens` at most; None where any answer is allowed."""
     if reasoning is None or (grammar is None and max_tokens is None):

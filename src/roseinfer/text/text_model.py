@@ -9,7 +9,7 @@ import msgspec
 
 from roseinfer.errors import InvalidRequest, PromptName
 from roseinfer.text.choice import EncodedPrompt
-from roseinfer.text.reasoning import ReasoningFormat, find_format, find_reasoning
+from roseinfer.text.reasoning import Reasoning, ReasoningFormat, continued_reasoning, find_format, find_reasoning
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
 
@@ -56,12 +56,25 @@ class TextModel:
 
         The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong.
         """
-        template = self.require_chat_template()
-        render = partial(template.render, messages, tools, variables, continues_last=continues_last)
+        render = partial(self._render, messages, tools, variables, continues_last=continues_last)
         if tools is None and num_chars + len(msgspec.json.encode(variables)) <= INLINE_CHARS:
-            text = render()
+            text, reasoning = render()
         else:
-            text = await self.tokenizer.off_loop(render)
+            text, reasoning = await self.tokenizer.off_loop(render)
         [token_ids] = await self.tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
-        reasoning = find_reasoning(self.reasoning_format, text, opens_thoughts=self.opens_thoughts)
         return EncodedPrompt(token_ids, name, reasoning=reasoning)
+
+    def _render(
+        self,
+        messages: Iterable[Mapping[str, object]],
+        tools: Sequence[object] | None,
+        variables: Mapping[str, object],
+        *,
+        continues_last: bool,
+    ) -> tuple[str, Reasoning | None]:
+        """The text of a prompt, and how the answer to it reasons. Raises InvalidRequest."""
+        turns = list(messages)
+        text = self.require_chat_template().render(turns, tools, variables, continues_last=continues_last)
+        if continues_last:
+            return text, continued_reasoning(self.reasoning_format, str(turns[-1]["content"]))
+        return text, find_reasoning(self.reasoning_format, text, opens_thoughts=self.opens_thoughts)

@@ -15,9 +15,10 @@ from roseinfer.records import RequestTimeline
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Choice, EncodedPrompt
 from roseinfer.text.reasoning import FORMATS, Reasoning, find_format, find_reasoning
+from roseinfer.text.tokenizer import Tokenizer
 from roseinfer.text.tool_calls import FORMATS as TOOL_FORMATS
 from roseinfer.text.tool_calls import Function, Parts, ToolUse
-from tests.unit.server.harness import ids, text_model
+from tests.unit.server.harness import byte_tokenizer, ids, text_model
 
 THINK = FORMATS["think"]
 FREE, OPEN = Reasoning(THINK, is_open=False), Reasoning(THINK, is_open=True)
@@ -142,6 +143,18 @@ def test_the_end_of_the_prompt_says_whether_thoughts_are_open(prompt: str, expec
     assert find_reasoning(None, prompt, opens_thoughts=False) is None
 
 
+@pytest.mark.parametrize(
+    ("begun", "is_thinking"),
+    [("", False), ("It is", False), ("<think>\nSo", True), ("<think>So</think>It", False), ("</think><think>", True)],
+)
+async def test_an_answer_that_was_begun_goes_on_in_its_thoughts_or_behind_them(begun: str, is_thinking: bool) -> None:
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ '<think>' if add_generation_prompt }}"
+    messages = [{"role": "user", "content": "What is <think>?"}, {"role": "assistant", "content": begun}]
+    model = text_model(template=template)
+    prompt = await model.encode_chat(messages, 50, PromptName("messages"), 100, None, {}, continues_last=True)
+    assert prompt.reasoning == (OPEN if is_thinking else None)
+
+
 def test_the_template_says_which_tags_a_model_writes() -> None:
     assert find_format("auto", "{{ content.split('</think>')[-1] }}") == THINK
     assert find_format("auto", "{%- set begin = '<seed:think>' -%}") == FORMATS["seed"]
@@ -162,3 +175,20 @@ def test_tokens_of_thoughts_are_counted_one_by_one(
     end = text.find(THINK.closing)
     expected = (len(text) if end < 0 else end + len(THINK.closing)) if has_thoughts else 0
     assert choice.counts.reasoning == expected
+
+
+def test_tags_that_the_vocabulary_marks_special_are_read_too() -> None:
+    """As Magistral's. In an answer that does not reason they have no text, as any special token."""
+    inner = byte_tokenizer()
+    inner.add_special_tokens([*FORMATS["mistral"]])
+    tokenizer = Tokenizer.from_bytes(inner.to_str().encode())
+    token_ids = inner.encode("[THINK]Sum.[/THINK]Four.").ids
+    for reasoning, expected in (
+        (Reasoning(FORMATS["mistral"], False), ("Sum.", "Four.", 6)),
+        (None, ("", "Sum.Four.", 0)),
+    ):
+        prompt = EncodedPrompt([1], PromptName("messages"), reasoning=reasoning)
+        choice = Choice(0, tokenizer, RequestTimeline(request_id="a", recv_ns=1), prompt=prompt)
+        choice.add_output(TokenOutput("a", token_ids))
+        parts, _ = read(reasoning, [choice.pop_delta().text])
+        assert (parts.reasoning, parts.content, choice.counts.reasoning) == expected

@@ -182,12 +182,15 @@ class Vocabulary:
         is_allowed[list(tags)] = True
         is_allowed_in_tag = is_allowed.copy()
         is_allowed_in_tag[self._texts.find(re.escape(closing[-1].encode()) + rb"\s*[^\s\xff]")] = False
-        return ThoughtTokens(
+        tokens = ThoughtTokens(
             allowed=np.packbits(is_allowed, bitorder="little").view(np.uint32),
             allowed_in_tag=np.packbits(is_allowed_in_tag, bitorder="little").view(np.uint32),
             spell=lambda token_id: tags[token_id].encode() if token_id in tags else self._texts[token_id],
             encode=lambda text: [ids[text]] if text in ids else self._tokenizer.tokenize_str(text),
         )
+        if b"".join(map(tokens.spell, tokens.encode(closing))) != closing.encode():
+            raise InvalidRequest(f"The vocabulary has no tokens that spell the tag {closing!r}.")
+        return tokens
 
     def compile(self, grammar: Grammar) -> "Compiled":
         """Compile a grammar, in a millisecond to seconds without the interpreter's lock. Raises InvalidRequest."""
@@ -253,8 +256,8 @@ def _source(grammar: Grammar, file: TokenizerFile) -> str:
     if not grammar.thought.is_open:
         control_id = next((i for i, name in file.control.items() if name == grammar.thought.opening), None)
         opening = _quote(grammar.thought.opening) if control_id is None else f"<[{control_id}]>"
-        start = f"@form | BLANKS? {opening}"
-    # Models write up to two ends of line before and behind a thought.
+        start = f"@form | {opening}"
+    # Models write up to two ends of line behind a thought.
     return _joined(f"start: {start}\nBLANKS: /[ \\n]{{1,2}}/", form=form)
 
 

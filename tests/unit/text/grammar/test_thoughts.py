@@ -86,7 +86,7 @@ def thinking(kind: str, *, is_open: bool, max_tokens: int | None = None) -> Gram
 def test_the_form_holds_behind_the_thoughts_however_they_were_opened(model: Model, kind: str, blanks: str) -> None:
     text = FORMS[kind][1]
     thought = f"{blanks}a {{ < </ \U0001f600 </thinking> {text.removeprefix('</think>')}{blanks}"
-    for is_open, opening in ((True, ""), (False, "<think>"), (False, "\n<think>")):
+    for is_open, opening in ((True, ""), (False, "<think>")):
         matcher = model.follow(thinking(kind, is_open=is_open), opening, thought, "</think>", blanks, text)
         assert model.info.eos_token_ids[0] in model.allowed(matcher) or matcher.is_over
         begun = model.follow(thinking(kind, is_open=is_open), opening, thought, "</think>")
@@ -170,7 +170,7 @@ def test_control_tags_are_tokens(tmp_path: Path) -> None:
     model = Model(tmp_path, tokenizer)
     [opening, closing, x] = model.ids("[THINK][/THINK]x")
     matcher = model.follow(Grammar("regex", "xyz", Thought("[THINK]", "[/THINK]", is_open=False, max_tokens=2)))
-    assert model.allowed(matcher) == {opening, x, *model.ids(" \n")}
+    assert model.allowed(matcher) == {opening, x}
     matcher.accept(opening)
     for _ in range(2):
         assert closing in model.allowed(matcher)
