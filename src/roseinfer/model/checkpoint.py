@@ -1,4 +1,4 @@
-"""Finds a checkpoint by its path or Hugging Face id, and reads its safetensors files as checked tensors.
+"""Finds a checkpoint by its path or Hugging Face id, and reads its safetensors files as checked, dequantised tensors.
 
 Every error in a checkpoint is a ConfigError about `model.path`, in one sentence that names the file and the tensor.
 """
@@ -20,12 +20,14 @@ import torch
 from roseinfer.config.options import DEMO_MODEL
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingDefaults
+from roseinfer.model.dequantize import CONFIG_FILES, UNUSED_SUFFIXES, Quantization
 
 _DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, index, configs, tokenizer, template
 _HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
 _WEIGHTS_FILE = "model.safetensors"
+_PACKED = re.compile(r"\b(qweight|weight_packed)$")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and their values without effect
     "no_repeat_ngram_size": 0,
@@ -96,6 +98,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.config = self._json("config.json")
+        self.quantization = self._read_quantization()
         self._files: dict[str, Any] = {}  # open files by name
         self._stack = ExitStack()
         self._unread = set(self._file_of)
@@ -108,14 +111,18 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
-        return frozenset(self._file_of)
+        """The names of all tensors; of a packed weight that of the float one."""
+        return frozenset(_PACKED.sub("weight", name) for name in self._file_of)
 
     @property
     def num_matrix_elements(self) -> int:
-        """Numbers in all matrices, from the files' headers. Old checkpoints' causal masks have four dimensions."""
-        shapes = [self._open(file).get_slice(name).get_shape() for name, file in self._file_of.items()]
-        return sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        """Numbers in all matrices, from the files' headers. Old checkpoints' causal masks have four dimensions.
+
+        A packed weight is counted as if it had four bits, which it mostly has.
+        """
+        slices = [self._open(file).get_slice(name) for name, file in self._file_of.items()]
+        shapes = [(piece.get_shape(), 8 if piece.get_dtype() == "I32" else 1) for piece in slices]
+        return sum(math.prod(shape) * num_each for shape, num_each in shapes if len(shape) == 2)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """The ids below `vocab_size` that end a text: of generation_config.json, else of config.json."""
@@ -138,23 +145,40 @@ class Checkpoint:
             _refuse(f"{name}: {error}; with `model.generation_config` = `ignore` it is passed over.", error)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor, mapped from its file, in its own floating type. Raises ConfigError for another shape."""
+        """One tensor, mapped from its file, in its own floating type; a quantised one as float32.
+
+        Raises ConfigError for another shape.
+        """
+        parts = self.quantization.parts_of(name, self._file_of) if self.quantization else {}
+        if self.quantization and parts:
+            tensors = {part: self._mapped(stored) for part, stored in parts.items()}
+            try:
+                return self.quantization.weight(tensors, shape)
+            except (ValueError, IndexError, RuntimeError) as error:  # the last two of torch, where shapes do not fit
+                file, reason = self.directory / self._file_of[next(iter(parts.values()))], str(error).splitlines()[0]
+                _refuse(f"{file}: {name} of {list(shape)} cannot be dequantised: {reason}.", error)
         if name not in self._file_of:
             _refuse(f"{self.directory} has no tensor {name}.")
-        file_name = self._file_of[name]
+        piece = self._open(self._file_of[name]).get_slice(name)
+        found, dtype = tuple(piece.get_shape()), piece.get_dtype()
+        if found != tuple(shape) or dtype not in _FLOAT_DTYPES:
+            _refuse(
+                f"{self.directory / self._file_of[name]}: tensor {name} is {dtype} {list(found)}; "
+                f"config.json asks for floating point {list(shape)}."
+            )
+        return self._mapped(name)
+
+    def _mapped(self, name: str) -> torch.Tensor:
+        """The tensor as it is in its file, in a mapping of its own.
+
+        It is freed with the tensor: the file's pages are not held beside the copy on the device.
+        """
+        path = self.directory / self._file_of[name]
         try:
-            piece = self._open(file_name).get_slice(name)
-            found, dtype = tuple(piece.get_shape()), piece.get_dtype()
-            if found != tuple(shape) or dtype not in _FLOAT_DTYPES:
-                _refuse(
-                    f"{self.directory / file_name}: tensor {name} is {dtype} {list(found)}; "
-                    f"config.json asks for floating point {list(shape)}."
-                )
-            # A mapping of its own, freed with the tensor: the file's pages are not held beside the copy on the device.
-            with safetensors.safe_open(self.directory / file_name, framework="pt") as file:
+            with safetensors.safe_open(path, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
         except safetensors.SafetensorError as error:
-            _refuse(f"{self.directory / file_name}: tensor {name} cannot be read: {error}.", error)
+            _refuse(f"{path}: tensor {name} cannot be read: {error}.", error)
         self._unread.discard(name)
         return tensor
 
@@ -177,7 +201,7 @@ class Checkpoint:
 
     def has_other_values(self, name: str, tied_to: str, shape: tuple[int, ...]) -> bool:
         """Whether there is a tensor `name` other than `tied_to`, to which config.json ties it; if so, it counts."""
-        if name not in self._file_of:
+        if name not in self.names:
             return False
         tensor, other = self.tensor(name, shape), self.tensor(tied_to, shape)
         if tensor.dtype == other.dtype and torch.equal(tensor, other):
@@ -187,10 +211,31 @@ class Checkpoint:
 
     def check_all_read(self, ignored: tuple[str, ...]) -> None:
         """Raise ConfigError if a tensor was not read, unless its name ends as one of `ignored`."""
-        strangers = sorted(name for name in self._unread if not name.endswith(ignored))
+        if self.quantization:
+            ignored += UNUSED_SUFFIXES
+        unread = [name for name in sorted(self._unread) if not name.endswith(ignored)]
+        strangers = [name for name in unread if not self._is_no_bias(name)]
         if strangers:
             file = self.directory / self._file_of[strangers[0]]
             _refuse(f"{file}: tensor {strangers[0]} does not belong to a {self.config.get('model_type')} model.")
+
+    def _is_no_bias(self, name: str) -> bool:
+        """Whether it is zeros that AutoGPTQ writes as the bias of a linear without one."""
+        packed = f"{name.removesuffix('bias')}qweight"
+        return name.endswith(".bias") and packed in self._file_of and not self._mapped(name).any()
+
+    def _read_quantization(self) -> Quantization | None:
+        """As config.json says, or the file that stood beside it before it did; None for float weights."""
+        name, config = "config.json", self.config.get("quantization_config")
+        for name_beside, method in CONFIG_FILES.items():
+            if config is None and (self.directory / name_beside).exists():
+                name, config = name_beside, {"quant_method": method, **self._json(name_beside)}
+        if config is None:
+            return None
+        try:
+            return Quantization.read(config, self.config.get("model_type"))
+        except msgspec.ValidationError as error:
+            _refuse(f"{self.directory / name}: {error}.", error)
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
@@ -218,7 +263,7 @@ class Checkpoint:
             return weight_map
         files = sorted(file.name for file in self.directory.glob("*.safetensors"))
         if not files:
-            _refuse(f"{self.directory} has no safetensors file.")
+            _refuse(f"{self.directory} has no safetensors file; other formats, as GGUF, are not read.")
         if _WEIGHTS_FILE in files and len(files) > 1:  # the weights in the vendor's own form, adapters
             _log.info("%s has the weights; %d other safetensors files are not read", _WEIGHTS_FILE, len(files) - 1)
             files = [_WEIGHTS_FILE]

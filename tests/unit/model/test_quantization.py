@@ -1,27 +1,32 @@
-"""int8: what becomes of weights and rows, and what it costs the embedded model on text it has never seen."""
+"""What int8 makes of weights and rows; what it and quantised checkpoints cost the embedded model on text new to it."""
 
 import hashlib
 import importlib
 import inspect
+import json
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 
 import roseinfer
 from roseinfer.model.checkpoint import Checkpoint
-from roseinfer.model.device import DTYPES
+from roseinfer.model.device import DTYPES, Placement
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.layers.linear import IntegerLinear, Linear, quantized_rows, quantized_weight
 from tests.conftest import BuiltKernels
+from tests.unit.model.quantised import Method, methods
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
 
 DEMO = Path(roseinfer.__file__).parent / "demo"
+FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 WINDOW = 512
 NUM_WINDOWS = 8
 
@@ -125,9 +130,9 @@ def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     return out.transpose(0, 1).flatten(1).to(q.dtype)
 
 
-def held_out_perplexity(setup: Setup, built_kernels: BuiltKernels) -> float:
-    with Checkpoint(DEMO) as checkpoint, torch.inference_mode():
-        model = build_model(checkpoint, setup.placement(built_kernels))
+def held_out_perplexity(placement: Placement, directory: Path = DEMO) -> float:
+    with Checkpoint(directory) as checkpoint, torch.inference_mode():
+        model = build_model(checkpoint, placement)
         ids = held_out_ids()
         losses = []
         for window, targets in zip(ids[:-1].view(-1, WINDOW), ids[1:].view(-1, WINDOW), strict=True):
@@ -136,10 +141,43 @@ def held_out_perplexity(setup: Setup, built_kernels: BuiltKernels) -> float:
         return math.exp(torch.stack(losses).mean().item())
 
 
+@cache
+def float_perplexity() -> float:
+    return held_out_perplexity(FLOAT32)
+
+
 @pytest.mark.parametrize("level", ["off", *LEVELS_HERE[-1:]])
 def test_held_out_perplexity_is_within_a_hundredth(built_kernels: BuiltKernels, level: str) -> None:
-    exact = held_out_perplexity(Setup("float32", "none", "off"), built_kernels)
+    exact = float_perplexity()
     assert exact < 150  # it knows something of this text: there are 2,048 tokens to choose from
     for dtype in ("float32", "bfloat16"):
-        quantized = held_out_perplexity(Setup(dtype, "int8", level), built_kernels)
+        quantized = held_out_perplexity(Setup(dtype, "int8", level).placement(built_kernels))
         assert abs(quantized / exact - 1) < 0.01, (dtype, quantized, exact)
+
+
+def dequantised_demo(directory: Path, method: Method) -> Path:
+    """The embedded model with the values that its linears have after a way through files of the format."""
+    tensors = load_file(DEMO / "model.safetensors")
+    linears = {name: tensor for name, tensor in tensors.items() if re.search(r"(c_attn|c_proj|c_fc)\.weight$", name)}
+    stored = {name.removesuffix("weight"): method.store(linear.float().t()) for name, linear in linears.items()}
+    parts = {module + part: tensor for module, (parts, _) in stored.items() for part, tensor in parts.items()}
+    save_file({name: tensor.contiguous() for name, tensor in parts.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": method.config}))
+    with Checkpoint(directory) as checkpoint:
+        read = {name: checkpoint.tensor(name, tuple(linear.t().shape)) for name, linear in linears.items()}
+    save_file(
+        tensors | {name: linear.t().contiguous() for name, linear in read.items()}, directory / "model.safetensors"
+    )
+    (directory / "config.json").write_bytes((DEMO / "config.json").read_bytes())
+    return directory
+
+
+MEASURED = {"fp8, blocks": 0.01, "gptq, order": 0.05, "awq": 0.05}
+
+
+@pytest.mark.parametrize("method", [each for each in methods(group=64, block=64) if each.name in MEASURED], ids=str)
+def test_held_out_perplexity_of_quantised_checkpoints(tmp_path: Path, method: Method) -> None:
+    """As docs/log.md has it, for every format; a wrong zero, order or scale makes nonsense of the model."""
+    exact = float_perplexity()
+    quantized = held_out_perplexity(FLOAT32, dequantised_demo(tmp_path, method))
+    assert abs(quantized / exact - 1) < MEASURED[method.name], (quantized, exact)

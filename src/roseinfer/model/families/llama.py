@@ -59,7 +59,6 @@ class FamilySpec(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     rope_parameters: AnyRope | None = None
     rope_scaling: AnyRope | None = None
-    quantization_config: None = None
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.hidden_size % (2 * self.num_attention_heads):

@@ -101,7 +101,7 @@ def test_windows(spec_type: type[FamilySpec], fields: dict[str, Any], windows: t
         ({"num_key_value_heads": 3}, "num_attention_heads is not a multiple of num_key_value_heads"),
         ({"head_dim": 7}, "`$.head_dim`"),
         ({"vocab_size": None}, "`$.vocab_size`"),
-        ({"quantization_config": {"quant_method": "awq"}}, "`$.quantization_config`"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights in the format hqq are not read"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' - at `$.rope_scaling"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has not num_hidden"),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 3}, "at `$.layer_types[0]`"),

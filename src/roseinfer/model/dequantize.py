@@ -1,0 +1,252 @@
+"""Dequantises the weights of FP8, compressed-tensors, GPTQ and AWQ checkpoints, one module at a time.
+
+A weight is (q - zero) * scale, with a scale and perhaps a zero for each of its blocks; the formats differ in how the
+numbers q are packed and in what a block is. They are defined by the projects compressed-tensors, AutoGPTQ, GPTQModel
+and AutoAWQ, and for FP8 in blocks by DeepSeek-V3. The result is float32, to be rounded once: to `model.dtype`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Self
+
+import msgspec
+import torch
+
+UNUSED_SUFFIXES = (  # of scales and zeros of quantised activations and KV caches, which are floats here
+    *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".prob_scale"),
+)
+CONFIG_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of old files, and their method
+_PARTS = (  # what a module may have in the place of a float `weight`
+    *("weight", "weight_scale", "weight_scale_inv"),
+    *("weight_packed", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    *("qweight", "qzeros", "scales", "g_idx"),
+)
+_INPUTS_FIRST = ("gpt2",)  # model types with float weights [inputs, outputs], as GPTQ and AWQ have them in all models
+_NUM_BITS = (4, 8, 2)
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of eight outputs
+_ROWS_AT_ONCE = 1024
+
+Parts = Mapping[str, torch.Tensor]
+
+
+class _Weights(msgspec.Struct, frozen=True):
+    num_bits: int = 8
+    group_size: int | None = None
+    block_structure: tuple[int, int] | None = None
+
+
+class _Scheme(msgspec.Struct, frozen=True):
+    weights: _Weights | None = None
+    format: str | None = None
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `quantization_config` that say how weights are stored, under their names there.
+
+    What the shapes of tensors say is not among them: the number of bits, for which modules may be exceptions.
+    """
+
+    quant_method: str
+    model_type: str = ""  # of the model
+    group_size: int | None = None
+    q_group_size: int | None = None  # in `quant_config.json`
+    weight_block_size: tuple[int, int] | None = None
+    config_groups: dict[str, _Scheme] = {}
+    format: str | None = None
+    checkpoint_format: str | None = None
+    is_marlin_format: bool = False
+    version: str = "gemm"
+    quant_algo: str = "FP8"
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+    meta: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, config: object, model_type: object) -> Self:
+        """From a `quantization_config`. Raises msgspec.ValidationError for what cannot be read."""
+        fields = msgspec.convert(config, dict[str, Any])
+        method = str(fields.get("quant_method")).lower().replace("_", "-")
+        return msgspec.convert({**fields, "quant_method": method, "model_type": str(model_type)}, cls)
+
+    def __post_init__(self) -> None:
+        known = _METHODS[self.quant_method][1] if self.quant_method in _METHODS else ()
+        for layout in self.layouts:
+            if layout not in known:
+                raise ValueError(
+                    f"weights in the format {' '.join(dict.fromkeys((self.quant_method, layout)))} are not read; take "
+                    "the model without quantisation, or as FP8, compressed-tensors, GPTQ or AWQ (gemm)"
+                )
+
+    def parts_of(self, name: str, names: Collection[str]) -> dict[str, str]:
+        """Part -> name of the tensors that are the quantised weight `name`; none if it is a float tensor."""
+        module = name.removesuffix("weight")
+        parts = {part: module + part for part in _PARTS if module + part in names}
+        return parts if name != module and set(parts) != {"weight"} else {}
+
+    def weight(self, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+        """The weight of `shape`, as float32. Raises ValueError, with the reason, where the parts do not make it."""
+        is_turned = self.model_type in _INPUTS_FIRST and "qweight" in parts
+        dequantised, _ = _METHODS[self.quant_method]
+        try:
+            weight = dequantised(parts, shape[::-1] if is_turned else shape, self)
+        except KeyError as error:
+            raise ValueError(f"there is no {error.args[0]}") from error
+        return weight.t() if is_turned else weight
+
+    def block_of(self, scales: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns that share one of the scales. Raises ValueError if the configuration does not say."""
+        rows, columns = shape
+        if scales.numel() == 1:
+            return rows, columns
+        if scales.numel() == scales.shape[0] == rows:
+            return 1, columns
+        schemes = [scheme.weights for scheme in self.config_groups.values() if scheme.weights]
+        sizes = [self.weight_block_size, *(weights.block_structure for weights in schemes)]
+        sizes += [(1, weights.group_size) for weights in schemes if weights.group_size]
+        for size in sizes:
+            if size and min(size) > 0 and scales.shape == (-(-rows // size[0]), -(-columns // size[1])):
+                return size
+        raise ValueError(f"{list(scales.shape)} scales do not fit the blocks of quantization_config")
+
+    @property
+    def layouts(self) -> list[str]:
+        """How the numbers of weights are arranged, in the words of the method."""
+        match self.quant_method:
+            case "gptq":
+                return ["marlin" if self.is_marlin_format else self.checkpoint_format or self.format or "gptq"]
+            case "awq":
+                return [self.version.lower()]
+            case "modelopt":
+                return [self.quant_algo]
+            case "compressed-tensors":
+                schemes = self.config_groups.values()
+                formats = [scheme.format or self.format or "" for scheme in schemes]
+                bits = [f"{scheme.weights.num_bits} bits" for scheme in schemes if scheme.weights]
+                sparse = (self.sparsity_config or {}).get("format", "dense")
+                transforms = ["transforms"] if (self.transform_config or {}).get("config_groups") else []
+                return [*formats, *bits, sparse, *transforms]
+        return [self.quant_method]
+
+
+def _compressed(parts: Parts, shape: tuple[int, ...], quantization: Quantization) -> torch.Tensor:
+    """FP8 or int8 in the place of the float weight, or packed numbers with half their range added."""
+    scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales  # powers of two
+    zeros = parts.get("weight_zero_point")
+    if "weight_packed" in parts:
+        num_bits, values = _unpacked(parts["weight_packed"], shape[1])
+        if zeros is None:
+            zeros = torch.full(scales.shape, 1 << (num_bits - 1))
+        else:
+            zeros = _unpacked(zeros.t(), shape[0], num_bits)[1].t()
+    else:
+        values = parts["weight"]
+    if values.shape != shape or values.itemsize != 1:
+        raise ValueError(f"the numbers are {str(values.dtype).removeprefix('torch.')} {list(values.shape)}")
+    height, width = quantization.block_of(scales, shape)
+    scales = _rows_of_blocks(scales, height, shape[0])
+    zeros = None if zeros is None else _rows_of_blocks(zeros, height, shape[0])
+    order = parts.get("weight_g_idx")
+    groups = torch.arange(shape[1]) // width if order is None or -1 in order else order
+    return _multiplied(values, scales, zeros, groups)
+
+
+def _gptq(parts: Parts, shape: tuple[int, ...], quantization: Quantization) -> torch.Tensor:
+    """Words of inputs; zeros in words of outputs, in the first format less one."""
+    outputs, inputs = shape
+    scales, zero_words = parts["scales"].t(), parts["qzeros"]
+    num_bits, values = _unpacked(parts["qweight"].t(), inputs)
+    mask, is_first = (1 << num_bits) - 1, quantization.layouts == ["gptq"]
+    # GPTQModel takes one from the zeros in whole words, where a zero of 0 borrows from the next; AutoGPTQ from each.
+    borrows = "gptqmodel" in str((quantization.meta or {}).get("quantizer"))
+    if is_first and borrows:
+        zero_words = zero_words + 0xFFFFFFFF // mask
+    zeros = _unpacked(zero_words, outputs, num_bits)[1].t()
+    if is_first and not borrows:
+        zeros = zeros + 1 & mask
+    groups = parts["g_idx"] if "g_idx" in parts else _groups(inputs, scales.shape[1], quantization.group_size)
+    return _multiplied(values, scales, zeros, groups)
+
+
+def _awq(parts: Parts, shape: tuple[int, ...], quantization: Quantization) -> torch.Tensor:
+    """Words of eight outputs, shuffled."""
+    outputs, inputs = shape
+    scales = parts["scales"].t()
+    values, zeros = (
+        _unpacked(parts[name], outputs, 4)[1].reshape(*parts[name].shape, 8)[..., _AWQ_PLACES].flatten(1).t()
+        for name in ("qweight", "qzeros")
+    )
+    size = quantization.group_size or quantization.q_group_size
+    return _multiplied(values, scales, zeros, _groups(inputs, scales.shape[1], size))
+
+
+def _unpacked(words: torch.Tensor, num_values: int, num_bits: int | None = None) -> tuple[int, torch.Tensor]:
+    """The number of bits, and the numbers of each row of words, the lowest bits first, as uint8."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"numbers are packed in {str(words.dtype).removeprefix('torch.')}, not int32")
+    for bits in [num_bits] if num_bits else _NUM_BITS:
+        if words.shape[1] == -(-num_values * bits // 32):
+            shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+            of_bytes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            values = of_bytes[..., None] >> shifts & (1 << bits) - 1
+            return bits, values.flatten(1)[:, :num_values]
+    raise ValueError(f"{words.shape[1]} words for {num_values} numbers are not {num_bits or '2, 4 or 8'} bits each")
+
+
+def _rows_of_blocks(blocks: torch.Tensor, height: int, num_rows: int) -> torch.Tensor:
+    """[rows, blocks in a row], of numbers for blocks of `height` rows."""
+    by_row = blocks.float().reshape(-(-num_rows // height), -1).repeat_interleave(height, 0)
+    return by_row[:num_rows]
+
+
+def _groups(num_columns: int, num_groups: int, size: int | None) -> torch.Tensor:
+    """The group of each column, in groups of `size`; without it all columns are one."""
+    size = size if size and size > 0 else num_columns
+    if num_groups != -(-num_columns // size):
+        raise ValueError(f"{num_columns} inputs in groups of {size} are not {num_groups} groups")
+    return torch.arange(num_columns) // size
+
+
+def _multiplied(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, groups: torch.Tensor
+) -> torch.Tensor:
+    """(values - zeros) * scales: values [rows, columns], zeros and scales [rows, groups], the group of each column."""
+    rows, columns = values.shape
+    if scales.shape[0] != rows or (zeros is not None and zeros.shape != scales.shape) or len(groups) != columns:
+        raise ValueError("scales, zeros and numbers are not of one weight")
+    if not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
+        raise ValueError(f"it has columns in other groups than its {scales.shape[1]}")
+    out = torch.empty(rows, columns)
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        piece = slice(start, start + _ROWS_AT_ONCE)
+        out[piece] = values[piece]
+        if zeros is not None:
+            out[piece] -= _of_columns(zeros[piece], groups)
+        out[piece] *= _of_columns(scales[piece], groups)
+    return out
+
+
+def _of_columns(by_group: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return by_group.float() if by_group.shape[1] == 1 else by_group.float().index_select(1, groups)
+
+
+_METHODS: dict[str, tuple[Callable[[Parts, tuple[int, ...], Quantization], torch.Tensor], tuple[str, ...]]] = {
+    "fp8": (_compressed, ("fp8",)),
+    "fbgemm-fp8": (_compressed, ("fbgemm-fp8",)),
+    "modelopt": (_compressed, ("FP8",)),
+    "compressed-tensors": (
+        _compressed,
+        (
+            "float-quantized",
+            "int-quantized",
+            "naive-quantized",
+            "pack-quantized",
+            "2 bits",
+            "4 bits",
+            "8 bits",
+            "dense",
+        ),
+    ),
+    "gptq": (_gptq, ("gptq", "gptq_v2")),
+    "awq": (_awq, ("gemm",)),
+}
