@@ -144,94 +144,61 @@ def compressed(format_name: str, **weights: object) -> dict[str, Any]:
 
 def methods(group: int, block: int) -> list[Method]:
     """Every format, with groups of so many inputs and blocks of so many rows and columns."""
-    gptq_config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False}
-    by_gptqmodel = {"meta": {"quantizer": ["gptqmodel:2.2.0"]}, "checkpoint_format": "gptq"}
-    pack, actorder = partial(compressed, "pack-quantized"), {"actorder": "group", "strategy": "group"}
-    fp8_config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    float8 = {"type": "float", "strategy": "channel"}
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    of_awq = Method("awq", config, partial(awq, group_size=group))
+    return [*_fp8_methods(block), *_compressed_methods(group), *_gptq_methods(group), of_awq]
+
+
+def _fp8_methods(block: int) -> list[Method]:
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    in_blocks = config | {"weight_block_size": [block, block]}
+    of_rows = compressed("float-quantized", type="float", strategy="channel")
+    of_blocks = compressed("float-quantized", type="float", strategy="block", block_structure=[block, block])
+    store = partial(fp8, block=(block, block), scale_name="weight_scale_inv")
+    exponents, bfloat16 = torch.float8_e8m0fnu, torch.bfloat16
     return [
-        Method(
-            "fp8, a scale each",
-            fp8_config | {"activation_scheme": "static"},
-            partial(fp8, block=(-1, -1), scale_name="weight_scale"),
-        ),
-        Method(
-            "fp8, blocks",
-            fp8_config | {"weight_block_size": [block, block]},
-            partial(fp8, block=(block, block), scale_name="weight_scale_inv"),
-        ),
-        Method(
-            "fp8, blocks, powers of two",
-            fp8_config | {"weight_block_size": [block, block]},
-            partial(fp8, block=(block, block), scale_name="weight_scale_inv", scale_type=torch.float8_e8m0fnu),
-        ),
+        Method("fp8, a scale each", config, partial(fp8, block=(-1, -1), scale_name="weight_scale")),
+        Method("fp8, blocks", in_blocks, store),
+        Method("fp8, blocks, powers of two", in_blocks, partial(store, scale_type=exponents)),
         Method(
             "compressed-tensors, fp8",
-            compressed("float-quantized", **float8),
-            partial(fp8, block=(1, -1), scale_name="weight_scale", scale_type=torch.bfloat16),
+            of_rows,
+            partial(fp8, block=(1, -1), scale_name="weight_scale", scale_type=bfloat16),
         ),
-        Method(
-            "compressed-tensors, fp8, blocks",
-            compressed("float-quantized", type="float", strategy="block", block_structure=[block, block]),
-            partial(fp8, block=(block, block), scale_name="weight_scale"),
-        ),
-        Method("compressed-tensors, W8A8", compressed("int-quantized"), compressed_int8),
-        Method(
-            "compressed-tensors, W8A8, zeros",
-            compressed("int-quantized", symmetric=False),
-            partial(compressed_int8, has_zeros=True),
-        ),
-        Method(
-            "compressed-tensors, W8A8, groups",
-            compressed("int-quantized", group_size=group),
-            partial(compressed_int8, group_size=group),
-        ),
-        Method("compressed-tensors, W8A16", pack(), partial(compressed_packed, num_bits=8, group_size=-1)),
-        Method(
-            "compressed-tensors, W4A16",
-            pack(num_bits=4, group_size=group),
-            partial(compressed_packed, num_bits=4, group_size=group),
-        ),
-        Method(
-            "compressed-tensors, W4A16, zeros",
-            pack(num_bits=4, group_size=group, symmetric=False),
-            partial(compressed_packed, num_bits=4, group_size=group, has_zeros=True),
-        ),
-        Method(
-            "compressed-tensors, W4A16, order",
-            pack(num_bits=4, group_size=group, **actorder),
-            partial(compressed_packed, num_bits=4, group_size=group, has_order=True),
-        ),
-        Method(
-            "gptq",
-            gptq_config | {"sym": True},
-            partial(gptq, num_bits=4, group_size=group, kind="autogptq", has_zeros=False),
-        ),
-        Method("gptq, zeros", gptq_config, partial(gptq, num_bits=4, group_size=group, kind="autogptq")),
-        Method(
-            "gptq, zeros of GPTQModel",
-            gptq_config | by_gptqmodel,
-            partial(gptq, num_bits=4, group_size=group, kind="gptqmodel"),
-        ),
-        Method(
-            "gptq_v2",
-            gptq_config | {"checkpoint_format": "gptq_v2"},
-            partial(gptq, num_bits=4, group_size=group, kind="v2"),
-        ),
-        Method(
-            "gptq, order",
-            gptq_config | {"desc_act": True},
-            partial(gptq, num_bits=4, group_size=group, kind="autogptq", has_order=True),
-        ),
-        Method(
-            "gptq, 8 bits, one group",
-            gptq_config | {"bits": 8, "group_size": -1},
-            partial(gptq, num_bits=8, group_size=-1, kind="autogptq"),
-        ),
-        Method("gptq, 2 bits", gptq_config | {"bits": 2}, partial(gptq, num_bits=2, group_size=group, kind="autogptq")),
-        Method(
-            "awq",
-            {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True},
-            partial(awq, group_size=group),
-        ),
+        Method("compressed-tensors, fp8, blocks", of_blocks, partial(store, scale_name="weight_scale")),
     ]
+
+
+def _compressed_methods(group: int) -> list[Method]:
+    int8, int8_zeros, int8_groups = ({}, {"symmetric": False}, {"group_size": group})
+    int4 = {"num_bits": 4, "group_size": group}
+    store = partial(compressed_packed, num_bits=4, group_size=group)
+    cases: list[tuple[str, str, dict[str, Any], Callable[..., Stored]]] = [
+        ("W8A8", "int-quantized", int8, compressed_int8),
+        ("W8A8, zeros", "int-quantized", int8_zeros, partial(compressed_int8, has_zeros=True)),
+        ("W8A8, groups", "int-quantized", int8_groups, partial(compressed_int8, group_size=group)),
+        ("W8A16", "pack-quantized", int8, partial(compressed_packed, num_bits=8, group_size=-1)),
+        ("W4A16", "pack-quantized", int4, store),
+        ("W4A16, zeros", "pack-quantized", int4 | {"symmetric": False}, partial(store, has_zeros=True)),
+        ("W4A16, order", "pack-quantized", int4 | {"actorder": "group"}, partial(store, has_order=True)),
+    ]
+    return [
+        Method(f"compressed-tensors, {name}", compressed(kind, **weights), store)
+        for name, kind, weights, store in cases
+    ]
+
+
+def _gptq_methods(group: int) -> list[Method]:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False}
+    by_gptqmodel = {"meta": {"quantizer": ["gptqmodel:2.2.0"]}, "checkpoint_format": "gptq"}
+    store = partial(gptq, num_bits=4, group_size=group, kind="autogptq")
+    cases: list[tuple[str, dict[str, Any], Callable[..., Stored]]] = [
+        ("gptq", {"sym": True}, partial(store, has_zeros=False)),
+        ("gptq, zeros", {}, store),
+        ("gptq, zeros of GPTQModel", by_gptqmodel, partial(store, kind="gptqmodel")),
+        ("gptq_v2", {"checkpoint_format": "gptq_v2"}, partial(store, kind="v2")),
+        ("gptq, order", {"desc_act": True}, partial(store, has_order=True)),
+        ("gptq, 8 bits, one group", {"bits": 8, "group_size": -1}, partial(store, num_bits=8, group_size=-1)),
+        ("gptq, 2 bits", {"bits": 2}, partial(store, num_bits=2)),
+    ]
+    return [Method(name, config | fields, store) for name, fields, store in cases]
