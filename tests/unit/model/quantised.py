@@ -170,7 +170,8 @@ def _fp8_methods(block: int) -> list[Method]:
 
 
 def _compressed_methods(group: int) -> list[Method]:
-    int8, int8_zeros, int8_groups = ({}, {"symmetric": False}, {"group_size": group})
+    int8: dict[str, Any] = {"symmetric": True}
+    int8_zeros, int8_groups = {"symmetric": False}, {"group_size": group}
     int4 = {"num_bits": 4, "group_size": group}
     store = partial(compressed_packed, num_bits=4, group_size=group)
     cases: list[tuple[str, str, dict[str, Any], Callable[..., Stored]]] = [
