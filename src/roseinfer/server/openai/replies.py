@@ -99,12 +99,14 @@ class ChatLogprob(ChatTopLogprob):
     top_logprobs: list[ChatTopLogprob]
 
 
-def scored_token(scored: ScoredToken) -> ChatLogprob:
-    """The entry of a token."""
-    token, logprob = scored.token, scored.logprob
-    assert logprob is not None, "only the first token of a prompt has none"
-    top = [ChatTopLogprob(likely.decode(errors="replace"), value, list(likely)) for likely, value in scored.top or ()]
-    return ChatLogprob(token.decode(errors="replace"), logprob, list(token), top)
+def scored_token(scored: ScoredToken) -> dict[str, Any]:
+    """The entry of a token, a `ChatLogprob`."""
+    top = [_likely(token, logprob) for token, logprob in scored.top or ()]
+    return {**_likely(scored.token, scored.logprob), "top_logprobs": top}
+
+
+def _likely(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
 
 
 class ChatLogprobs(msgspec.Struct):
