@@ -22,7 +22,7 @@ from roseinfer.model.attention.reference import ReferenceAttention
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.layers.activation import Activation, activated
+from roseinfer.model.layers.activation import Activation, SiluGate, activated
 from roseinfer.model.layers.linear import Linear
 from roseinfer.model.layers.norm import Norm
 
@@ -361,6 +361,8 @@ class _Layers:
             return _Experts(module, self._linear)
         if type(module).__name__.endswith("Router") and "weight" in dict(module.named_parameters(recurse=False)):
             return _Router(module, self._placement)
+        if (gated := self._gated(module)) is not None:
+            return gated
         if activation := _ACTIVATIONS.get(type(module).__name__):
             return _Wrapped(lambda x: activated(x, activation))
         return self._norm(module) if type(module).__name__.endswith("RMSNorm") else None
@@ -373,6 +375,25 @@ class _Layers:
         else:
             self.by_shape.setdefault((linear.num_outputs, linear.num_inputs), linear)
         return linear
+
+    def _gated(self, module: nn.Module) -> nn.Module | None:
+        """A SwiGLU as two linears with our gate between them; None for any other module."""
+        parts = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+        last = parts.get("down_proj")
+        firsts = [parts[name] for name in ("gate_up_proj", "gate_proj", "up_proj") if name in parts]
+        if last is None or sum(first.out_features for first in firsts) != 2 * last.in_features:
+            return None
+        weight = torch.cat([first.weight.detach() for first in firsts])
+        has_bias = all(len(list(first.parameters())) == 2 for first in firsts)
+        bias = torch.cat([first.bias.detach() for first in firsts]) if has_bias else None
+        rows = torch.randn(1, 2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        with torch.inference_mode():
+            gate, up = nn.functional.linear(rows, weight, bias).chunk(2, -1)
+            if not torch.allclose(module(rows), last(nn.functional.silu(gate) * up), 1e-2, 1e-4):
+                return None
+        first, second = self._linear(weight, bias), self._linear(last.weight, last.bias)
+        swiglu = SiluGate(self._placement)
+        return _Wrapped(lambda x: second(swiglu(first(x))))
 
     def _norm(self, module: nn.Module) -> nn.Module | None:
         """Ours, where it computes the same: some add 1 to the weight, some have none, some norm in other types."""
