@@ -490,10 +490,11 @@ async def test_ledgers_are_in_the_answer() -> None:
         ({"system": "Be brief."}, 19 + 17),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, 19 + 4),
         ({"messages": [USER | {"content": "x" * 5000}]}, 17 + 5000),
+        ({"max_tokens": 5}, 19),
     ],
 )
 async def test_tokens_are_counted_without_the_engine(body: dict[str, Any], count: int) -> None:
     """Also those of a prompt that the context has no room for."""
-    answer, engine = await ask(says("x"), "/count_tokens", max_tokens=..., **body)
+    answer, engine = await ask(says("x"), "/count_tokens", **{"max_tokens": ..., **body})
     assert (answer.status, answer.json) == (200, {"input_tokens": count})
     assert not engine.requests

@@ -176,9 +176,11 @@ class OutputConfig(ConversationPart, frozen=True, kw_only=True):
 
 
 class CountBody(SamplingBody, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens: all but `max_tokens` of what /v1/messages has."""
+    """POST /v1/messages/count_tokens: what /v1/messages has, of which `max_tokens` has no effect."""
 
-    unserved: ClassVar[dict[str, Unserved]] = SamplingBody.unserved | OF_MESSAGES
+    unserved: ClassVar[dict[str, Unserved]] = (
+        SamplingBody.unserved | OF_MESSAGES | {"max_tokens": Unserved(is_ignored=True)}
+    )
 
     messages: Annotated[
         list[MessageParam],
@@ -303,6 +305,8 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
     """POST /v1/messages."""
+
+    unserved: ClassVar[dict[str, Unserved]] = SamplingBody.unserved | OF_MESSAGES
 
     max_tokens: Annotated[
         TokenCount,
