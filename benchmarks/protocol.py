@@ -106,6 +106,20 @@ def stop(process: subprocess.Popen[Any], timeout_s: float = 30.0) -> None:
     process.wait()
 
 
+def run(command: Sequence[str], log: Path, timeout_s: float, **options: Any) -> bool:
+    """Run a process, in the end stopped with all that it has started. Returns whether it succeeded in its time."""
+    process = start(command, log, **options)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            raise_groups(process.pid)  # an engine too, whenever its process begins
+            time.sleep(REST_S)
+        return process.poll() == 0
+    finally:
+        if process.poll() is None:
+            stop(process)
+
+
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         try:

@@ -13,7 +13,6 @@ A finished part leaves DIR/PART.json, and the page is made of those that are the
 """
 
 import argparse
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -62,17 +61,10 @@ def run_part(name: str, command: Sequence[str], timeout_s: float, log: Path) -> 
     """Run a part and print what it prints. Returns whether it succeeded; after its time it is ended."""
     began = time.monotonic()
     print(f"=== {name} ===", flush=True)
-    process = protocol.start(command, log, stdout=None)
-    try:
-        code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        code = -1
-    finally:
-        if process.poll() is None:
-            protocol.stop(process)
+    is_done = protocol.run(command, log, timeout_s, stdout=None)
     took = time.monotonic() - began
-    print(f"=== {name} {'is done' if code == 0 else f'FAILED, see {log},'} after {took:.0f} s ===", flush=True)
-    return code == 0
+    print(f"=== {name} {'is done' if is_done else f'FAILED, see {log},'} after {took:.0f} s ===", flush=True)
+    return is_done
 
 
 def parser_of() -> argparse.ArgumentParser:

@@ -9,7 +9,6 @@ sees, where lazily captured graphs are paid for, and the later ones are warm. Th
 import argparse
 import json
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,15 +66,7 @@ def measure(workload: str, setting: str, arguments: argparse.Namespace) -> list[
     json_file = arguments.out.parent / "streaming.json"
     json_file.unlink(missing_ok=True)
     log = arguments.out.with_suffix(".log")
-    process = protocol.start(command_of(workload, setting, arguments, json_file.resolve()), log)
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        while process.poll() is None and time.monotonic() < deadline:
-            protocol.raise_groups(process.pid)  # the engine too, whenever its process begins
-            time.sleep(0.5)
-    finally:
-        protocol.stop(process)
-    if process.returncode != 0:
+    if not protocol.run(command_of(workload, setting, arguments, json_file.resolve()), log, TIMEOUT_S):
         raise RuntimeError(f"{setting} failed; see {log}")
     return [figures_of(run) for run in json.loads(json_file.read_text())["runs"]]
 
