@@ -9,6 +9,7 @@ const { generateText, streamText, tool, stepCountIs, Output } = require("ai");
 const { createOpenAI } = require("@ai-sdk/openai");
 const { z } = require("zod");
 
+globalThis.AI_SDK_LOG_WARNINGS = false;
 const [server, ...names] = process.argv.slice(2);
 const model = "scripted";
 const apiKey = "sk-unused";
@@ -42,9 +43,8 @@ async function vercel(languageModel, providerOptions) {
     assert.equal(first.finishReason, "tool-calls");
     assert.ok(second.usage.outputTokens > 0);
   }
-  const object = await generateText({
-    ...asked, prompt: say(think + JSON.stringify(paris)), output: Output.object({ schema: City }),
-  });
+  const wanted = { tools, stopWhen: stepCountIs(3), output: Output.object({ schema: City }) };
+  const object = await generateText({ ...asked, ...wanted, prompt: say(think + call, JSON.stringify(paris)) });
   assert.deepEqual(object.output, paris);
   return whole;
 }

@@ -185,8 +185,8 @@ async def check_openai_agents() -> None:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
     more = [*result.to_input_list(), {"role": "user", "content": say("Yes.")}]
     assert (await run(reader, more)).final_output == "Yes."
-    typed = agents.Agent(name="b", model=MODEL, output_type=City)
-    assert (await run(typed, say(THINK + '{"city": "Paris"}'))).final_output == City(city="Paris")
+    typed = agents.Agent(name="b", model=MODEL, tools=[agents.function_tool(get_weather)], output_type=City)
+    assert (await run(typed, say(THINK + CALL, THINK + '{"city": "Paris"}'))).final_output == City(city="Paris")
 
 
 async def check_pydantic_ai() -> None:
@@ -207,8 +207,8 @@ async def check_pydantic_ai() -> None:
         assert "".join(pieces) == ANSWER
         assert (await agent.run(say(THINK + CALL, finish), output_type=City)).output == City(city="Paris")
         if kind != "anthropic":  # it believes that of Anthropic's own models alone
-            typed = Agent(f"{kind}:{MODEL}", output_type=NativeOutput(City))
-            assert (await typed.run(say(THINK + '{"city": "Paris"}'))).output == City(city="Paris")
+            native = await agent.run(say(CALL, THINK + '{"city": "Paris"}'), output_type=NativeOutput(City))
+            assert native.output == City(city="Paris")
 
 
 def check_anthropic() -> None:
