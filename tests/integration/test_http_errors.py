@@ -204,6 +204,12 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
     assert server.engine.opened == []
 
 
+LISTED = (
+    "There are /v1/chat/completions, /v1/completions, /v1/messages, /v1/messages/count_tokens, /v1/models, "
+    "/v1/responses, /v1/responses/input_tokens; a client's base URL has /v1 once at most."
+)
+
+
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
@@ -216,8 +222,17 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
         ("/v1/completions/", "There is /v1/completions. A client's base URL ends in /v1."),
         ("/v1/tokenize", "There is /tokenize."),
         ("/healthz", "There is /health."),
-        ("/nowhere/like/this", ""),
-        ("/" + "v1/chat/completions" * 300, ""),
+        ("/api/v1/models", "There is /v1/models. A client's base URL ends in /v1."),
+        ("/openai/deployments/gpt/chat/completions", "There is /v1/chat/completions. A client's base URL ends in /v1."),
+        ("/v1/message", "There is /v1/messages. A client's base URL is without /v1."),
+        ("/v1/complete", LISTED),
+        ("/v1/embeddings", LISTED),
+        ("/v1/rerank", LISTED),
+        ("/v1/moderations", LISTED),
+        ("/v1/audio/transcriptions", LISTED),
+        ("/v1", LISTED),
+        ("/nowhere/like/this", LISTED),
+        ("/" + "v1/chat/completionz" * 300, ""),
     ],
 )
 async def test_a_path_that_does_not_exist_names_the_one_that_was_meant(path: str, hint: str) -> None:
@@ -226,7 +241,7 @@ async def test_a_path_that_does_not_exist_names_the_one_that_was_meant(path: str
     assert answer.status == 404
     assert answer.error["message"].startswith("Not Found: POST /")
     assert hint in answer.error["message"]
-    assert ("There is" in answer.error["message"]) == bool(hint)
+    assert ("There is" in answer.error["message"]) == hint.startswith("There is")
 
 
 PAGE = {"Origin": "https://example.com"}

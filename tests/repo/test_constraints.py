@@ -12,7 +12,9 @@ from packaging.utils import canonicalize_name
 
 from tests.repo.tree import ROOT, SOURCE, python_files, tree_of
 
-OF_CLIENTS = ROOT / "tests" / "e2e" / "python_sdks.py"  # in an environment of its own, of the requirements.txt beside it
+OF_CLIENTS = (
+    ROOT / "tests" / "e2e" / "python_sdks.py"
+)  # in an environment of its own, of the requirements.txt beside it
 
 
 def pins(file: str = "constraints.txt") -> list[Requirement]:

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
 from aiohttp import web
@@ -48,7 +48,7 @@ RESTART_S = "5"  # until a new engine is there, if there will be one; its backlo
 PREFLIGHT_AGE_S = "600"  # in which a browser need not ask again
 FAREWELL_TIMEOUT_S = 1.0  # for a client that does not read to take the last event
 
-_LIKE = 0.55  # of 1, two paths are alike: `/v1/chat` is like `/v1/chat/completions`
+_LIKE = 0.75  # of 1, two paths are alike: `healthz` and `health`, and not `embeddings` and `completions`
 _PARAM = re.compile(r"[\w.\[\]-]{1,128}", re.ASCII)  # what a field or a header may be called
 _OWN_KEYS = re.compile(r"\b(logit_bias|metadata|chat_template_kwargs)\..*", re.DOTALL)  # whose keys clients choose
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -198,18 +198,30 @@ def _error_form(request: web.Request) -> Failure:
 
 
 def _what_is_near(request: web.Request) -> str:
-    """The path that was meant, where one is like it: most who miss one leave out `/v1`, or write it twice."""
+    """The path that was meant, if one is misspelled or has a wrong beginning; else those that the API has."""
     if request.path.startswith("/v1/responses/"):
         return " Responses are not stored here: send the items that go on with the next request."
-    paths = {route.resource.canonical for route in request.app.router.routes() if route.resource is not None}
-    near = difflib.get_close_matches(request.path, paths, n=1, cutoff=_LIKE)
-    if not near:
-        return ""
-    if "/v1/" not in near[0]:
-        return f" There is {near[0]}."
+    paths = [route.resource.canonical for route in request.app.router.routes() if route.resource is not None]
+    of_api = sorted({path for path in paths if path.startswith("/v1/") and "{" not in path})
+    near = _path_meant(request.path, of_api + [path for path in paths if not path.startswith("/v1/")])
+    if near is None:
+        return f" There are {', '.join(of_api)}; a client's base URL has /v1 once at most." if of_api else ""
+    if near not in of_api:
+        return f" There is {near}."
     forms = request.app.get(ERROR_FORMS, {})
-    is_openai = not near[0].startswith(tuple(forms))
-    return f" There is {near[0]}. A client's base URL {'ends in' if is_openai else 'is without'} /v1."
+    is_openai = not near.startswith(tuple(forms))
+    return f" There is {near}. A client's base URL {'ends in' if is_openai else 'is without'} /v1."
+
+
+def _path_meant(path: str, paths: Sequence[str]) -> str | None:
+    """The one that has the same end, whatever is before it; that begins so; or that is spelled almost so."""
+    ends = {known.removeprefix("/v1").strip("/"): known for known in paths}
+    end = re.sub("^(v1/)+", "", path.strip("/"))
+    same = max((known for known in ends if f"/{end}".endswith(f"/{known}")), key=len, default=None)
+    begun = (known for known in ends if known.startswith(f"{end}/"))
+    alike = difflib.get_close_matches(end, ends, n=1, cutoff=_LIKE)
+    found = same or next(begun, None) or next(iter(alike), None)
+    return None if found is None else ends[found]
 
 
 def _record(request: web.Request, failure: RoseinferError) -> None:
