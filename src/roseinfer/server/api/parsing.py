@@ -144,6 +144,8 @@ def _refusal(misfit: Misfit, given: object) -> InvalidRequest:
             part = param.removesuffix(".type")
             message = f"`{part}`: Only text content is supported, not {misfit.value[:100]!r}."
             return InvalidRequest(message, param=param)
+        case ("tools", int(), "name") if misfit.kind == "missing field":  # in a chat it is deeper
+            return MissingField(f"Missing field `{param}`: here it stands in the tool itself.", param=param)
         case ("tools", int(), "type"):
             note = "; only functions are served as tools"
     kinds = {"unknown field": UnknownField, "missing field": MissingField}  # by which the log tells them apart
