@@ -25,21 +25,8 @@ LITELLM_CHECK = "check_litellm"
 PYTHON_CHECKS = re.findall(r"^(?:async )?def (check_\w+)", PYTHON_SCRIPT.read_text(), re.MULTILINE)
 PYTHON_CHECKS.remove(LITELLM_CHECK)
 NPM_CHECKS = re.findall(r"^  async (check\w+)", NPM_SCRIPT.read_text(), re.MULTILINE)
+TOML_BLOCK = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 CLIENTS_PYTHON = ROOT / "build" / "clients-venv" / "bin" / "python"
-
-CODEX_CONFIG = """
-model = "scripted"
-model_provider = "here"
-check_for_update_on_startup = false
-[analytics]
-enabled = false
-[model_providers.here]
-name = "here"
-base_url = "{url}/v1"
-env_key = "UNUSED_KEY"
-request_max_retries = 0
-stream_max_retries = 0
-"""
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +111,10 @@ def test_codex_reads_a_file_and_answers(server: launcher.Server, tmp_path: Path)
     """A coding agent's whole loop, through Responses, with all the tools and instructions that it brings."""
     require_path(PACKAGES / "@openai" / "codex")
     (tmp_path / ".codex").mkdir()
-    (tmp_path / ".codex" / "config.toml").write_text(CODEX_CONFIG.format(url=server.url))
+    [documented] = TOML_BLOCK.findall((ROOT / "docs" / "quickstart.md").read_text())
+    config = documented.replace("http://localhost:8000", server.url).replace("roseinfer-demo", "scripted")
+    offline = ("check_for_update_on_startup = false\n", "[analytics]\nenabled = false\n")
+    (tmp_path / ".codex" / "config.toml").write_text(config.join(offline))
     (tmp_path / "note.txt").write_text("sunny")
     call = {"name": "exec_command", "arguments": {"cmd": "cat note.txt"}}
     replies = [f"<think>\nI read it.\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>", "It is sunny."]
@@ -132,7 +122,7 @@ def test_codex_reads_a_file_and_answers(server: launcher.Server, tmp_path: Path)
     done = subprocess.run(
         [require_tool("node"), str(PACKAGES / ".bin" / "codex"), *options, f"Say: {json.dumps(replies)}"],
         cwd=tmp_path,
-        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"], "UNUSED_KEY": "unused"},
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
