@@ -232,10 +232,12 @@ def parameter_types(parameters: Mapping[str, Any] | None) -> dict[str, set[str]]
     properties = (parameters or {}).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {key: _types(schema, parameters, set()) for key, schema in properties.items()}
+    referred: dict[str, set[str]] = {}
+    return {key: _types(schema, parameters, referred) for key, schema in properties.items()}
 
 
-def _types(schema: object, root: object, seen: set[str], depth: int = 16) -> set[str]:
+def _types(schema: object, root: object, referred: dict[str, set[str]], depth: int = 16) -> set[str]:
+    """`referred` keeps the types behind each reference, of which many properties may have the same."""
     if not isinstance(schema, dict) or not depth:
         return set()
     declared = schema.get("type")
@@ -244,12 +246,14 @@ def _types(schema: object, root: object, seen: set[str], depth: int = 16) -> set
     else:
         values = listed_values(schema)
         types = {_OF_JSON.get(type(value), "null") for value in values}
-    inner = [one for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for one in schema[key]]
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
-        seen.add(reference)
-        inner.append(_at(root, reference))
-    return types.union(*(_types(one, root, seen, depth - 1) for one in inner))
+    if isinstance(reference, str) and reference.startswith("#/"):
+        if reference not in referred:
+            referred[reference] = set()  # a circle adds nothing
+            referred[reference] = _types(_at(root, reference), root, referred, depth - 1)
+        types |= referred[reference]
+    inner = [one for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for one in schema[key]]
+    return types.union(*(_types(one, root, referred, depth - 1) for one in inner))
 
 
 def listed_values(schema: Mapping[str, Any]) -> list[Any]:
@@ -316,18 +320,18 @@ def _shape(form: ToolFormat, function: Function) -> CallShape:
     marks, types = form.parameters, parameter_types(schema)
     required = schema.get("required")
     properties: Any = schema["properties"] if types else {}
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     shapes = [
         ParameterShape(
             before=f"{marks.before_key}{key}{marks.after_key}{marks.before_value}",
-            schema=shared | (properties[key] if isinstance(properties[key], dict) else {}),
+            schema=properties[key] if isinstance(properties[key], dict) else {},
             after=marks.after_value,
             is_text=form.syntax == "named" and _is_text(types[key]),
             is_required=isinstance(required, list) and key in required,
         )
         for key in types
     ]
-    return CallShape(before, {}, form.after_call, shapes, marks.between)
+    return CallShape(before, shared, form.after_call, shapes, marks.between)
 
 
 @dataclass(slots=True)

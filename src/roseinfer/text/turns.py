@@ -4,7 +4,8 @@ APIs that send a conversation as items have several system turns, and several tu
 write such conversations as they are; others raise for a system turn that is not the first, or for two turns of a role.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 Turn = Mapping[str, Any]
@@ -12,37 +13,37 @@ Turn = Mapping[str, Any]
 
 def join_turns(turns: Iterable[Turn]) -> list[Turn]:
     """One system turn at the head instead of several, and one of the assistant instead of several in a row."""
-    joined: list[Turn] = []
+    groups: list[list[Turn]] = []
+    is_head = True  # all up to here are system turns
     for turn in turns:
-        is_head = all(before["role"] == "system" for before in joined)
-        if joined and turn["role"] == joined[-1]["role"] and (turn["role"] == "assistant" or is_head):
-            joined[-1] = _both(joined[-1], turn)
+        role = turn["role"]
+        is_head = is_head and role == "system"
+        if groups and groups[-1][0]["role"] == role and (is_head or role == "assistant"):
+            groups[-1].append(turn)
         else:
-            joined.append(turn)
-    return joined
+            groups.append([turn])
+    return list(map(_join, groups))
 
 
 def fold_turns(turns: Iterable[Turn], num_kept: int) -> Iterator[Turn]:
     """Of the system turns only those among the first `num_kept` turns; others as the user's, and no role in a row."""
-    last: Turn | None = None
-    for index, turn in enumerate(turns):
-        role = "user" if turn["role"] == "system" and index >= num_kept else turn["role"]
-        if last is not None and last["role"] == role != "tool":
-            last = _both(last, turn)
-            continue
-        if last is not None:
-            yield last
-        last = {**turn, "role": role}
-    if last is not None:
-        yield last
+    folded = (
+        {**turn, "role": "user"} if turn["role"] == "system" and index >= num_kept else turn
+        for index, turn in enumerate(turns)
+    )
+    for role, group in groupby(folded, lambda turn: turn["role"]):
+        of_role = list(group)
+        yield from of_role if role == "tool" else [_join(of_role)]
 
 
-def _both(first: Turn, second: Turn) -> Turn:
-    """One turn with the role of the first. Texts are joined with an empty line between them, and calls in order."""
-    both: dict[str, Any] = {**first, **second, "role": first["role"]}
+def _join(turns: Sequence[Turn]) -> Turn:
+    """One turn of several of a role. Texts are joined with an empty line between them, and calls in order."""
+    joined: dict[str, Any] = {}
+    for turn in turns:
+        joined |= turn
     for name in ("content", "reasoning_content", "reasoning"):
-        if name in both:
-            both[name] = "\n\n".join(str(text) for turn in (first, second) if (text := turn.get(name)))
-    if "tool_calls" in first and "tool_calls" in second:
-        both["tool_calls"] = [*first["tool_calls"], *second["tool_calls"]]
-    return both
+        if name in joined:
+            joined[name] = "\n\n".join(str(text) for turn in turns if (text := turn.get(name)))
+    if "tool_calls" in joined:
+        joined["tool_calls"] = [call for turn in turns for call in turn.get("tool_calls", ())]
+    return joined

@@ -5,7 +5,7 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from roseinfer.text.tool_calls import FORMATS, PIECE, Function, Parts, ToolCallParser
+from roseinfer.text.tool_calls import FORMATS, PIECE, Function, Parts, ToolCallParser, ToolUse, parameter_types
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 CALL = f'{OPENING}{{"name": "f", "arguments": '
@@ -150,3 +150,35 @@ def test_a_string_is_gone_through_at_once_and_copied_few_times(repeated: str) ->
     assert [call.arguments for call in told.calls] == [f'{{"a": "{inner}"}}']
     assert num_steps < 200
     assert num_chars < 10 * len(inner)
+
+
+class CountedSchema(dict[str, Any]):
+    """A schema that counts how often it is asked."""
+
+    num_asked = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        CountedSchema.num_asked += 1
+        return super().get(key, default)
+
+
+def test_what_many_parameters_refer_to_is_read_and_sent_once() -> None:
+    num = 100
+    either = CountedSchema(anyOf=[CountedSchema({"$ref": f"#/$defs/{i}"}) for i in range(num)])
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": CountedSchema({"$ref": "#/$defs/either"}) for i in range(num)},
+        "$defs": {"either": either} | {str(i): CountedSchema(type="integer", title="x" * num) for i in range(num)},
+    }
+    CountedSchema.num_asked = 0
+    assert parameter_types(schema) == {f"p{i}": {"integer"} for i in range(num)}
+    assert CountedSchema.num_asked < 30 * num
+    use = ToolUse([Function("f", "", schema)], is_forced=True, is_parallel=False, tool_format=FORMATS["glm45"])
+    grammar = use.grammar()
+    assert grammar is not None
+    assert grammar.source.count("x" * num) == num
+
+
+def test_references_in_a_circle_end() -> None:
+    defined = {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "string"}]}, "b": {"$ref": "#/$defs/a"}}
+    assert parameter_types({"properties": {"p": {"$ref": "#/$defs/a"}}, "$defs": defined}) == {"p": {"string"}}

@@ -314,7 +314,8 @@ def _calls(grammar: CallGrammar) -> str:
         if shape.parameters is None:
             rules.append(f"json_{i}: %json {_with_options(shape.schema)}")
         else:
-            rules += _parameters(i, shape.parameters, _quote(shape.between))
+            whole = [msgspec.structs.replace(each, schema=shape.schema | each.schema) for each in shape.parameters]
+            rules += _parameters(i, whole, _quote(shape.between))
     return "\n".join(rules)
 
 
