@@ -113,7 +113,7 @@ def _values(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         properties = definitions[schema["$ref"].rpartition("/")[2]]["properties"]
         return "object with " + ", ".join(f"`{name}`" for name in properties)
     if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
+        return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in schema["enum"])
     if "anyOf" in schema:
         choices = [choice for choice in schema["anyOf"] if choice.get("type") != "null"]
         return ", or ".join(_values(choice, definitions) for choice in choices)

@@ -124,6 +124,14 @@ async def test_a_form_applies_behind_the_thoughts(
         ({"thinking": {"type": "adaptive"}}, None),
         ({"reasoning_effort": None, "thinking": None, "thinking_token_budget": None}, None),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": None, "reasoning": None}, None),
+        ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"effort": "high", "exclude": True, "summary": "auto", "max_tokens": None}}, True),
+        ({"reasoning": {"enabled": True}}, True),
+        ({"reasoning": {"enabled": False}, "enable_thinking": False}, False),
+        ({"reasoning": {}}, None),
     ],
 )
 async def test_the_effort_turns_the_templates_switch(wanted: dict[str, Any], is_on: bool | None) -> None:
@@ -141,6 +149,7 @@ async def test_the_effort_turns_the_templates_switch(wanted: dict[str, Any], is_
         ({"thinking_token_budget": 7}, BUDGETED),
         ({"thinking": {"type": "enabled", "budget_tokens": 7}}, Thought("<think>", "</think>", True, 7)),
         ({"thinking": {"type": "adaptive", "budget_tokens": 7}, "thinking_token_budget": 7}, BUDGETED),
+        ({"reasoning": {"max_tokens": 7}}, BUDGETED),
         ({"thinking_token_budget": -1}, None),
         ({"thinking_token_budget": 7, "chat_template_kwargs": {"enable_thinking": False}}, None),
     ],
@@ -155,12 +164,13 @@ async def test_thoughts_may_have_a_limit(wanted: dict[str, Any], thought: Though
     assert (found and found.max_tokens) == (thought and thought.max_tokens)
 
 
-async def test_thoughts_can_be_left_out() -> None:
+@pytest.mark.parametrize("wanted", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
+async def test_thoughts_can_be_left_out(wanted: dict[str, Any]) -> None:
     for is_streamed in (False, True):
-        answer = await ask("<think>Sum.</think>Four.", include_reasoning=False, stream=is_streamed)
+        answer = await ask("<think>Sum.</think>Four.", stream=is_streamed, **wanted)
         assert b"reasoning_content" not in answer.body
         assert b"Sum" not in answer.body
-    answer = await ask("<think>Sum.</think>Four.", include_reasoning=False)
+    answer = await ask("<think>Sum.</think>Four.", **wanted)
     assert answer.json["choices"][0]["message"]["content"] == "Four."
     assert answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"] == 19
 
@@ -180,6 +190,10 @@ async def test_earlier_thoughts_are_given_to_the_template(field: str, said: dict
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 6}, "thinking_token_budget"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning": {"enabled": True}, "thinking": {"type": "disabled"}}, "thinking.type"),
+        ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+        ({"enable_thinking": "no"}, "enable_thinking"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0]"),
     ],
 )

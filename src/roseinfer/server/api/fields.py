@@ -37,6 +37,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 # (?!\n): the end that Python means by $ may also be before a last newline; JSON Schema's may not.
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}(?!\n)$")]
+Off = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]  # clients send it for what they do not want
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1024)]
 
 
@@ -52,15 +53,21 @@ class ConversationPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutputs(Part, frozen=True, kw_only=True):
-    """Exactly one of these."""
+    """Exactly one form. There is one backend, so `disable_fallback` has no effect."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
+    disable_fallback: bool = False
+    disable_any_whitespace: Off = False
+    disable_additional_properties: Off = False
 
     def __post_init__(self) -> None:
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if getattr(self, name):
+                raise Misfit("not supported; use a `grammar`", (name,))
         given = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
         if sum(value is not None for value in given) != 1:
             raise Misfit("exactly one of `json`, `json_object`, `regex`, `choice` and `grammar` is needed")

@@ -45,7 +45,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     if not parsers:
         return await respond(request, job, ChatDialect(body.stream_options))
     form = FunctionCallDialect if body.functions else PartsDialect
-    return await respond(request, job, form(parsers, body.stream_options, has_reasoning=body.include_reasoning))
+    return await respond(request, job, form(parsers, body.stream_options, has_reasoning=body.shows_thoughts))
 
 
 def _conversation(body: ChatBody) -> Conversation:
@@ -58,7 +58,7 @@ def _conversation(body: ChatBody) -> Conversation:
         is_parallel=not body.is_single_call,
         form=body.form(),
         variables=body.chat_template_kwargs,
-        thinking=body.wanted_thinking,
+        thinking=body.wanted_thinking(),
     )
 
 

@@ -37,7 +37,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         body=body,
         prompts=list(map(EncodedPrompt, prompts, names, echoes)),
         max_tokens=None if body.max_tokens == FILL_CONTEXT else body.max_tokens,
-        num_logprobs=body.logprobs,
+        num_logprobs=None if body.logprobs is False else body.logprobs,
         n=body.n,
         best_of=body.best_of or body.n,
         grammar=form and form[0],

@@ -1,7 +1,7 @@
 """Defines the request bodies of OpenAI's completions and chat: their fields, types, bounds and relations."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from roseinfer.server.api.fields import (
     MAX_PROMPT_TOKENS,
     ConversationPart,
     Name,
+    Off,
     Part,
     SamplingBody,
     StopString,
@@ -26,6 +27,8 @@ from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
 from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.templates import TemplateVariables, check_variables
 from roseinfer.text.tool_calls import Function
+
+T = TypeVar("T")
 
 MAX_CHOICES = 128  # OpenAI's own bound
 MAX_TOOLS = 128  # OpenAI's own bound
@@ -258,6 +261,15 @@ class ThinkingSwitch(Part, frozen=True, kw_only=True):
     budget_tokens: MinTokens | None = None
 
 
+class ReasoningSettings(ConversationPart, frozen=True, kw_only=True):
+    """Whether and how much the model thinks, and whether the answer has it, as OpenRouter has it."""
+
+    effort: Effort | None = None
+    max_tokens: MinTokens | None = None
+    exclude: bool = False
+    enabled: bool | None = None
+
+
 class StreamOptions(Part, frozen=True, kw_only=True):
     """What a stream holds. `include_obfuscation` has no effect: chunks are never padded."""
 
@@ -353,7 +365,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         ),
     ] = 16
     logprobs: Annotated[
-        NumLogprobs | None,
+        NumLogprobs | Off | None,
         Meta(
             description="Log-probabilities of each token, and how many of the likeliest to list beside it. "
             + _KEPT_SCORES
@@ -382,6 +394,8 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         if self.stream and self.best_of not in {None, self.n}:
             message = "`best_of` above `n` cannot be streamed: the best is known at the end."
             raise InvalidRequest(message, param="best_of")
+        if self.logprobs is True:
+            raise InvalidRequest("`logprobs` is how many of the likeliest tokens to list.", param="logprobs")
         if not self.max_tokens and not self.echo:
             raise InvalidRequest("`max_tokens` 0 needs `echo`: the answer would be empty.", param="max_tokens")
         _check_prompt(self.prompt)
@@ -455,14 +469,24 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         ),
     ] = None
     thinking: Annotated[
-        ThinkingSwitch | None,
+        ThinkingSwitch,
         Meta(description="`disabled`: as the `reasoning_effort` none. `budget_tokens`: as `thinking_token_budget`."),
-    ] = None
+    ] = ThinkingSwitch(type="auto")
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
         Meta(description="Most tokens of thoughts, behind which the answer is forced; -1: no limit."),
     ] = None
     include_reasoning: Annotated[bool, Meta(description="False: thoughts are left out of the answer.")] = True
+    reasoning: Annotated[
+        ReasoningSettings,
+        Meta(
+            description="As OpenRouter has it: `effort` is `reasoning_effort`, `max_tokens` `thinking_token_budget`, "
+            "`exclude` is the opposite of `include_reasoning`, and `enabled` is `enable_thinking`."
+        ),
+    ] = ReasoningSettings()
+    enable_thinking: Annotated[
+        bool | None, Meta(description="False: as the `reasoning_effort` none. True: as `medium`, if none is given.")
+    ] = None
     max_completion_tokens: Annotated[
         ChatTokens | None, Meta(description="Most tokens to generate. Default, and -1: what the context leaves.")
     ] = None
@@ -486,10 +510,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
                 raise InvalidRequest(f"`{name}` is 0: the answer would be empty.", param=name)
         if self.max_tokens is not None and self.max_completion_tokens not in {None, self.max_tokens}:
             raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
-        budgets = {self.thinking_token_budget, self.thinking and self.thinking.budget_tokens}
-        if len(budgets - {None}) > 1:
-            message = "`thinking_token_budget` and `thinking.budget_tokens` differ."
-            raise InvalidRequest(message, param="thinking_token_budget")
+        self.wanted_thinking()
         self._check_tools()
 
     def _check_tools(self) -> None:
@@ -510,15 +531,32 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         most = self.max_completion_tokens or self.max_tokens
         return None if most == FILL_CONTEXT else most
 
-    @property
     def wanted_thinking(self) -> Thinking:
-        switch, budget, field = self.thinking, self.thinking_token_budget, "thinking_token_budget"
-        if budget is None and switch is not None:
-            budget, field = switch.budget_tokens, "thinking.budget_tokens"
-        effort = self.reasoning_effort
-        if switch is not None and switch.type in {"enabled", "disabled"}:
-            effort = "none" if switch.type == "disabled" else effort or "medium"
+        """How much the model is to think. Raises InvalidRequest where fields of different APIs differ."""
+        efforts: dict[str, Effort | None] = {
+            "reasoning_effort": self.reasoning_effort,
+            "reasoning.effort": self.reasoning.effort,
+        }
+        switches = {
+            "enable_thinking": self.enable_thinking,
+            "thinking.type": {"enabled": True, "disabled": False}.get(self.thinking.type),
+            "reasoning.enabled": self.reasoning.enabled,
+        }
+        budgets = {
+            "thinking_token_budget": self.thinking_token_budget,
+            "thinking.budget_tokens": self.thinking.budget_tokens,
+            "reasoning.max_tokens": self.reasoning.max_tokens,
+        }
+        effort: Effort | None
+        (_, effort), (_, is_on), (field, budget) = _agreed(efforts), _agreed(switches), _agreed(budgets)
+        if is_on is not None:
+            effort = "none" if not is_on else effort or "medium"
         return Thinking(effort, None if budget == -1 else budget, field)
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the answer has the thoughts."""
+        return self.include_reasoning and not self.reasoning.exclude
 
     @property
     def is_single_call(self) -> bool:
@@ -548,3 +586,12 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         if isinstance(self.function_call, FunctionName):
             return FunctionChoice(definitions, "required", [self.function_call.name], "functions")
         return FunctionChoice(definitions, self.function_call or "auto", None, "functions")
+
+
+def _agreed(given: Mapping[str, T | None]) -> tuple[str, T | None]:
+    """The first of the fields that has a value, and it. Raises InvalidRequest where another has a different one."""
+    fields = {name: value for name, value in given.items() if value is not None}
+    first = next(iter(fields or given))
+    if other := next((name for name in fields if fields[name] != fields[first]), None):
+        raise InvalidRequest(f"`{first}` and `{other}` differ.", param=first)
+    return first, fields.get(first)

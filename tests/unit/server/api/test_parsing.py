@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import InvalidRequest
+from roseinfer.server.api.fields import StructuredOutputs
 from roseinfer.server.api.parsing import parse_body
 from roseinfer.server.openai.schema import ChatBody, CompletionBody
 
@@ -85,6 +86,22 @@ def test_zero_keeps_all_of_the_likeliest() -> None:
 )  # fmt: skip
 def test_a_key_is_named_where_it_is_the_clients_own(field: dict[str, Any], message: str) -> None:
     assert refused({"prompt": "a", **field}).message == message
+
+
+def test_flags_that_are_off_ask_for_nothing() -> None:
+    flags = {"disable_any_whitespace": False, "disable_additional_properties": False, "disable_fallback": False}
+    others = {"json_object": False, "whitespace_pattern": None, "structural_tag": None, "choice": None}
+    off = {"structured_outputs": {"regex": "a", **flags, **others}, "logprobs": False, "prompt_logprobs": False}
+    body = parse_body(json.dumps({"prompt": "a", **off}).encode(), CompletionBody)
+    assert body.structured_outputs == StructuredOutputs(regex="a", json_object=False)
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        error = refused({"prompt": "a", "structured_outputs": {"regex": "a", name: True}})
+        assert (error.param, error.message) == (
+            f"structured_outputs.{name}",
+            f"`structured_outputs.{name}`: not supported; use a `grammar`.",
+        )
+    assert refused({"prompt": "a", "logprobs": True}).param == "logprobs"
+    assert refused({"prompt": "a", "prompt_logprobs": 0}).param == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("part", [IMAGE, dict(reversed(IMAGE.items())), {"type": "file"}])
