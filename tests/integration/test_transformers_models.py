@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from roseinfer.cli.models import outline
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
@@ -150,7 +151,11 @@ def test_pieces_of_a_prompt_and_64_greedy_tokens(
     """Across the edges of windows, and of what a cached prefix would leave to compute."""
     level = levels_here()[-1].name
     runner = load(reference, tmp_path, kernels=level, kernels_dir=str(built_kernels(level)))
-    assert runner.info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    num_parameters = sum(parameter.numel() for parameter in reference.parameters())
+    foreseen = outline(tmp_path)
+    assert (runner.info.num_parameters, foreseen["parameters"]) == (num_parameters, num_parameters)
+    token_bytes = runner._model.attention_spec.bytes_per_token(torch.float32)
+    assert (foreseen["served_by"], foreseen["types"][0]["kv_bytes_per_token"]) == ("transformers", token_bytes)
     text, position = text_of(100), 0
     for end in (60, 61, 80, 100):
         row = logits_of(runner, (0, position, text[position:end]))[0]

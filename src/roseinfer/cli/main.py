@@ -115,6 +115,11 @@ def _parser() -> Parser:
     explain_flags.add_explain(_add_command(commands, "explain", about, explain, " URL|FILE"))
     about = "Watch a server: requests, latency, causes of slow gaps."
     explain_flags.add_top(_add_command(commands, "top", about, _later("roseinfer.explain.top", "run_top"), " URL"))
+    about = "Say whether and how a checkpoint would be served, and the memory it takes, before its weights are there."
+    models = _add_command(commands, "models", about, _later("roseinfer.cli.models"), " CHECKPOINT")
+    models.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory, or a Hugging Face id")
+    models.add_argument("--revision", metavar="R", help="branch, tag or commit on Hugging Face")
+    models.add_argument("--json", action="store_true", help="as JSON")
     _add_kernels(_add_command(commands, "kernels", "Compile the CPU kernels, or list what is compiled."))
     about = "Print the configuration, its JSON Schema or its documentation."
     config = _add_command(commands, "config", about, _config, " {show,schema,docs}")

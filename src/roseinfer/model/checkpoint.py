@@ -24,7 +24,7 @@ from roseinfer.model.dequantize import CONFIG_FILES, UNUSED_SUFFIXES, Quantizati
 
 _DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, index, configs, tokenizer, template
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights first; configs, tokenizer, template
 _HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
 _WEIGHTS_FILE = "model.safetensors"
 _PACKED = re.compile(r"\b(qweight|weight_packed)$")
@@ -49,9 +49,10 @@ def _refuse(message: str, cause: Exception | None = None, *, param: str = "model
     raise ConfigError(message, param=param) from cause
 
 
-def resolve_checkpoint(path: str, revision: str | None = None) -> Path:
+def resolve_checkpoint(path: str, revision: str | None = None, *, has_weights: bool = True) -> Path:
     """The directory of `roseinfer/demo`, of a path, or of a Hugging Face id (downloaded unless it is cached).
 
+    Without `has_weights` no weights are downloaded.
     Raises ConfigError, with what to change, if there is none.
     """
     directory = _DEMO_DIRECTORY if path == DEMO_MODEL else Path(path).expanduser()
@@ -63,15 +64,15 @@ def resolve_checkpoint(path: str, revision: str | None = None) -> Path:
         _refuse(f"{path} is a file; the model is the directory that holds config.json and the safetensors files.")
     if not _HUB_ID.fullmatch(path):
         _refuse(f"There is no checkpoint directory {path}.")
-    return _download(path, revision)
+    return _download(path, revision, _HUB_FILES[not has_weights :])
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def _download(repo_id: str, revision: str | None, files: list[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(
-            snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SUBFOLDERS)
+            snapshot_download(repo_id, revision=revision, allow_patterns=files, ignore_patterns=_HUB_SUBFOLDERS)
         )
     except errors.GatedRepoError as error:
         _refuse(f"{repo_id} needs permission of its owner; log in to Hugging Face with a token that has it.", error)
@@ -101,13 +102,16 @@ class Checkpoint:
         self.quantization = self._read_quantization()
         self._files: dict[str, Any] = {}  # open files by name
         self._stack = ExitStack()
-        self._unread = set(self._file_of)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+
+    @cached_property
+    def _unread(self) -> set[str]:
+        return set(self._file_of)
 
     @property
     def names(self) -> frozenset[str]:

@@ -3,15 +3,13 @@
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; checkpoints as Hugging Face stores them.
 """
 
-from typing import Any
-
 import msgspec
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
-from roseinfer.model.families.causal_lm import LayerReader, read_spec
+from roseinfer.model.families.causal_lm import LayerReader
 from roseinfer.model.layers.activation import Activation
 from roseinfer.model.layers.linear import Embedding, Linear
 from roseinfer.model.layers.norm import Norm
@@ -85,8 +83,7 @@ class GPT2:
 
     model_type = "gpt2"
 
-    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint, placement: Placement) -> None:
-        spec = read_spec(config, GPT2Spec, checkpoint)
+    def __init__(self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement) -> None:
         names = checkpoint.names
         # The original checkpoints hold the bare transformer, later ones the language model around it.
         prefix = "transformer." if "transformer.wte.weight" in names else ""

@@ -5,7 +5,7 @@ Report" (2024) and "Qwen3 Technical Report" (2025); checkpoints as Hugging Face 
 computation and differ in biases, norms of heads and windows, as their specs say.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -14,7 +14,7 @@ from msgspec import Meta
 from roseinfer.model.attention.base import Attend, AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
-from roseinfer.model.families.causal_lm import LayerReader, read_spec
+from roseinfer.model.families.causal_lm import LayerReader
 from roseinfer.model.layers.activation import SiluGate
 from roseinfer.model.layers.linear import Embedding, Linear
 from roseinfer.model.layers.norm import Norm
@@ -25,7 +25,6 @@ from roseinfer.model.layers.rope import (
     QueryKeyRotation,
     Rope,
     RotationTable,
-    normalise_rope,
 )
 
 _FREQUENCY_BUFFERS = (".rotary_emb.inv_freq",)  # that old checkpoints carry along
@@ -212,10 +211,7 @@ class _Reader(LayerReader):
 class Llama:
     """A model of the family, in the placement's dtype with a float32 residual stream."""
 
-    def __init__(
-        self, spec_type: type[FamilySpec], config: dict[str, Any], checkpoint: Checkpoint, placement: Placement
-    ) -> None:
-        spec = read_spec(normalise_rope(config), spec_type, checkpoint)
+    def __init__(self, spec: FamilySpec, checkpoint: Checkpoint, placement: Placement) -> None:
         read = _Reader(checkpoint, placement, spec.rms_norm_eps)
         self.model_type = spec.model_type
         self.vocab_size = spec.vocab_size

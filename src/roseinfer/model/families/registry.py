@@ -6,38 +6,53 @@ differs from Llama in biases, norms of heads or windows is a spec in llama.py an
 tests/integration/test_parity.py, which compares it with transformers.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
-from roseinfer.model.families.causal_lm import CausalLM
-from roseinfer.model.families.gpt2 import GPT2
+from roseinfer.model.families.causal_lm import CausalLM, read_spec
+from roseinfer.model.families.gpt2 import GPT2, GPT2Spec
 from roseinfer.model.families.llama import Llama, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
+from roseinfer.model.layers.rope import normalise_rope
 
-_Constructor = Callable[[dict[str, Any], Checkpoint, Placement], CausalLM]
-_FAMILIES: dict[str, tuple[str, _Constructor]] = {  # architecture: (model_type, which stands for it, class)
-    "GPT2LMHeadModel": ("gpt2", GPT2),
-    "LlamaForCausalLM": ("llama", partial(Llama, LlamaSpec)),
-    "MistralForCausalLM": ("mistral", partial(Llama, MistralSpec)),
-    "Qwen2ForCausalLM": ("qwen2", partial(Llama, Qwen2Spec)),
-    "Qwen3ForCausalLM": ("qwen3", partial(Llama, Qwen3Spec)),
+
+class _Family(NamedTuple):
+    """A file of ours, and the fields of config.json that it reads."""
+
+    model_type: str  # which stands for the architecture
+    model: Any  # of a spec, a checkpoint and a placement
+    spec: type[GPT2Spec] | type[LlamaSpec] | type[MistralSpec]
+
+
+_FAMILIES = {  # by architecture
+    "GPT2LMHeadModel": _Family("gpt2", GPT2, GPT2Spec),
+    "LlamaForCausalLM": _Family("llama", Llama, LlamaSpec),
+    "MistralForCausalLM": _Family("mistral", Llama, MistralSpec),
+    "Qwen2ForCausalLM": _Family("qwen2", Llama, Qwen2Spec),
+    "Qwen3ForCausalLM": _Family("qwen3", Llama, Qwen3Spec),
 }
 
 
-def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
-    """Read the checkpoint's weights into the model that its config.json names. Raises ConfigError for an unknown one.
+def native_spec(checkpoint: Checkpoint) -> GPT2Spec | LlamaSpec | MistralSpec | None:
+    """What a file of ours reads of config.json; None where there is no such file. Raises ConfigError."""
+    family = _find(checkpoint)
+    return None if family is None else read_spec(normalise_rope(checkpoint.config), family.spec, checkpoint)
 
-    The first known entry of `architectures` counts; without any, `model_type`.
-    """
-    config = checkpoint.config
-    named = config.get("architectures") or []
-    by_type = {model_type: architecture for architecture, (model_type, _) in _FAMILIES.items()}
-    known = [name for name in named or [by_type.get(str(config.get("model_type")))] if name in _FAMILIES]
-    if not known:
+
+def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
+    """Read the checkpoint's weights into the model that its config.json names. Raises ConfigError."""
+    family, spec = _find(checkpoint), native_spec(checkpoint)
+    if family is None:
         from roseinfer.model.families.transformers import TransformersModel  # which takes seconds to import
 
         return TransformersModel(checkpoint, placement)
-    _, construct = _FAMILIES[known[0]]
-    return construct(config, checkpoint, placement)
+    model: CausalLM = family.model(spec, checkpoint, placement)
+    return model
+
+
+def _find(checkpoint: Checkpoint) -> _Family | None:
+    """By the first known entry of `architectures`; without any, by `model_type`."""
+    config = checkpoint.config
+    by_type = {family.model_type: name for name, family in _FAMILIES.items()}
+    named = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
+    return next((_FAMILIES[name] for name in named if name in _FAMILIES), None)

@@ -150,12 +150,8 @@ class TransformersModel:
         self.vocab_size = config.vocab_size
         self.max_positions = _max_positions(config, checkpoint)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._seam = _Seam()
-        for module in model.modules():
-            if hasattr(module, "layer_idx"):
-                module.seam = self._seam
         self._model, self._base = model, getattr(model, model.base_model_prefix)
-        self.attention_spec = self._probe(config, checkpoint)
+        self._seam, self.attention_spec = _first_pass_of(model, checkpoint)
         self._seam.scale = self.attention_spec.scale
         expected = None if self.model_type in TESTED else self._hidden_by_transformers()
         layers = _Layers(placement, model.get_output_embeddings())
@@ -167,35 +163,6 @@ class TransformersModel:
             self._compare(expected, checkpoint)
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
-
-    def _probe(self, config: Any, checkpoint: Checkpoint) -> AttentionSpec:
-        """Run one token without a cache, and read the shape of the attention of every layer."""
-        token_ids = torch.zeros(1, 1, dtype=torch.long)
-        _first_pass.is_on = True
-        try:
-            with torch.inference_mode():
-                self._base(input_ids=token_ids, position_ids=token_ids, use_cache=False)
-        except _Unserved as error:
-            _refuse(checkpoint, str(error))
-        except (RuntimeError, TypeError, LookupError, AttributeError) as error:
-            _refuse(checkpoint, f"cannot be computed without its own attention ({error})")
-        finally:
-            _first_pass.is_on = False
-        calls = [self._seam.calls.get(layer) for layer in range(config.num_hidden_layers)]
-        known = [call for call in calls if call is not None]
-        if len(known) < len(calls) or len(self._seam.calls) != len(calls):
-            _refuse(checkpoint, "has layers without attention over keys and values, or whose attention is their own")
-        first = known[0]
-        if any((call[:4], call.softcap) != (first[:4], first.softcap) for call in known):
-            _refuse(checkpoint, "has layers with attention of different shapes")
-        if first.value_dim > first.head_dim:
-            _refuse(checkpoint, "has values wider than its keys")
-        sinks = tuple(call.sinks.detach() for call in known if call.sinks is not None)
-        if sinks and len(sinks) < len(known):
-            _refuse(checkpoint, "has attention sinks in some layers only")
-        limit = self.max_positions
-        windows = (None if call.window is None or call.window >= limit else call.window for call in known)
-        return AttentionSpec(*first[:3], first.scale, tuple(windows), first.softcap, sinks or None)
 
     def _hidden_by_transformers(self) -> torch.Tensor:
         """The hidden rows of a short text by transformers alone."""
@@ -246,6 +213,70 @@ class TransformersModel:
         return logits
 
 
+def _first_pass_of(model: Any, checkpoint: Checkpoint) -> tuple[_Seam, AttentionSpec]:
+    """Run one token without a cache, on the model's device, and read the shape of the attention of every layer."""
+    config, base, seam = model.config.get_text_config(decoder=True), getattr(model, model.base_model_prefix), _Seam()
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.seam = seam
+    token_ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    has_numbers = model.device.type != "meta"
+    mask = None if has_numbers else torch.ones_like(token_ids)  # without one, masks depend on the numbers of positions
+    _first_pass.is_on = has_numbers
+    try:
+        with torch.inference_mode():
+            base(input_ids=token_ids, position_ids=token_ids, attention_mask=mask, use_cache=False)
+    except _Unserved as error:
+        _refuse(checkpoint, str(error))
+    except (RuntimeError, TypeError, LookupError, AttributeError) as error:
+        _refuse(checkpoint, f"cannot be computed without its own attention ({error})")
+    finally:
+        _first_pass.is_on = False
+    calls = [seam.calls.get(layer) for layer in range(config.num_hidden_layers)]
+    known = [call for call in calls if call is not None]
+    if len(known) < len(calls) or len(seam.calls) != len(calls):
+        _refuse(checkpoint, "has layers without attention over keys and values, or whose attention is their own")
+    first = known[0]
+    if any((call[:4], call.softcap) != (first[:4], first.softcap) for call in known):
+        _refuse(checkpoint, "has layers with attention of different shapes")
+    if first.value_dim > first.head_dim:
+        _refuse(checkpoint, "has values wider than its keys")
+    sinks = tuple(call.sinks.detach() for call in known if call.sinks is not None)
+    if sinks and len(sinks) < len(known):
+        _refuse(checkpoint, "has attention sinks in some layers only")
+    limit = _max_positions(config, checkpoint)
+    windows = (None if call.window is None or call.window >= limit else call.window for call in known)
+    return seam, AttentionSpec(*first[:3], first.scale, tuple(windows), first.softcap, sinks or None)
+
+
+def modules(checkpoint: Checkpoint, attention: str = NAME) -> Any:
+    """The modules of a checkpoint, without numbers. Raises ConfigError where transformers does not know them."""
+    config = _read_config(checkpoint)
+
+    def make() -> Any:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+    return _of_transformers(make, checkpoint)
+
+
+def attention_of(model: Any, checkpoint: Checkpoint) -> AttentionSpec:
+    """The attention of modules without numbers. Raises ConfigError where a cache cannot serve it."""
+    for module in model.modules():
+        if _is_mixture(module):
+            module.forward = lambda x, *_: x  # which experts rows go to depends on numbers
+    return _first_pass_of(model, checkpoint)[1]
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    def read() -> Any:
+        return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
+
+    config = _of_transformers(read, checkpoint)
+    _check_config(config, checkpoint)
+    return config
+
+
 def _short_text(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and positions [16]."""
     positions = torch.arange(16)
@@ -281,10 +312,10 @@ class _Hidden:
 
 def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The model of transformers with its weights on the host. Raises ConfigError."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
-        _check_config(config, checkpoint)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+    config = _read_config(checkpoint)
+
+    def read() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.directory,
             config=config,
             dtype=dtype,
@@ -293,6 +324,19 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
+
+    model, found = _of_transformers(read, checkpoint)
+    wrong = {name: sorted(map(str, found.get(name) or ())) for name in ("missing_keys", "mismatched_keys")}
+    for name, keys in wrong.items():
+        if keys:
+            _refuse(checkpoint, f"has {name.replace('_', ' ')}, the first of them {keys[0]}")
+    return model.train(False)
+
+
+def _of_transformers(make: Callable[[], Any], checkpoint: Checkpoint) -> Any:
+    """What transformers makes; its errors are ConfigError."""
+    try:
+        return make()
     except KeyError:
         _refuse(checkpoint, "has attention of its own, which no other can take the place of")
     except (ValueError, OSError, RuntimeError, TypeError) as error:
@@ -300,11 +344,6 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         raise ConfigError(
             f"{checkpoint.directory}: transformers cannot load it: {reason}", param="model.path"
         ) from error
-    wrong = {name: sorted(map(str, found.get(name) or ())) for name in ("missing_keys", "mismatched_keys")}
-    for name, keys in wrong.items():
-        if keys:
-            _refuse(checkpoint, f"has {name.replace('_', ' ')}, the first of them {keys[0]}")
-    return model.train(False)
 
 
 def _check_config(config: Any, checkpoint: Checkpoint) -> None:
@@ -336,6 +375,11 @@ def _refuse(checkpoint: Checkpoint, what: str) -> NoReturn:
     raise ConfigError(f"{checkpoint.directory} {what}; it cannot be served.", param="model.path")
 
 
+def _is_mixture(module: nn.Module) -> bool:
+    """Whether it holds the weights of a mixture's experts."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+
+
 class _Layers:
     """Replaces modules of transformers by our layers."""
 
@@ -357,7 +401,7 @@ class _Layers:
     def _replacement(self, module: nn.Module) -> nn.Module | None:
         if type(module) is nn.Linear:
             return _Linear(self._linear(module.weight, module.bias, is_head=module is self._head), module.weight.dtype)
-        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+        if _is_mixture(module):
             return _Experts(module, self._linear)
         if type(module).__name__.endswith("Router") and "weight" in dict(module.named_parameters(recurse=False)):
             return _Router(module, self._placement)

@@ -1,0 +1,119 @@
+"""`roseinfer models`: whether and how a checkpoint would be served, and the memory it takes, from its config alone."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from roseinfer.config.sources import LoadedConfig
+from roseinfer.errors import ConfigError
+from roseinfer.model.attention.base import AttentionSpec
+from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
+from roseinfer.model.families.registry import native_spec
+
+TYPES = {"float32": (4, torch.float32), "bfloat16": (2, torch.bfloat16), "int8": (1, torch.bfloat16)}
+"""Of weights: the bytes of a number in a linear, and the type of everything else."""
+
+
+def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
+    """Print the outline of a checkpoint. 0 if it would be served, 2 if it is refused."""
+    directory = resolve_checkpoint(arguments.checkpoint, arguments.revision, has_weights=False)
+    told = outline(directory)
+    if arguments.json:
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    else:
+        _print(told)
+    return 2 if told["served_by"] == "refused" else 0
+
+
+def outline(directory: Path) -> dict[str, Any]:
+    """Whether and how a checkpoint would be served, its shape, and its memory in each type, ready for JSON."""
+    told: dict[str, Any] = {"checkpoint": str(directory)}
+    try:
+        with Checkpoint(directory) as checkpoint:
+            told["architectures"] = checkpoint.config.get("architectures") or []
+            told["model_type"] = checkpoint.config.get("model_type")
+            told["quantization"] = checkpoint.quantization and checkpoint.quantization.quant_method
+            spec = native_spec(checkpoint)
+            from roseinfer.model.families import transformers  # which takes seconds to import
+
+            model = transformers.modules(checkpoint, transformers.NAME if spec is None else "eager")
+            attention = transformers.attention_of(model, checkpoint) if spec is None else spec.attention
+    except ConfigError as error:
+        return told | {"served_by": "refused", "reason": error.reason}
+    config = model.config.get_text_config(decoder=True)
+    return told | {
+        "served_by": "native" if spec is not None else "transformers",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "positions": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "layers": len(attention.windows),
+        "heads": attention.num_heads,
+        "kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "windows": sorted({window for window in attention.windows if window is not None}),
+        "types": _types(model, attention),
+    }
+
+
+def _types(model: Any, attention: AttentionSpec) -> list[dict[str, Any]]:
+    """The memory of weights and of a token's keys and values, and the tokens that this machine has room for."""
+    tables = {id(child.weight): child.weight for child in model.modules() if isinstance(child, nn.Embedding)}
+    in_tables = sum(table.numel() for table in tables.values())
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2 and id(parameter) not in tables]
+    in_linears = sum(matrix.numel() for matrix in matrices)
+    if id(model.get_output_embeddings().weight) in tables:  # a tied head is packed beside the table
+        in_linears += model.get_output_embeddings().weight.numel()
+    in_vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
+    available = _available_bytes()
+    rows = []
+    for name, (linear_bytes, dtype) in TYPES.items():
+        weights = in_linears * linear_bytes + in_tables * dtype.itemsize + in_vectors * 4
+        token = attention.bytes_per_token(dtype)
+        tokens = max(0, available - weights) // token
+        rows.append({"type": name, "weight_bytes": weights, "kv_bytes_per_token": token, "tokens_here": tokens})
+    return rows
+
+
+def _available_bytes() -> int:
+    """Memory that programs can have, by Linux's account; elsewhere all that there is."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _print(told: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    kind = ", ".join(told.get("architectures", ())) or told.get("model_type") or "a checkpoint"
+    match told["served_by"]:
+        case "refused":
+            console.print(f"{kind}: refused. {told['reason']}")
+            return
+        case "native":
+            console.print(f"{kind}: served by a file of its own, the fastest way.")
+        case _:
+            console.print(f"{kind}: served by transformers' modelling code, with our layers.")
+    if told["quantization"]:
+        console.print(f"Its weights are quantised ({told['quantization']}), and read as floats.")
+    console.print(
+        f"{told['parameters']:,} parameters, {told['layers']} layers, {told['positions']:,} positions, "
+        f"{told['heads']} heads of {told['head_dim']} over {told['kv_heads']} of keys."
+    )
+    table = Table("type", "weights", "KV a token", "tokens that fit this machine's memory", box=None)
+    for row in told["types"]:
+        token = f"{row['kv_bytes_per_token'] / 1024:.1f} KiB"
+        table.add_row(row["type"], _size(row["weight_bytes"]), token, f"{row['tokens_here']:,}")
+    console.print(table)

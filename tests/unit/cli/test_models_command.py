@@ -1,0 +1,63 @@
+"""`roseinfer models`: what it says of a checkpoint, as a table and as JSON, and its exit codes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from roseinfer.cli.main import main
+
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+
+
+def told(directory: Path, capsys: pytest.CaptureFixture[str], exit_code: int = 0) -> dict[str, Any]:
+    assert main(["models", str(directory), "--json"]) == exit_code
+    outline: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return outline
+
+
+def test_a_file_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "roseinfer/demo"]) == 0
+    assert "GPT2LMHeadModel: served by a file of its own" in capsys.readouterr().out
+
+
+def test_memory_of_each_type_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two layers of linears, a table of embeddings with the head tied to it, and five norms."""
+    config = AutoConfig.for_model(
+        "qwen3", **SHAPE, intermediate_size=96, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True
+    )
+    config.save_pretrained(tmp_path)
+    outline = told(tmp_path, capsys)
+    in_linears, in_table = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96) + 100 * 64, 100 * 64
+    in_norms = 2 * (64 + 64 + 16 + 16) + 64
+    assert (outline["served_by"], outline["parameters"]) == ("native", in_linears + in_norms)
+    assert [row["weight_bytes"] for row in outline["types"]] == [
+        4 * (in_linears + in_table + in_norms),
+        2 * (in_linears + in_table) + 4 * in_norms,
+        in_linears + 2 * in_table + 4 * in_norms,
+    ]
+    assert [row["kv_bytes_per_token"] for row in outline["types"]] == [2 * 2 * 2 * 16 * size for size in (4, 2, 2)]
+    assert all(row["tokens_here"] > 1000 for row in outline["types"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ("falcon", {}, "has attention of its own"),
+        ("t5", {}, "is an encoder and a decoder"),
+    ],
+)
+def test_what_is_refused_says_why(
+    model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.for_model(model_type, **SHAPE).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    outline = told(tmp_path, capsys, exit_code=2)
+    assert outline["served_by"] == "refused"
+    assert reason in outline["reason"]
+    assert main(["models", str(tmp_path)]) == 2
+    assert reason in capsys.readouterr().out
