@@ -272,7 +272,7 @@ async def test_pages_of_the_allowed_origins_may_ask_and_read(origins: tuple[str,
         assert answer.headers["Access-Control-Allow-Origin"] == ("*" if "*" in origins else PAGE["Origin"])
         assert (
             answer.headers["Access-Control-Expose-Headers"]
-            == "X-Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
+            == "X-Request-Id, Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
         )
         assert answer.headers.get("Vary") == (None if "*" in origins else "Origin")
     assert others.status == 200

@@ -9,7 +9,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from roseinfer.errors import EngineFailed
-from roseinfer.messages import Request, TokenOutput
+from roseinfer.messages import Request, Thought, TokenOutput
 from roseinfer.records import FinishReason
 from tests.integration.test_http_tools import Checks
 from tests.unit.server.harness import (
@@ -316,6 +316,7 @@ IMAGE = {"type": "input_image", "image_url": "a"}
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "`prompt` with /v1/completions"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"reasoning": {"effort": "hard"}}, "reasoning.effort", "'high'"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget", ">= -1"),
         ({"truncation": "on"}, "truncation", "'auto'"),
         ({"input": [{"role": "user", "content": "x"}, {"role": "user", "content": "y" * 500}]}, "input", "context"),
     ],
@@ -367,6 +368,12 @@ async def test_what_clients_send_is_accepted_and_told_again() -> None:
 async def test_the_limit_is_no_reservation() -> None:
     _, request = await ask("x", max_output_tokens=1_000_000)
     assert request.params.max_tokens == 2000 - len(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize(("budget", "thought"), [(7, Thought("<think>", "</think>", False, 7)), (-1, None)])
+async def test_thoughts_may_have_a_limit(budget: int, thought: Thought | None) -> None:
+    _, request = await ask("x", thinking_token_budget=budget)
+    assert (request.params.grammar and request.params.grammar.thought) == thought
 
 
 async def test_a_form_and_a_forced_call_have_a_grammar() -> None:

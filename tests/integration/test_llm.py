@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -87,9 +88,28 @@ def test_a_chat_is_rendered_and_its_thoughts_are_apart(
         told = llm.chat([{"role": "user", "content": "Hello"}], greedy(20), thinking=thinking)
         expected = text_of(expected_tokens(llm.encode("Hello<think>" if is_thinking else "Hello</think>"), 20))
         assert (told.reasoning, told.text) == ((expected.strip(), "") if is_thinking else ("", expected))
-        for wrong, param in (("Hello", "messages"), ([1], "messages[0]")):
+        parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+        of_parts = llm.chat([{"role": "user", "content": parts}], greedy(20), thinking=thinking)
+        assert of_parts.token_ids == told.token_ids, "this vocabulary has no token for the end of line between parts"
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
+        for wrong, param in (
+            ("Hello", "messages"),
+            ([1], "messages[0]"),
+            ([{"content": "Hello"}], "messages[0].role"),
+            ([{"role": "user", "content": 5}], "messages[0].content"),
+            ([image], "messages[0].content[0].type"),
+        ):
             with pytest.raises(InvalidRequest) as refused:
                 llm.chat(wrong)  # type: ignore[arg-type]
+            assert refused.value.param == param
+        wrong_thoughts: list[tuple[Any, str]] = [
+            ("low", "thinking"),
+            (Thinking("huge"), "thinking.effort"),  # type: ignore[arg-type]
+            (Thinking("low", -1), "thinking.max_tokens"),
+        ]
+        for wrong_thinking, param in wrong_thoughts:
+            with pytest.raises(InvalidRequest) as refused:
+                llm.chat([{"role": "user", "content": "Hello"}], thinking=wrong_thinking)
             assert refused.value.param == param
         with pytest.raises(InvalidRequest, match="no such variable"):
             llm.chat([{"role": "user", "content": "Hello"}], variables={"colour": 1})

@@ -98,7 +98,9 @@ def _parser() -> Parser:
     parser.set_defaults(parser=parser, config=None, defaults={})
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="COMMAND")
 
-    add_config_flags(_add_command(commands, "serve", "Serve the OpenAI API, until SIGTERM or Ctrl-C.", _serve))
+    add_config_flags(
+        _add_command(commands, "serve", "Serve OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C.", _serve)
+    )
     generate = _add_command(
         commands, "generate", "Continue one prompt and stream the text to standard output.", _generate, " PROMPT"
     )

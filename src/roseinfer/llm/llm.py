@@ -39,6 +39,7 @@ from roseinfer.errors import (
 from roseinfer.messages import (
     EngineInfo,
     Grammar,
+    MinTokens,
     SamplingParams,
     StartupProgress,
     TokenLogprobs,
@@ -52,7 +53,7 @@ from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
 from roseinfer.text.conversation import Conversation, prepare_turn
 from roseinfer.text.generation import Generation, GenerationRequest
 from roseinfer.text.grammar.checker import GrammarChecker
-from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Thinking
+from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Effort, Thinking
 from roseinfer.text.templates import NO_VARIABLES, read_chosen_template
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer import Tokenizer
@@ -64,6 +65,25 @@ T = TypeVar("T")
 NUM_KEPT_TIMELINES = 4096
 
 _log = logging.getLogger(__name__)
+
+
+class _TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _Message(msgspec.Struct):
+    """What is checked of a message; the rest is for the chat template."""
+
+    role: str
+    content: str | list[_TextPart] | None = None
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with a text as its content, as chat templates read it and the server writes it."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -372,16 +392,21 @@ class LLM:
     ) -> Completion:
         """Generate the next turn of a conversation and wait. Thoughts are in `reasoning`, the rest is the `text`.
 
-        Each message is a mapping as the model's chat template reads it, with `role` and `content`. `variables` are
-        those of the template, and go before what `thinking` says. A grammar applies behind the thoughts.
+        Each message is a mapping as the model's chat template reads it, with `role` and `content`, which is a text or
+        a list of parts `{"type": "text", "text": …}`. `variables` are those of the template, and go before what
+        `thinking` says. A grammar applies behind the thoughts.
         """
-        check_value(messages, list[dict[str, Any]], "messages")
+        check_value(messages, list[_Message], "messages")
+        if not isinstance(thinking, Thinking):
+            raise InvalidRequest(f"`thinking`: expected Thinking; got {shown(thinking)}.", param="thinking")
+        check_value(thinking.effort, Effort | None, "thinking.effort")
+        check_value(thinking.max_tokens, MinTokens | None, "thinking.max_tokens")
         check_value(variables, dict[str, Any], "variables")
         wanted = self._new_request(params, stop, cache_salt)
         check_value(msgspec.structs.asdict(wanted.params), SamplingParams)
         grammar = wanted.params.grammar
         conversation = Conversation(
-            messages=messages,
+            messages=[_with_text(message) for message in messages],
             num_chars=sum(len(str(message)) for message in messages),
             form=None if grammar is None else (grammar, "grammar"),
             variables=variables,

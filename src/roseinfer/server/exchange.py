@@ -129,7 +129,7 @@ class Exchange:
         self.is_submitted = True
         self._unset_alarm()
         if self.deadline_ns is not None:
-            error = RequestTimeout("The request ran past its deadline.", param="timeout_s")
+            error = RequestTimeout("The request ran past its deadline, `timeout_s`.", param="timeout_s")
             self._set_alarm(self.deadline_ns + int(ENGINE_GRACE_S * 1e9), error)
 
     def cache_salt(self, given: str) -> str:

@@ -320,7 +320,7 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
     if origin := _allowed_origin(request):
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = (
-            "X-Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
+            "X-Request-Id, Request-Id, Retry-After, Server-Timing, X-Roseinfer-Ignored"
         )
 
 

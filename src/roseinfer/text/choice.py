@@ -204,7 +204,7 @@ class Choice:
             message = "The engine could not begin the request in the time it was given."
             return QueueTimeout(message, param=self._options.queue_timeout_name)
         if reason is FinishReason.TIMEOUT:
-            return RequestTimeout("The request ran past its deadline.", param="timeout_s")
+            return RequestTimeout("The request ran past its deadline, `timeout_s`.", param="timeout_s")
         if output.grammar_error:
             return SequenceFailed("The grammar could not be followed any further.")
         if output.is_own_fault:

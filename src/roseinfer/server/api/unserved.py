@@ -99,6 +99,9 @@ OF_COMPLETIONS: dict[str, Unserved] = {
     **_rows(("suffix",), "", instead="write your model's tokens for infilling into `prompt`"),
     **_rows(("add_special_tokens",), True, instead=_ADDED),
     **_rows(("prompt_embeds",)),
+    **_rows(("messages",), instead="a completion takes `prompt`; /v1/chat/completions takes `messages`"),
+    **_rows(("input",), instead="a completion takes `prompt`; /v1/responses takes `input`"),
+    **_rows(("max_completion_tokens", "max_output_tokens"), instead="`max_tokens` is its name here"),
 }
 
 OF_CHAT: dict[str, Unserved] = {
@@ -113,6 +116,7 @@ OF_CHAT: dict[str, Unserved] = {
     **_rows(("chat_template",), instead="it is an option of the server, `server.chat_template`"),
     **_rows(("parse_tool_calls",), True),
     **_rows(("input",), instead="a chat takes `messages`; /v1/responses takes `input`"),
+    **_rows(("prompt",), instead="a chat takes `messages`; /v1/completions takes `prompt`"),
     **_rows(("system",), "", instead="a chat takes it as a message of the role system; /v1/messages has this field"),
     **_rows(("stop_sequences",), [], instead="`stop` is its name here"),
     **_rows(("output_config",), {}, instead="`response_format` and `reasoning_effort` are its names here"),

@@ -34,7 +34,6 @@ from roseinfer.text.choice import Delta
 from roseinfer.text.conversation import Conversation
 from roseinfer.text.generation import Generation
 from roseinfer.text.logprobs import ScoredToken
-from roseinfer.text.reasoning import Thinking
 from roseinfer.text.tool_calls import Parts
 from roseinfer.text.turns import Turn, join_turns
 
@@ -77,7 +76,7 @@ def _conversation(body: ResponseBody) -> Conversation:
         is_parallel=body.parallel_tool_calls and not body.names_one_function,
         form=body.form(),
         variables=body.chat_template_kwargs,
-        thinking=Thinking(body.reasoning.effort),
+        thinking=body.wanted_thinking,
         field="input",
         folds=True,
     )

@@ -16,10 +16,11 @@ from roseinfer.server.openai.schema import (
     FunctionCall,
     FunctionDefinition,
     OpenAIBody,
+    ThinkingBudget,
     ToolCall,
 )
 from roseinfer.text.grammar.source import encode_source
-from roseinfer.text.reasoning import Effort
+from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.templates import TemplateVariables, check_variables
 
 LOGPROBS = "message.output_text.logprobs"
@@ -230,6 +231,7 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
             "structured-output.md."
         ),
     ] = ReasoningOptions()
+    thinking_token_budget: ThinkingBudget = None
     max_output_tokens: Annotated[
         TokenCount | None,
         Meta(description="Most tokens to generate, as far as the context has room for them behind the prompt."),
@@ -289,6 +291,11 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
     def names_one_function(self) -> bool:
         """Whether one function must be called, once."""
         return isinstance(self.tool_choice, ChosenTools) and self.tool_choice.type == "function"
+
+    @property
+    def wanted_thinking(self) -> Thinking:
+        budget = self.thinking_token_budget
+        return Thinking(self.reasoning.effort, None if budget == -1 else budget, "thinking_token_budget")
 
     @property
     def summary(self) -> str | None:

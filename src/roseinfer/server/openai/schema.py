@@ -254,6 +254,12 @@ def earlier_arguments(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
             yield f"messages[{at}].{where}.arguments", call.function.arguments
 
 
+ThinkingBudget = Annotated[
+    Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
+    Meta(description="Most tokens of thoughts, behind which the answer is forced; -1: no limit."),
+]
+
+
 class ThinkingSwitch(Part, frozen=True, kw_only=True):
     """Whether the model thinks, as DeepSeek, GLM and Anthropic have it."""
 
@@ -472,10 +478,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         ThinkingSwitch,
         Meta(description="`disabled`: as the `reasoning_effort` none. `budget_tokens`: as `thinking_token_budget`."),
     ] = ThinkingSwitch(type="auto")
-    thinking_token_budget: Annotated[
-        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
-        Meta(description="Most tokens of thoughts, behind which the answer is forced; -1: no limit."),
-    ] = None
+    thinking_token_budget: ThinkingBudget = None
     include_reasoning: Annotated[bool, Meta(description="False: thoughts are left out of the answer.")] = True
     reasoning: Annotated[
         ReasoningSettings,

@@ -62,10 +62,19 @@ def test_a_field_of_vllms_is_told_with_what_there_is_instead(
     assert instead in error.message
 
 
-def test_a_body_of_another_endpoint_is_told_where_it_belongs() -> None:
-    with pytest.raises(InvalidRequest, match=r"`input` is not supported: .*/v1/responses takes `input`\.") as caught:
-        parse_body(b'{"model": "a", "input": "Hi"}', ChatBody)
-    assert caught.value.param == "input"
+@pytest.mark.parametrize(
+    ("body_type", "field", "path"),
+    [
+        (ChatBody, "input", "/v1/responses"),
+        (ChatBody, "prompt", "/v1/completions"),
+        (CompletionBody, "input", "/v1/responses"),
+        (CompletionBody, "messages", "/v1/chat/completions"),
+    ],
+)
+def test_a_body_of_another_endpoint_is_told_where_it_belongs(body_type: Any, field: str, path: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"`{field}` is not supported: .*{path} takes `{field}`\\.") as caught:
+        parse_body(f'{{"model": "a", "{field}": "Hi"}}'.encode(), body_type)
+    assert caught.value.param == field
 
 
 def test_zero_keeps_all_of_the_likeliest() -> None:
