@@ -4,6 +4,7 @@ Every checkpoint is a small random one, written by `save_pretrained` and read as
 differ by rounding alone.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from roseinfer.model.families.transformers import TESTED
 from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.runner import ModelRunner, load_runner
 from tests.conftest import BuiltKernels
+from tests.unit.model.quantised import MXFP4, Method, methods, quantise
 
 TOLERANCE = 1e-4
 MAX_LEN = 192
@@ -110,6 +112,10 @@ def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def load(reference: PreTrainedModel, directory: Path, num_slots: int = 1, **runner: Any) -> ModelRunner:
     reference.save_pretrained(directory)
+    return load_directory(directory, num_slots, **runner)
+
+
+def load_directory(directory: Path, num_slots: int = 1, **runner: Any) -> ModelRunner:
     config = Config(
         model=ModelConfig(path=str(directory), dtype="float32"),
         cache=CacheConfig(num_blocks=num_slots * BLOCKS),
@@ -224,6 +230,41 @@ def test_an_untested_type_is_compared_at_load(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("roseinfer.model.families.transformers._ACTIVATIONS", {"GELUTanh": "silu"})
     with pytest.raises(ConfigError, match="comes out otherwise than in transformers"):
         load(reference, tmp_path)
+
+
+QUANTISED = [
+    (model_type, method)
+    for model_type, names in {
+        "phi3": ("gptq, order",),
+        "qwen3_moe": ("awq", "fp8, blocks"),
+        "gpt_oss": ("mxfp4",),
+    }.items()
+    for method in [*methods(group=32, block=24), MXFP4]
+    if method.name in names
+]
+
+
+@pytest.mark.parametrize(("model_type", "method"), QUANTISED, ids=str)
+@torch.inference_mode()
+def test_quantised_checkpoints(model_type: str, method: Method, tmp_path: Path) -> None:
+    """Linears, experts that are modules in the file and one tensor in the model, and experts that are one in both."""
+    random_model(model_type).save_pretrained(tmp_path / "model")
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    quantised, floats = quantise(tmp_path / "model", method, experts if method is MXFP4 else ("proj.weight",))
+    expected = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)(torch.tensor([text_of(90)]))
+    row = logits_of(load_directory(quantised), (0, 0, text_of(90)))[0]
+    torch.testing.assert_close(row, expected.logits[0, -1], atol=TOLERANCE, rtol=0)
+
+
+def test_a_quantised_weight_that_cannot_be_read(tmp_path: Path) -> None:
+    random_model("phi3").save_pretrained(tmp_path / "model")
+    gptq = next(method for method in methods(group=32, block=24) if method.name == "gptq")
+    quantised, _ = quantise(tmp_path / "model", gptq, ("proj.weight",))
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 48
+    (quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"proj\.weight cannot be dequantised: .* in groups of 48 are not"):
+        load_directory(quantised)
 
 
 @pytest.mark.skipif("ROSEINFER_REQUIRE_ALL" not in os.environ, reason="long: in CI only")

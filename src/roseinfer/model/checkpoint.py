@@ -27,8 +27,6 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights first; configs, tokenizer, template
 _HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
 _WEIGHTS_FILE = "model.safetensors"
-_PACKED = re.compile(r"\b(qweight|weight_packed)$")
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and their values without effect
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
@@ -113,10 +111,10 @@ class Checkpoint:
     def _unread(self) -> set[str]:
         return set(self._file_of)
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
-        """The names of all tensors; of a packed weight that of the float one."""
-        return frozenset(_PACKED.sub("weight", name) for name in self._file_of)
+        """The names of all tensors; a quantised weight has that of the float one."""
+        return self.quantization.names_of(self._file_of) if self.quantization else frozenset(self._file_of)
 
     @property
     def num_matrix_elements(self) -> int:
@@ -148,29 +146,34 @@ class Checkpoint:
             name = f"{self.directory}/generation_config.json"
             _refuse(f"{name}: {error}; with `model.generation_config` = `ignore` it is passed over.", error)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor, mapped from its file, in its own floating type; a quantised one as float32.
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """One tensor, mapped from its file, in its own floating type; a quantised one dequantised.
 
-        Raises ConfigError for another shape.
+        Raises ConfigError for another shape than `shape`.
         """
-        parts = self.quantization.parts_of(name, self._file_of) if self.quantization else {}
-        if self.quantization and parts:
-            tensors = {part: self._mapped(stored) for part, stored in parts.items()}
-            try:
-                return self.quantization.weight(tensors, shape)
-            except (ValueError, IndexError, RuntimeError) as error:  # the last two of torch, where shapes do not fit
-                file, reason = self.directory / self._file_of[next(iter(parts.values()))], str(error).splitlines()[0]
-                _refuse(f"{file}: {name} of {list(shape)} cannot be dequantised: {reason}.", error)
-        if name not in self._file_of:
+        parts = self._parts_of(name)
+        if not parts and name not in self._file_of:
             _refuse(f"{self.directory} has no tensor {name}.")
-        piece = self._open(self._file_of[name]).get_slice(name)
-        found, dtype = tuple(piece.get_shape()), piece.get_dtype()
-        if found != tuple(shape) or dtype not in _FLOAT_DTYPES:
+        path = self.directory / self._file_of[next(iter(parts.values()), name)]
+        tensor = self._dequantised(name, parts, path) if parts else self._mapped(name)
+        is_float = tensor.is_floating_point() and tensor.itemsize > 1
+        if not is_float or tensor.shape != (tensor.shape if shape is None else shape):
             _refuse(
-                f"{self.directory / self._file_of[name]}: tensor {name} is {dtype} {list(found)}; "
-                f"config.json asks for floating point {list(shape)}."
+                f"{path}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; "
+                f"config.json asks for floating point{'' if shape is None else f' {list(shape)}'}."
             )
-        return self._mapped(name)
+        return tensor
+
+    def _dequantised(self, name: str, parts: Mapping[str, str], path: Path) -> torch.Tensor:
+        assert self.quantization is not None
+        try:
+            return self.quantization.weight({part: self._mapped(stored) for part, stored in parts.items()})
+        except (ValueError, IndexError, RuntimeError) as error:  # the last two of torch, where shapes do not fit
+            _refuse(f"{path}: {name} cannot be dequantised: {str(error).splitlines()[0]}.", error)
+
+    def _parts_of(self, name: str) -> dict[str, str]:
+        """Part -> tensor of a quantised weight; none of another tensor."""
+        return self.quantization.parts_of(name, self._file_of) if self.quantization else {}
 
     def _mapped(self, name: str) -> torch.Tensor:
         """The tensor as it is in its file, in a mapping of its own.

@@ -5,11 +5,13 @@ numbers q are packed and in what a block is. They are defined by the projects co
 and AutoAWQ, and for FP8 in blocks by DeepSeek-V3. The result is float32, to be rounded once: to `model.dtype`.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self
 
 import msgspec
 import torch
+from torch.nn import functional
 
 UNUSED_SUFFIXES = (  # of scales and zeros of quantised activations and KV caches, which are floats here
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
@@ -21,7 +23,10 @@ _PARTS = (  # what a module may have in the place of a float `weight`
     *("weight_packed", "weight_zero_point", "weight_g_idx", "weight_shape"),
     *("qweight", "qzeros", "scales", "g_idx"),
 )
+_PACKED = re.compile(r"\bq(?=weight$)|(?<=\bweight)_packed$|_blocks$")  # what a float weight's name lacks
 _INPUTS_FIRST = ("gpt2",)  # model types with float weights [inputs, outputs], as GPTQ and AWQ have them in all models
+_MXFP4_PARTS = ("_blocks", "_scales")  # of gpt-oss, whose experts are one tensor
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NUM_BITS = (4, 8, 2)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of eight outputs
 _ROWS_AT_ONCE = 1024
@@ -43,11 +48,12 @@ class _Scheme(msgspec.Struct, frozen=True):
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of `quantization_config` that say how weights are stored, under their names there.
 
-    What the shapes of tensors say is not among them: the number of bits, for which modules may be exceptions.
+    The number of bits is by the tensors' shapes where they say it: modules may be exceptions.
     """
 
     quant_method: str
     model_type: str = ""  # of the model
+    bits: int = 4  # of GPTQ, where a module has no `g_idx`
     group_size: int | None = None
     q_group_size: int | None = None  # in `quant_config.json`
     weight_block_size: tuple[int, int] | None = None
@@ -77,21 +83,28 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
                     "the model without quantisation, or as FP8, compressed-tensors, GPTQ or AWQ (gemm)"
                 )
 
+    def names_of(self, stored: Collection[str]) -> frozenset[str]:
+        """The names that the tensors have, or would have as floats."""
+        names = {_PACKED.sub("", name) for name in stored}
+        parts = {part for name in names for part in self.parts_of(name, stored).values()}
+        return frozenset(name for name in names if name not in parts or self.parts_of(name, stored))
+
     def parts_of(self, name: str, names: Collection[str]) -> dict[str, str]:
         """Part -> name of the tensors that are the quantised weight `name`; none if it is a float tensor."""
         module = name.removesuffix("weight")
-        parts = {part: module + part for part in _PARTS if module + part in names}
-        return parts if name != module and set(parts) != {"weight"} else {}
+        candidates = {part: module + part for part in _PARTS} if name != module else {}
+        candidates |= {part: name + part for part in _MXFP4_PARTS}
+        parts = {part: stored for part, stored in candidates.items() if stored in names}
+        return parts if set(parts) != {"weight"} else {}
 
-    def weight(self, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-        """The weight of `shape`, as float32. Raises ValueError, with the reason, where the parts do not make it."""
-        is_turned = self.model_type in _INPUTS_FIRST and "qweight" in parts
+    def weight(self, parts: Parts) -> torch.Tensor:
+        """The weight as floats. Raises ValueError, with the reason, where the parts do not make one."""
         dequantised, _ = _METHODS[self.quant_method]
         try:
-            weight = dequantised(parts, shape[::-1] if is_turned else shape, self)
+            weight = dequantised(parts, self)
         except KeyError as error:
             raise ValueError(f"there is no {error.args[0]}") from error
-        return weight.t() if is_turned else weight
+        return weight.t() if self.model_type in _INPUTS_FIRST and "qweight" in parts else weight
 
     def block_of(self, scales: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns that share one of the scales. Raises ValueError if the configuration does not say."""
@@ -128,21 +141,23 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         return [self.quant_method]
 
 
-def _compressed(parts: Parts, shape: tuple[int, ...], quantization: Quantization) -> torch.Tensor:
+def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
     """FP8 or int8 in the place of the float weight, or packed numbers with half their range added."""
     scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
     scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales  # powers of two
     zeros = parts.get("weight_zero_point")
     if "weight_packed" in parts:
-        num_bits, values = _unpacked(parts["weight_packed"], shape[1])
+        rows, columns = parts["weight_shape"].tolist()
+        num_bits, values = _unpacked(parts["weight_packed"], columns)
         if zeros is None:
             zeros = torch.full(scales.shape, 1 << (num_bits - 1))
         else:
-            zeros = _unpacked(zeros.t(), shape[0], num_bits)[1].t()
+            zeros = _unpacked(zeros.t(), rows, num_bits)[1].t()
     else:
         values = parts["weight"]
-    if values.shape != shape or values.itemsize != 1:
-        raise ValueError(f"the numbers are {str(values.dtype).removeprefix('torch.')} {list(values.shape)}")
+    if values.itemsize != 1:
+        raise ValueError(f"it is {_name(values.dtype)} and has scales")
+    shape = values.shape
     height, width = quantization.block_of(scales, shape)
     scales = _rows_of_blocks(scales, height, shape[0])
     zeros = None if zeros is None else _rows_of_blocks(zeros, height, shape[0])
@@ -151,39 +166,52 @@ def _compressed(parts: Parts, shape: tuple[int, ...], quantization: Quantization
     return _multiplied(values, scales, zeros, groups)
 
 
-def _gptq(parts: Parts, shape: tuple[int, ...], quantization: Quantization) -> torch.Tensor:
+def _gptq(parts: Parts, quantization: Quantization) -> torch.Tensor:
     """Words of inputs; zeros in words of outputs, in the first format less one."""
-    outputs, inputs = shape
-    scales, zero_words = parts["scales"].t(), parts["qzeros"]
-    num_bits, values = _unpacked(parts["qweight"].t(), inputs)
+    words, scales, zero_words, order = parts["qweight"].t(), parts["scales"].t(), parts["qzeros"], parts.get("g_idx")
+    num_inputs = words.shape[1] * 32 // quantization.bits if order is None else len(order)
+    num_bits, values = _unpacked(words, num_inputs)
     mask, is_first = (1 << num_bits) - 1, quantization.layouts == ["gptq"]
     # GPTQModel takes one from the zeros in whole words, where a zero of 0 borrows from the next; AutoGPTQ from each.
     borrows = "gptqmodel" in str((quantization.meta or {}).get("quantizer"))
     if is_first and borrows:
         zero_words = zero_words + 0xFFFFFFFF // mask
-    zeros = _unpacked(zero_words, outputs, num_bits)[1].t()
+    zeros = _unpacked(zero_words, len(values), num_bits)[1].t()
     if is_first and not borrows:
         zeros = zeros + 1 & mask
-    groups = parts["g_idx"] if "g_idx" in parts else _groups(inputs, scales.shape[1], quantization.group_size)
+    groups = _groups(num_inputs, scales.shape[1], quantization.group_size) if order is None else order
     return _multiplied(values, scales, zeros, groups)
 
 
-def _awq(parts: Parts, shape: tuple[int, ...], quantization: Quantization) -> torch.Tensor:
+def _awq(parts: Parts, quantization: Quantization) -> torch.Tensor:
     """Words of eight outputs, shuffled."""
-    outputs, inputs = shape
     scales = parts["scales"].t()
     values, zeros = (
-        _unpacked(parts[name], outputs, 4)[1].reshape(*parts[name].shape, 8)[..., _AWQ_PLACES].flatten(1).t()
-        for name in ("qweight", "qzeros")
+        _unpacked(words, len(scales), 4)[1].reshape(*words.shape, 8)[..., _AWQ_PLACES].flatten(1).t()
+        for words in (parts["qweight"], parts["qzeros"])
     )
     size = quantization.group_size or quantization.q_group_size
-    return _multiplied(values, scales, zeros, _groups(inputs, scales.shape[1], size))
+    return _multiplied(values, scales, zeros, _groups(values.shape[1], scales.shape[1], size))
+
+
+def _mxfp4(parts: Parts, _: Quantization) -> torch.Tensor:
+    """All experts of a gpt-oss layer [experts, inputs, outputs]: two floats of four bits a byte, and exponents.
+
+    As bfloat16, which holds these numbers exactly.
+    """
+    of_byte = torch.tensor([(_MXFP4_VALUES[byte & 15], _MXFP4_VALUES[byte >> 4]) for byte in range(256)])
+    exponents = parts["_scales"].view(torch.float8_e8m0fnu)
+    experts = [
+        (functional.embedding(blocks.int(), of_byte).flatten(-2) * scales.float()[..., None]).flatten(1).bfloat16()
+        for blocks, scales in zip(parts["_blocks"], exponents, strict=True)
+    ]
+    return torch.stack(experts).transpose(1, 2)
 
 
 def _unpacked(words: torch.Tensor, num_values: int, num_bits: int | None = None) -> tuple[int, torch.Tensor]:
     """The number of bits, and the numbers of each row of words, the lowest bits first, as uint8."""
     if words.dtype != torch.int32:
-        raise ValueError(f"numbers are packed in {str(words.dtype).removeprefix('torch.')}, not int32")
+        raise ValueError(f"numbers are packed in {_name(words.dtype)}, not int32")
     for bits in [num_bits] if num_bits else _NUM_BITS:
         if words.shape[1] == -(-num_values * bits // 32):
             shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
@@ -191,6 +219,10 @@ def _unpacked(words: torch.Tensor, num_values: int, num_bits: int | None = None)
             values = of_bytes[..., None] >> shifts & (1 << bits) - 1
             return bits, values.flatten(1)[:, :num_values]
     raise ValueError(f"{words.shape[1]} words for {num_values} numbers are not {num_bits or '2, 4 or 8'} bits each")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rows_of_blocks(blocks: torch.Tensor, height: int, num_rows: int) -> torch.Tensor:
@@ -230,7 +262,7 @@ def _of_columns(by_group: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return by_group.float() if by_group.shape[1] == 1 else by_group.float().index_select(1, groups)
 
 
-_METHODS: dict[str, tuple[Callable[[Parts, tuple[int, ...], Quantization], torch.Tensor], tuple[str, ...]]] = {
+_METHODS: dict[str, tuple[Callable[[Parts, Quantization], torch.Tensor], tuple[str, ...]]] = {
     "fp8": (_compressed, ("fp8",)),
     "fbgemm-fp8": (_compressed, ("fbgemm-fp8",)),
     "modelopt": (_compressed, ("FP8",)),
@@ -249,4 +281,5 @@ _METHODS: dict[str, tuple[Callable[[Parts, tuple[int, ...], Quantization], torch
     ),
     "gptq": (_gptq, ("gptq", "gptq_v2")),
     "awq": (_awq, ("gemm",)),
+    "mxfp4": (_mxfp4, ("mxfp4",)),
 }

@@ -3,13 +3,16 @@
 Numbers are rounded to the nearest, without calibration.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 Stored = tuple[Tensors, torch.Tensor]  # parts by their names in the module, and the float32 weight [outputs, inputs]
@@ -140,6 +143,53 @@ def compressed(format_name: str, **weights: object) -> dict[str, Any]:
     scheme = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True} | weights}
     config = {"quant_method": "compressed-tensors", "format": format_name, "config_groups": {"group_0": scheme}}
     return config | {"ignore": ["lm_head"], "sparsity_config": {"format": "dense"}, "kv_cache_scheme": None}
+
+
+def mxfp4(experts: torch.Tensor) -> Stored:
+    """Experts [experts, inputs, outputs], 32 inputs with an exponent: a sign, two bits of exponent, one of mantissa."""
+    codes = torch.arange(16)
+    exponent, mantissa = codes // 2 % 4, codes % 2
+    sizes = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+    values = torch.where(codes < 8, sizes, -sizes)
+    groups = experts.transpose(1, 2).reshape(len(experts), experts.shape[2], -1, 32)
+    scales = (groups.abs().amax(3) / 6).log2().ceil()
+    numbers = (groups[..., None] / 2 ** scales[..., None, None] - values).abs().argmin(-1)
+    meant = (values[numbers] * 2 ** scales[..., None]).flatten(2).transpose(1, 2)
+    blocks = (numbers[..., ::2] + 16 * numbers[..., 1::2]).to(torch.uint8)
+    return {"_blocks": blocks, "_scales": (scales + 127).to(torch.uint8)}, meant
+
+
+MXFP4 = Method("mxfp4", {"quant_method": "mxfp4"}, mxfp4)
+
+
+def write(directory: Path, tensors: Tensors, quantization: object, **config: object) -> Path:
+    """A checkpoint."""
+    directory.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return directory
+
+
+def of_module(module: str, parts: Tensors) -> Tensors:
+    return {f"{module}.{part}": tensor for part, tensor in parts.items()}
+
+
+def quantise(
+    directory: Path, method: Method, endings: tuple[str, ...], *, are_inputs_first: bool = False
+) -> tuple[Path, Path]:
+    """The checkpoint with its weights of these names in the format, and as floats with the values they then have."""
+    tensors = load_file(directory / "model.safetensors")
+    stored: Tensors = {}
+    names = [name for name in tensors if name.endswith(endings) and tensors[name].dim() > 1]
+    assert names
+    for name in names:
+        parts, meant = method.store(tensors[name].t() if are_inputs_first else tensors[name])
+        stored |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+        tensors[name] = meant.t() if are_inputs_first else meant
+    config = json.loads((directory / "config.json").read_text())
+    floats = {name: tensor for name, tensor in tensors.items() if name not in names}
+    quantised = write(directory.parent / "quantised", floats | stored, method.config, **config)
+    return quantised, write(directory.parent / "floats", tensors, None, **config)
 
 
 def methods(group: int, block: int) -> list[Method]:

@@ -137,7 +137,7 @@ def test_without_architectures_the_model_type_decides(directory: Path) -> None:
         ({"scale_attn_by_inverse_layer_idx": True}, "root of the head size"),
         ({"n_layer": 3}, "has no tensor h.2.ln_1.weight"),
         ({"n_layer": 1}, "tensor h.1.attn.c_attn.bias does not belong to a gpt2 model"),
-        ({"vocab_size": 132}, "model.safetensors: tensor wte.weight is F32 [131, 32]; config.json asks for"),
+        ({"vocab_size": 132}, "model.safetensors: tensor wte.weight is float32 [131, 32]; config.json asks for"),
     ],
     ids=str,
 )
@@ -148,7 +148,9 @@ def test_a_config_that_does_not_fit(directory: Path, changes: dict[str, object],
 
 def test_tensors_that_do_not_fit(directory: Path) -> None:
     change_tensors(directory, lambda tensors: tensors.update({"ln_f.bias": torch.zeros(32, dtype=torch.int32)}))
-    assert "model.safetensors: tensor ln_f.bias is I32 [32]; config.json asks for floating point" in refusal(directory)
+    assert "model.safetensors: tensor ln_f.bias is int32 [32]; config.json asks for floating point" in refusal(
+        directory
+    )
     change_tensors(directory, lambda tensors: tensors.pop("h.1.mlp.c_fc.weight"))
     assert "has no tensor h.1.mlp.c_fc.weight" in refusal(directory)
 
@@ -274,7 +276,7 @@ def test_tensors_are_joined_in_the_order_asked_for(directory: Path, is_sharded: 
         joined = checkpoint.joined(shapes, torch.device("cpu"))
         assert torch.equal(joined, torch.cat([tensors[name] for name in names]))
         assert torch.equal(checkpoint.joined({names[0]: shapes[names[0]]}, torch.device("cpu")), tensors[names[0]])
-        with pytest.raises(ConfigError, match=r"h\.0\.ln_1\.bias is F32"):
+        with pytest.raises(ConfigError, match=r"h\.0\.ln_1\.bias is float32"):
             checkpoint.joined(shapes | {"h.0.ln_1.bias": (31,)}, torch.device("cpu"))
 
 

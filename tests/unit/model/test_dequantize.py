@@ -1,13 +1,11 @@
 """Quantised checkpoints: the weights that each format means, in one tensor and in a whole model; and refusals."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from roseinfer.config.options import Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
@@ -18,7 +16,7 @@ from roseinfer.model.loading import load_model
 from tests.unit.model.conftest import Shape
 from tests.unit.model.conftest import write_checkpoint as write_gpt2
 from tests.unit.model.families.test_llama import write_checkpoint as write_llama
-from tests.unit.model.quantised import Method, Tensors, awq, compressed, gptq, methods
+from tests.unit.model.quantised import Method, awq, compressed, gptq, methods, mxfp4, of_module, quantise, write
 
 METHODS = methods(group=32, block=24)
 WIDTHS = [(64, 96), (48, 80), (1048, 64), (56, 16)]  # outputs and inputs; not all are whole groups or blocks
@@ -29,17 +27,6 @@ def random_weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.1
     weight[1::5], weight[2::5] = weight[1::5].abs(), -weight[2::5].abs()
     return weight
-
-
-def write(directory: Path, tensors: Mapping[str, torch.Tensor], quantization: object, **config: object) -> Path:
-    directory.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"quantization_config": quantization} | config))
-    return directory
-
-
-def of_module(module: str, parts: Tensors) -> Tensors:
-    return {f"{module}.{part}": tensor for part, tensor in parts.items()}
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
@@ -65,30 +52,12 @@ def logits_of(directory: Path) -> torch.Tensor:
     return model.logits(model.forward(ids, ids, lambda _, q, k, v: v.repeat_interleave(groups, 1).flatten(1)))
 
 
-def quantise(
-    directory: Path, method: Method, linears: str | tuple[str, ...], *, are_inputs_first: bool = False
-) -> tuple[Path, Path]:
-    """The checkpoint with its linears in the format, and as floats with the values they then have."""
-    tensors = load_file(directory / "model.safetensors")
-    stored: Tensors = {}
-    for name in [name for name in tensors if name.endswith(linears) and tensors[name].dim() == 2]:
-        parts, meant = method.store(tensors[name].t() if are_inputs_first else tensors[name])
-        stored |= of_module(name.removesuffix(".weight"), parts)
-        tensors[name] = meant.t() if are_inputs_first else meant
-    config = json.loads((directory / "config.json").read_text())
-    floats = {name: tensor for name, tensor in tensors.items() if not name.endswith(linears) or tensor.dim() != 2}
-    return (
-        write(directory.parent / "quantised", floats | stored, method.config, **config),
-        write(directory.parent / "floats", tensors, None, **config),
-    )
-
-
 @pytest.mark.parametrize("method", methods(group=16, block=24), ids=str)
 def test_a_whole_model_computes_as_with_the_floats(tmp_path: Path, method: Method) -> None:
     """Queries, keys and values are three modules of the file and one of the model."""
     (tmp_path / "llama").mkdir()
     llama = write_llama(tmp_path / "llama", tie_word_embeddings=True)
-    quantised, floats = quantise(llama, method, "proj.weight")
+    quantised, floats = quantise(llama, method, ("proj.weight",))
     assert torch.equal(logits_of(quantised), logits_of(floats))
     assert not torch.equal(logits_of(quantised), logits_of(llama))
 
@@ -204,37 +173,51 @@ ONES = torch.ones(1, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("told", "name", "change"),
     [
-        ("gptq", {"scales": None}, "there is no scales"),
-        ("gptq", {"qweight": ONES.expand(13, 64)}, "13 words for 96 numbers are not 2, 4 or 8 bits each"),
-        ("gptq", {"qweight": ONES.expand(12, 64).short()}, "packed in int16, not int32"),
-        ("gptq", {"qzeros": ONES.expand(6, 9)}, "9 words for 64 numbers are not 4 bits each"),
-        ("gptq", {"g_idx": ONES.expand(96) * 6}, "columns in other groups than its 6"),
-        ("gptq", {"g_idx": ONES.expand(95)}, "not of one weight"),
-        ("gptq", {"scales": torch.ones(5, 64)}, "96 inputs in groups of 16 are not 5 groups"),
-        ("gptq", {"scales": torch.ones(6)}, "cannot be dequantised"),
-        ("awq", {"scales": torch.ones(6, 65)}, "not of one weight"),
-        ("fp8, blocks", {"weight_scale_inv": torch.ones(3, 5)}, "[3, 5] scales do not fit the blocks of quantization"),
-        ("fp8, blocks", {"weight": torch.ones(64, 95).to(torch.float8_e4m3fn)}, "numbers are float8_e4m3fn [64, 95]"),
-        ("fp8, blocks", {"weight": torch.ones(64, 96)}, "the numbers are float32 [64, 96]"),
-        ("compressed-tensors, W4A16", {"weight_scale": torch.ones(64, 7)}, "[64, 7] scales do not fit"),
+        ("there is no scales", "gptq", {"scales": None}),
+        ("12 words for 104 numbers are not 2, 4 or 8 bits each", "gptq", {"g_idx": ONES.expand(104)}),
+        ("104 inputs in groups of 16 are not 6 groups", "gptq", {"qweight": ONES.expand(13, 64)}),
+        ("packed in int16, not int32", "gptq", {"qweight": ONES.expand(12, 64).short()}),
+        ("9 words for 64 numbers are not 4 bits each", "gptq", {"qzeros": ONES.expand(6, 9)}),
+        ("columns in other groups than its 6", "gptq", {"g_idx": ONES.expand(96) * 6}),
+        ("96 inputs in groups of 16 are not 5 groups", "gptq", {"scales": torch.ones(5, 64)}),
+        ("cannot be dequantised", "gptq", {"scales": torch.ones(6)}),
+        ("8 words for 65 numbers are not 4 bits", "awq", {"scales": torch.ones(6, 65)}),
+        ("[3, 5] scales do not fit the blocks", "fp8, blocks", {"weight_scale_inv": torch.ones(3, 5)}),
+        ("it is float32 and has scales", "fp8, blocks", {"weight": torch.ones(64, 96)}),
+        ("[64, 7] scales do not fit", "compressed-tensors, W4A16", {"weight_scale": torch.ones(64, 7)}),
     ],
-    ids=str,
 )
-def test_parts_that_do_not_fit(tmp_path: Path, name: str, change: dict[str, torch.Tensor | None], told: str) -> None:
+def test_parts_that_do_not_fit(tmp_path: Path, told: str, name: str, change: dict[str, torch.Tensor | None]) -> None:
     parts, _ = FORMATS[name].store(random_weight(64, 96))
     left = {part: tensor for part, tensor in (parts | change).items() if tensor is not None}
     with Checkpoint(write(tmp_path, of_module("a", left), FORMATS[name].config)) as checkpoint:
-        with pytest.raises(ConfigError, match=r"a\.weight of \[64, 96\] cannot be dequantised") as caught:
+        with pytest.raises(ConfigError, match=r"a\.weight cannot be dequantised") as caught:
             checkpoint.tensor("a.weight", (64, 96))
         assert told in caught.value.message
+
+
+def test_a_weight_of_another_shape_than_the_model_has(tmp_path: Path) -> None:
+    parts, _ = FORMATS["awq"].store(random_weight(64, 96))
+    checkpoint = Checkpoint(write(tmp_path, of_module("a", parts), FORMATS["awq"].config))
+    with checkpoint, pytest.raises(ConfigError, match=r"a\.weight is float32 \[64, 96\]; config.*\[96, 64\]"):
+        checkpoint.tensor("a.weight", (96, 64))
+
+
+def test_mxfp4_experts(tmp_path: Path) -> None:
+    """All experts of a layer are one tensor, which has no `weight` in its name."""
+    parts, expected = mxfp4(random_weight(5 * 64, 40).view(5, 64, 40))
+    tensors = {f"experts.down_proj{part}": tensor for part, tensor in parts.items()}
+    with Checkpoint(write(tmp_path, tensors, {"quant_method": "mxfp4"})) as checkpoint:
+        assert checkpoint.names == {"experts.down_proj"}
+        assert torch.equal(checkpoint.tensor("experts.down_proj").float(), expected)
 
 
 def test_it_becomes_what_the_configuration_says_and_the_start_names_the_format(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     llama = write_llama(tmp_path / "llama", tie_word_embeddings=True)
-    directory, floats = quantise(llama, FORMATS["gptq"], "proj.weight")
+    directory, floats = quantise(llama, FORMATS["gptq"], ("proj.weight",))
     details = []
     for path in (directory, floats):
         config = Config(

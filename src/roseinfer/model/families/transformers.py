@@ -251,7 +251,7 @@ def _first_pass_of(model: Any, checkpoint: Checkpoint) -> tuple[_Seam, Attention
 
 def modules(checkpoint: Checkpoint, attention: str = NAME) -> Any:
     """The modules of a checkpoint, without numbers. Raises ConfigError where transformers does not know them."""
-    config = _read_config(checkpoint)
+    config, _ = _read_config(checkpoint)
 
     def make() -> Any:
         with torch.device("meta"):
@@ -268,13 +268,15 @@ def attention_of(model: Any, checkpoint: Checkpoint) -> AttentionSpec:
     return _first_pass_of(model, checkpoint)[1]
 
 
-def _read_config(checkpoint: Checkpoint) -> Any:
+def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """The configuration, and the class of transformers that computes the model."""
+
     def read() -> Any:
         return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
 
     config = _of_transformers(read, checkpoint)
-    _check_config(config, checkpoint)
-    return config
+    vars(config).pop("quantization_config", None)  # the weights come as floats
+    return config, _model_class(config, checkpoint)
 
 
 def _short_text(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,18 +314,25 @@ class _Hidden:
 
 def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The model of transformers with its weights on the host. Raises ConfigError."""
-    config = _read_config(checkpoint)
+    config, model_class = _read_config(checkpoint)
+    lazily = {name: _Lazy(checkpoint, name) for name in checkpoint.names} if checkpoint.quantization else {}
 
     def read() -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        try:
+            return model_class.from_pretrained(
+                None if lazily else checkpoint.directory,
+                config=config,
+                state_dict=lazily or None,
+                dtype=dtype,
+                attn_implementation=NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except RuntimeError as error:
+            for refusal in (tensor.refusal for tensor in lazily.values() if tensor.refusal):
+                raise refusal from error
+            raise
 
     model, found = _of_transformers(read, checkpoint)
     wrong = {name: sorted(map(str, found.get(name) or ())) for name in ("missing_keys", "mismatched_keys")}
@@ -346,22 +355,39 @@ def _of_transformers(make: Callable[[], Any], checkpoint: Checkpoint) -> Any:
         ) from error
 
 
-def _check_config(config: Any, checkpoint: Checkpoint) -> None:
+class _Lazy:
+    """A tensor in a state dict, read and dequantised when transformers indexes it, as it does with a file's slices."""
+
+    refusal: ConfigError | None = None  # which transformers does not pass on
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        try:
+            return self._checkpoint.tensor(self._name)
+        except ConfigError as error:
+            self.refusal = error
+            raise
+
+
+def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
+    """The class of transformers that computes it. Raises ConfigError for a model that cannot be served."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         _refuse(checkpoint, "is an encoder and a decoder")
     known = transformers.AutoModelForCausalLM._model_mapping  # noqa: SLF001
-    classes = known.get(type(config), ())
-    names = {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))}
-    asked = set(config.architectures or names)
-    if not asked & names:
-        _refuse(checkpoint, f"asks for {', '.join(sorted(asked)) or config.model_type}, which is no decoder we know")
-    if method := (config.to_dict().get("quantization_config") or {}).get("quant_method"):
-        _refuse(checkpoint, f"is a {config.model_type} quantised by {method}; take the checkpoint that is not")
+    found = known.get(type(config), ())
+    classes = {each.__name__: each for each in (found if isinstance(found, tuple) else (found,))}
+    asked = [name for name in config.architectures or classes if name in classes]
+    if not asked:
+        named = ", ".join(config.architectures or [config.model_type])
+        _refuse(checkpoint, f"asks for {named}, which is no decoder we know")
     if others := set((text.layer_types if hasattr(text, "layer_types") else None) or ()) - _LAYER_TYPES:
         _refuse(checkpoint, f"has layers of {', '.join(sorted(others))}")
     if text.to_dict().get("use_bidirectional_attention"):
         _refuse(checkpoint, "sees the tokens behind each token too")
+    return classes[asked[0]]
 
 
 def _max_positions(config: Any, checkpoint: Checkpoint) -> int:

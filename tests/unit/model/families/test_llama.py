@@ -112,7 +112,10 @@ def test_windows(spec_type: type[FamilySpec], fields: dict[str, Any], windows: t
         ({"num_hidden_layers": 4}, "has no tensor model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "tensor model.layers.2.input_layernorm.weight does not belong to a llama model"),
         ({"attention_bias": True}, "has no tensor model.layers.0.self_attn.q_proj.bias"),
-        ({"num_key_value_heads": 4}, "tensor model.layers.0.self_attn.k_proj.weight is F32 [16, 32]; config.json asks"),
+        (
+            {"num_key_value_heads": 4},
+            "tensor model.layers.0.self_attn.k_proj.weight is float32 [16, 32]; config.json asks",
+        ),
         ({"tie_word_embeddings": False}, "has no tensor lm_head.weight"),
     ],
     ids=str,
