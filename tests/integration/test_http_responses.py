@@ -32,6 +32,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or () %}[{{ c.function.name }} {{ c.function.arguments | tojson }} {{ c.id }}]"
     "{% endfor %}"
     "{{ m.tool_call_id or '' }}{% endfor %}<assistant>"
+    "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
 )
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -272,6 +273,11 @@ USER = {"role": "user", "content": "Hi"}
 )  # fmt: skip
 async def test_the_items_become_turns(body: dict[str, Any], prompt: str) -> None:
     assert await prompt_of(**body) == prompt + "<assistant>"
+
+
+async def test_the_effort_turns_the_templates_switch() -> None:
+    for effort, end in (("none", "False"), ("minimal", "True"), (None, "")):
+        assert await prompt_of(reasoning={"effort": effort}) == f"<user>Hi<assistant>{end}"
 
 
 async def test_an_answer_can_be_sent_back_as_it_came() -> None:
