@@ -57,7 +57,6 @@ from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Effort, Thinking
 from roseinfer.text.templates import NO_VARIABLES, read_chosen_template
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer import Tokenizer
-from roseinfer.text.tool_calls import Parts
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
@@ -406,7 +405,7 @@ class LLM:
         check_value(msgspec.structs.asdict(wanted.params), SamplingParams)
         grammar = wanted.params.grammar
         conversation = Conversation(
-            messages=[_with_text(message) for message in messages],
+            turns=lambda: [_with_text(message) for message in messages],
             num_chars=sum(len(str(message)) for message in messages),
             form=None if grammar is None else (grammar, "grammar"),
             variables=variables,
@@ -416,9 +415,7 @@ class LLM:
         turn = self._loop.call(prepare_turn(conversation, self._text_model, self._checker, tool_format, most))
         wanted = replace(wanted, params=msgspec.structs.replace(wanted.params, grammar=turn.grammar))
         [completion] = self._complete(wanted, [turn.prompt])
-        parts = Parts()
-        for more in turn.parser().read(completion.text, is_last=True):
-            parts.extend(more)
+        parts = self._loop.call(turn.parser().read_whole(completion.text))
         return replace(completion, text=parts.content, reasoning=parts.reasoning)
 
     def _complete(self, wanted: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> list[Completion]:

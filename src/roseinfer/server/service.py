@@ -17,7 +17,7 @@ from roseinfer.server.connection.api_keys import ApiKeys, Caller
 from roseinfer.server.connection.body_budget import BodyBudget, LongWork
 from roseinfer.server.exchange import Exchange, Ledger
 from roseinfer.text.choice import EncodedPrompt
-from roseinfer.text.conversation import Conversation, Turn, encode_conversation, prepare_turn
+from roseinfer.text.conversation import Conversation, PreparedTurn, encode_conversation, prepare_turn
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.text_model import TextModel
 
@@ -90,7 +90,7 @@ class Service:
             raise NotReady(f"The server is {self._doing}.")
         return self._text_model
 
-    async def prepare_turn(self, conversation: Conversation) -> Turn:
+    async def prepare_turn(self, conversation: Conversation) -> PreparedTurn:
         """Make a conversation ready for the engine. Raises RequestError."""
         text_model = self.text_model
         return await prepare_turn(

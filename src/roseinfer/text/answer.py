@@ -1,5 +1,6 @@
 """Separates an answer's text into thoughts, content and tool calls: the one reader of all APIs and of `LLM`."""
 
+import asyncio
 from collections.abc import Iterator
 
 from roseinfer.text.reasoning import Reasoning, ReasoningParser
@@ -17,8 +18,9 @@ class AnswerParser:
         self._calls = None if tool_use is None else tool_use.parser()
 
     @property
-    def num_calls(self) -> int:
-        return 0 if self._calls is None else self._calls.num_calls
+    def ends_with_calls(self) -> bool:
+        """Clients run the calls of an answer that ends so: none of them is cut amid its arguments."""
+        return self._calls is not None and self._calls.num_calls > 0 and not self.is_cut
 
     @property
     def is_cut(self) -> bool:
@@ -31,6 +33,14 @@ class AnswerParser:
             yield self.push(piece)
         if is_last:
             yield self.finish()
+
+    async def read_whole(self, text: str) -> Parts:
+        """All parts of an answer, read in pieces between which the event loop runs."""
+        parts = Parts()
+        for more in self.read(text, is_last=True):
+            parts.extend(more)
+            await asyncio.sleep(0)
+        return parts
 
     def push(self, text: str) -> Parts:
         """Read the next text of the answer."""

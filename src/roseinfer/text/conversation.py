@@ -3,7 +3,7 @@
 Each API turns its body into a `Conversation`; from there on they are all the same.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roseinfer.errors import InvalidRequest, PromptName
@@ -15,14 +15,14 @@ from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Thinking, with_thou
 from roseinfer.text.templates import VARIABLES_FIELD
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tool_calls import Function, ToolUse, find_format
-from roseinfer.text.turns import fold_turns
+from roseinfer.text.turns import Turn, fold_turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """The turns so far, the functions that may be called, and the form that is asked of the answer."""
 
-    messages: Iterable[Mapping[str, object]]  # as chat templates read them; made where they are rendered, each time
+    turns: Callable[[], Iterable[Turn]]  # as chat templates read them; made where they are rendered, which takes long
     num_chars: int  # about how many the template writes of them
     functions: Sequence[Function] = ()  # that the model may call
     must_call: bool = False
@@ -36,7 +36,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PreparedTurn:
     """What the engine gets of a conversation, and what reads the answer."""
 
     prompt: EncodedPrompt
@@ -59,7 +59,7 @@ async def prepare_turn(
     grammars: GrammarChecker | None,
     tool_format: str,
     max_model_len: int,
-) -> Turn:
+) -> PreparedTurn:
     """Check the form and the functions, and encode the prompt.
 
     Raises InvalidRequest that names the field, PromptTooLong, Overloaded or NotReady.
@@ -83,7 +83,7 @@ async def prepare_turn(
     grammar = with_thought(form and form[0], prompt.reasoning, thinking.max_tokens)
     if form is None and grammar is not None:
         await check_form((grammar, thinking.max_tokens_field), grammars)
-    return Turn(prompt, grammar, tool_use)
+    return PreparedTurn(prompt, grammar, tool_use)
 
 
 async def encode_conversation(conversation: Conversation, text_model: TextModel, max_model_len: int) -> EncodedPrompt:
@@ -96,9 +96,9 @@ async def encode_conversation(conversation: Conversation, text_model: TextModel,
     written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
     name = PromptName(conversation.field, tuple(field for field, value in written.items() if value))
     variables = {**template.thinking_variables(conversation.thinking), **conversation.variables}
-    turns, refusal = conversation.messages, None
+    turns, refusal = conversation.turns, None
     # System turns behind the head as the user's, and then all of them so.
-    for folded in (turns, fold_turns(turns, 1), fold_turns(turns, 0)) if conversation.folds else (turns,):
+    for folded in (turns(), fold_turns(turns(), 1), fold_turns(turns(), 0)) if conversation.folds else (turns(),):
         try:
             return await text_model.encode_chat(
                 folded,

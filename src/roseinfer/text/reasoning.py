@@ -60,6 +60,13 @@ class Thinking:
 AS_THE_TEMPLATE_HAS_IT = Thinking()
 
 
+def switched_effort(is_on: bool | None, effort: Effort | None) -> Effort | None:
+    """The effort with a switch beside it, if there is one."""
+    if is_on is None:
+        return effort
+    return (effort or "medium") if is_on else "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Reasoning:
     """How thoughts come in the answer to one prompt. `is_open`: the prompt ends with the opening tag."""

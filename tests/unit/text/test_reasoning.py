@@ -108,11 +108,14 @@ def test_a_call_in_thoughts_is_no_call() -> None:
     for pieces in cuts(f"<think>Shall I?\n{CALL}\n</think>\n{CALL}"):
         parts, parser = read(FREE, pieces, TOOLS)
         assert (parts.reasoning, parts.content) == (f"Shall I?\n{CALL}", "")
-        assert ([(call.name, call.arguments) for call in parts.calls], parser.num_calls) == ([("f", '{"a": 1}')], 1)
+        assert ([(call.name, call.arguments) for call in parts.calls], parser.ends_with_calls) == (
+            [("f", '{"a": 1}')],
+            True,
+        )
     parts, parser = read(OPEN, [f"{CALL}"], TOOLS)
-    assert (parts.reasoning, parts.calls, parser.num_calls, parser.is_cut) == (CALL, [], 0, False)
+    assert (parts.reasoning, parts.calls, parser.ends_with_calls, parser.is_cut) == (CALL, [], False, False)
     _, parser = read(OPEN, [f"</think>{CALL[:45]}"], TOOLS)
-    assert (parser.num_calls, parser.is_cut) == (1, True)
+    assert (parser.ends_with_calls, parser.is_cut) == (False, True)
 
 
 def test_reading_takes_linear_time() -> None:

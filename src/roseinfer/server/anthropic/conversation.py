@@ -1,6 +1,7 @@
 """Makes a conversation for chat templates of a body of the Messages API."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 from roseinfer.server.anthropic.schema import Block, CountBody, ThinkingBlock, ToolResultBlock, ToolUseBlock, text_of
@@ -11,37 +12,31 @@ from roseinfer.text.turns import Turn
 def conversation_of(body: CountBody) -> Conversation:
     choice = body.function_choice
     return Conversation(
-        messages=_Turns(body),
+        turns=partial(_turns, body),
         num_chars=len(text_of(body.system)) + sum(message.num_chars + 1 for message in body.messages),
         functions=choice.functions,
         must_call=choice.mode == "required",
         is_parallel=body.tool_choice is None or body.tool_choice.is_parallel,
         form=body.form(),
         variables=body.chat_template_kwargs,
-        thinking=body.thinks,
+        thinking=body.wanted_thinking,
         continues_last=body.continues_last,
         folds=True,
     )
 
 
-class _Turns:
+def _turns(body: CountBody) -> Iterator[Turn]:
     """The conversation as chat templates read it. Messages of one side that follow each other are one turn of it."""
-
-    def __init__(self, body: CountBody) -> None:
-        self._system = text_of(body.system)
-        self._messages = body.messages
-
-    def __iter__(self) -> Iterator[Turn]:
-        if self._system:
-            yield {"role": "system", "content": self._system}
-        for role, group in groupby(self._messages, lambda message: message.role):
-            blocks = [block for message in group for block in message.blocks]
-            if role == "user":
-                yield from _questions(blocks)
-            elif role == "assistant":
-                yield _answer(blocks)
-            else:
-                yield {"role": "system", "content": text_of(blocks)}
+    if system := text_of(body.system):
+        yield {"role": "system", "content": system}
+    for role, group in groupby(body.messages, lambda message: message.role):
+        blocks = [block for message in group for block in message.blocks]
+        if role == "user":
+            yield from _questions(blocks)
+        elif role == "assistant":
+            yield _answer(blocks)
+        else:
+            yield {"role": "system", "content": text_of(blocks)}
 
 
 def _questions(blocks: Sequence[Block]) -> Iterator[Turn]:

@@ -1,6 +1,5 @@
 """Answers in Anthropic's form: a message of blocks, whole or as a stream of events."""
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +70,8 @@ class MessageDialect(Dialect):
         if self._parser is None:
             frames = blocks.text(delta.text) if delta.text else b""
         else:
-            frames = b"".join(map(blocks.parts, self._read(self._parser, delta)))
+            parts = self._parser.read(delta.text, is_last=delta.finish_reason is not None)
+            frames = b"".join(map(blocks.parts, parts))
         if delta.finish_reason is not None:
             frames += (blocks.text("") if blocks.is_empty else b"") + blocks.close()
         return frames or (PING if delta.is_first else b"")
@@ -88,12 +88,8 @@ class MessageDialect(Dialect):
         return event(error_body(error, ledgers, request_id=self._request_id), "error")
 
     async def reply(self, deltas: Sequence[Delta], ledgers: list[dict[str, object]] | None) -> MessageReply:
-        """Reads the whole text in pieces, between which the event loop runs."""
         [delta] = deltas
-        parts = Parts([delta.text] if self._parser is None else [])
-        for more in self._read(self._parser, delta) if self._parser is not None else ():
-            parts.extend(more)
-            await asyncio.sleep(0)
+        parts = Parts([delta.text]) if self._parser is None else await self._parser.read_whole(delta.text)
         reason, sequence = self._ending()
         return MessageReply(
             id=self.head.reply_id,
@@ -107,17 +103,13 @@ class MessageDialect(Dialect):
             roseinfer_ledger=msgspec.UNSET if ledgers is None else ledgers,
         )
 
-    def _read(self, parser: AnswerParser, delta: Delta) -> Iterator[Parts]:
-        return parser.read(delta.text, is_last=delta.finish_reason is not None)
-
     def _ending(self) -> tuple[StopReason, str | None]:
         """Why the message has ended, and the stop sequence if that is why."""
-        choice, parser = self._choice, self._parser
+        choice = self._choice
         if choice.finish_reason is FinishReason.LENGTH:
             is_full = choice.num_tokens < self._max_tokens
             return ("model_context_window_exceeded" if is_full else "max_tokens"), None
-        # A client calls the tools that it gets with `tool_use`, so input cut by a stop sequence does not end so.
-        if parser is not None and parser.num_calls and not parser.is_cut:
+        if self._parser is not None and self._parser.ends_with_calls:
             return "tool_use", None
         return ("end_turn" if choice.stop_string is None else "stop_sequence"), choice.stop_string
 

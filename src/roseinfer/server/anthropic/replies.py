@@ -16,7 +16,7 @@ class TextBlockReply(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBlockReply(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What it thought; `signature` says that nobody signed it."""
+    """What it thought; `signature` is always `unsigned`."""
 
     thinking: str
     signature: str

@@ -14,7 +14,7 @@ from roseinfer.server.api.fields import ConversationPart, SamplingBody, StopStri
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_MESSAGES, Unserved
 from roseinfer.text.grammar.source import encode_source
-from roseinfer.text.reasoning import Effort, Thinking
+from roseinfer.text.reasoning import Effort, Thinking, switched_effort
 from roseinfer.text.templates import TemplateVariables, check_variables
 from roseinfer.text.tool_calls import Function
 
@@ -190,7 +190,7 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
             "`tool_result`; `redacted_thinking` is left out. If the last is the assistant's, its text is continued.",
         ),
     ]
-    system: Annotated[str | list[OnlyText], Meta(description="What the model is told before the conversation.")] = ""
+    system: Annotated[str | list[OnlyText], Meta(description="A system message before all others.")] = ""
     tools: Annotated[
         list[ToolParam],
         Meta(max_length=MAX_TOOLS, description="Functions that the model may call; the chat template must know tools."),
@@ -228,12 +228,9 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
 
     @property
     def form_field(self) -> str | None:
-        """The field that asks for a form of the text, if one does."""
         if self.output_config is not None and self.output_config.format is not None:
             return "output_config.format"
-        if self.output_format is not None:
-            return "output_format"
-        return None if self.structured_outputs is None else "structured_outputs"
+        return super().form_field if self.output_format is None else "output_format"
 
     def form(self) -> tuple[Grammar, str] | None:
         field = self.form_field
@@ -248,10 +245,6 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
         if self.messages[0].role == "system":
             where = "messages[0].role"
             raise InvalidRequest(f"`{where}`: What comes before the conversation is the field `system`.", param=where)
-        if self.structured_outputs is not None and self.form_field != "structured_outputs":
-            raise InvalidRequest(
-                f"`{self.form_field}` and `structured_outputs` exclude each other.", param=self.form_field
-            )
         self.function_choice.check("tool_choice.name")
         self._check_continued()
 
@@ -277,14 +270,13 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
         return self.messages[-1].is_answer
 
     @property
-    def thinks(self) -> Thinking:
-        """How much the model is to think."""
+    def wanted_thinking(self) -> Thinking:
         effort = None if self.output_config is None else self.output_config.effort
         if self.thinking is None:
             return Thinking(effort)
-        switched: dict[str, Effort] = {"enabled": effort or "medium", "disabled": "none"}
-        budget = None if self.thinking.type == "disabled" else self.thinking.budget_tokens
-        return Thinking(switched.get(self.thinking.type, effort), budget, "thinking.budget_tokens")
+        is_on = {"enabled": True, "disabled": False}.get(self.thinking.type)
+        budget = None if is_on is False else self.thinking.budget_tokens
+        return Thinking(switched_effort(is_on, effort), budget, "thinking.budget_tokens")
 
     @property
     def function_choice(self) -> FunctionChoice:

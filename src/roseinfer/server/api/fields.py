@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
+from roseinfer.errors import InvalidRequest
 from roseinfer.messages import (
     GREEDY_BELOW,
     MAX_INT32,
@@ -198,6 +199,17 @@ class SamplingBody(ModelBody, frozen=True, kw_only=True):
     def stop_strings(self) -> tuple[str, ...]:
         """The text ends before the first of these."""
         return ()
+
+    def check(self) -> None:
+        super().check()
+        if self.structured_outputs is not None and self.form_field != "structured_outputs":
+            message = f"`{self.form_field}` and `structured_outputs` exclude each other."
+            raise InvalidRequest(message, param=self.form_field)
+
+    @property
+    def form_field(self) -> str | None:
+        """The field that asks for a form of the text, if one does."""
+        return None if self.structured_outputs is None else "structured_outputs"
 
     def form(self) -> tuple[Grammar, str] | None:
         """The grammar that the text follows, and the field it stands in. Raises InvalidRequest."""

@@ -3,8 +3,7 @@
 The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 """
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -51,7 +50,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 def _conversation(body: ChatBody) -> Conversation:
     choice = body.function_choice
     return Conversation(
-        messages=(message.for_template() for message in body.messages),
+        turns=lambda: (message.for_template() for message in body.messages),
         num_chars=sum(message.num_chars + 1 for message in body.messages),
         functions=choice.functions,
         must_call=choice.mode == "required",
@@ -94,44 +93,37 @@ class PartsDialect(ChatDialect):
         self._parsers = parsers  # of the choices
         self._has_reasoning = has_reasoning
 
-    def _read(self, delta: Delta) -> Iterator[Parts]:
-        """Separate the parts of a delta, piece by piece. Call it once for each delta."""
-        parser = self._parsers[delta.choice.index]
-        for parts in parser.read(delta.text, is_last=delta.finish_reason is not None):
-            if not self._has_reasoning:
-                parts.thoughts.clear()
-            yield parts
-
     def payload(self, delta: Delta) -> bytes:
         parts = Parts()
-        for more in self._read(delta):
+        for more in self._parsers[delta.choice.index].read(delta.text, is_last=delta.finish_reason is not None):
             parts.extend(more)
         content = parts.content
         # Null, as OpenAI has it: a client that joins the pieces has null at the end too where only calls came.
         payload: dict[str, Any] = {"role": "assistant", "content": content or None} if delta.is_first else {}
-        payload |= _reasoning(parts)
+        payload |= self._reasoning(parts)
         if content:
             payload["content"] = content
         payload |= self._calls(parts)
         return msgspec.json.encode(payload) if payload else NOTHING
 
     def finish_reason(self, delta: Delta) -> str | None:
-        parser = self._parsers[delta.choice.index]
-        # A client runs the calls that it gets with `tool_calls`, so arguments cut by a stop string do not end so.
-        has_whole_calls = parser.num_calls > 0 and not parser.is_cut
-        return self.call_reason if has_whole_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason
+        has_stopped = delta.finish_reason is FinishReason.STOP
+        ends_with_calls = has_stopped and self._parsers[delta.choice.index].ends_with_calls
+        return self.call_reason if ends_with_calls else delta.finish_reason
 
     async def content(self, delta: Delta) -> dict[str, Any]:
-        """Reads the whole text in pieces, between which the event loop runs."""
-        parts = Parts()
-        for more in self._read(delta):
-            parts.extend(more)
-            await asyncio.sleep(0)
+        parts = await self._parsers[delta.choice.index].read_whole(delta.text)
         message: dict[str, Any] = {"role": "assistant", "content": parts.content or None, "refusal": None}
-        message |= _reasoning(parts) | self._calls(parts)
+        message |= self._reasoning(parts) | self._calls(parts)
         for call in message.get("tool_calls", ()):
             del call["index"]  # which is for streams
         return message
+
+    def _reasoning(self, parts: Parts) -> dict[str, str]:
+        """The thoughts under both of their names: vLLM's older servers, DeepSeek and most clients have the longer."""
+        if not parts.thoughts or not self._has_reasoning:
+            return {}
+        return {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
 
     def _calls(self, parts: Parts) -> dict[str, Any]:
         return {"tool_calls": [_call(part) for part in parts.calls]} if parts.calls else {}
@@ -148,11 +140,6 @@ class FunctionCallDialect(PartsDialect):
         first, arguments = parts.calls[0], "".join(part.arguments for part in parts.calls)
         named = {} if first.call_id is None else {"name": first.name}
         return {"function_call": {**named, "arguments": arguments}}
-
-
-def _reasoning(parts: Parts) -> dict[str, str]:
-    """The thoughts under both of their names: vLLM's older servers, DeepSeek and most clients have the longer one."""
-    return {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning} if parts.thoughts else {}
 
 
 def _call(part: CallPart) -> dict[str, Any]:

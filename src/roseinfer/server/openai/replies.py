@@ -1,4 +1,4 @@
-"""Defines the answers of the HTTP API as structs, .
+"""Defines the answers of OpenAI's endpoints, and of those without an API of their own, as structs.
 
 /openapi.json describes these types. The generation endpoints write their answers piece by piece, and tests compare
 those with the types here.

@@ -6,6 +6,7 @@ The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -69,7 +70,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
 def _conversation(body: ResponseBody) -> Conversation:
     choice = body.function_choice
     return Conversation(
-        messages=_Turns(body),
+        turns=partial(_turns, body),
         num_chars=len(body.instructions or "") + sum(item.num_chars + 1 for item in body.items),
         functions=choice.functions,
         must_call=choice.mode == "required",
@@ -82,16 +83,10 @@ def _conversation(body: ResponseBody) -> Conversation:
     )
 
 
-class _Turns:
-    """The instructions and the items as turns, made anew each time: decoding the arguments of long calls takes long."""
-
-    def __init__(self, body: ResponseBody) -> None:
-        self._body = body
-
-    def __iter__(self) -> Iterator[Turn]:
-        instructions, items = self._body.instructions, self._body.items
-        head = [] if instructions is None else [{"role": "system", "content": instructions}]
-        return iter(join_turns([*head, *(item.for_template() for item in items)]))
+def _turns(body: ResponseBody) -> Iterator[Turn]:
+    """The instructions and the items as turns."""
+    head = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    yield from join_turns([*head, *(item.for_template() for item in body.items)])
 
 
 class ResponseDialect(Dialect):

@@ -257,17 +257,11 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
         if self.top_logprobs and LOGPROBS not in self.include:
             message = f"`top_logprobs` needs `{LOGPROBS}` in `include`."
             raise InvalidRequest(message, param="top_logprobs")
-        if self.structured_outputs is not None and self.text.format.type != "text":
-            message = "`text.format` and `structured_outputs` exclude each other."
-            raise InvalidRequest(message, param="text.format")
         self.function_choice.check("tool_choice.name" if isinstance(self.tool_choice, ChosenTools) else "tool_choice")
 
     @property
     def form_field(self) -> str | None:
-        """The field that asks for a form of the text, if one does."""
-        if self.text.format.type != "text":
-            return "text.format"
-        return None if self.structured_outputs is None else "structured_outputs"
+        return super().form_field if self.text.format.type == "text" else "text.format"
 
     @property
     def function_choice(self) -> FunctionChoice:

@@ -24,7 +24,7 @@ from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, Unserved
 from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
-from roseinfer.text.reasoning import Effort, Thinking
+from roseinfer.text.reasoning import Effort, Thinking, switched_effort
 from roseinfer.text.templates import TemplateVariables, check_variables
 from roseinfer.text.tool_calls import Function
 
@@ -338,16 +338,11 @@ class GenerationBody(OpenAIBody, frozen=True, kw_only=True):
         super().check()
         if self.stream_options is not NO_STREAM_OPTIONS and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
-        if self.structured_outputs is not None and self.form_field != "structured_outputs":
-            message = "`response_format` and `structured_outputs` exclude each other."
-            raise InvalidRequest(message, param="response_format")
 
     @property
     def form_field(self) -> str | None:
-        """The field that asks for a form of the text, if one does."""
-        if self.response_format is not None and self.response_format.type != "text":
-            return "response_format"
-        return None if self.structured_outputs is None else "structured_outputs"
+        is_formed = self.response_format is not None and self.response_format.type != "text"
+        return "response_format" if is_formed else super().form_field
 
     def form(self) -> tuple[Grammar, str] | None:
         if self.form_field == "response_format" and self.response_format is not None:
@@ -550,11 +545,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             "thinking.budget_tokens": self.thinking.budget_tokens,
             "reasoning.max_tokens": self.reasoning.max_tokens,
         }
-        effort: Effort | None
         (_, effort), (_, is_on), (field, budget) = _agreed(efforts), _agreed(switches), _agreed(budgets)
-        if is_on is not None:
-            effort = "none" if not is_on else effort or "medium"
-        return Thinking(effort, None if budget == -1 else budget, field)
+        return Thinking(switched_effort(is_on, effort), None if budget == -1 else budget, field)
 
     @property
     def shows_thoughts(self) -> bool:
