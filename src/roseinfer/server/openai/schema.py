@@ -545,6 +545,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             "thinking.budget_tokens": self.thinking.budget_tokens,
             "reasoning.max_tokens": self.reasoning.max_tokens,
         }
+        effort: Effort | None
         (_, effort), (_, is_on), (field, budget) = _agreed(efforts), _agreed(switches), _agreed(budgets)
         return Thinking(switched_effort(is_on, effort), None if budget == -1 else budget, field)
 
