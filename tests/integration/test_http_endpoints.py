@@ -92,8 +92,11 @@ async def test_one_model_by_name() -> None:
 
 async def test_one_model_by_several_names() -> None:
     async with serving(ScriptedEngine(says("a")), served_model_name=("org/first", "second")) as server:
-        listed = (await server.get("/v1/models")).json["data"]
+        page = (await server.get("/v1/models")).json
+        listed = page["data"]
         assert [model["id"] for model in listed] == ["org/first", "second"]
+        assert [model["display_name"] for model in listed] == ["org/first", "second"]
+        assert (page["first_id"], page["last_id"], page["has_more"]) == ("org/first", "second", False)
         assert [(await server.get(f"/v1/models/{model['id']}")).json for model in listed] == listed
         for given, told in (("org/first", "org/first"), ("second", "second"), (None, "org/first")):
             assert (await server.complete(model=given)).json["model"] == told

@@ -378,7 +378,7 @@ async def test_a_forced_call_is_a_grammar(choice: dict[str, Any], names: list[st
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "Missing field `tools[0].name`: here it stands"),
         ({"tools": [TOOL, TOOL]}, "`tools` has two functions called f."),
         ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "`tools[0].input_schema` must be of type object"),
-        ({"tool_choice": {"type": "any"}}, "`tool_choice` needs `tools`."),
+        ({"tool_choice": {"type": "any"}}, "`tool_choice` needs a function in `tools`."),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "Missing field `tool_choice.name`."),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "`tools` has no function g."),
         (

@@ -308,7 +308,7 @@ IMAGE = {"type": "input_image", "image_url": "a"}
         ({"tools": [{"type": "mcp"}]}, "tools[0].type", "only functions are served as tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "Missing field"),
         ({"tools": [TOOL, TOOL]}, "tools", "two functions"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs `tools`"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs a function"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "no function g"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "'allowed_tools'"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "Missing field"),

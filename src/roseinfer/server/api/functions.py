@@ -27,7 +27,7 @@ class FunctionChoice:
             return
         if not known:
             chooser = names_param.partition(".")[0]
-            raise InvalidRequest(f"`{chooser}` needs `{self.field}`.", param=chooser)
+            raise InvalidRequest(f"`{chooser}` needs a function in `{self.field}`.", param=chooser)
         if missing := next((name for name in self.names or () if name not in known), None):
             raise InvalidRequest(f"`{self.field}` has no function {missing}.", param=names_param)
         for path, function in self.defined.items():

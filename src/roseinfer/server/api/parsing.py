@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from roseinfer.config.sources import closest
 from roseinfer.errors import InvalidRequest, MissingField, NotJSON, UnknownField, UnknownModel
 from roseinfer.runtime.validation import Misfit, Path, convert
 from roseinfer.server.api.fields import ModelBody, SamplingBody
@@ -100,9 +101,12 @@ def _take_out(name: str, fields: dict[str, Any], body_type: type[ModelBody], unk
     """Remove a field that the body does not have, if it may come all the same. Raises InvalidRequest."""
     unserved = body_type.unserved.get(name)
     if unserved is None:
-        if unknown is not None:
-            unknown.append(name)
-            del fields[name]
+        if unknown is None:
+            misfit = Misfit.unknown(name)
+            meant = closest(misfit.where, body_type.__struct_fields__)
+            raise UnknownField(f"{misfit}{meant or '.'}", param=misfit.where)
+        unknown.append(name)
+        del fields[name]
     elif unserved.accepts(fields[name]):
         del fields[name]
     else:

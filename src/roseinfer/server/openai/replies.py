@@ -150,13 +150,20 @@ class ModelCard(msgspec.Struct):
     owned_by: str
     max_model_len: int  # tokens of prompt and completion together
     vocab_size: int
+    type: Literal["model"]  # from here on as Anthropic's clients read it
+    display_name: str
+    created_at: str
+    max_input_tokens: int
 
 
 class ModelList(msgspec.Struct):
-    """GET /v1/models."""
+    """GET /v1/models: all of them, in OpenAI's form and in Anthropic's."""
 
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class TokenizeReply(msgspec.Struct):

@@ -1,6 +1,7 @@
 """Serves the probes, the model list, the version, the list of paths, and the abort of a request."""
 
 import time
+from datetime import UTC, datetime
 
 from aiohttp import web
 
@@ -70,7 +71,10 @@ async def list_paths(request: web.Request) -> web.Response:
 async def list_models(request: web.Request) -> web.Response:
     """The model under each of its names, with the sizes of context and vocabulary. Raises NotReady."""
     service = request.app[SERVICE]
-    return web.json_response({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+    names = service.model_names
+    models = [_model(service, name) for name in names]
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return web.json_response({"object": "list", "data": models, **pages})
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -84,6 +88,7 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 def _model(service: Service, name: str) -> dict[str, object]:
+    """The model as the clients of OpenAI and of Anthropic read it."""
     return {
         "id": name,
         "object": "model",
@@ -91,6 +96,10 @@ def _model(service: Service, name: str) -> dict[str, object]:
         "owned_by": "roseinfer",
         "max_model_len": service.client.info.max_model_len,
         "vocab_size": service.client.info.vocab_size,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(_CREATED, UTC).isoformat(),
+        "max_input_tokens": service.client.info.max_model_len - 1,
     }
 
 

@@ -222,7 +222,7 @@ def test_unknown_fields_are_told_apart_from_those_that_would_change_the_answer()
     assert (body.prompt, sorted(unknown)) == ("a", ["temprature", "é"])
     with pytest.raises(InvalidRequest, match="`bad_words` is not supported"):
         parse_body(b'{"prompt": "a", "bad_words": ["b"], "mood": 1}', CompletionBody, unknown)
-    assert refused({"prompt": "a", "temprature": 1}).message == "Unknown field `temprature`."
+    assert refused({"prompt": "a", "temprature": 1}).message == "Unknown field `temprature`; did you mean temperature?"
 
 
 def test_what_a_conversation_holds_beside_what_is_read_has_no_effect() -> None:
