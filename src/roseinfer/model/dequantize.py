@@ -28,8 +28,12 @@ _INPUTS_FIRST = ("gpt2",)  # model types with float weights [inputs, outputs], a
 _MXFP4_PARTS = ("_blocks", "_scales")  # of gpt-oss, whose experts are one tensor
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NUM_BITS = (4, 8, 2)
+_COMPRESSED_LAYOUTS = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense"),
+    *("2 bits", "4 bits", "8 bits"),
+)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of eight outputs
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE = 256  # of floats, which then stay in a processor's caches
 
 Parts = Mapping[str, torch.Tensor]
 
@@ -113,13 +117,17 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             return rows, columns
         if scales.numel() == scales.shape[0] == rows:
             return 1, columns
-        schemes = [scheme.weights for scheme in self.config_groups.values() if scheme.weights]
-        sizes = [self.weight_block_size, *(weights.block_structure for weights in schemes)]
-        sizes += [(1, weights.group_size) for weights in schemes if weights.group_size]
+        sizes = [self.weight_block_size, *(weights.block_structure for weights in self.schemes)]
+        sizes += [(1, weights.group_size) for weights in self.schemes if weights.group_size]
         for size in sizes:
             if size and min(size) > 0 and scales.shape == (-(-rows // size[0]), -(-columns // size[1])):
                 return size
         raise ValueError(f"{list(scales.shape)} scales do not fit the blocks of quantization_config")
+
+    @property
+    def schemes(self) -> list[_Weights]:
+        """Of compressed-tensors."""
+        return [scheme.weights for scheme in self.config_groups.values() if scheme.weights]
 
     @property
     def layouts(self) -> list[str]:
@@ -132,9 +140,8 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             case "modelopt":
                 return [self.quant_algo]
             case "compressed-tensors":
-                schemes = self.config_groups.values()
-                formats = [scheme.format or self.format or "" for scheme in schemes]
-                bits = [f"{scheme.weights.num_bits} bits" for scheme in schemes if scheme.weights]
+                formats = [scheme.format or self.format or "" for scheme in self.config_groups.values()]
+                bits = [f"{weights.num_bits} bits" for weights in self.schemes]
                 sparse = (self.sparsity_config or {}).get("format", "dense")
                 transforms = ["transforms"] if (self.transform_config or {}).get("config_groups") else []
                 return [*formats, *bits, sparse, *transforms]
@@ -147,22 +154,22 @@ def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
     scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales  # powers of two
     zeros = parts.get("weight_zero_point")
     if "weight_packed" in parts:
-        rows, columns = parts["weight_shape"].tolist()
-        num_bits, values = _unpacked(parts["weight_packed"], columns)
+        words, shape = parts["weight_packed"], parts.get("weight_shape")
+        num_columns = words.shape[1] * 32 // quantization.schemes[0].num_bits if shape is None else int(shape[1])
+        num_bits, values = _unpacked(words, num_columns)
         if zeros is None:
             zeros = torch.full(scales.shape, 1 << (num_bits - 1))
         else:
-            zeros = _unpacked(zeros.t(), rows, num_bits)[1].t()
+            zeros = _unpacked(zeros.t(), len(words), num_bits)[1].t()
     else:
         values = parts["weight"]
     if values.itemsize != 1:
-        raise ValueError(f"it is {_name(values.dtype)} and has scales")
-    shape = values.shape
-    height, width = quantization.block_of(scales, shape)
-    scales = _rows_of_blocks(scales, height, shape[0])
-    zeros = None if zeros is None else _rows_of_blocks(zeros, height, shape[0])
+        raise ValueError(f"it is {values.dtype} and has scales")
+    height, width = quantization.block_of(scales, values.shape)
+    scales = _rows_of_blocks(scales, height, len(values))
+    zeros = None if zeros is None else _rows_of_blocks(zeros, height, len(values))
     order = parts.get("weight_g_idx")
-    groups = torch.arange(shape[1]) // width if order is None or -1 in order else order
+    groups = torch.arange(values.shape[1]) // width if order is None or -1 in order else order
     return _multiplied(values, scales, zeros, groups)
 
 
@@ -185,12 +192,11 @@ def _gptq(parts: Parts, quantization: Quantization) -> torch.Tensor:
 
 def _awq(parts: Parts, quantization: Quantization) -> torch.Tensor:
     """Words of eight outputs, shuffled."""
-    scales = parts["scales"].t()
+    shifts = 4 * torch.tensor(_AWQ_PLACES, dtype=torch.int32)[:, None]
     values, zeros = (
-        _unpacked(words, len(scales), 4)[1].reshape(*words.shape, 8)[..., _AWQ_PLACES].flatten(1).t()
-        for words in (parts["qweight"], parts["qzeros"])
+        (parts[name].t().contiguous()[:, None] >> shifts & 15).flatten(0, 1) for name in ("qweight", "qzeros")
     )
-    size = quantization.group_size or quantization.q_group_size
+    scales, size = parts["scales"].t(), quantization.group_size or quantization.q_group_size
     return _multiplied(values, scales, zeros, _groups(values.shape[1], scales.shape[1], size))
 
 
@@ -211,7 +217,7 @@ def _mxfp4(parts: Parts, _: Quantization) -> torch.Tensor:
 def _unpacked(words: torch.Tensor, num_values: int, num_bits: int | None = None) -> tuple[int, torch.Tensor]:
     """The number of bits, and the numbers of each row of words, the lowest bits first, as uint8."""
     if words.dtype != torch.int32:
-        raise ValueError(f"numbers are packed in {_name(words.dtype)}, not int32")
+        raise ValueError(f"numbers are packed in {words.dtype}, not int32")
     for bits in [num_bits] if num_bits else _NUM_BITS:
         if words.shape[1] == -(-num_values * bits // 32):
             shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
@@ -219,10 +225,6 @@ def _unpacked(words: torch.Tensor, num_values: int, num_bits: int | None = None)
             values = of_bytes[..., None] >> shifts & (1 << bits) - 1
             return bits, values.flatten(1)[:, :num_values]
     raise ValueError(f"{words.shape[1]} words for {num_values} numbers are not {num_bits or '2, 4 or 8'} bits each")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _rows_of_blocks(blocks: torch.Tensor, height: int, num_rows: int) -> torch.Tensor:
@@ -266,19 +268,7 @@ _METHODS: dict[str, tuple[Callable[[Parts, Quantization], torch.Tensor], tuple[s
     "fp8": (_compressed, ("fp8",)),
     "fbgemm-fp8": (_compressed, ("fbgemm-fp8",)),
     "modelopt": (_compressed, ("FP8",)),
-    "compressed-tensors": (
-        _compressed,
-        (
-            "float-quantized",
-            "int-quantized",
-            "naive-quantized",
-            "pack-quantized",
-            "2 bits",
-            "4 bits",
-            "8 bits",
-            "dense",
-        ),
-    ),
+    "compressed-tensors": (_compressed, _COMPRESSED_LAYOUTS),
     "gptq": (_gptq, ("gptq", "gptq_v2")),
     "awq": (_awq, ("gemm",)),
     "mxfp4": (_mxfp4, ("mxfp4",)),

@@ -86,6 +86,13 @@ def test_a_configuration_beside_config_json(tmp_path: Path, file: str, name: str
         assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
 
 
+def test_a_packed_weight_that_does_not_say_its_shape(tmp_path: Path) -> None:
+    parts, expected = FORMATS["compressed-tensors, W4A16"].store(random_weight(64, 96))
+    del parts["weight_shape"]
+    with Checkpoint(write(tmp_path, of_module("a", parts), FORMATS["compressed-tensors, W4A16"].config)) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
+
+
 def test_float_modules_lie_beside_quantised_ones(tmp_path: Path) -> None:
     """As `ignore` and `modules_to_not_convert` list them: what a module is, its tensors say."""
     parts, expected = FORMATS["gptq"].store(random_weight(64, 96))
@@ -178,14 +185,14 @@ ONES = torch.ones(1, dtype=torch.int32)
         ("there is no scales", "gptq", {"scales": None}),
         ("12 words for 104 numbers are not 2, 4 or 8 bits each", "gptq", {"g_idx": ONES.expand(104)}),
         ("104 inputs in groups of 16 are not 6 groups", "gptq", {"qweight": ONES.expand(13, 64)}),
-        ("packed in int16, not int32", "gptq", {"qweight": ONES.expand(12, 64).short()}),
+        ("packed in torch.int16, not int32", "gptq", {"qweight": ONES.expand(12, 64).short()}),
         ("9 words for 64 numbers are not 4 bits each", "gptq", {"qzeros": ONES.expand(6, 9)}),
         ("columns in other groups than its 6", "gptq", {"g_idx": ONES.expand(96) * 6}),
         ("96 inputs in groups of 16 are not 5 groups", "gptq", {"scales": torch.ones(5, 64)}),
         ("cannot be dequantised", "gptq", {"scales": torch.ones(6)}),
-        ("8 words for 65 numbers are not 4 bits", "awq", {"scales": torch.ones(6, 65)}),
+        ("not of one weight", "awq", {"scales": torch.ones(6, 65)}),
         ("[3, 5] scales do not fit the blocks", "fp8, blocks", {"weight_scale_inv": torch.ones(3, 5)}),
-        ("it is float32 and has scales", "fp8, blocks", {"weight": torch.ones(64, 96)}),
+        ("it is torch.float32 and has scales", "fp8, blocks", {"weight": torch.ones(64, 96)}),
         ("[64, 7] scales do not fit", "compressed-tensors, W4A16", {"weight_scale": torch.ones(64, 7)}),
     ],
 )
