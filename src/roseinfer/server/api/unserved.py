@@ -49,6 +49,7 @@ _IGNORED = (
 )
 
 _ADDED = "a text gets the model's, a chat its template's; token ids are taken as they are"
+_OF_A_CHAT = "use /v1/chat/completions"
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 # Of every body that asks for tokens.
@@ -96,6 +97,16 @@ OF_SAMPLING: dict[str, Unserved] = {
 }
 
 OF_COMPLETIONS: dict[str, Unserved] = {
+    **_rows(("tools", "functions", "include"), [], instead=_OF_A_CHAT),
+    **_rows(("tool_choice", "function_call"), "none", "auto", instead=_OF_A_CHAT),
+    **_rows(("parallel_tool_calls", "include_reasoning"), True, instead=_OF_A_CHAT),
+    **_rows(("reasoning", "chat_template_kwargs"), {}, instead=_OF_A_CHAT),
+    **_rows(("reasoning_effort", "thinking", "thinking_token_budget", "enable_thinking"), instead=_OF_A_CHAT),
+    **_rows(("system", "instructions"), "", instead="write it into `prompt`"),
+    **_rows(("text", "output_config", "output_format"), {}, instead="`response_format` is its name here"),
+    **_rows(("stop_sequences",), [], instead="`stop` is its name here"),
+    **_rows(("top_logprobs",), 0, instead="`logprobs` is its name here"),
+    **_rows(("truncation",), "disabled", "auto"),
     **_rows(("suffix",), "", instead="write your model's tokens for infilling into `prompt`"),
     **_rows(("add_special_tokens",), True, instead=_ADDED),
     **_rows(("prompt_embeds",)),
@@ -105,6 +116,10 @@ OF_COMPLETIONS: dict[str, Unserved] = {
 }
 
 OF_CHAT: dict[str, Unserved] = {
+    **_rows(("instructions",), "", instead="a chat takes it as a message of the role system"),
+    **_rows(("text", "output_format"), {}, instead="`response_format` is its name here"),
+    **_rows(("include",), [], instead="`logprobs` and `reasoning_content` are asked for by their own fields"),
+    **_rows(("truncation",), "disabled", "auto"),
     **_rows(("modalities",), ["text"]),
     **_rows(("audio", "prediction", "web_search_options", "task", "tool_prompt")),
     **_rows(("best_of",), 1, instead="use `n`"),
@@ -131,6 +146,21 @@ OF_MESSAGES: dict[str, Unserved] = {
         ),
         Unserved(is_ignored=True),
     ),
+    **dict.fromkeys(("stream_options", "user", "safety_identifier", "prompt_cache_key"), Unserved(is_ignored=True)),
+    **_rows(("n", "best_of"), 1, instead="an answer is one message; use /v1/chat/completions"),
+    **_rows(("echo", "logprobs"), False, instead=_OF_A_CHAT),
+    **_rows(("top_logprobs",), 0, instead=_OF_A_CHAT),
+    **_rows(("functions",), [], instead="use `tools`"),
+    **_rows(("include",), []),
+    **_rows(("function_call",), "none", "auto", instead="use `tool_choice`"),
+    **_rows(("parallel_tool_calls",), True, instead="`tool_choice.disable_parallel_tool_use` is its name here"),
+    **_rows(("instructions",), "", instead="`system` is its name here"),
+    **_rows(("text",), {}, instead="`output_config.format` is its name here"),
+    **_rows(("reasoning",), {}, instead="use `thinking`, or `output_config.effort`"),
+    **_rows(("enable_thinking",), instead="use `thinking`"),
+    **_rows(("thinking_token_budget",), instead="`thinking.budget_tokens` is its name here"),
+    **_rows(("include_reasoning",), True),
+    **_rows(("truncation",), "disabled", "auto"),
     **_rows(("mcp_servers",), [], instead="give the tools in `tools`"),
     **_rows(("container",)),
     **_rows(("thread",), instead="no conversation is kept here; send all of its messages"),
@@ -144,6 +174,16 @@ OF_MESSAGES: dict[str, Unserved] = {
 
 OF_RESPONSES: dict[str, Unserved] = {
     **dict.fromkeys(("client_metadata", "context_management", "max_tool_calls"), Unserved(is_ignored=True)),
+    **_rows(("best_of",), 1, instead="a response is one answer; use /v1/chat/completions"),
+    **_rows(("echo",), False, instead="/v1/completions continues a text"),
+    **_rows(("logprobs",), False, instead="use `include` with `message.output_text.logprobs`"),
+    **_rows(("functions",), [], instead="use `tools`"),
+    **_rows(("function_call",), "none", "auto", instead="use `tool_choice`"),
+    **_rows(("system",), "", instead="`instructions` is its name here"),
+    **_rows(("stop_sequences",), [], instead="`stop` is its name here"),
+    **_rows(("output_config", "output_format"), {}, instead="use `text` with `format`, and `reasoning` with `effort`"),
+    **_rows(("thinking", "enable_thinking"), instead="use `reasoning` with `effort`, or `thinking_token_budget`"),
+    **_rows(("include_reasoning",), True),
     **_rows(("background",), False, instead="nothing is stored here; use `stream`"),
     **_rows(("conversation",), instead="nothing is stored here; send the whole conversation as `input`"),
     **_rows(("previous_response_id",), instead="nothing is stored here; send the earlier items with `input`"),

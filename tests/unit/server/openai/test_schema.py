@@ -10,18 +10,24 @@ from hypothesis import strategies as st
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import SamplingParams
+from roseinfer.server.anthropic.schema import MessagesBody
 from roseinfer.server.api.errors import error_body
+from roseinfer.server.api.fields import SamplingBody
 from roseinfer.server.api.parsing import parse_body
+from roseinfer.server.openai.responses_schema import ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 
-BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
+MESSAGES = [{"role": "user", "content": "a"}]
+BODIES: list[tuple[type[SamplingBody], dict[str, Any]]] = [
     (CompletionBody, {"prompt": "a"}),
-    (ChatBody, {"messages": [{"role": "user", "content": "a"}]}),
+    (ChatBody, {"messages": MESSAGES}),
+    (ResponseBody, {"input": "a"}),
+    (MessagesBody, {"messages": MESSAGES, "max_tokens": 5}),
 ]
 
 
 @pytest.mark.parametrize(("body_type", "least"), BODIES)
-def test_null_is_the_default(body_type: type[GenerationBody], least: dict[str, Any]) -> None:
+def test_null_is_the_default(body_type: type[SamplingBody], least: dict[str, Any]) -> None:
     nulls = dict.fromkeys((*body_type.__struct_fields__, *body_type.unserved))
     assert parse_body(json.dumps(nulls | least).encode(), body_type) == parse_body(
         json.dumps(least).encode(), body_type
@@ -30,7 +36,7 @@ def test_null_is_the_default(body_type: type[GenerationBody], least: dict[str, A
 
 @pytest.mark.parametrize(("body_type", "least"), BODIES)
 def test_what_is_not_served_is_accepted_only_where_it_has_no_effect(
-    body_type: type[GenerationBody], least: dict[str, Any]
+    body_type: type[SamplingBody], least: dict[str, Any]
 ) -> None:
     for name, field in body_type.unserved.items():
         other = {"something": "else"}
@@ -46,8 +52,11 @@ def test_what_is_not_served_is_accepted_only_where_it_has_no_effect(
 
 
 @pytest.mark.parametrize(("body_type", "least"), BODIES)
-def test_an_unserved_field_is_not_a_field(body_type: type[GenerationBody], least: dict[str, Any]) -> None:
+def test_a_field_of_any_body_is_either_served_or_not(body_type: type[SamplingBody], least: dict[str, Any]) -> None:
+    """Where unknown fields are ignored, one that another endpoint serves must not be."""
     assert body_type.unserved.keys().isdisjoint(body_type.__struct_fields__)
+    of_any = {name for other, _ in BODIES for name in other.__struct_fields__}
+    assert of_any <= {*body_type.unserved, *body_type.__struct_fields__}
 
 
 @pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
@@ -81,7 +90,7 @@ names = st.sampled_from([*CompletionBody.__struct_fields__, *ChatBody.__struct_f
 @given(fields=st.dictionaries(names, values, max_size=6))
 def test_any_json_is_a_body_or_an_invalid_request(fields: dict[str, Any]) -> None:
     for body_type, least in BODIES:
-        outcome: GenerationBody | InvalidRequest
+        outcome: SamplingBody | InvalidRequest
         try:
             outcome = parse_body(json.dumps(least | fields).encode(), body_type)
         except InvalidRequest as error:
