@@ -269,7 +269,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     device: str
     dtype: str = "none"
-    quantization: str = "none"
+    quantization: str = "none"  # of the weights in memory
+    checkpoint_quantization: str = "none"  # the format that the weights were dequantised from
     kernels: str = ""  # level of the compiled CPU kernels; empty without them
     attention: str = "none"
     linear: str = (

@@ -53,9 +53,8 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     check_num_threads(config.runner.num_threads, splits_sums=placement.splits_sums)
     on_progress(LifecycleState.LOADING, "checkpoint", config.model.path)
     directory = resolve_checkpoint(config.model.path, config.model.revision)
+    on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}")
     with Checkpoint(directory) as checkpoint:
-        stored = f", dequantised from {checkpoint.quantization.quant_method}" if checkpoint.quantization else ""
-        on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}{stored}")
         if device_name == "cpu":
             _set_num_threads(config.runner.num_threads, placement, checkpoint)
         model = build_model(checkpoint, placement)
@@ -85,6 +84,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         device=device_name,
         dtype=type_name,
         quantization=placement.quantization,
+        checkpoint_quantization=checkpoint.quantization.quant_method if checkpoint.quantization else "none",
         kernels=placement.kernels.level if placement.kernels else "",
         attention=attention.name,
         linear=placement.linears,

@@ -10,7 +10,8 @@ import torch
 from roseinfer.config.options import Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.checkpoint import Checkpoint
-from roseinfer.model.device import Placement
+from roseinfer.model.device import Placement, Quantization
+from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.loading import load_model
 from tests.unit.model.conftest import Shape
@@ -44,9 +45,12 @@ def test_a_weight_is_what_its_format_means(tmp_path: Path, method: Method, shape
 
 
 def logits_of(directory: Path) -> torch.Tensor:
-    """Of a sequence that attends to itself alone: what is compared is the weights."""
     with Checkpoint(directory) as checkpoint:
-        model = build_model(checkpoint, Placement(torch.device("cpu"), torch.float32))
+        return logits_with(build_model(checkpoint, Placement(torch.device("cpu"), torch.float32)))
+
+
+def logits_with(model: CausalLM) -> torch.Tensor:
+    """Of a sequence that attends to itself alone: what is compared is the weights."""
     ids = torch.arange(1, 12)
     groups = model.attention_spec.num_heads // model.attention_spec.num_kv_heads
     return model.logits(model.forward(ids, ids, lambda _, q, k, v: v.repeat_interleave(groups, 1).flatten(1)))
@@ -221,15 +225,18 @@ def test_mxfp4_experts(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor("experts.down_proj").float(), expected)
 
 
-def test_it_becomes_what_the_configuration_says_and_the_start_names_the_format(tmp_path: Path) -> None:
-    (tmp_path / "llama").mkdir()
-    llama = write_llama(tmp_path / "llama", tie_word_embeddings=True)
-    directory, floats = quantise(llama, FORMATS["gptq"], ("proj.weight",))
-    details = []
-    for path in (directory, floats):
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_it_becomes_what_the_configuration_says(tmp_path: Path, quantization: Quantization) -> None:
+    llama = tmp_path / "llama"
+    llama.mkdir()
+    quantised, floats = quantise(write_llama(llama, tie_word_embeddings=True), FORMATS["gptq"], ("proj.weight",))
+    logits = []
+    for directory, stored_as in ((quantised, "gptq"), (floats, "none")):
         config = Config(
-            model=ModelConfig(path=str(path), dtype="float32", quantization="int8"),
+            model=ModelConfig(path=str(directory), dtype="float32", quantization=quantization),
             runner=RunnerConfig(device="cpu", num_threads=1),
         )
-        load_model(config, 2, lambda _, stage, detail: details.append(detail) if stage == "weights" else None)
-    assert details == ["to cpu as float32, dequantised from gptq", "to cpu as float32"]
+        loaded = load_model(config, 2, lambda *_: None)
+        assert (loaded.info.quantization, loaded.info.checkpoint_quantization) == (quantization, stored_as)
+        logits.append(logits_with(loaded.model))
+    assert torch.equal(*logits)
