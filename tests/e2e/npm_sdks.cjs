@@ -58,8 +58,10 @@ const checks = {
     const languageModel = createOpenAI({ baseURL, apiKey })(model);
     await vercel(languageModel);
     const openai = { store: false, reasoningSummary: "auto", forceReasoning: true };
-    const { reasoningText, response } = await vercel(languageModel, { openai });
+    const { reasoningText, response, steps } = await vercel(languageModel, { openai });
     assert.equal(reasoningText, thoughts);
+    const sentBack = steps[1].request.body.input.find(({ type }) => type === "reasoning");
+    assert.deepEqual(sentBack.summary, [{ type: "summary_text", text: thoughts }]);
     const messages = [{ role: "user", content: task }, ...response.messages, { role: "user", content: say("Yes.") }];
     assert.equal((await generateText({ model: languageModel, messages, providerOptions: { openai } })).text, "Yes.");
     const stored = generateText({ model: languageModel, messages, maxRetries: 0 });

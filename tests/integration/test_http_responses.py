@@ -156,9 +156,11 @@ def texts_of(item: dict[str, Any]) -> dict[str, str]:
     return {"reasoning_text": thoughts} | ({"reasoning_summary_text": thoughts} if item["summary"] else {})
 
 
-async def test_the_items_of_an_answer_with_everything() -> None:
-    answer, _ = await ask(f"<think>\nSum.\n</think>\n\nSo: {CALL}", tools=[TOOL])
+@pytest.mark.parametrize(("include", "encrypted"), [([], None), (["reasoning.encrypted_content"], "")])
+async def test_the_items_of_an_answer_with_everything(include: list[str], encrypted: str | None) -> None:
+    answer, _ = await ask(f"<think>\nSum.\n</think>\n\nSo: {CALL}", tools=[TOOL], include=include)
     thoughts, message, call = answer.json["output"]
+    assert thoughts["encrypted_content"] == encrypted
     assert thoughts["content"] == [{"type": "reasoning_text", "text": "Sum."}]
     assert thoughts["summary"] == []
     assert message["content"] == [{"type": "output_text", "text": "So: ", "annotations": [], "logprobs": []}]

@@ -28,7 +28,7 @@ from roseinfer.server.openai.responses_replies import (
     ResponseReply,
     ResponseUsage,
 )
-from roseinfer.server.openai.responses_schema import LOGPROBS, ResponseBody
+from roseinfer.server.openai.responses_schema import ENCRYPTED, LOGPROBS, ResponseBody
 from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
@@ -106,7 +106,8 @@ class ResponseDialect(Dialect):
     def begin(self, head: Head, generation: Generation) -> None:
         super().begin(head, generation)
         self._writer = EventWriter(is_streamed=self._body.stream)
-        self._output = Output(self._writer, has_summary=self._body.summary is not None)
+        has_encrypted = ENCRYPTED in self._body.include
+        self._output = Output(self._writer, has_summary=self._body.summary is not None, has_encrypted=has_encrypted)
         self._response = self._new_response()
 
     def columns(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any] | None]:

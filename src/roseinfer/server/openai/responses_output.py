@@ -6,7 +6,8 @@ the events of an item's texts is encoded once, since there is one for each token
 
 import secrets
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -129,8 +130,9 @@ class OpenReasoning(OpenItem):
     prefix = "rs"
     texts_kind = "response.reasoning_text"
 
-    def __init__(self, writer: EventWriter, index: int, *, has_summary: bool) -> None:
+    def __init__(self, writer: EventWriter, index: int, *, has_summary: bool, has_encrypted: bool) -> None:
         super().__init__(writer, index)
+        self._encrypted: Literal[""] | None = "" if has_encrypted else None
         self._summary_place: dict[str, object] = {**self.place, "summary_index": 0}
         self.place["content_index"] = 0
         self._has_summary = has_summary
@@ -169,6 +171,7 @@ class OpenReasoning(OpenItem):
             status=status,
             content=[] if status == "in_progress" else content,
             summary=[] if status == "in_progress" or not self._has_summary else summary,
+            encrypted_content=self._encrypted,
         )
 
 
@@ -194,10 +197,10 @@ class OpenCall(OpenItem):
 class Output:
     """The items of one answer. Each method returns the events of what it adds."""
 
-    def __init__(self, writer: EventWriter, *, has_summary: bool) -> None:
+    def __init__(self, writer: EventWriter, *, has_summary: bool, has_encrypted: bool) -> None:
         self.items: list[OutputItem] = []  # those that are closed
         self._writer = writer
-        self._has_summary = has_summary
+        self._open_reasoning = partial(OpenReasoning, writer, has_summary=has_summary, has_encrypted=has_encrypted)
         self._open: OpenItem | None = None
 
     def add(self, parts: Parts, logprobs: bytes = b"") -> bytes:
@@ -219,7 +222,7 @@ class Output:
     def _add_thoughts(self, text: str) -> bytes:
         if isinstance(self._open, OpenReasoning):
             return self._open.extend(text)
-        thoughts = OpenReasoning(self._writer, self._next_index, has_summary=self._has_summary)
+        thoughts = self._open_reasoning(self._next_index)
         return self._begin(thoughts) + thoughts.extend(text)
 
     def _add_call(self, part: CallPart) -> bytes:

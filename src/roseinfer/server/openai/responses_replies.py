@@ -43,13 +43,16 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
 
 
 class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
-    """What the model thinks before it says or calls something."""
+    """What the model thinks before it says or calls something.
+
+    `encrypted_content` is empty where it is asked for: `@ai-sdk/openai` sends no thoughts back without one.
+    """
 
     id: str
     status: Status = "in_progress"
     summary: list[SummaryText] = []
     content: list[ReasoningText] = []
-    encrypted_content: None = None
+    encrypted_content: Literal[""] | None = None
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):

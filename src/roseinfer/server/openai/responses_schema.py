@@ -23,7 +23,7 @@ from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.templates import TemplateVariables, check_variables
 
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -238,7 +238,10 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
     ] = None
     include: Annotated[
         list[Include],
-        Meta(description=f"`{LOGPROBS}`: log-probabilities of each token. The others have no effect."),
+        Meta(
+            description=f"`{LOGPROBS}`: log-probabilities of each token. `{ENCRYPTED}`: it is empty, not null, which "
+            "some clients need. The others have no effect."
+        ),
     ] = []
     top_logprobs: Annotated[
         NumLogprobs,
