@@ -11,7 +11,13 @@ from roseinfer.config.sources import closest
 from roseinfer.errors import InvalidRequest, MissingField, NotJSON, UnknownField, UnknownModel
 from roseinfer.runtime.validation import Misfit, Path, convert
 from roseinfer.server.api.fields import ModelBody, SamplingBody
-from roseinfer.server.connection.body import INLINE_BYTES, check_num_values, check_num_values_within, read_bytes
+from roseinfer.server.connection.body import (
+    INLINE_BYTES,
+    check_levels,
+    check_num_values,
+    check_num_values_within,
+    read_bytes,
+)
 from roseinfer.server.exchange import EXCHANGE
 from roseinfer.server.service import SERVICE
 
@@ -71,9 +77,10 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT], unknown: list[str
 
     The names of unknown fields are added to the list `unknown`; without one they are refused.
     """
+    check_levels(raw)
     try:
         body = msgspec.json.decode(raw, type=body_type)
-    except (ValueError, RecursionError):
+    except ValueError:
         body = _parse_loosely(raw, body_type, unknown)
     body.check()
     return body
@@ -170,13 +177,13 @@ def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.ValidationError:  # JSON, but not an object, or with a number that no machine type holds
         pass
-    except (ValueError, RecursionError):
+    except ValueError:
         raise InvalidRequest(_why_no_json(raw)) from None
     try:
         misfit = Misfit("Number out of range", _path_of_oversized(raw))
     except msgspec.ValidationError:
         raise InvalidRequest("The body must be a JSON object.") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise InvalidRequest(_why_no_json(raw)) from None
     raise InvalidRequest(misfit.sentence(), param=misfit.where)
 
@@ -201,8 +208,6 @@ def _why_no_json(raw: bytes | bytearray) -> str:
         return f"The body is not valid JSON: it is not UTF-8 (byte {error.start})."
     except json.JSONDecodeError as error:
         return f"The body is not valid JSON: {error.msg} (character {error.pos})."
-    except RecursionError:
-        return "The body is nested too deeply."
     except ValueError:  # an integer of more digits than Python reads
         pass
     return "The body is not valid JSON: NaN, Infinity and half of a surrogate pair are none."

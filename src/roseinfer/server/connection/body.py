@@ -8,6 +8,7 @@ refused.
 
 import asyncio
 from collections.abc import Iterable
+from itertools import accumulate
 
 import msgspec
 from aiohttp import web
@@ -24,6 +25,8 @@ from roseinfer.server.connection.body_budget import HELD_BYTES
 from roseinfer.server.service import SERVICE
 
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
+MAX_LEVELS = 512  # of objects and arrays in a body: the stack bears twice as many, so what is read can be written
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 FEW_VALUES = 1 << 16  # beside those of prompts as long as the context: 64 prompts of a thousand token ids
 
 
@@ -91,12 +94,30 @@ def _num_separators(json: bytes | bytearray) -> int:
     return json.count(b",") + json.count(b"[") + json.count(b"{")
 
 
+def check_levels(raw: bytes | bytearray) -> None:
+    """Raise InvalidRequest where a body of so many values is nested deeper than MAX_LEVELS."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_LEVELS:
+        return
+    brackets = _outside_texts(_bare(raw)).translate(None, _NO_BRACKETS)
+    if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MAX_LEVELS:
+        raise InvalidRequest(f"The body is nested too deeply: more than {MAX_LEVELS} levels.")
+
+
 def _num_values(raw: bytes | bytearray, limit: int) -> int:
     """The number of separators outside of texts; any number above the limit stands for more."""
-    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quotation mark begins or ends a text
+    bare = _bare(raw)
     if bare.count(b'"') > 4 * limit:  # each value has a text for a name at most, and may be one
         return limit + 1
-    return _num_separators(b"".join(bare.split(b'"')[::2]))
+    return _num_separators(_outside_texts(bare))
+
+
+def _bare(raw: bytes | bytearray) -> bytes | bytearray:
+    """The JSON without escapes, so that every quotation mark begins or ends a text."""
+    return raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+
+
+def _outside_texts(bare: bytes | bytearray) -> bytes:
+    return b"".join(bare.split(b'"')[::2])
 
 
 def _too_many_values(raw: bytes | bytearray, limit: int, max_model_len: int) -> RequestError:

@@ -177,7 +177,7 @@ def test_a_number_that_nothing_holds_is_told_with_its_field() -> None:
         (b'{"prompt": "\\ud800"}', f"The body is not valid JSON: {NO_JSON}"),
         (b'{"prompt": NaN}', f"The body is not valid JSON: {NO_JSON}"),
         (b'{"seed": ' + b"9" * 5000 + b",}", f"The body is not valid JSON: {NO_JSON}"),
-        (b'{"a":' * 5000, "The body is nested too deeply."),
+        (b'{"a":' * 5000, "The body is nested too deeply: more than 512 levels."),
     ],
 )  # fmt: skip
 def test_what_is_no_json_is_told_with_the_place(raw: bytes, message: str) -> None:
