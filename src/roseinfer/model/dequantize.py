@@ -15,7 +15,7 @@ from torch.nn import functional
 
 UNUSED_SUFFIXES = (  # of scales and zeros of quantised activations and KV caches, which are floats here
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
-    *(".q_scale", ".k_scale", ".v_scale", ".prob_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
 )
 CONFIG_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of old files, and their method
 _PARTS = (  # what a module may have in the place of a float `weight`
