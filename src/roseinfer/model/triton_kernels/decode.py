@@ -58,14 +58,7 @@ def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> 
     return num_splits
 
 
-def decode(
-    step: Step,
-    pages: Pages,
-    rows: DeviceTokens,
-    parts: Parts,
-    heads: Heads,
-    scores: Scores,
-) -> None:
+def decode(step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, scores: Scores) -> None:
     """Write the keys and values of the rows' tokens into the cache, and their attention into `step.out`.
 
     Row r has one new token, which is token r. `parts` decides the number of splits, a power of two.
@@ -125,13 +118,7 @@ def _append(step: Step, pages: Pages, table: tl.tensor, position: tl.tensor, hea
 
 @kernel()
 def _decode_head(
-    step: Step,
-    pages: Pages,
-    rows: DeviceTokens,
-    parts: Parts,
-    heads: Heads,
-    cut: Cut,
-    scores: Scores,
+    step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, cut: Cut, scores: Scores
 ) -> None:
     """Multi-head attention: a query head has its key head for itself, so a product of matrices would be mostly padding.
 

@@ -26,7 +26,8 @@ from roseinfer.server.service import SERVICE
 
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
 MAX_LEVELS = 512  # of objects and arrays in a body: the stack bears twice as many, so what is read can be written
-_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_LEVELS = dict(zip(b"[{]}", (1, 1, -1, -1), strict=True))  # that a bracket adds
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in _LEVELS)
 FEW_VALUES = 1 << 16  # beside those of prompts as long as the context: 64 prompts of a thousand token ids
 
 
@@ -99,7 +100,7 @@ def check_levels(raw: bytes | bytearray) -> None:
     if raw.count(b"[") + raw.count(b"{") <= MAX_LEVELS:
         return
     brackets = _outside_texts(_bare(raw)).translate(None, _NO_BRACKETS)
-    if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MAX_LEVELS:
+    if max(accumulate(map(_LEVELS.__getitem__, brackets)), default=0) > MAX_LEVELS:
         raise InvalidRequest(f"The body is nested too deeply: more than {MAX_LEVELS} levels.")
 
 
