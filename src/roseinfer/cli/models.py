@@ -25,31 +25,31 @@ TYPES = {"float32": (4, torch.float32), "bfloat16": (2, torch.bfloat16), "int8":
 def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
     """Print the outline of a checkpoint. 0 if it would be served, 2 if it is refused."""
     directory = resolve_checkpoint(arguments.checkpoint, arguments.revision, has_weights=False)
-    told = outline(directory)
+    facts = outline(directory)
     if arguments.json:
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
-        _print(told)
-    return 2 if told["served_by"] == "refused" else 0
+        _print(facts)
+    return 2 if facts["served_by"] == "refused" else 0
 
 
 def outline(directory: Path) -> dict[str, Any]:
     """Whether and how a checkpoint would be served, its shape, and its memory in each type, ready for JSON."""
-    told: dict[str, Any] = {"checkpoint": str(directory)}
+    facts: dict[str, Any] = {"checkpoint": str(directory)}
     try:
         with Checkpoint(directory) as checkpoint:
-            told["architectures"] = checkpoint.config.get("architectures") or []
-            told["model_type"] = checkpoint.config.get("model_type")
-            told["quantization"] = checkpoint.quantization and checkpoint.quantization.quant_method
+            facts["architectures"] = checkpoint.config.get("architectures") or []
+            facts["model_type"] = checkpoint.config.get("model_type")
+            facts["quantization"] = checkpoint.quantization and checkpoint.quantization.quant_method
             spec = native_spec(checkpoint)
             from roseinfer.model.families import transformers  # which takes seconds to import
 
             model = transformers.modules(checkpoint, transformers.NAME if spec is None else "eager")
             attention = transformers.attention_of(model, checkpoint) if spec is None else spec.attention
     except ConfigError as error:
-        return told | {"served_by": "refused", "reason": error.reason}
+        return facts | {"served_by": "refused", "reason": error.reason}
     config = model.config.get_text_config(decoder=True)
-    return told | {
+    return facts | {
         "served_by": "native" if spec is not None else "transformers",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "positions": config.max_position_embeddings,
@@ -95,25 +95,25 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(facts: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    kind = ", ".join(told.get("architectures", ())) or told.get("model_type") or "a checkpoint"
-    match told["served_by"]:
+    kind = ", ".join(facts.get("architectures", ())) or facts.get("model_type") or "a checkpoint"
+    match facts["served_by"]:
         case "refused":
-            console.print(f"{kind}: refused. {told['reason']}")
+            console.print(f"{kind}: refused. {facts['reason']}")
             return
         case "native":
             console.print(f"{kind}: served by a file of its own, the fastest way.")
         case _:
             console.print(f"{kind}: served by transformers' modelling code, with our layers.")
-    if told["quantization"]:
-        console.print(f"Its weights are quantised ({told['quantization']}), and read as floats.")
+    if facts["quantization"]:
+        console.print(f"Its weights are quantised ({facts['quantization']}), and read as floats.")
     console.print(
-        f"{told['parameters']:,} parameters, {told['layers']} layers, {told['positions']:,} positions, "
-        f"{told['heads']} heads of {told['head_dim']} over {told['kv_heads']} of keys."
+        f"{facts['parameters']:,} parameters, {facts['layers']} layers, {facts['positions']:,} positions, "
+        f"{facts['heads']} heads of {facts['head_dim']} over {facts['kv_heads']} of keys."
     )
     table = Table("type", "weights", "KV a token", "tokens that fit this machine's memory", box=None)
-    for row in told["types"]:
+    for row in facts["types"]:
         token = f"{row['kv_bytes_per_token'] / 1024:.1f} KiB"
         table.add_row(row["type"], _size(row["weight_bytes"]), token, f"{row['tokens_here']:,}")
     console.print(table)
