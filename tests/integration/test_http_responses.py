@@ -234,6 +234,10 @@ async def test_a_stream_that_fails_says_so_to_every_client(has_begun: bool) -> N
     assert error["error"] == {"type": "server_error", "code": "engine_failed", "message": "It broke.", "param": None}
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"] == {"code": "server_error", "message": "It broke."}
+    texts = [item["content"][0]["text"] for item in failed["response"]["output"]]
+    assert (texts, failed["response"]["usage"]["output_tokens"]) == ((["Hel"], 3) if has_begun else ([], 0))
+    ended = [event["item"]["status"] for event in parsed(answer) if event["type"] == "response.output_item.done"]
+    assert ended == ["incomplete"] * has_begun
 
 
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]}

@@ -161,17 +161,20 @@ class ResponseDialect(Dialect):
         return self._writer.write(f"response.{self._status}", response=self._ended(ledgers))
 
     def failure_frames(self, error: RoseinferError, ledgers: list[dict[str, object]] | None) -> bytes:
-        """An `error` in the two forms that clients read, and the failed response, which others wait for."""
+        """The end of what came, an `error` in the two forms that clients read, and the response, which some await."""
+        ending = self._output.finish("incomplete")
         detail = {"code": error.public_code, "message": printable(error.message), "param": error.param}
         failed = msgspec.structs.replace(
             self._response,
             status="failed",
             error=ResponseError("server_error", printable(error.message)),
             output=self._output.items,
+            usage=ResponseUsage.of(self.generation.counts),
             roseinfer_ledger=msgspec.UNSET if ledgers is None else ledgers,
         )
         return (
             self._first
+            + ending
             + self._writer.write("error", **detail, error={"type": error.error_type, **detail})
             + self._writer.write("response.failed", response=failed)
         )
