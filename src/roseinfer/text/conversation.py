@@ -91,7 +91,7 @@ async def encode_conversation(conversation: Conversation, text_model: TextModel,
     template = text_model.require_chat_template(conversation.field)
     tools = [function.for_template() for function in conversation.functions] or None
     if tools is not None and not template.knows_tools:
-        raise InvalidRequest("This model's chat template does not know tools.", param="tools")
+        raise InvalidRequest("`tools`: This model's chat template does not know tools.", param="tools")
     # The template writes all of these into the prompt, so what is too long may be any of them.
     written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
     name = PromptName(conversation.field, tuple(field for field, value in written.items() if value))

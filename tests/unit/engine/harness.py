@@ -34,6 +34,7 @@ def make_engine(
     num_blocks: int = 64,
     block_size: Literal[8, 16] = 8,
     max_model_len: int = 128,
+    vocab_size: int = VOCAB_SIZE,
     prefix_caching: bool = True,
     pipeline_depth: int = 0,
     **scheduler: Any,
@@ -50,12 +51,12 @@ def make_engine(
         eos_token_ids=(EOS,),
     )
     num_slots = made.limits.max_active_seqs
-    runner = FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots)
+    runner = FakeRunner(vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots)
     info = EngineInfo(
         checkpoint_dir="",
         model_type="fake",
         num_parameters=0,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=[EOS],
         device="cpu",
