@@ -1,8 +1,8 @@
 """Generates /openapi.json, an OpenAPI 3.1 document, from the request and reply structs and the error tree.
 
 What a field may hold is written once, in the annotation that also validates it. The model's name and the sizes of its
-vocabulary and context are filled in. Relations between fields, such as that a prompt and its completion fit into the
-context, are beyond a schema: they are in docs/http-api.md.
+vocabulary and context are filled in. Relations between fields are beside the code that checks them, but for those that
+are beyond a schema, such as that a prompt and its completion fit into the context: they are in docs/http-api.md.
 """
 
 import re
@@ -18,7 +18,7 @@ from roseinfer import __version__, errors
 from roseinfer.messages import EngineInfo
 from roseinfer.server.anthropic import replies as anthropic
 from roseinfer.server.anthropic.schema import CountBody, MessagesBody
-from roseinfer.server.api.fields import ModelBody
+from roseinfer.server.api.fields import ModelBody, Related, Schema
 from roseinfer.server.api.unserved import Unserved
 from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies, responses_replies
@@ -27,7 +27,6 @@ from roseinfer.server.openai.schema import ChatBody, CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from roseinfer.server.service import SERVICE
 
-Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"
 _REFERENCE = re.compile(_REF.format(name='([^"]+)'))
 
@@ -160,6 +159,7 @@ def document(model_names: Sequence[str], info: EngineInfo, *, has_keys: bool) ->
     for body in bodies:
         _accept_what_is_accepted(components, body)
     _fill_in(components, model_names, info)
+    _relate(components)
     paths: dict[str, Schema] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, has_keys=has_keys)
@@ -213,11 +213,21 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [*(inner.get("anyOf") or [inner]), {"type": "null"}], **outer}
 
 
+def _relate(components: dict[str, Schema]) -> None:
+    """Add which fields of a body, or of a part of one, need or exclude others."""
+    kinds = Related.__subclasses__()
+    for kind in kinds:  # and for those that are added to them meanwhile
+        kinds += kind.__subclasses__()
+        if kind.relations and kind.__name__ in components:
+            components[kind.__name__]["allOf"] = list(kind.relations)
+
+
 def _fill_in(components: dict[str, Schema], model_names: Sequence[str], info: EngineInfo) -> None:
     for name, schema in components.items():
         properties = schema.get("properties", {})
-        if "model" in properties and not schema.get("additionalProperties", True):
-            properties["model"] = {"enum": [*model_names, None], "description": properties["model"]["description"]}
+        if "model" not in properties or schema.get("additionalProperties", True):
+            continue  # it is no body
+        properties["model"] = {"enum": [*model_names, None], "description": properties["model"]["description"]}
         for field, value in properties.items() if name != CountBody.__name__ else ():  # which the engine does not get
             if field in {"prompt", "tokens", "stop_token_ids"}:
                 _bound_integers(value, info.vocab_size - 1)

@@ -10,7 +10,7 @@ from msgspec import Meta
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, MinTokens, TokenCount
 from roseinfer.runtime.validation import Misfit
-from roseinfer.server.api.fields import ConversationPart, SamplingBody, StopStrings
+from roseinfer.server.api.fields import ConversationPart, SamplingBody, Schema, StopStrings, given, holds, when
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_MESSAGES, Unserved
 from roseinfer.text.grammar.source import encode_source
@@ -72,6 +72,7 @@ class ToolResultBlock(ConversationPart, frozen=True, tag_field="type", tag="tool
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+_OF_ANSWERS, _OF_USERS = (ThinkingBlock, RedactedThinkingBlock, ToolUseBlock), (ToolResultBlock,)
 
 
 def text_of(content: str | Sequence[Block | OnlyText]) -> str:
@@ -81,8 +82,17 @@ def text_of(content: str | Sequence[Block | OnlyText]) -> str:
     return "\n".join(block.text for block in content if isinstance(block, TextBlock | OnlyText))
 
 
+def _blocks_but(*kinds: type[Block]) -> Schema:
+    tags = [kind.__struct_config__.tag for kind in kinds]
+    return {"properties": {"content": {"items": {"properties": {"type": {"not": {"enum": tags}}}}}}}
+
+
 class MessageParam(ConversationPart, frozen=True, kw_only=True):
     """A part of a turn. One of the role `system` amid the conversation is the user's where the template knows none."""
+
+    relations: ClassVar[tuple[Schema, ...]] = (
+        when(holds("role", "assistant"), _blocks_but(*_OF_USERS), _blocks_but(*_OF_ANSWERS)),
+    )
 
     role: Role
     content: str | list[Block]
@@ -92,7 +102,7 @@ class MessageParam(ConversationPart, frozen=True, kw_only=True):
             raise Misfit("what a tool gave is a `tool_result` block in a message of the role user", ("role",))
         if self.role not in {"user", "assistant", "system"}:
             raise Misfit(f"Expected one of 'assistant', 'system', 'user'; got {self.role[:100]!r}", ("role",))
-        of_others = (ToolResultBlock,) if self.is_answer else (ThinkingBlock, RedactedThinkingBlock, ToolUseBlock)
+        of_others = _OF_USERS if self.is_answer else _OF_ANSWERS
         for index, block in enumerate(self.blocks):
             if isinstance(block, of_others):
                 kind = block.__struct_config__.tag
@@ -140,6 +150,8 @@ class ToolParam(ConversationPart, frozen=True, kw_only=True):
 class ToolChoice(ConversationPart, frozen=True, kw_only=True):
     """Whether a tool must be called, and which; `name` belongs to the type `tool`."""
 
+    relations: ClassVar[tuple[Schema, ...]] = (when(holds("type", "tool"), given("name")),)
+
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     disable_parallel_tool_use: bool = False
@@ -178,6 +190,9 @@ class OutputConfig(ConversationPart, frozen=True, kw_only=True):
 class CountBody(SamplingBody, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: what /v1/messages has, of which `max_tokens` has no effect."""
 
+    relations: ClassVar[tuple[Schema, ...]] = (
+        {"properties": {"messages": {"prefixItems": [{"properties": {"role": {"not": {"const": "system"}}}}]}}},
+    )
     unserved: ClassVar[dict[str, Unserved]] = (
         SamplingBody.unserved | OF_MESSAGES | {"max_tokens": Unserved(is_ignored=True)}
     )

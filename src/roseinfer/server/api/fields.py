@@ -42,11 +42,39 @@ Off = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]  # clients send
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1024)]
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+Schema = dict[str, Any]  # of JSON
+
+
+def given(*names: str) -> Schema:
+    """The schema of objects that have these fields, none of them null."""
+    return {"required": list(names), "properties": {name: {"not": {"type": "null"}} for name in names}}
+
+
+def absent(*names: str) -> Schema:
+    """The schema of objects without these fields."""
+    return {"properties": {name: {"type": "null"} for name in names}}
+
+
+def holds(name: str, *values: object) -> Schema:
+    """The schema of objects with one of these values in a field."""
+    return {"required": [name], "properties": {name: {"enum": list(values)}}}
+
+
+def when(condition: Schema, then: Schema, otherwise: Schema | None = None) -> Schema:
+    return {"if": condition, "then": then} | ({} if otherwise is None else {"else": otherwise})
+
+
+class Related(msgspec.Struct, frozen=True, kw_only=True):
+    """An object some of whose fields need or exclude others."""
+
+    relations: ClassVar[tuple[Schema, ...]] = ()  # that `__post_init__` or `check` checks, for /openapi.json
+
+
+class Part(Related, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """An object inside a body that says how to answer: a field that is unknown is refused."""
 
 
-class ConversationPart(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationPart(Related, frozen=True, kw_only=True):
     """An object inside a conversation or a tool: what is unknown in it is ignored.
 
     Clients send back what any server answered, with whatever it had added.
@@ -55,6 +83,10 @@ class ConversationPart(msgspec.Struct, frozen=True, kw_only=True):
 
 class StructuredOutputs(Part, frozen=True, kw_only=True):
     """Exactly one form. There is one backend, so `disable_fallback` has no effect."""
+
+    relations: ClassVar[tuple[Schema, ...]] = (
+        {"oneOf": [holds("json_object", True), *map(given, ("json", "regex", "choice", "grammar"))]},
+    )
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None

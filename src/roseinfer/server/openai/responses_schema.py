@@ -8,7 +8,7 @@ from msgspec import Meta
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, NumLogprobs, TokenCount
 from roseinfer.runtime.validation import Misfit
-from roseinfer.server.api.fields import ANY_OBJECT, ConversationPart, Name, Part
+from roseinfer.server.api.fields import ANY_OBJECT, ConversationPart, Name, Part, Schema, given, holds, when
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_RESPONSES, Unserved
 from roseinfer.server.openai.schema import (
@@ -46,6 +46,8 @@ _NEEDS: Mapping[str, Sequence[str]] = {
 class ItemPart(ConversationPart, frozen=True, kw_only=True):
     """One piece of an item's text. What it was annotated with has no effect."""
 
+    relations: ClassVar[tuple[Schema, ...]] = (when(holds("type", "refusal"), given("refusal"), given("text")),)
+
     type: Literal["input_text", "output_text", "refusal", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
@@ -67,6 +69,12 @@ def _text(content: Content | None) -> str:
 
 class Item(ConversationPart, frozen=True, kw_only=True):
     """One item of a conversation, as a client writes it or as an answer had it; keys without effect are ignored."""
+
+    relations: ClassVar[tuple[Schema, ...]] = (
+        when({"properties": {"type": {"enum": ["message", None]}}}, given(*_NEEDS["message"])),
+        *(when(holds("type", kind), given(*names)) for kind, names in _NEEDS.items()),
+        when(holds("type", "item_reference"), {"properties": {"id": {"pattern": "^rs_"}}}),
+    )
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     id: str | None = None
@@ -115,6 +123,8 @@ class FunctionTool(ConversationPart, frozen=True, kw_only=True):
     Codex sends them in each request and cannot leave them out; an answer lists the tools that it had.
     """
 
+    relations: ClassVar[tuple[Schema, ...]] = (when(holds("type", "function"), given("name")),)
+
     type: Literal["function", "web_search", "namespace"]
     name: Name | None = None
     description: str | None = None
@@ -140,6 +150,14 @@ class AllowedTool(ConversationPart, frozen=True, kw_only=True):
 class ChosenTools(Part, frozen=True, kw_only=True):
     """The function that must be called, or those that may be."""
 
+    relations: ClassVar[tuple[Schema, ...]] = (
+        when(
+            holds("type", "function"),
+            given("name"),
+            {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
+        ),
+    )
+
     type: Literal["function", "allowed_tools"]
     name: Name | None = None
     mode: Literal["auto", "required"] = "auto"
@@ -158,6 +176,8 @@ class ChosenTools(Part, frozen=True, kw_only=True):
 
 class TextFormat(Part, frozen=True, kw_only=True):
     """The form of the text; `name`, `description` and `strict` have no effect."""
+
+    relations: ClassVar[tuple[Schema, ...]] = (when(holds("type", "json_schema"), given("name", "schema")),)
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -196,6 +216,12 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
     """POST /v1/responses."""
 
     unserved: ClassVar[dict[str, Unserved]] = OpenAIBody.unserved | OF_RESPONSES
+    relations: ClassVar[tuple[Schema, ...]] = (
+        when(
+            {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
+            {"required": ["include"], "properties": {"include": {"type": "array", "contains": {"const": LOGPROBS}}}},
+        ),
+    )
 
     input: Annotated[
         str | Annotated[list[Item], Meta(min_length=1)],

@@ -17,8 +17,13 @@ from roseinfer.server.api.fields import (
     Off,
     Part,
     SamplingBody,
+    Schema,
     StopString,
     StopStrings,
+    absent,
+    given,
+    holds,
+    when,
 )
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, Unserved
@@ -41,6 +46,12 @@ ChatTokens = Annotated[MaxTokens, Meta(extra_json_schema={"not": {"const": 0}})]
 _KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences is at most {MAX_KEPT_LOGPROBS}."
 
 PromptPart = str | TokenId | list[TokenId]
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TOKENS: Schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_PROMPTS: list[Schema] = [
+    *(_TEXT, _TOKENS),
+    *({"type": "array", "items": one, "minItems": 1, "maxItems": MAX_PROMPTS} for one in (_TEXT, _TOKENS)),
+]
 
 
 class JsonSchemaFormat(Part, frozen=True, kw_only=True):
@@ -58,6 +69,18 @@ class ResponseFormat(Part, frozen=True, kw_only=True):
     Its schema is in `json_schema`, as OpenAI's, in `schema`, as llama.cpp's, or in `value`, as Hugging Face's, which
     has expressions too.
     """
+
+    relations: ClassVar[tuple[Schema, ...]] = (
+        when(holds("type", "text"), absent("json_schema", "schema", "value")),
+        when(holds("type", "json_object"), absent("json_schema")),
+        when(holds("type", "json_object"), {"anyOf": [absent("schema"), absent("value")]}),
+        when(holds("type", "json_schema", "json"), {"oneOf": [*map(given, ("json_schema", "schema", "value"))]}),
+        when(
+            holds("type", "regex"),
+            {"allOf": [given("value"), absent("json_schema", "schema")], "properties": {"value": {"type": "string"}}},
+            {"properties": {"value": {"type": ["object", "null"]}}},
+        ),
+    )
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchemaFormat | None = None
@@ -185,6 +208,26 @@ class RefusalPart(ConversationPart, frozen=True, tag_field="type", tag="refusal"
 class Message(ConversationPart, frozen=True, kw_only=True):
     """One turn of a conversation. `developer` is today's word for `system` and is given to the template as that."""
 
+    relations: ClassVar[tuple[Schema, ...]] = (
+        when(
+            holds("role", "assistant"),
+            {
+                "anyOf": [
+                    {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+                    *map(given, ("content", "refusal", "reasoning_content", "reasoning", "function_call")),
+                ]
+            },
+            {
+                "allOf": [given("content"), absent("refusal", "reasoning_content", "reasoning", "function_call")],
+                "properties": {
+                    "content": {"items": {"properties": {"type": {"const": "text"}}}},
+                    "tool_calls": {"maxItems": 0},
+                },
+            },
+        ),
+        when(holds("role", "tool"), given("tool_call_id"), absent("tool_call_id")),
+    )
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | RefusalPart] | None = None
     refusal: str | None = None
@@ -308,6 +351,14 @@ class OpenAIBody(SamplingBody, frozen=True, kw_only=True):
 class GenerationBody(OpenAIBody, frozen=True, kw_only=True):
     """The fields that completions and chat share."""
 
+    relations: ClassVar[tuple[Schema, ...]] = (
+        when(given("stream_options"), holds("stream", True)),
+        when(
+            given("structured_outputs"),
+            {"anyOf": [absent("response_format"), {"properties": {"response_format": holds("type", "text")}}]},
+        ),
+    )
+
     stream_options: Annotated[
         StreamOptions,
         Meta(
@@ -354,6 +405,11 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     unserved: ClassVar[dict[str, Unserved]] = GenerationBody.unserved | OF_COMPLETIONS
+    relations: ClassVar[tuple[Schema, ...]] = (
+        *GenerationBody.relations,
+        {"properties": {"prompt": {"anyOf": _PROMPTS}}},
+        when(holds("max_tokens", 0), holds("echo", True)),
+    )
 
     prompt: Annotated[
         str | list[PromptPart],
@@ -427,6 +483,21 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     unserved: ClassVar[dict[str, Unserved]] = GenerationBody.unserved | OF_CHAT
+    relations: ClassVar[tuple[Schema, ...]] = (
+        *GenerationBody.relations,
+        when(
+            {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
+            holds("logprobs", True),
+        ),
+        when(
+            {"allOf": [given("function_call"), {"not": holds("function_call", "none")}]},
+            {"required": ["functions"], "properties": {"functions": {"type": "array", "minItems": 1}}},
+        ),
+        when(
+            {"allOf": [given("tool_choice"), {"not": holds("tool_choice", "none")}]},
+            {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
+        ),
+    )
 
     messages: Annotated[
         list[Message],

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import TokenId
-from roseinfer.server.api.fields import ModelBody
+from roseinfer.server.api.fields import ModelBody, Schema, given, when
 from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.unserved import OF_TOKENIZE, Unserved
 from roseinfer.server.connection.body import INLINE_BYTES
@@ -34,6 +34,18 @@ class TokenizeBody(ModelBody, frozen=True, kw_only=True):
     """POST /tokenize: the fields of vLLM that can be served."""
 
     unserved: ClassVar[dict[str, Unserved]] = OF_TOKENIZE
+    relations: ClassVar[tuple[Schema, ...]] = (
+        {"oneOf": [given("prompt"), given("messages")]},
+        when(
+            given("prompt"),
+            {
+                "properties": {
+                    "add_generation_prompt": {"enum": [True, None]},
+                    VARIABLES_FIELD: {"maxProperties": 0},
+                }
+            },
+        ),
+    )
 
     prompt: Annotated[str | None, Meta(description="A text. Either this or `messages`.")] = None
     messages: Annotated[
