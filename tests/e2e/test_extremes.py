@@ -156,6 +156,8 @@ def as_json(fields: dict[str, Any]) -> bytes:
 
 
 def needs_of(path: str, name: str, fields: dict[str, list[Any]]) -> dict[str, Any]:
+    if path == "/v1/completions":  # what only the other endpoints serve is null here
+        return NEEDS[name] if name == "stream_options" else {}
     if name == "messages" and "prompt" in fields:
         return {"prompt": None}
     if path.startswith("/v1/messages"):

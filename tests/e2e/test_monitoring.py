@@ -80,7 +80,7 @@ def load(server: Server, folder: Path) -> None:
         command, cwd=folder, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": -1})[0] == 400
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": -2})[0] == 400
 
 
 def has_a_number(prometheus: Prometheus, expression: str) -> bool:

@@ -19,6 +19,7 @@ MAY_ASK_FOR_THE_DATE = {
     "text/templates.py",  # templates may write it into a prompt
     "server/exchange.py",  # how late a load generator was against its own schedule
     "server/api/respond.py",  # `created` of an answer
+    "server/openai/responses.py",  # and when it was complete
 }
 WALL_CLOCKS = {
     *("time", "time_ns", "clock_gettime", "clock_gettime_ns", "CLOCK_REALTIME"),

@@ -37,7 +37,7 @@ BOTH: list[dict[str, Any]] = [
 ]
 COMPLETION: list[dict[str, Any]] = [{"prompt": HALF}, {"prompt": ["a", HALF]}, {"suffix": HALF}]
 CHAT: list[dict[str, Any]] = [
-    *({"messages": [USER | {name: HALF}]} for name in ("role", "content", "name", "refusal", "tool_call_id", HALF)),
+    *({"messages": [USER | {name: HALF}]} for name in ("role", "content", "refusal", "tool_call_id")),
     {"messages": [USER | {"content": [{"type": "text", "text": HALF}]}]},
     *({"messages": called(**{name: HALF})} for name in ("name", "arguments")),
     *({"tools": tool(**{name: HALF})} for name in ("name", "description")),

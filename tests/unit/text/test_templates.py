@@ -332,7 +332,7 @@ def test_what_is_within_the_bounds_is_taken_as_it_stands(body_type: type[ModelBo
             "chat_template_kwargs.b",
             f"deeper than {MAX_VARIABLE_LEVELS} levels",
         ),
-        ({"b": nested(900)}, "chat_template_kwargs.b", f"deeper than {MAX_VARIABLE_LEVELS} levels"),
+        ({"b": nested(400)}, "chat_template_kwargs.b", f"deeper than {MAX_VARIABLE_LEVELS} levels"),
         ({"a": "x" * MAX_VARIABLE_BYTES}, "chat_template_kwargs", f"at most {MAX_VARIABLE_BYTES} are taken"),
         ({"a": list(range(9000))}, "chat_template_kwargs", f"at most {MAX_VARIABLE_BYTES} are taken"),
     ],
