@@ -96,7 +96,7 @@ def _num_separators(json: bytes | bytearray) -> int:
 
 
 def check_levels(raw: bytes | bytearray) -> None:
-    """Raise InvalidRequest where a body of so many values is nested deeper than MAX_LEVELS."""
+    """Raise InvalidRequest where a body with this number of values is nested deeper than MAX_LEVELS."""
     if raw.count(b"[") + raw.count(b"{") <= MAX_LEVELS:
         return
     brackets = _outside_texts(_bare(raw)).translate(None, _NO_BRACKETS)

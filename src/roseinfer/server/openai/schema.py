@@ -439,7 +439,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     best_of: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
         Meta(
-            description="So many are generated of each prompt, and the `n` with the highest mean log-probability of a "
+            description="How many to generate of each prompt; the `n` with the highest mean log-probability of a "
             "token are in the answer, best first. At least `n`; equal to it in a stream. Default: `n`."
         ),
     ] = None
