@@ -50,15 +50,24 @@ RUN mkdir /program/kernels && if [ "$(uname -m)" = x86_64 ]; then \
 
 FROM ${BASE_IMAGE}
 ARG DEVICE=cpu
-# Triton has the kernels for CUDA call a launcher that a C compiler makes when they are first met.
-# hadolint ignore=DL3008
-RUN if [ "${DEVICE}" = cuda ] && ! command -v gcc > /dev/null; then \
-        apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi \
+# Triton has the kernels for CUDA call a launcher that a C compiler makes when they are first met, with Python's headers,
+# which are a package of their own where Python is the distribution's.
+# hadolint ignore=DL3008,SC2086
+RUN if [ "${DEVICE}" = cuda ]; then \
+        needed=""; command -v gcc > /dev/null || needed="gcc libc6-dev"; \
+        [ -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || needed="${needed} python3-dev"; \
+        if [ -n "${needed}" ]; then \
+            apt-get update && apt-get install -y --no-install-recommends ${needed} && rm -rf /var/lib/apt/lists/*; fi; fi \
     && groupadd --gid 10001 roseinfer \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin roseinfer \
     && install -d -o 10001 -g 10001 /models
 COPY --from=build /opt/roseinfer /opt/roseinfer
 COPY --from=build /program /opt/roseinfer
+
+# A node whose driver is too old for torch's CUDA refuses the container with that reason. Without GPUs nothing reads it.
+# For a torch of another CUDA: `--build-arg REQUIRE_CUDA="cuda>=12.8"`.
+ARG REQUIRE_CUDA="cuda>=13.0"
+ENV NVIDIA_REQUIRE_CUDA=${REQUIRE_CUDA}
 
 # The loopback of a container is nobody else's; which port whom reaches is decided outside of it.
 ENV PATH=/opt/roseinfer/bin:$PATH \

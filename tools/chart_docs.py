@@ -32,7 +32,27 @@ def schema() -> str:
     slo = properties["prometheusRule"]["properties"]["slo"]["properties"]
     slo["ttft"]["properties"]["thresholdSeconds"]["enum"] = list(WAIT_S)
     slo["itl"]["properties"]["thresholdSeconds"]["enum"] = list(TOKEN_S)
+    _require(tree, yaml.safe_load((CHART / "values.yaml").read_text()))
     return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+
+
+def _require(tree: Schema, defaults: Any) -> None:
+    """Make a null for what has a default an error that names it: Helm would drop the default, and templates need it.
+
+    A list, a map of free names and an empty text may be null, which is the same as empty.
+    """
+    needed = []
+    for name, child in tree["properties"].items():
+        default = defaults.get(name)
+        if "properties" in child and name != "config":
+            _require(child, default)
+            needed.append(name)
+        elif "null" in child["type"]:
+            continue
+        elif isinstance(default, bool | int | float) or (isinstance(default, str) and default):
+            needed.append(name)
+    if needed:
+        tree["required"] = needed
 
 
 def _without_references(tree: Schema) -> Schema:

@@ -62,13 +62,14 @@ class Cluster:
 
     version: str = "1.37"
     kinds: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    live: Sequence[Object] = ()  # what a template finds by `lookup`
     stored: list[bytes] = field(default_factory=list)
 
     def group_versions(self) -> list[str]:
         return [name for name in self.kinds if "/" in name]
 
     def answer(self, path: str) -> Object | None:
-        """The discovery documents; None for an object, of which there are none."""
+        """The discovery documents and the live objects; None for what there is not."""
         if path == "/version":
             major, minor = self.version.split(".")
             return {"major": major, "minor": minor, "gitVersion": f"v{self.version}.0"}
@@ -85,7 +86,8 @@ class Cluster:
             return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": name, "resources": resources}
         if path.endswith("/secrets"):
             return {"kind": "SecretList", "apiVersion": "v1", "items": []}
-        return None
+        live = (each for each in self.live if path.endswith(f"/{plural(each['kind'])}/{each['metadata']['name']}"))
+        return next(live, None)
 
 
 def _group(group_version: str) -> Object:
@@ -95,7 +97,7 @@ def _group(group_version: str) -> Object:
 
 
 class StubHandler(BaseHTTPRequestHandler):
-    """Answers discovery, has no objects, and accepts every object that is sent."""
+    """Answers discovery, has the objects that it is told of, and accepts every object that is sent."""
 
     cluster: ClassVar[Cluster] = Cluster()
     protocol_version = "HTTP/1.1"
@@ -118,6 +120,10 @@ class StubHandler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         self.do_POST()
+
+    def do_PATCH(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
 
     def do_DELETE(self) -> None:
         self._send(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
@@ -153,13 +159,13 @@ class Helm:
         return helm_sdkpy.Configuration(namespace=namespace, kubeconfig=yaml.safe_dump(text))
 
     def render(self, question: Object) -> Object:
-        """`{chart, values, version?, apis?, release?, namespace?}` -> `{objects, notes}`, or `{error}`.
+        """`{chart, values, version?, apis?, release?, namespace?, live?}` -> `{objects, notes}`, or `{error}`.
 
         `apis` are the custom group versions that the cluster has, all known ones when it is left out.
         """
         apis = question.get("apis", list(CUSTOM_KINDS))
         kinds = CORE_KINDS | {name: kinds for name, kinds in CUSTOM_KINDS.items() if name in apis}
-        StubHandler.cluster = cluster = Cluster(question.get("version", "1.37"), kinds)
+        StubHandler.cluster = cluster = Cluster(question.get("version", "1.37"), kinds, question.get("live", ()))
         install = helm_sdkpy.Install(self._configuration(question.get("namespace", "serving")))
         release = question.get("release", "demo")
         try:

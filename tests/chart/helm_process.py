@@ -70,9 +70,9 @@ class HelmProcess:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def render(self, values: Object, **cluster: Any) -> Rendered:
+    def render(self, values: Object, *, chart: Path = CHART, **cluster: Any) -> Rendered:
         """The release with these values. Raises Refused."""
-        answer = self._ask("render", chart=str(CHART), values=values, **cluster)
+        answer = self._ask("render", chart=str(chart), values=values, **cluster)
         if "error" in answer:
             raise Refused(answer["error"])
         return Rendered(answer["objects"], answer["notes"])

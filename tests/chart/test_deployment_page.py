@@ -37,7 +37,7 @@ def test_the_pickers_signals_are_the_files() -> None:
     extractor = next(
         plugin
         for plugin in yaml.safe_load((CHART / "files" / "picker.yaml").read_text())["plugins"]
-        if "parameters" in plugin
+        if plugin["type"] == "core-metrics-extractor"
     )
     (engine,) = extractor["parameters"]["engineConfigs"]
     assert rows == {name: series for name, series in engine.items() if name.endswith("Spec")}

@@ -15,7 +15,7 @@ from roseinfer.config.sources import build, gather
 from roseinfer.observe.metrics.catalogue import CATALOGUE
 from tests.chart.checks import CHECKS, Check, configured
 from tests.chart.conftest import ExampleOf
-from tests.chart.helm_process import CHART, NEWEST, OLDEST, ROOT, HelmProcess, Object, examples
+from tests.chart.helm_process import CHART, NEWEST, OLDEST, ROOT, HelmProcess, Object, Rendered, examples
 
 NAMES = [path.name.removesuffix("-values.yaml") for path in examples()]
 
@@ -101,7 +101,9 @@ def test_pods_wait_for_what_the_job_fetches(example: ExampleOf) -> None:
     (waiting,) = release.pod["spec"]["initContainers"]
     mark = job["command"][-1]
     assert mark.startswith("/models/.roseinfer/")
-    assert mark in waiting["command"][-1]
+    assert waiting["command"] == ["python", "/scripts/prefetch.py", "wait", mark, "3600"]
+    assert release.one("Job")["spec"]["activeDeadlineSeconds"] == 3600
+    assert release.one("Deployment")["spec"]["progressDeadlineSeconds"] > 3600
     token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hugging-face", "key": "hf"}}}
     assert token in job["env"]
     assert {"name": "HF_HUB_OFFLINE", "value": "1"} in release.server["env"]
@@ -192,12 +194,60 @@ def test_the_picker_is_told_series_that_exist(example: ExampleOf) -> None:
 
 
 def test_dashboards_are_the_files(example: ExampleOf) -> None:
+    """But for what is this release's own; what the plain files have in its place is in dashboards/."""
     maps = [found for found in example("dashboards").of("ConfigMap") if "-dashboard-" in found["metadata"]["name"]]
-    files = {path.name: json.loads(path.read_text()) for path in (CHART / "files" / "dashboards").glob("*.json")}
     shown = {name: json.loads(text) for found in maps for name, text in found["data"].items()}
-    assert shown == files
-    assert shown
+    plain = {path.name: json.loads(path.read_text()) for path in (ROOT / "dashboards").glob("*.json")}
+    assert {name.removeprefix("serving-demo-roseinfer-") for name in shown} == set(plain)
+    for name, board in shown.items():
+        assert "@" not in re.sub("@[a-z]", "", json.dumps(board))
+        titles = [panel["title"] for panel in board["panels"]]
+        assert titles == [panel["title"] for panel in plain[name.removeprefix("serving-demo-roseinfer-")]["panels"]]
     assert all(found["metadata"]["labels"]["grafana_dashboard"] == "1" for found in maps)
+
+
+def dashboards(release: Rendered) -> dict[str, Object]:
+    maps = [found for found in release.of("ConfigMap") if "-dashboard-" in found["metadata"]["name"]]
+    return {name: json.loads(text) for found in maps for name, text in found["data"].items()}
+
+
+def test_dashboards_follow_the_values(helm: HelmProcess) -> None:
+    values = {
+        "dashboards": {"enabled": True},
+        "autoscaling": {"kneeConcurrency": 96},
+        "prometheusRule": {"enabled": True, "slo": {"ttft": {"thresholdSeconds": 0.32}}},
+    }
+    release = helm.render(values)
+    boards = dashboards(release)
+    panels = {each["title"]: each for each in boards["serving-demo-roseinfer-rollout.json"]["panels"]}
+    steps = panels["Demand of a replica"]["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    assert steps[-1]["value"] == 67  # 0.7 of 96, rounded down
+    service = boards["serving-demo-roseinfer-service.json"]
+    variables = {each["name"]: each for each in service["templating"]["list"]}
+    assert variables["ttft"]["current"]["value"] == "0.32"
+    assert "0.32" in variables["ttft"]["query"].split(",")
+    assert variables["itl"]["current"]["value"] == "0.05"
+    assert variables["namespace"]["current"]["value"] == ["serving"]
+    assert re.fullmatch(variables["pod"]["allValue"], "demo-roseinfer-5d8f9c7b6-x2x4z")
+    (rules,) = release.of("PrometheusRule")
+    links = {
+        rule["annotations"]["dashboard_url"]
+        for group in rules["spec"]["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    assert {link.rpartition("/")[2] for link in links} <= {board["uid"] for board in boards.values()}
+
+
+def test_two_releases_have_dashboards_of_their_own(helm: HelmProcess) -> None:
+    """A Grafana that finds one address in two files shows neither, and one file name of two releases is one file."""
+    values = {"dashboards": {"enabled": True}}
+    one, other = dashboards(helm.render(values, release="one")), dashboards(helm.render(values, release="other"))
+    elsewhere = dashboards(helm.render(values, release="one", namespace="staging"))
+    assert not set(one) & set(other)
+    uids = [board["uid"] for boards in (one, other, elsewhere) for board in boards.values()]
+    assert len(set(uids)) == len(uids)
+    assert all(len(uid) <= 40 for uid in uids)
 
 
 def test_with_a_certificate_the_api_speaks_tls_and_the_probes_do_not(example: ExampleOf) -> None:

@@ -112,7 +112,28 @@ def test_missing_targets_are_missed_by_their_job(helm: HelmProcess, monitor: str
     (endpoint,) = found["spec"].get("endpoints") or found["spec"]["podMetricsEndpoints"]
     (job,) = [each["replacement"] for each in endpoint["relabelings"] if each["targetLabel"] == "job"]
     assert f'up{{namespace="serving",job="{job}"}}' in rules["RoseinferTargetMissing"]["expr"]
-    assert f'job="{job}"' in rules["roseinfer:objective:ratio"]["expr"]
+
+
+def test_two_releases_record_and_judge_their_own(helm: HelmProcess) -> None:
+    """Scraped by one job and with one model, they would else record the same series twice, which Prometheus drops."""
+    values = {
+        "metrics": {"scrapedElsewhere": True},
+        "networkPolicy": {"enabled": False},
+        "prometheusRule": {"enabled": True},
+    }
+    for name in ("one", "other"):
+        release = helm.render(values, release=name)
+        groups = release.one("PrometheusRule")["spec"]["groups"]
+        recorded = [rule for group in groups for rule in group["rules"] if "record" in rule]
+        assert recorded
+        assert {rule["labels"]["release"] for rule in recorded} == {f"{name}-roseinfer"}
+        reading = [
+            rule["expr"] for group in groups for rule in group["rules"] if re.search("roseinfer:[a-z]", rule["expr"])
+        ]
+        assert reading
+        for expression in reading:
+            for found in re.findall(r"roseinfer:[a-z0-9_:]+(\{[^}]*\})?", expression):
+                assert f'release="{name}-roseinfer"' in found
 
 
 def test_vllms_names_are_recorded_from_ours(spec: Object) -> None:

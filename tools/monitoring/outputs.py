@@ -1,5 +1,6 @@
 """Makes the contents of all generated files: dashboards, rules and autoscaling queries, by path."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import yaml
 from monitoring.board import BOARDS, render
 from monitoring.objectives import OBJECTIVES
 from monitoring.promql import Selection
-from monitoring.scaling import DEMAND, QUEUE_WAIT
+from monitoring.scaling import DEMAND, DEMAND_THRESHOLD, QUEUE_WAIT
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("dashboards")
 CHART_FILES = Path("deploy/helm/roseinfer/files")
 RULES = Path(__file__).with_name("rules.yaml")
 
+DEMAND_PANEL = "Demand of a replica"  # its line is the threshold at which replicas are added
 SCALING = {"autoscaling.promql": DEMAND, "queue_wait.promql": QUEUE_WAIT}
 
 # What differs from one installation to another: the words for it in the chart's file, and what the plain files have.
@@ -50,11 +52,36 @@ def files(root: Path = ROOT) -> dict[Path, str]:
     for name, query in SCALING.items():
         found[FOLDER / name] = f"# {GENERATED}\n{Selection().complete(query)}\n"
     if (root / CHART_FILES.parent).is_dir():
-        found |= {CHART_FILES / "dashboards" / name: text for name, text in boards.items()}
+        found |= {CHART_FILES / "dashboards" / name: release_board(text) for name, text in boards.items()}
         found[CHART_FILES / "rules.yaml"] = chart_rules()
         for name, query in SCALING.items():
             found[CHART_FILES / name] = Selection(pods="$selector").complete(query) + "\n"
     return found
+
+
+def release_board(text: str) -> str:
+    """A dashboard with placeholders for one release: its address and title, its pods, its promises and threshold.
+
+    A Grafana that gets the same address from two releases takes neither, so each release has dashboards of its own.
+    """
+    board = json.loads(text)
+    board["uid"] += "-@RELEASE_ID@"
+    board["title"] += " (@RELEASE@)"
+    for variable in board["templating"]["list"]:
+        match variable["name"]:
+            case "namespace":
+                variable["current"] |= {"text": ["@NAMESPACE@"], "value": ["@NAMESPACE@"]}
+            case "pod":
+                variable["allValue"] = "@PODS@"
+                variable["regex"] = "/^@PODS@$/"
+            case "ttft" | "itl" as key:
+                word = f"@{key.upper()}_SECONDS@"
+                variable["current"] |= {"text": word, "value": word}
+    for panel in board["panels"]:
+        for step in panel.get("fieldConfig", {}).get("defaults", {}).get("thresholds", {}).get("steps", []):
+            if panel["title"] == DEMAND_PANEL and step["value"] == DEMAND_THRESHOLD:
+                step["value"] = "@DEMAND@"
+    return json.dumps(board, indent=1, ensure_ascii=False) + "\n"
 
 
 def rule_groups(values: Mapping[str, str]) -> dict[str, list[Rule]]:

@@ -249,9 +249,11 @@ class EngineConfig:
 class ServerConfig:
     """The HTTP ports, and what they admit."""
 
-    host: str = option("127.0.0.1", "Address of the API port.", flag="--host")
+    host: str = option(
+        "127.0.0.1", "Address of the API port; empty: all that the machine has, of IPv4 and of IPv6.", flag="--host"
+    )
     port: int = option(8000, "API port; 0 takes a free one.", ge=0, le=65535, flag="--port")
-    ops_host: str = option("127.0.0.1", "Address of the operations port.")
+    ops_host: str = option("127.0.0.1", "Address of the operations port; empty as for the API port.")
     ops_port: int = option(
         8001, "Operations port: probes and `/metrics` again. 0 turns it off.", ge=0, le=65535, flag="--ops-port"
     )

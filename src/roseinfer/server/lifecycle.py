@@ -249,7 +249,7 @@ async def _listening(service: Service, instruments: Instruments, certificate: Ce
         if config.ops_port:
             app = build_ops_app(service, instruments)
             await ports.enter_async_context(_port(app, config.ops_host, config.ops_port, "server.ops_", None))
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        host = f"[{config.host}]" if ":" in config.host else config.host or "localhost"
         yield f"{'http' if certificate is None else 'https'}://{host}:{port}"
 
 

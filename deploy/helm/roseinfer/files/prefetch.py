@@ -1,23 +1,54 @@
-"""Fetches the configured model into Hugging Face's cache, as the server would, and then leaves a mark.
+"""Fetches the configured model into Hugging Face's cache, as the server would, and then leaves a mark; or waits for it.
 
-`python prefetch.py CONFIG MARK`. Pods wait for the mark: a directory that is there may be half of one.
+`python prefetch.py fetch CONFIG MARK`, `python prefetch.py wait MARK SECONDS`. A directory that is there may be half of
+one, so pods wait for the mark; why the last attempt failed stands beside it, and whoever waits prints it.
 """
 
 import sys
+import time
 from pathlib import Path
 
-from roseinfer.config.sources import load
-from roseinfer.model.checkpoint import resolve_checkpoint
+TOLD_EVERY_S = 30.0
 
 
-def main(config_file: str, mark: str) -> int:
+def fetch(config_file: str, mark: str) -> int:
+    from roseinfer.config.sources import load
+    from roseinfer.errors import RoseinferError
+    from roseinfer.model.checkpoint import resolve_checkpoint
+
     model = load(file=Path(config_file)).config.model
-    directory = resolve_checkpoint(model.path, model.revision)
     Path(mark).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory = resolve_checkpoint(model.path, model.revision)
+    except (RoseinferError, OSError) as error:
+        why_not(mark).write_text(f"{error}\n")
+        print(error, file=sys.stderr)
+        return 1
     Path(mark).write_text(f"{directory}\n")
     print(f"{model.path} is in {directory}")
     return 0
 
 
+def wait(mark: str, seconds: str) -> int:
+    """1 when there is no mark after that time: the pod then fails by name instead of holding its GPU in silence."""
+    deadline = time.monotonic() + float(seconds)
+    tell_at = time.monotonic()
+    while not Path(mark).exists():
+        last = f"; its last attempt failed: {why_not(mark).read_text().strip()}" if why_not(mark).exists() else ""
+        if time.monotonic() >= deadline:
+            print(f"The prefetch job has not fetched the model in {seconds} s{last}", file=sys.stderr)
+            return 1
+        if time.monotonic() >= tell_at:
+            tell_at += TOLD_EVERY_S
+            print(f"waiting for the prefetch job{last}", flush=True)
+        time.sleep(0.5)
+    return 0
+
+
+def why_not(mark: str) -> Path:
+    return Path(f"{mark}.failed")
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    command, *arguments = sys.argv[1:]
+    sys.exit({"fetch": fetch, "wait": wait}[command](*arguments))

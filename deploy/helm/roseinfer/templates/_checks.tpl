@@ -49,7 +49,7 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- fail "config.server.port is 0, which takes any: the Service has to know it" }}
 {{- end }}
 {{- range $name := list "host" "ops_host" }}
-{{- $host := include "roseinfer.option" (dict "context" $ "section" "server" "name" $name "default" "0.0.0.0") }}
+{{- $host := include "roseinfer.option" (dict "context" $ "section" "server" "name" $name "default" "") }}
 {{- if or (hasPrefix "127." $host) (has $host (list "localhost" "::1")) }}
 {{- fail (printf "config.server.%s is %s, which the kubelet and the Service cannot reach" $name $host) }}
 {{- end }}
@@ -70,13 +70,24 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- end }}
 
 {{- define "roseinfer.checkPod" -}}
+{{- $selecting := include "roseinfer.selectorLabels" . | fromYaml }}
+{{- range $name, $_ := .Values.podLabels }}
+{{- if hasKey $selecting $name }}
+{{- fail (printf "podLabels.%s is one of the labels by which Services, the PodDisruptionBudget and monitors find the pods" $name) }}
+{{- end }}
+{{- end }}
+{{- range $index, $container := .Values.extraContainers }}
+{{- if eq $container.name "server" }}
+{{- fail (printf "extraContainers[%d].name is server, which the chart's own container has" $index) }}
+{{- end }}
+{{- end }}
 {{- range $index, $variable := .Values.env }}
 {{- if and (hasPrefix "ROSEINFER_" $variable.name) (ne $variable.name "ROSEINFER_API_KEYS") }}
 {{- fail (printf "env[%d]: %s would win over the ConfigMap, out of sight of the chart; give it in config" $index $variable.name) }}
 {{- end }}
 {{- end }}
 {{- range $kind := list "requests" "limits" }}
-{{- if hasKey (get $.Values.resources $kind | default dict) $.Values.gpu.resourceName }}
+{{- if hasKey (get ($.Values.resources | default dict) $kind | default dict) $.Values.gpu.resourceName }}
 {{- fail (printf "resources.%s has %s; give gpu.count, which sets requests and limits alike" $kind $.Values.gpu.resourceName) }}
 {{- end }}
 {{- end }}
@@ -117,6 +128,19 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- end }}
 {{- end }}
 
+{{/* Kubernetes refuses these changes of a claim that is there, in words that name none of our values. */}}
+{{- define "roseinfer.checkClaim" -}}
+{{- with lookup "v1" "PersistentVolumeClaim" .Release.Namespace (include "roseinfer.claimName" .) }}
+{{- $class := $.Values.modelCache.storageClass }}
+{{- if and $class .spec.storageClassName (ne $class .spec.storageClassName) }}
+{{- fail (printf "modelCache.storageClass is %s and the claim %s has %s, which cannot be changed: name a new claim by modelCache.existingClaim" $class .metadata.name .spec.storageClassName) }}
+{{- end }}
+{{- if ne (.spec.accessModes | sortAlpha | join ", ") ($.Values.modelCache.accessModes | sortAlpha | join ", ") }}
+{{- fail (printf "modelCache.accessModes is %s and the claim %s has %s, which cannot be changed: name a new claim by modelCache.existingClaim" ($.Values.modelCache.accessModes | join ", ") .metadata.name (.spec.accessModes | join ", ")) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "roseinfer.checkScaling" -}}
 {{- $scaling := .Values.autoscaling }}
 {{- if gt ($scaling.minReplicas | int) ($scaling.maxReplicas | int) }}
@@ -142,13 +166,24 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- if eq (kindIs "invalid" .minAvailable) (kindIs "invalid" .maxUnavailable) }}
 {{- fail "pdb needs one of minAvailable and maxUnavailable, and the other null" }}
 {{- end }}
-{{- if and (not (kindIs "invalid" .minAvailable)) (not (kindIs "string" .minAvailable)) (ge (.minAvailable | int) $smallest) }}
-{{- fail (printf "pdb.minAvailable is %d of %d replicas: no node could ever be drained" (.minAvailable | int) $smallest) }}
+{{- if not (kindIs "invalid" .minAvailable) }}{{/* Kubernetes rounds a share of the replicas up */}}
+{{- $kept := include "roseinfer.share" (dict "of" $smallest "share" .minAvailable) | int }}
+{{- if ge $kept $smallest }}
+{{- fail (printf "pdb.minAvailable is %v of %d replicas: no node could ever be drained" .minAvailable $smallest) }}
 {{- end }}
-{{- if and (not (kindIs "invalid" .maxUnavailable)) (not (kindIs "string" .maxUnavailable)) (eq (.maxUnavailable | int) 0) }}
-{{- fail "pdb.maxUnavailable is 0: no node could ever be drained" }}
+{{- else if eq (include "roseinfer.share" (dict "of" $smallest "share" .maxUnavailable) | int) 0 }}
+{{- fail (printf "pdb.maxUnavailable is %v: no node could ever be drained" .maxUnavailable) }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A number of replicas, or a percentage of them, rounded up: share, of. */}}
+{{- define "roseinfer.share" -}}
+{{- if kindIs "string" .share }}
+{{- ceil (divf (mulf (.share | trimSuffix "%" | float64) .of) 100) | int }}
+{{- else }}
+{{- .share | int }}
 {{- end }}
 {{- end }}
 
@@ -177,6 +212,22 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- end }}
 
 {{- define "roseinfer.checkRoutes" -}}
+{{- $service := .Values.service }}
+{{- $open := and (eq $service.type "LoadBalancer") (not (or .Values.apiKeys.existingSecret (include "roseinfer.option" (dict "context" . "section" "server" "name" "api_key_file" "default" "")))) }}
+{{- if and $open (not (or $service.loadBalancerSourceRanges $service.withoutKeys)) }}
+{{- fail "service.type is LoadBalancer and there are no keys, so whoever reaches the address may use the model and read /metrics: give apiKeys.existingSecret or service.loadBalancerSourceRanges, or say by service.withoutKeys that this is meant" }}
+{{- end }}
+{{- if and $service.nodePort (eq $service.type "ClusterIP") }}
+{{- fail "service.nodePort is given and service.type is ClusterIP, which has none" }}
+{{- end }}
+{{- range $name := list "loadBalancerClass" "loadBalancerSourceRanges" }}
+{{- if and (get $service $name) (ne $service.type "LoadBalancer") }}
+{{- fail (printf "service.%s is given and service.type is %s" $name $service.type) }}
+{{- end }}
+{{- end }}
+{{- if and $service.externalTrafficPolicy (eq $service.type "ClusterIP") }}
+{{- fail "service.externalTrafficPolicy is given and service.type is ClusterIP, which nobody reaches from outside" }}
+{{- end }}
 {{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret }}
 {{- fail "inferencePool.enabled with apiKeys.existingSecret: the picker reads /metrics of the API port without a key; check keys at the gateway" }}
 {{- end }}

@@ -4,17 +4,18 @@ The program's configuration as YAML: the values' `config`, over what a pod needs
 What another value decides cannot be given in `config` too, unless it is the same: the template fails and names both.
 */}}
 {{- define "roseinfer.config" -}}
-{{- $server := dict "host" "0.0.0.0" "port" 8000 "ops_host" "0.0.0.0" "ops_port" 8001 }}
+{{- /* An empty address is every one of IPv4 and of IPv6, whichever the node has. */}}
+{{- $server := dict "host" "" "port" 8000 "ops_host" "" "ops_port" 8001 }}
 {{- $runner := dict }}
 {{- if .Values.gpu.count }}
 {{- $_ := set $runner "device" "cuda" }}
-{{- else if and (include "roseinfer.cores" .) (not (has (dig "model" "path" "" .Values.config) (list "" "roseinfer/demo"))) }}{{/* that needs one */}}
+{{- else if and (include "roseinfer.cores" .) (not (has (dig "model" "path" "" (.Values.config | default dict)) (list "" "roseinfer/demo"))) }}{{/* that needs one */}}
 {{- $_ := set $runner "num_threads" (include "roseinfer.cores" . | int) }}
 {{- end }}
-{{- $tree := mergeOverwrite (dict "server" $server "runner" $runner) (deepCopy .Values.config) }}
+{{- $tree := mergeOverwrite (dict "server" $server "runner" $runner) (deepCopy (.Values.config | default dict)) }}
 {{- range $decided := include "roseinfer.decided" . | fromYamlArray }}
 {{- $section := get $tree $decided.section | default dict }}
-{{- $given := get (get $.Values.config $decided.section | default dict) $decided.name }}
+{{- $given := get (get ($.Values.config | default dict) $decided.section | default dict) $decided.name }}
 {{- if and (not (kindIs "invalid" $given)) (ne (toString $given) "") (ne (toString $given) (toString $decided.value)) }}
 {{- fail (printf "config.%s.%s is %v, and %s says %v: give one of them" $decided.section $decided.name $given $decided.by $decided.value) }}
 {{- end }}

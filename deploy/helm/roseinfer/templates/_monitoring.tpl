@@ -51,13 +51,26 @@ namespace="{{ .Release.Namespace }}",job="{{ include "roseinfer.fullname" . }}"
 {{- end }}
 {{- end }}
 
-{{/* What the rules record has no pod: it is told apart by namespace, job and model. */}}
+{{/* What the rules record has no pod, and two releases may share a job and a model: it has the release's name. */}}
 {{- define "roseinfer.recordedSelector" -}}
-{{- if or .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled -}}
-{{ include "roseinfer.targets" . }}
-{{- else -}}
-namespace="{{ .Release.Namespace }}"
+namespace="{{ .Release.Namespace }}",release="{{ include "roseinfer.fullname" . }}"
 {{- end }}
+
+{{/* What tells the addresses of this release's dashboards from another's. */}}
+{{- define "roseinfer.releaseId" -}}
+{{- printf "%s/%s" .Release.Namespace (include "roseinfer.fullname" .) | sha256sum | trunc 8 }}
+{{- end }}
+
+{{- define "roseinfer.dashboard" -}}
+{{- $slo := .context.Values.prometheusRule.slo }}
+{{- .text
+  | replace "@RELEASE_ID@" (include "roseinfer.releaseId" .context)
+  | replace "@RELEASE@" (include "roseinfer.fullname" .context)
+  | replace "@NAMESPACE@" .context.Release.Namespace
+  | replace "@PODS@" (include "roseinfer.podPattern" .context)
+  | replace "\"@DEMAND@\"" (include "roseinfer.targetDemand" .context)
+  | replace "@TTFT_SECONDS@" (include "roseinfer.bound" $slo.ttft.thresholdSeconds)
+  | replace "@ITL_SECONDS@" (include "roseinfer.bound" $slo.itl.thresholdSeconds) }}
 {{- end }}
 
 {{/* A number as `le` has it: with a point. */}}
@@ -72,7 +85,11 @@ say whose it is in exported_namespace, or in namespace where labels are honoured
 */}}
 {{- define "roseinfer.rules" -}}
 {{- $slo := .Values.prometheusRule.slo }}
-{{- .Files.Get "files/rules.yaml"
+{{- $text := .Files.Get "files/rules.yaml" }}
+{{- if .Values.dashboards.enabled }}
+{{- $text = regexReplaceAll "/d/roseinfer-([a-z]+)" $text (printf "/d/roseinfer-${1}-%s" (include "roseinfer.releaseId" .)) }}
+{{- end }}
+{{- $text
   | replace "@SELECTOR@" (include "roseinfer.selector" .)
   | replace "@RECORDED_SELECTOR@" (include "roseinfer.recordedSelector" .)
   | replace "@TARGETS@" (include "roseinfer.targets" .)

@@ -23,11 +23,16 @@ app.kubernetes.io/name: {{ include "roseinfer.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* Labels of pods of one component. They name no version: another chart with the same pod is no rollout. */}}
+{{- define "roseinfer.podLabels" -}}
+app.kubernetes.io/name: {{ include "roseinfer.name" .context }}
+app.kubernetes.io/instance: {{ .context.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
 {{/* The pods that serve, and no others of the release. */}}
 {{- define "roseinfer.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "roseinfer.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
-app.kubernetes.io/component: server
+{{- include "roseinfer.podLabels" (dict "context" . "component" "server") }}
 {{- end }}
 
 {{- define "roseinfer.serviceAccountName" -}}

@@ -33,9 +33,9 @@ exec:
 - /etc/roseinfer/config.yaml
 {{- /* The image has these in its environment, which would win over the file. */}}
 - --host
-- {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "host" "default" "0.0.0.0") | quote }}
+- {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "host" "default" "") | quote }}
 - --server.ops-host
-- {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "ops_host" "default" "0.0.0.0") | quote }}
+- {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "ops_host" "default" "") | quote }}
 {{- with include "roseinfer.option" (dict "context" . "section" "runner" "name" "kernels_dir" "default" "") }}
 - --runner.kernels-dir
 - {{ . | quote }}
@@ -49,13 +49,11 @@ exec:
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
-{{- include "roseinfer.hubToken" . }}
-{{- with .Values.env }}
-{{ toYaml . }}
-{{- end }}
+{{- include "roseinfer.userEnv" . }}
 {{- end }}
 
-{{- define "roseinfer.hubToken" -}}
+{{/* What a download needs as much as the server: the token, and the values' own proxies, mirrors and authorities. */}}
+{{- define "roseinfer.userEnv" -}}
 {{- with .Values.hfToken }}
 {{- if .existingSecret }}
 - name: HF_TOKEN
@@ -65,11 +63,50 @@ exec:
       key: {{ .key }}
 {{- end }}
 {{- end }}
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* What the serving pod and the job that fetches its model have in common: who they are, and where they may run. */}}
+{{- define "roseinfer.placement" -}}
+serviceAccountName: {{ include "roseinfer.serviceAccountName" . }}
+automountServiceAccountToken: {{ .Values.serviceAccount.automount | default false }}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with .Values.podSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $tolerations := .Values.tolerations | default list }}
+{{- if .Values.gpu.count }}{{/* the taint of nodes with GPUs, whatever the device plugin calls a part of one */}}
+{{- $tolerations = prepend $tolerations (dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule") }}
+{{- end }}
+{{- with $tolerations | uniq }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- tpl (toYaml .) $ | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{/* Requests and limits, the GPU in both. */}}
 {{- define "roseinfer.resources" -}}
-{{- $resources := deepCopy .Values.resources }}
+{{- $resources := deepCopy (.Values.resources | default dict) }}
 {{- if .Values.gpu.count }}
 {{- range $kind := list "requests" "limits" }}
 {{- $part := get $resources $kind | default dict }}
@@ -86,6 +123,11 @@ exec:
     name: {{ include "roseinfer.fullname" . }}
 - name: tmp
   emptyDir: {}
+{{- if .Values.modelCache.prefetchJob.enabled }}
+- name: scripts
+  configMap:
+    name: {{ include "roseinfer.fullname" . }}-scripts
+{{- end }}
 - name: models
 {{- if .Values.modelCache.enabled }}
   persistentVolumeClaim:
@@ -162,13 +204,18 @@ exec:
 - name: wait-for-model
   image: {{ include "roseinfer.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [sh, -c, "until [ -f {{ include "roseinfer.prefetchMark" . }} ]; do sleep 2; done"]
+  command: [python, /scripts/prefetch.py, wait, {{ include "roseinfer.prefetchMark" . }}, {{ .Values.modelCache.prefetchJob.timeoutSeconds | quote }}]
+  {{- with .Values.securityContext }}
   securityContext:
-    {{- toYaml .Values.securityContext | nindent 4 }}
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   resources:
-    requests: {cpu: 10m, memory: 16Mi}
+    requests: {cpu: 10m, memory: 32Mi}
     limits: {memory: 64Mi}
   volumeMounts:
+    - name: scripts
+      mountPath: /scripts
+      readOnly: true
     - name: models
       mountPath: {{ .Values.modelCache.mountPath }}
       readOnly: true
