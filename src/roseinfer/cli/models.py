@@ -64,13 +64,17 @@ def outline(directory: Path) -> dict[str, Any]:
 
 
 def _types(model: Any, attention: AttentionSpec) -> list[dict[str, Any]]:
-    """The memory of weights and of a token's keys and values, and the tokens that this machine has room for."""
+    """The memory of weights and of a token's keys and values, and the tokens that this machine has room for.
+
+    A table that is the head's weight too is held once, as the head holds it.
+    """
     tables = {id(child.weight): child.weight for child in model.modules() if isinstance(child, nn.Embedding)}
-    in_tables = sum(table.numel() for table in tables.values())
+    head = model.get_output_embeddings().weight
+    in_tables = sum(table.numel() for table in tables.values() if table is not head)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2 and id(parameter) not in tables]
     in_linears = sum(matrix.numel() for matrix in matrices)
-    if id(model.get_output_embeddings().weight) in tables:  # a tied head is packed beside the table
-        in_linears += model.get_output_embeddings().weight.numel()
+    if id(head) in tables:
+        in_linears += head.numel()
     in_vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
     available = _available_bytes()
     rows = []

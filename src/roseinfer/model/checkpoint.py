@@ -189,23 +189,6 @@ class Checkpoint:
         self._unread.discard(name)
         return tensor
 
-    def joined(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> torch.Tensor:
-        """Tensors with these shapes, one below the other, in the type of the first, on `device`; read one at a time.
-
-        A single tensor is as `tensor` returns it.
-        """
-        names = list(shapes)
-        first = self.tensor(names[0], shapes[names[0]])
-        if len(names) == 1:
-            return first
-        num_rows = sum(shape[0] for shape in shapes.values())
-        whole = torch.empty(num_rows, *first.shape[1:], dtype=first.dtype, device=device)
-        start = 0
-        for name, shape in shapes.items():
-            whole[start : start + shape[0]].copy_(self.tensor(name, shape))
-            start += shape[0]
-        return whole
-
     def has_other_values(self, name: str, tied_to: str, shape: tuple[int, ...]) -> bool:
         """Whether there is a tensor `name` other than `tied_to`, to which config.json ties it; if so, it counts."""
         if name not in self.names:

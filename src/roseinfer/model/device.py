@@ -104,7 +104,8 @@ class WeightMemory:
 
 
 def _new_block(num_bytes: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)  # anonymous
+    # Private: pages of shared memory are huge only where the system was told so.
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     block = torch.frombuffer(memory, dtype=torch.uint8)
@@ -173,7 +174,8 @@ class Placement:
             return "amx"
         if self.kernels is not None and (self.dtype == torch.float32 or self.has_kernel(PAIRS)):
             return "registers"
-        return "onednn" if hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"
+        has_type = self.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+        return "onednn" if has_type and hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"
 
     @property
     def splits_sums(self) -> bool:

@@ -265,21 +265,6 @@ def test_a_sampling_default_that_is_none_is_named(directory: Path, wrong: dict[s
     assert caught.value.param == "model.path"
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_tensors_are_joined_in_the_order_asked_for(directory: Path, is_sharded: bool) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    if is_sharded:
-        shard(directory)
-    names = ["h.1.ln_2.weight", "h.0.attn.c_attn.bias", "h.0.ln_1.bias"]
-    shapes = {name: tuple(tensors[name].shape) for name in names}
-    with Checkpoint(directory) as checkpoint:
-        joined = checkpoint.joined(shapes, torch.device("cpu"))
-        assert torch.equal(joined, torch.cat([tensors[name] for name in names]))
-        assert torch.equal(checkpoint.joined({names[0]: shapes[names[0]]}, torch.device("cpu")), tensors[names[0]])
-        with pytest.raises(ConfigError, match=r"h\.0\.ln_1\.bias is float32"):
-            checkpoint.joined(shapes | {"h.0.ln_1.bias": (31,)}, torch.device("cpu"))
-
-
 def test_what_was_read_does_not_stay_in_memory(tmp_path: Path) -> None:
     """Eight tensors of 8 MiB, one after the other: no more than the last of them is held."""
     file = tmp_path / "model.safetensors"

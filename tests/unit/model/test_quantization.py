@@ -20,7 +20,7 @@ import roseinfer
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import DTYPES, Placement
 from roseinfer.model.families.registry import build_model
-from roseinfer.model.layers.linear import IntegerLinear, Linear, quantized_rows, quantized_weight
+from roseinfer.model.layers.linear import IntegerLinear, Linear, quantized_piece, quantized_rows
 from tests.conftest import BuiltKernels
 from tests.unit.model.quantised import Method, methods
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
@@ -72,11 +72,7 @@ def test_compiled_rows_are_those_of_torch(
 ) -> None:
     x = rows_of_every_size(DTYPES[dtype])
     expected, expected_scales = quantized_rows(x)
-    weight, placement = (
-        torch.zeros(1, x.shape[1], dtype=torch.int8),
-        Setup(dtype, "int8", level).placement(built_kernels),
-    )
-    quantized, scales = IntegerLinear(weight, torch.ones(1), None, "none", torch.float32, placement)._quantized(x)
+    quantized, scales = quantized_piece(x, Setup(dtype, "int8", level).placement(built_kernels))
     assert torch.equal(quantized, expected)
     torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
 
@@ -98,13 +94,13 @@ def test_small_rows_count_as_zeros_and_rows_that_are_not_finite_are_told(
     assert out[-5:].isnan().all()
 
 
-def test_a_weight_is_quantised_by_outputs_whatever_its_strides_and_size() -> None:
-    weight = torch.randn(5000, 7, generator=torch.Generator().manual_seed(0))
-    quantized, scales = quantized_weight(weight.t().contiguous().t())
-    assert quantized.is_contiguous()
-    assert (quantized.abs().amax(1) == 127).all()
-    error = (quantized * scales[:, None] - weight).abs()
-    assert (error <= 0.5001 * scales[:, None]).all()
+def test_a_weight_is_quantised_by_outputs_whatever_its_strides_size_and_parts() -> None:
+    weight = torch.randn(7000, 250, generator=torch.Generator().manual_seed(0))
+    for parts in ([weight.t().contiguous().t()], torch.split(weight, [4001, 1, 2998])):
+        kept = IntegerLinear(parts, None, "none", torch.float32, Placement(torch.device("cpu"), torch.float32, "int8"))
+        assert (kept._weight.abs().amax(0) == 127).all()
+        error = (kept.rows(torch.arange(7000)) - weight).abs()
+        assert (error <= 0.5001 * weight.abs().amax(1, keepdim=True) / 127).all()
 
 
 @cache

@@ -57,17 +57,17 @@ class LayerReader:
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._counted(self.checkpoint.tensor(self.prefix + name, shape))
 
-    def joined(self, shapes: dict[str, tuple[int, ...]]) -> torch.Tensor:
-        """Tensors of these shapes, one below the other."""
-        return self._counted(self.checkpoint.joined(shapes, self.placement.device))
+    def embedding_and_head(self, name: str, shape: tuple[int, int], *, is_tied: bool) -> tuple[Embedding, Linear]:
+        """The embedding called `name`, and the linear of logits.
 
-    def head(self, embedding: Embedding, name: str, *, is_tied: bool) -> Linear:
-        """The linear of logits: `lm_head.weight`, or the embedding called `name` if it is tied and the file agrees."""
-        shape = tuple(embedding.table.shape)
+        Its weight is `lm_head.weight`, or that of the embedding if it is tied and the file agrees.
+        """
+        table = self.tensor(name, *shape)
         if is_tied and not self.checkpoint.has_other_values("lm_head.weight", self.prefix + name, shape):
-            return Linear(embedding.table, None, self.placement, is_mapped=False, dtype=torch.float32)
+            head = Linear(table, None, self.placement, dtype=torch.float32)
+            return Embedding(table, self.placement, head), head
         weight = self._counted(self.checkpoint.tensor("lm_head.weight", shape))
-        return Linear(weight, None, self.placement, dtype=torch.float32)
+        return Embedding(table, self.placement), Linear(weight, None, self.placement, dtype=torch.float32)
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_parameters += tensor.numel()

@@ -91,14 +91,16 @@ class GPT2:
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.n_positions
         self.attention_spec = spec.attention
-        self._token_embedding = Embedding(read.tensor("wte.weight", spec.vocab_size, spec.n_embd), placement)
+        self._token_embedding, self.head = read.embedding_and_head(
+            "wte.weight",
+            (spec.vocab_size, spec.n_embd),
+            is_tied=spec.tie_word_embeddings or "lm_head.weight" not in names,
+        )
         self._position_embedding = Embedding(read.tensor("wpe.weight", spec.n_positions, spec.n_embd), placement)
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]
         first = self._blocks[0]
         self.layer_linears = [first.qkv, first.attention_out, first.up, first.down]
         self._final_norm = read.norm("ln_f", spec.n_embd)
-        is_tied = spec.tie_word_embeddings or "lm_head.weight" not in names
-        self.head = read.head(self._token_embedding, "wte.weight", is_tied=is_tied)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))
 

@@ -16,7 +16,7 @@ from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader
 from roseinfer.model.layers.activation import SiluGate
-from roseinfer.model.layers.linear import Embedding, Linear
+from roseinfer.model.layers.linear import Linear
 from roseinfer.model.layers.norm import Norm
 from roseinfer.model.layers.rope import (
     AnyRope,
@@ -203,9 +203,9 @@ class _Reader(LayerReader):
 
     def linear(self, num_outputs: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
         """One linear of the modules that `num_outputs` names, one below the other."""
-        weight = self.joined({f"{name}.weight": (rows, num_inputs) for name, rows in num_outputs.items()})
-        bias = self.joined({f"{name}.bias": (rows,) for name, rows in num_outputs.items()}) if has_bias else None
-        return Linear(weight, bias, self.placement, is_mapped=len(num_outputs) == 1)
+        weights = [self.tensor(f"{name}.weight", rows, num_inputs) for name, rows in num_outputs.items()]
+        biases = [self.tensor(f"{name}.bias", rows) for name, rows in num_outputs.items()] if has_bias else []
+        return Linear(weights, torch.cat(biases) if has_bias else None, self.placement)
 
 
 class Llama:
@@ -217,15 +217,16 @@ class Llama:
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.max_positions
         self.attention_spec = spec.attention
-        table = read.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._token_embedding = Embedding(table, placement)
+        shape = spec.vocab_size, spec.hidden_size
+        self._token_embedding, self.head = read.embedding_and_head(
+            "model.embed_tokens.weight", shape, is_tied=spec.tie_word_embeddings
+        )
         self._rotations = RotationTable(spec.rope, spec.head_width, spec.max_positions, placement.device)
         self._gate = SiluGate(placement)
         self._blocks = [_Block(spec, read, f"model.layers.{layer}.") for layer in range(spec.num_hidden_layers)]
         first = self._blocks[0]
         self.layer_linears = [first.qkv, first.attention_out, first.gate_up, first.down]
         self._final_norm = read.norm("model.norm", spec.hidden_size)
-        self.head = read.head(self._token_embedding, "model.embed_tokens.weight", is_tied=spec.tie_word_embeddings)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
 

@@ -10,17 +10,19 @@ answers is measured in tests/unit/model/test_quantization.py.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
-from roseinfer.model.device import FOURS, TILES, Placement, dtype_name
+from roseinfer.model.device import DTYPES, FOURS, TILES, Placement, dtype_name
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation, activated
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_ROWS_AT_ONCE = 4096  # of a weight, so that its float32 copy is small
+_PIECE_NUMBERS = 1 << 20  # of a weight, so that what it is on the way to its packed form stays in a processor's caches
+_PIECE_MULTIPLE = 48  # of which a piece's rows are a multiple: every packed form begins anew there
+_QUANTIZE = (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER)  # arguments of the kernel
 _UNSIGNED = 128  # what the instruction for int8 wants rows to have added
 _PACKED_BATCH_HINT = 64  # packings for 16 to 512 rows run within a tenth of each other at any number of rows
 _PACKED_ATTRIBUTES = {
@@ -31,13 +33,38 @@ _PACKED_ATTRIBUTES = {
 }
 _PIECE_ROWS = 32
 
+Parts = Sequence[torch.Tensor]  # of a weight [outputs, inputs], one below the other; each of any dtype and strides
+
+
+def _pieces(parts: Parts) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows of a weight after the other: where they are, and their numbers. Little is copied."""
+    size = max(1, _PIECE_NUMBERS // parts[0].shape[1] // _PIECE_MULTIPLE) * _PIECE_MULTIPLE
+    start, num_rows = 0, sum(map(len, parts))
+    while start < num_rows:
+        rows = slice(start, min(start + size, num_rows))
+        yield rows, _rows(parts, rows)
+        start = rows.stop
+
+
+def _rows(parts: Parts, rows: slice) -> torch.Tensor:
+    found, first = [], 0
+    for part in parts:
+        found.append(part[max(0, rows.start - first) : max(0, rows.stop - first)])
+        first += len(part)
+    found = [piece for piece in found if len(piece)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _whole(parts: Parts) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
 
 class Linear:
     """x [rows, inputs] of the placement's dtype -> activation(x Wᵀ + b) [rows, outputs]."""
 
     def __init__(
         self,
-        weight: torch.Tensor,  # [outputs, inputs], of any dtype, device and strides
+        weight: torch.Tensor | Parts,  # [outputs, inputs], on any device
         bias: torch.Tensor | None,
         placement: Placement,
         activation: Activation = "none",
@@ -45,28 +72,38 @@ class Linear:
         is_mapped: bool = True,  # the weight is a piece of a mapped file and must be copied; else it may be shared
         dtype: torch.dtype | None = None,  # of the result, where the kind has a choice; else the placement's
     ) -> None:
-        self.num_outputs, self.num_inputs = weight.shape
+        parts = [weight] if isinstance(weight, torch.Tensor) else weight
+        self.num_outputs, self.num_inputs = sum(map(len, parts)), parts[0].shape[1]
         self.activation = activation
         self._placement = placement
         dtype = dtype or placement.dtype
-        self._multiply: Callable[[torch.Tensor], torch.Tensor]
+        self._multiply: TileLinear | RegisterLinear | IntegerLinear | OneDnnLinear | TorchLinear
         match placement.linears:
             case "int8":
-                quantized, scales = quantized_weight(weight)
                 has_tiles, has_fours = placement.has_kernel(TILES), placement.has_kernel(FOURS)
                 fast = TileLinear if has_tiles else RegisterLinear if has_fours else IntegerLinear
-                self._multiply = fast(quantized, scales, bias, activation, dtype, placement)
+                self._multiply = fast(parts, bias, activation, dtype, placement)
             case "amx":
-                self._multiply = TileLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
+                self._multiply = TileLinear(parts, bias, activation, dtype, placement)
             case "registers":
-                self._multiply = RegisterLinear(weight.to(placement.dtype), None, bias, activation, dtype, placement)
+                self._multiply = RegisterLinear(parts, bias, activation, dtype, placement)
             case "onednn":
-                self._multiply = OneDnnLinear(weight, bias, activation, placement.dtype)
+                self._multiply = OneDnnLinear(parts, bias, activation, placement.dtype)
             case "torch":
-                self._multiply = TorchLinear(weight, bias, activation, placement, is_mapped)
+                self._multiply = TorchLinear(parts, bias, activation, placement, is_mapped and len(parts) == 1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether `rows` finds rows of the weight in the form in which it is kept."""
+        return not isinstance(self._multiply, OneDnnLinear)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight: ids [rows] -> [rows, inputs] float32; of int8 what its numbers stand for."""
+        assert not isinstance(self._multiply, OneDnnLinear)
+        return self._multiply.rows(ids)
 
     def warm_up(self, num_rows: int) -> None:
         """Have the kernel for `num_rows` rows built."""
@@ -78,18 +115,31 @@ class TorchLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: Parts,
         bias: torch.Tensor | None,
         activation: Activation,
         placement: Placement,
         is_mapped: bool,
     ) -> None:
-        self._weight = weight.to(placement.device, placement.dtype, copy=is_mapped).contiguous()
+        self._weight = self._placed(weight, placement, is_mapped)
         self._bias = None if bias is None else bias.to(placement.device, placement.dtype, copy=True)
         self._activation = activation
 
+    @staticmethod
+    def _placed(weight: Parts, placement: Placement, is_mapped: bool) -> torch.Tensor:
+        if len(weight) == 1:
+            return weight[0].to(placement.device, placement.dtype, copy=is_mapped).contiguous()
+        shape = sum(map(len, weight)), weight[0].shape[1]
+        placed = torch.empty(shape, dtype=placement.dtype, device=placement.device)
+        for to, part in zip(torch.split(placed, list(map(len, weight))), weight, strict=True):
+            to.copy_(part)
+        return placed
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return activated(functional.linear(x, self._weight, self._bias), self._activation)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids, self._weight).float()
 
 
 class OneDnnLinear:
@@ -100,13 +150,11 @@ class OneDnnLinear:
     pieces of one size: at most 2 times slower, on a processor with AMX without compiled kernels.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, dtype: torch.dtype
-    ) -> None:
-        placed = weight.to("cpu", dtype).contiguous()
+    def __init__(self, weight: Parts, bias: torch.Tensor | None, activation: Activation, dtype: torch.dtype) -> None:
+        placed = _whole(weight).to("cpu", dtype).contiguous()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(placed, _PACKED_BATCH_HINT)  # noqa: SLF001
         self._bias = None if bias is None else bias.to(dtype, copy=True)
-        self._num_outputs = weight.shape[0]
+        self._num_outputs = len(placed)
         self._attributes = _PACKED_ATTRIBUTES[activation]
         self._is_cut = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()  # noqa: SLF001
 
@@ -171,52 +219,71 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,  # [outputs, inputs] of any strides; it is copied
-        scales: torch.Tensor | None,  # [outputs] float32, of int8
+        weight: Parts,  # of floats, which are copied
         bias: torch.Tensor | None,
         activation: Activation,
         dtype: torch.dtype,  # of the result: float32, or the placement's
         placement: Placement,
     ) -> None:
         assert placement.kernels is not None
-        assert weight.dtype == (placement.dtype if scales is None else torch.int8)
-        self._num_outputs, self._num_inputs = weight.shape
+        self._num_outputs, self._num_inputs = sum(map(len, weight)), weight[0].shape[1]
         self._input_dtype, self._dtype = placement.dtype, dtype
         self._num_padding = 0  # numbers that rows of x lack
-        self._weight = self._packed(weight, placement)
-        self._scales = scales
+        is_quantized = placement.quantization == "int8"
+        stored = torch.int8 if is_quantized else placement.dtype
+        self._scales = torch.empty(self._num_outputs) if is_quantized else None
+        self._weight = self._packed(weight, stored, placement)
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._descriptor = self.descriptor_type(
             weight=self._weight.data_ptr(),
-            scales=None if scales is None else scales.data_ptr(),
+            scales=None if self._scales is None else self._scales.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
             num_outputs=self._num_outputs,
             num_inputs=self._num_inputs,
             activation=ACTIVATIONS.index(activation),
             is_output_float32=dtype == torch.float32,
-            **self._further_fields(weight),
+            **self._further_fields(stored),
         )
         self._address = ctypes.addressof(self._descriptor)
-        source = "" if scales is None else f"_of_{dtype_name(placement.dtype)}"
-        name = f"roseinfer_linear_{self.type_names[weight.dtype]}{source}"
-        self._multiply = placement.kernels.function(name, _POINTER, _POINTER, _SIZE, _POINTER)
+        source = f"_of_{dtype_name(placement.dtype)}" if is_quantized else ""
+        name = self.type_names[stored]
+        self._multiply = placement.kernels.function(
+            f"roseinfer_linear_{name}{source}", _POINTER, _POINTER, _SIZE, _POINTER
+        )
+        self._unpack = placement.kernels.function(f"roseinfer_linear_rows_{name}", _POINTER, _POINTER, _SIZE, _POINTER)
 
-    def _packed(self, weight: torch.Tensor, placement: Placement) -> torch.Tensor:
-        """The weight in the kernels' order, as bytes."""
+    def _packed(self, weight: Parts, stored: torch.dtype, placement: Placement) -> torch.Tensor:
+        """The weight in the kernels' order, as bytes; its scales are filled in."""
         assert placement.kernels is not None
-        num_outputs = -(-weight.shape[0] // self.outputs_multiple) * self.outputs_multiple
-        packed = placement.memory.allocate(num_outputs * self._num_row_bytes(weight))
-        name = f"roseinfer_linear_pack_{self.type_names[weight.dtype]}"
+        num_row_bytes = self._num_row_bytes(stored)
+        num_rows = -(-self._num_outputs // self.outputs_multiple) * self.outputs_multiple
+        packed = placement.memory.allocate(num_rows * num_row_bytes)
+        name = f"roseinfer_linear_pack_{self.type_names[stored]}"
         pack = placement.kernels.function(name, _POINTER, *(_SIZE,) * 4, _POINTER)
-        pack(weight.data_ptr(), *weight.stride(), *weight.shape, packed.data_ptr())
+        for rows, floats in _pieces(weight):
+            if self._scales is None:
+                piece = floats.to(stored)
+            else:
+                piece, self._scales[rows] = quantized_piece(floats, placement)
+                self._note(rows, piece)
+            pack(piece.data_ptr(), *piece.stride(), *piece.shape, packed.data_ptr() + rows.start * num_row_bytes)
         return packed
 
-    def _further_fields(self, weight: torch.Tensor) -> dict[str, int]:  # noqa: ARG002 - of the subclasses
+    def _note(self, rows: slice, piece: torch.Tensor) -> None:
+        """Take what the subclass needs of int8 rows."""
+
+    def _further_fields(self, stored: torch.dtype) -> dict[str, int]:  # noqa: ARG002 - of the subclasses
         """Fields of the descriptor that only this kind has."""
         return {}
 
-    def _num_row_bytes(self, weight: torch.Tensor) -> int:
-        return -(-weight.shape[1] * weight.itemsize // self.bytes_multiple) * self.bytes_multiple
+    def _num_row_bytes(self, stored: torch.dtype) -> int:
+        return -(-self._num_inputs * stored.itemsize // self.bytes_multiple) * self.bytes_multiple
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self._num_inputs)
+        self._unpack(self._address, ids.data_ptr(), len(ids), out.data_ptr())
+        return out
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == self._input_dtype
@@ -244,23 +311,18 @@ class RegisterLinear(PackedLinear):
     bytes_multiple = 4  # a word
     type_names: ClassVar = {torch.float32: "float32", torch.bfloat16: "bfloat16_pairs", torch.int8: "int8_fours"}
 
-    def _further_fields(self, weight: torch.Tensor) -> dict[str, int]:
-        num_words = self._num_row_bytes(weight) // self.bytes_multiple
-        if weight.dtype == torch.int8:
-            self._surplus = _surplus(weight)
+    def _note(self, rows: slice, piece: torch.Tensor) -> None:
+        if rows.start == 0:
+            self._surplus = torch.empty(self._num_outputs, dtype=torch.int32)
+        self._surplus[rows] = piece.sum(1, dtype=torch.int32) * _UNSIGNED  # it may wrap around, as sums do
+
+    def _further_fields(self, stored: torch.dtype) -> dict[str, int]:
+        num_words = self._num_row_bytes(stored) // self.bytes_multiple
+        if stored == torch.int8:
             return {"num_words": num_words, "surplus": self._surplus.data_ptr()}
         # Rows are read where they lie, so they need whole words there; those that become int8 are written elsewhere.
-        self._num_padding = num_words * self.bytes_multiple // weight.itemsize - self._num_inputs
+        self._num_padding = num_words * self.bytes_multiple // stored.itemsize - self._num_inputs
         return {"num_words": num_words}
-
-
-def _surplus(weight: torch.Tensor) -> torch.Tensor:
-    """[outputs] int32: what sums have too much when rows have `_UNSIGNED` added. It may wrap around, as sums do."""
-    sums = torch.empty(weight.shape[0], dtype=torch.int32)
-    for start in range(0, len(sums), _ROWS_AT_ONCE):  # torch makes a copy in int32 of what it sums
-        rows = slice(start, start + _ROWS_AT_ONCE)
-        sums[rows] = weight[rows].sum(1, dtype=torch.int32)
-    return sums * _UNSIGNED
 
 
 def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,13 +339,14 @@ def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized, torch.where(has_factor, limits / 127.0, 0.0)[:, 0] + not_finite
 
 
-def quantized_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[outputs, inputs] of any floating type and strides -> int8, contiguous, and scales [outputs] float32."""
-    quantized = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(weight.shape[0])
-    for start in range(0, weight.shape[0], _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
-        quantized[rows], scales[rows] = quantized_rows(weight[rows])
+def quantized_piece(piece: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantized_rows`, by a kernel where there is one: the same bits, in one pass."""
+    if placement.kernels is None:
+        return quantized_rows(piece)
+    piece = (piece if piece.dtype in DTYPES.values() else piece.float()).contiguous()
+    quantize = placement.kernels.function(f"roseinfer_quantize_{dtype_name(piece.dtype)}", *_QUANTIZE)
+    quantized, scales = torch.empty(piece.shape, dtype=torch.int8), torch.empty(len(piece))
+    quantize(piece.data_ptr(), *piece.shape, quantized.data_ptr(), scales.data_ptr())
     return quantized, scales
 
 
@@ -295,27 +358,30 @@ class IntegerLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,  # [outputs, inputs] int8
-        scales: torch.Tensor,  # [outputs] float32
+        weight: Parts,  # of floats
         bias: torch.Tensor | None,
         activation: Activation,
         dtype: torch.dtype,
         placement: Placement,
     ) -> None:
-        self._weight = weight.t()
-        self._scales = scales
+        num_outputs = sum(map(len, weight))
+        quantized = torch.empty(num_outputs, weight[0].shape[1], dtype=torch.int8)
+        self._scales = torch.empty(num_outputs)
+        for rows, piece in _pieces(weight):
+            quantized[rows], self._scales[rows] = quantized_piece(piece, placement)
+        self._weight = quantized.t()
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._activation = activation
         self._dtype = dtype
-        self._quantize = placement.compiled("quantize", _POINTER, _SIZE, _SIZE, _POINTER, _POINTER)
+        self._placement = placement
         if placement.kernels is not None:
             name, argtypes = f"roseinfer_dequantize_to_{dtype_name(dtype)}", (_POINTER,) * 4
             self._dequantize = placement.kernels.function(name, *argtypes, ctypes.c_int32, _SIZE, _SIZE, _POINTER)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        quantized, row_scales = self._quantized(x)
+        quantized, row_scales = quantized_piece(x, self._placement)
         sums = torch._int_mm(quantized, self._weight)  # noqa: SLF001
-        if self._quantize is None:
+        if self._placement.kernels is None:
             y = sums.float() * self._scales * row_scales[:, None]
             if self._bias is not None:
                 y += self._bias
@@ -326,24 +392,29 @@ class IntegerLinear:
         self._dequantize(*addresses, ACTIVATIONS.index(self._activation), *sums.shape, out.data_ptr())
         return out
 
-    def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._quantize is None:
-            return quantized_rows(x)
-        x = x.contiguous()
-        quantized, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
-        self._quantize(x.data_ptr(), *x.shape, quantized.data_ptr(), scales.data_ptr())
-        return quantized, scales
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._weight.t()[ids].float() * self._scales[ids][:, None]
 
 
 class Embedding:
-    """ids [rows] -> vectors [rows, width] float32; the table is held in the placement's dtype."""
+    """ids [rows] -> vectors [rows, width] float32.
 
-    def __init__(self, table: torch.Tensor, placement: Placement) -> None:
-        self.table = table.to(placement.device, placement.dtype, copy=True)
+    The table is held in the narrower of its own type and the placement's; one that is the head's weight too is held
+    once, as the head holds it.
+    """
+
+    def __init__(self, table: torch.Tensor, placement: Placement, head: Linear | None = None) -> None:
+        """`head` has the table as its weight."""
+        self._rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if head is not None and head.has_rows:
+            self._rows = head.rows
+        else:
+            dtype = table.dtype if table.itemsize < placement.dtype.itemsize else placement.dtype
+            self.table = table.to(placement.device, dtype, copy=True)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(ids, self.table).float()
+        return functional.embedding(ids, self.table).float() if self._rows is None else self._rows(ids)
 
     def add_to(self, x: torch.Tensor, ids: torch.Tensor) -> None:
         """Add the vectors of ids [rows] to x [rows, width] float32."""
-        x.add_(functional.embedding(ids, self.table))
+        x.add_(functional.embedding(ids, self.table) if self._rows is None else self._rows(ids))

@@ -137,7 +137,7 @@ def test_rows_may_be_given_strided(built_kernels: BuiltKernels) -> None:
 
 def test_a_plain_linear_shares_a_weight_that_is_not_mapped() -> None:
     weight = random(16, 32)
-    shared, copied = (TorchLinear(weight, None, "none", FLOAT32, is_mapped=mapped) for mapped in (False, True))
+    shared, copied = (TorchLinear([weight], None, "none", FLOAT32, is_mapped=mapped) for mapped in (False, True))
     expected = shared(torch.ones(2, 32))
     weight.zero_()
     assert not shared(torch.ones(2, 32)).any()
@@ -147,9 +147,26 @@ def test_a_plain_linear_shares_a_weight_that_is_not_mapped() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_plain_kind_and_onednn_agree(activation: Activation) -> None:
     weight, bias, x = random(40, 48, seed=1), random(40, seed=2), random(6, 48)
-    plain = TorchLinear(weight, bias, activation, FLOAT32, is_mapped=True)
-    packed = OneDnnLinear(weight, bias, activation, torch.float32)
+    plain = TorchLinear([weight], bias, activation, FLOAT32, is_mapped=True)
+    packed = OneDnnLinear([weight], bias, activation, torch.float32)
     torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=1e-5)
+
+
+@every_setup
+def test_a_weight_may_come_in_parts_and_gives_its_rows(built_kernels: BuiltKernels, setup: Setup) -> None:
+    """Parts that end within a panel, pieces that end within a part, ids in any order and twice."""
+    placement = setup.placement(built_kernels)
+    weight, ids = random(3000, 700, seed=1), torch.tensor([2999, 0, 47, 48, 1520, 1519, 23, 24, 0])
+    x = random(5, 700).to(placement.dtype)
+    parts = Linear(torch.split(weight, [1519, 1, 480, 1000]), None, placement)
+    whole = Linear(weight, None, placement)
+    assert torch.equal(run(parts, x, placement), run(whole, x, placement))
+    assert parts.has_rows == (placement.linears != "onednn")
+    if parts.has_rows:
+        kept = weight.to(placement.dtype if setup.quantization == "none" else torch.float32)[ids].float()
+        unit = kept.abs().amax(1, keepdim=True) / 127 if setup.quantization == "int8" else 0
+        assert ((parts.rows(ids) - kept).abs() <= 0.5001 * unit).all()
+        assert torch.equal(Embedding(weight, placement, parts)(ids), parts.rows(ids))
 
 
 TABLE = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
@@ -163,6 +180,12 @@ def test_rows_are_float32_of_what_the_table_holds(dtype: torch.dtype) -> None:
     assert torch.equal(rows, TABLE.to(dtype).float()[IDS])
     embedding.add_to(rows, torch.tensor([0, 1, 2]))
     assert torch.equal(rows, TABLE.to(dtype).float()[IDS] + TABLE.to(dtype).float()[:3])
+
+
+def test_a_table_is_not_widened() -> None:
+    embedding = Embedding(TABLE.half(), FLOAT32)
+    assert embedding.table.dtype == torch.float16
+    assert torch.equal(embedding(IDS), TABLE.half().float()[IDS])
 
 
 def test_the_table_is_a_copy_and_the_rows_are_too() -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from roseinfer.model.device import DTYPES
 from roseinfer.model.layers.activation import ACTIVATIONS
-from roseinfer.model.layers.linear import IntegerLinear, RegisterLinear, quantized_weight
+from roseinfer.model.layers.linear import IntegerLinear, RegisterLinear
 from tests.conftest import BuiltKernels
 from tests.unit.model.layers.test_linear import random, reference
 from tests.unit.model.setups import LEVELS_HERE, Setup
@@ -33,9 +33,7 @@ def linear_of(
     dtype, level = kind
     placement = Setup(dtype, "none", level).placement(built_kernels)
     weight, bias = random(num_outputs, num_inputs, seed=1), random(num_outputs, seed=2)
-    return RegisterLinear(
-        weight.to(placement.dtype), None, bias if has_bias else None, "none", torch.float32, placement
-    )
+    return RegisterLinear([weight], bias if has_bias else None, "none", torch.float32, placement)
 
 
 def rows_of(num_rows: int, num_inputs: int, dtype: Dtype, seed: int = 3) -> torch.Tensor:
@@ -62,7 +60,7 @@ def test_activations_follow_the_sum(built_kernels: BuiltKernels, dtype: Dtype, l
     placement = Setup(dtype, "none", level).placement(built_kernels)
     weight, bias, x = (random(61, 40, seed=1) / 4).to(placement.dtype), random(61, seed=2), rows_of(9, 40, dtype)
     for activation in ACTIVATIONS:
-        linear = RegisterLinear(weight, None, bias, activation, torch.float32, placement)
+        linear = RegisterLinear([weight], bias, activation, torch.float32, placement)
         expected = reference(x, weight, bias, activation)
         torch.testing.assert_close(linear(x).double(), expected, atol=3e-6, rtol=1e-5)
 
@@ -71,8 +69,8 @@ def test_activations_follow_the_sum(built_kernels: BuiltKernels, dtype: Dtype, l
 def test_a_result_of_the_weights_type_is_rounded_once(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
     placement = Setup(dtype, "none", level).placement(built_kernels)
     weight, bias, x = random(61, 40, seed=1).to(placement.dtype), random(61, seed=2), rows_of(9, 40, dtype)
-    whole = RegisterLinear(weight, None, bias, "gelu", torch.float32, placement)
-    rounded = RegisterLinear(weight, None, bias, "gelu", placement.dtype, placement)
+    whole = RegisterLinear([weight], bias, "gelu", torch.float32, placement)
+    rounded = RegisterLinear([weight], bias, "gelu", placement.dtype, placement)
     assert torch.equal(rounded(x), whole(x).to(placement.dtype))
 
 
@@ -118,14 +116,14 @@ def test_int8_has_the_bits_that_it_has_by_torchs_product(built_kernels: BuiltKer
     """Sums of integers are exact in any order, and what stands around them is computed in the same order."""
     placement = Setup(dtype, "int8", level).placement(built_kernels)
     for num_inputs, num_outputs in (*SHAPES[:-1], (70_000, 3)):  # in the last, sums wrap around
-        weight, scales = quantized_weight(random(num_outputs, num_inputs, seed=1))
-        weight[-1] = 127
+        weight = random(num_outputs, num_inputs, seed=1)
+        weight[-1] = 1.0  # 127 everywhere
         x = rows_of(70, num_inputs, dtype)
         x[1], x[2, 0], x[3], x[4, 2] = 0.0, math.nan, 1.0, -math.inf  # the ones give the largest sums there are
         x[6], x[7] = x[0] * 1e-38, math.nan
         for out_dtype in (torch.float32, placement.dtype):
             ours, torchs = (
-                kind(weight, scales, random(num_outputs, seed=2), "silu", out_dtype, placement)
+                kind([weight], random(num_outputs, seed=2), "silu", out_dtype, placement)
                 for kind in (RegisterLinear, IntegerLinear)
             )
             torch.testing.assert_close(ours(x), torchs(x), rtol=0, atol=0, equal_nan=True)

@@ -12,6 +12,8 @@ using bfloat16 = uint16_t;
 
 static inline float to_float(float value) { return value; }
 
+static inline float to_float(int8_t value) { return float(value); }
+
 static inline float to_float(bfloat16 value) {
     const uint32_t bits = uint32_t(value) << 16;
     float out;

@@ -220,6 +220,24 @@ void pack(const T* weight, int64_t output_step, int64_t input_step, int64_t num_
     }
 }
 
+// Rows of the weight, by their ids -> out [num_ids, num_inputs].
+template <typename T>
+void unpack_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, float* out) {
+    constexpr int64_t kGroup = 4 / sizeof(T), kPerLine = kLineBytes / sizeof(T);
+    const int64_t num_inputs = linear.num_inputs, num_tiles = num_tiles_of_k<T>(num_inputs);
+    const T* packed = reinterpret_cast<const T*>(linear.weight);
+#pragma omp parallel for
+    for (int64_t i = 0; i < num_ids; ++i) {
+        const int64_t column = ids[i] / kTileRows, output = ids[i] % kTileRows;
+        const T* from = packed + column * num_tiles * kTileRows * kPerLine + output * kGroup;
+        const float scale = linear.scales ? linear.scales[ids[i]] : 1.0f;
+        for (int64_t input = 0; input < num_inputs; ++input) {
+            const T value = from[input / kGroup * kTileRows * kGroup + input % kGroup];
+            out[i * num_inputs + input] = to_float(value) * scale;
+        }
+    }
+}
+
 }  // namespace
 
 // weight[output * output_step + input * input_step] -> packed, of ceil(outputs / 16) * 16 rows of whole 64 bytes.
@@ -231,6 +249,15 @@ EXPORT void roseinfer_linear_pack_bfloat16(const bfloat16* weight, int64_t outpu
 EXPORT void roseinfer_linear_pack_int8(const int8_t* weight, int64_t output_step, int64_t input_step,
                                        int64_t num_outputs, int64_t num_inputs, int8_t* packed) {
     pack(weight, output_step, input_step, num_outputs, num_inputs, packed);
+}
+
+// Rows of the weight, by their ids -> out [num_ids, num_inputs]; of int8 each times its scale.
+EXPORT void roseinfer_linear_rows_bfloat16(const Linear* linear, const int64_t* ids, int64_t num_ids, float* out) {
+    unpack_rows<bfloat16>(*linear, ids, num_ids, out);
+}
+
+EXPORT void roseinfer_linear_rows_int8(const Linear* linear, const int64_t* ids, int64_t num_ids, float* out) {
+    unpack_rows<int8_t>(*linear, ids, num_ids, out);
 }
 
 // x [num_rows, num_inputs] -> out [num_rows, num_outputs], of the linear's output type.

@@ -270,6 +270,24 @@ void pack(const T* weight, int64_t output_step, int64_t input_step, int64_t num_
     }
 }
 
+// Rows of the weight, by their ids -> out [num_ids, num_inputs].
+template <typename T>
+void unpack_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, float* out) {
+    constexpr int64_t kPerWord = sizeof(float) / sizeof(T);
+    const int64_t num_inputs = linear.num_inputs, num_words = (num_inputs + kPerWord - 1) / kPerWord;
+    const T* packed = reinterpret_cast<const T*>(linear.weight);
+#pragma omp parallel for if (num_ids * num_words > kWorthQuantizing)
+    for (int64_t i = 0; i < num_ids; ++i) {
+        const int64_t panel = ids[i] / kPanel, output = ids[i] % kPanel;
+        const T* from = packed + (panel * num_words * kPanel + output) * kPerWord;
+        const float scale = linear.scales ? linear.scales[ids[i]] : 1.0f;
+        for (int64_t input = 0; input < num_inputs; ++input) {
+            const T value = from[input / kPerWord * kPanel * kPerWord + input % kPerWord];
+            out[i * num_inputs + input] = to_float(value) * scale;
+        }
+    }
+}
+
 template <typename T, typename Out>
 void multiply_all(const Linear& linear, const float* x, const float* scales, int64_t num_rows, Out* out) {
     if (num_rows == 0) return;
@@ -334,6 +352,11 @@ EXPORT void roseinfer_linear_float32(const Linear* linear, const float* x, int64
     multiply_all<float>(*linear, x, nullptr, num_rows, out);
 }
 
+// Rows of the weight, by their ids -> out [num_ids, num_inputs].
+EXPORT void roseinfer_linear_rows_float32(const Linear* linear, const int64_t* ids, int64_t num_ids, float* out) {
+    unpack_rows<float>(*linear, ids, num_ids, out);
+}
+
 #ifdef __AVX512BF16__
 
 // The same in bfloat16; rows of `packed` are of an even number of inputs.
@@ -345,6 +368,11 @@ EXPORT void roseinfer_linear_pack_bfloat16_pairs(const bfloat16* weight, int64_t
 // x [num_rows, 2 * num_words] bfloat16 -> out [num_rows, num_outputs], of the linear's output type.
 EXPORT void roseinfer_linear_bfloat16_pairs(const Linear* linear, const float* x, int64_t num_rows, void* out) {
     run<bfloat16>(*linear, x, nullptr, num_rows, out);
+}
+
+EXPORT void roseinfer_linear_rows_bfloat16_pairs(const Linear* linear, const int64_t* ids, int64_t num_ids,
+                                                 float* out) {
+    unpack_rows<bfloat16>(*linear, ids, num_ids, out);
 }
 
 #endif
@@ -365,6 +393,11 @@ EXPORT void roseinfer_linear_int8_fours_of_bfloat16(const Linear* linear, const 
 
 EXPORT void roseinfer_linear_int8_fours_of_float32(const Linear* linear, const float* x, int64_t num_rows, void* out) {
     quantize_and_run(*linear, x, num_rows, out);
+}
+
+// Each times its scale.
+EXPORT void roseinfer_linear_rows_int8_fours(const Linear* linear, const int64_t* ids, int64_t num_ids, float* out) {
+    unpack_rows<int8_t>(*linear, ids, num_ids, out);
 }
 
 #endif

@@ -1,0 +1,150 @@
+"""Measures how long a server takes until it is ready, and the memory it takes meanwhile, by the path of its model.
+
+    python -m benchmarks.costs.start [--rounds 3] [--precisions float32,bfloat16,int8] [--paths native,transformers]
+        [--model DIR] [--out FILE]
+
+The checkpoint is `random_qwen3`'s, read from the system's cache. In each round every precision and path starts
+`roseinfer serve` once, with a KV pool of 256 MiB; `transformers` serves the same file by the modelling code of
+transformers, as if there were no file of ours. Printed are the medians: seconds from the start of the process until
+`/readyz` says 200; processor seconds of all processes; and the peak of their proportional set sizes together, looked at
+ten times a second. `engine` is the engine's own peak (VmHWM), in which pages of the checkpoint count while they are
+mapped.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from unittest import mock
+
+from benchmarks.engine_options import PRECISIONS, precision_options, require_kernels
+from benchmarks.machine import ROOT, Sitting, part_parser
+from benchmarks.protocol import family_of
+from benchmarks.random_qwen3 import default_directory, make
+from benchmarks.servers import resident_mb
+from roseinfer.bench.load.launcher import LaunchFailed, Server, free_port, serve_command
+
+PATHS = ("native", "transformers")
+OPTIONS = {"cache.cpu_memory_mib": "256", "model.max_model_len": "1024"}
+TIMEOUT_S = 120.0
+_PATCHED = ("serve", "engine")  # commands of roseinfer that `run_patched` runs
+Figures = dict[str, float]
+
+
+def main() -> int:
+    if sys.argv[1:2] and sys.argv[1] in _PATCHED:
+        return run_patched(sys.argv[1:])
+    parser = part_parser(__doc__, "bench/start.json")
+    parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), metavar="P,P", help="default: %(default)s")
+    parser.add_argument("--paths", default=",".join(PATHS), metavar="P,P", help="default: %(default)s")
+    args = parser.parse_args()
+    require_kernels()
+    sitting, model = Sitting("start"), make(args.model)
+    taken: dict[str, list[Figures]] = {}
+    for _ in range(args.rounds):
+        for precision in args.precisions.split(","):
+            for path in args.paths.split(","):
+                _read_all(model)
+                taken.setdefault(f"{precision}, {path}", []).append(measure(model, precision, path))
+    print("\n| | ready, s | of that weights | and warm-up | processor, s | all processes, MB | engine, MB |")
+    print("|---|---|---|---|---|---|---|")
+    for name, rounds in taken.items():
+        print(f"| {name} | " + " | ".join(_cell([figures[key] for figures in rounds]) for key in rounds[0]) + " |")
+    sitting.write(args.out, taken)
+    return 0
+
+
+def _cell(values: list[float]) -> str:
+    digits = 1 if max(values) < 200 else 0
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def _read_all(model: Path) -> None:
+    """So that the disk is warm."""
+    for file in model.glob("*.safetensors"):
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(16 << 20):
+                pass
+
+
+def measure(model: Path, precision: str, path: str) -> Figures:
+    """One start of a server. Raises LaunchFailed."""
+    options = {**OPTIONS, **precision_options(precision)}
+    flags = ["--model", str(model), *(word for key, value in options.items() for word in (_flag(key), value))]
+    port = free_port()
+    command = serve_command(port, 0, flags)
+    if path == "transformers":
+        command = [sys.executable, "-m", "benchmarks.costs.start", *command[command.index("serve") :]]
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        began = time.monotonic()
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
+        server = Server(command, port, Path(log.name), environment=environment)
+        try:
+            peak = 0.0
+            while not server.is_ready():
+                if server.process.poll() is not None or time.monotonic() > began + TIMEOUT_S:
+                    raise LaunchFailed(server.log()[-600:])
+                peak = max(peak, _proportional_mb(server.pid))
+                time.sleep(0.1)
+            ready_s = time.monotonic() - began
+            peak = max(peak, _proportional_mb(server.pid))
+            processor_s = sum(map(_processor_seconds, family_of(server.pid)))
+            stages = _stages(server.log())
+            figures = {"ready_s": ready_s, "weights_s": stages["weights"], "warmup_s": stages["warmup"]}
+            figures |= {"processor_s": processor_s, "all_mb": peak}
+            return figures | {"engine_mb": resident_mb(server.engine_pid(), "VmHWM")}
+        finally:
+            server.stop()
+
+
+def _stages(log: str) -> dict[str, float]:
+    """The seconds of each stage of the start, from the line that says *ready on*."""
+    facts: dict[str, float] = next(
+        record["startup_s"] for record in map(json.loads, log.splitlines()) if "startup_s" in record
+    )
+    return facts
+
+
+def _flag(path: str) -> str:
+    return f"--{path.replace('_', '-')}"
+
+
+def _proportional_mb(pid: int) -> float:
+    """Resident memory of the process and its descendants, in which a shared page counts once."""
+    total = 0
+    for member in family_of(pid):
+        with suppress(OSError):  # it has just ended
+            lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total * 1024 / 1e6
+
+
+def _processor_seconds(pid: int) -> float:
+    """Of the process, and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def run_patched(arguments: Sequence[str]) -> int:
+    """A command of roseinfer, in which no family has a file of its own."""
+    from roseinfer.cli.main import main as run
+    from roseinfer.engine.link import transport
+
+    if arguments[0] == "engine":
+        from roseinfer.model.families import registry
+
+        registry._FAMILIES.clear()  # noqa: SLF001 - what a user has no option for
+    engine = ("-m", "benchmarks.costs.start", "engine", "--fd")
+    with mock.patch.object(transport.ProcessTransport.__init__, "__defaults__", (engine,)):
+        return run(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
