@@ -48,7 +48,7 @@ def served_document(server: Server) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "paths",
     [
-        ["--include-path", "/v1/responses"],
+        ["--include-path-regex", "^/v1/responses"],
         ["--include-path-regex", "^/v1/messages"],
         ["--exclude-path-regex", "^/v1/(responses|messages)"],
     ],

@@ -201,6 +201,8 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
         answer = await server.request(method, path)
     assert (answer.status, answer.error["code"]) == (status, "method_not_allowed" if status == 405 else "unknown_route")
     assert ("Allow" in answer.headers) == (status == 405)
+    if status == 405:
+        assert answer.error["message"].endswith(f" It takes {answer.headers['Allow'].replace(',', ', ')}.")
     assert server.engine.opened == []
 
 

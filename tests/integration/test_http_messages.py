@@ -375,7 +375,10 @@ async def test_a_forced_call_is_a_grammar(choice: dict[str, Any], names: list[st
         ({"messages": [content({"type": "text"})]}, "Missing field `messages[0].content[0].text`."),
         ({"system": [{"type": "image"}]}, "`system[0].type`: Expected 'text'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`tools[0].type`: no tool 'web_search_20"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "Missing field `tools[0].name`: here it stands"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "Missing field `tools[0].name`: the tool has the form of /v1/chat",
+        ),
         ({"tools": [TOOL, TOOL]}, "`tools` has two functions called f."),
         ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "`tools[0].input_schema` must be of type object"),
         ({"tool_choice": {"type": "any"}}, "`tool_choice` needs a function in `tools`."),

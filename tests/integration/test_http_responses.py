@@ -313,6 +313,8 @@ IMAGE = {"type": "input_image", "image_url": "a"}
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", "nothing is stored here"),
         ({"tools": [{"type": "mcp"}]}, "tools[0].type", "only functions are served as tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "Missing field"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name", "form of /v1/chat/completions"),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools[0].type", "form of /v1/messages"),
         ({"tools": [TOOL, TOOL]}, "tools", "two functions"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs a function"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "no function g"),
@@ -404,6 +406,9 @@ async def test_what_asks_for_an_earlier_response() -> None:
             answer = await server.request(method, f"/v1/responses/resp_1{path}")
             assert (answer.status, answer.error["code"]) == (404, "unknown_route")
             assert "not stored here" in answer.error["message"]
+        for path in ("/", "/compact"):
+            answer = await server.request("POST", f"/v1/responses{path}", json={})
+            assert "There is /v1/responses. " in answer.error["message"] or "There are " in answer.error["message"]
         counted = await server.request("POST", "/v1/responses/input_tokens", json={"input": "Hi"})
         whole = await server.request("POST", "/v1/responses", json={"input": "Hi"})
         assert counted.json == {"object": "response.input_tokens", "input_tokens": whole.json["usage"]["input_tokens"]}

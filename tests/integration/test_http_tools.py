@@ -137,6 +137,7 @@ async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, An
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
         (
@@ -158,6 +159,19 @@ async def test_what_does_not_fit_is_a_400_that_names_the_field(body: dict[str, A
     assert answer.status == 400
     assert answer.error["param"] == param
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("tool", "param", "path"),
+    [
+        ({"type": "function", "name": "f"}, "tools[0].function", "/v1/responses"),
+        ({"name": "f", "input_schema": {"type": "object"}}, "tools[0].type", "/v1/messages"),
+    ],
+)
+async def test_a_tool_in_the_form_of_another_api_is_told_so(tool: dict[str, Any], param: str, path: str) -> None:
+    answer = await ask(ScriptedEngine(says("x")), tools=[tool])
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert f"the tool has the form of {path}" in answer.error["message"]
 
 
 async def test_tools_need_a_template_that_knows_them() -> None:

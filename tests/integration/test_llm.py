@@ -94,6 +94,7 @@ def test_a_chat_is_rendered_and_its_thoughts_are_apart(
         image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
         for wrong, param in (
             ("Hello", "messages"),
+            ([], "messages"),
             ([1], "messages[0]"),
             ([{"content": "Hello"}], "messages[0].role"),
             ([{"role": "user", "content": 5}], "messages[0].content"),
@@ -114,7 +115,7 @@ def test_a_chat_is_rendered_and_its_thoughts_are_apart(
         with pytest.raises(InvalidRequest, match="no such variable"):
             llm.chat([{"role": "user", "content": "Hello"}], variables={"colour": 1})
         with pytest.raises(InvalidRequest, match="grammar"):
-            llm.chat([], greedy(5, grammar=Grammar("regex", "([")))
+            llm.chat([{"role": "user", "content": "Hello"}], greedy(5, grammar=Grammar("regex", "([")))
 
 
 def test_generate_keeps_the_order_of_mixed_prompts(llm: LLM) -> None:

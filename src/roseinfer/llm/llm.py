@@ -395,7 +395,7 @@ class LLM:
         a list of parts `{"type": "text", "text": …}`. `variables` are those of the template, and go before what
         `thinking` says. A grammar applies behind the thoughts.
         """
-        check_value(messages, list[_Message], "messages")
+        check_value(messages, Annotated[list[_Message], Meta(min_length=1)], "messages")
         if not isinstance(thinking, Thinking):
             raise InvalidRequest(f"`thinking`: expected Thinking; got {shown(thinking)}.", param="thinking")
         check_value(thinking.effort, Effort | None, "thinking.effort")

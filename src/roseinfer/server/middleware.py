@@ -51,6 +51,7 @@ FAREWELL_TIMEOUT_S = 1.0  # for a client that does not read to take the last eve
 _LIKE = 0.75  # of 1, two paths are alike: `healthz` and `health`, and not `embeddings` and `completions`
 _PARAM = re.compile(r"[\w.\[\]-]{1,128}", re.ASCII)  # what a field or a header may be called
 _OWN_KEYS = re.compile(r"\b(logit_bias|metadata|chat_template_kwargs)\..*", re.DOTALL)  # whose keys clients choose
+_STORED_RESPONSE = re.compile(r"/v1/responses/resp_[^/]*(/cancel|/input_items)?$")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _access_log = logging.getLogger("roseinfer.access")
 _log = logging.getLogger(__name__)
@@ -163,9 +164,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         failure = error
     except web.HTTPException as error:  # the router's: 404, 405
         kind = MethodNotAllowed if error.status == MethodNotAllowed.status else UnknownRoute
-        hint = _what_is_near(request) if kind is UnknownRoute else ""
+        allowed = error.headers.get("Allow", "")
+        hint = _what_is_near(request) if kind is UnknownRoute else f" It takes {allowed.replace(',', ', ')}."
         failure = kind(f"{error.reason}: {request.method} {request.path}.{hint}")
-        headers.update({"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
+        headers.update({"Allow": allowed} if allowed else {})
     except ConnectionError:
         if exchange is None:
             raise
@@ -199,7 +201,7 @@ def _error_form(request: web.Request) -> Failure:
 
 def _what_is_near(request: web.Request) -> str:
     """The path that was meant, if one is misspelled or has a wrong beginning; else those that the API has."""
-    if request.path.startswith("/v1/responses/"):
+    if _STORED_RESPONSE.match(request.path):
         return " Responses are not stored here: send the items that go on with the next request."
     paths = [route.resource.canonical for route in request.app.router.routes() if route.resource is not None]
     of_api = sorted({path for path in paths if path.startswith("/v1/") and "{" not in path})

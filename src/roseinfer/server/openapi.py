@@ -22,7 +22,7 @@ from roseinfer.server.api.fields import ModelBody, Related, Schema
 from roseinfer.server.api.unserved import Unserved
 from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies, responses_replies
-from roseinfer.server.openai.responses_schema import ResponseBody
+from roseinfer.server.openai.responses_schema import InputTokensBody, ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from roseinfer.server.service import SERVICE
@@ -86,7 +86,7 @@ OPERATIONS = (
         "How many tokens the prompt would have",
         responses_replies.InputTokensReply,
         _TEXT,
-        ResponseBody,
+        InputTokensBody,
     ),
     Operation(
         "post",
@@ -228,7 +228,9 @@ def _fill_in(components: dict[str, Schema], model_names: Sequence[str], info: En
         if "model" not in properties or schema.get("additionalProperties", True):
             continue  # it is no body
         properties["model"] = {"enum": [*model_names, None], "description": properties["model"]["description"]}
-        for field, value in properties.items() if name != CountBody.__name__ else ():  # which the engine does not get
+        if name in {CountBody.__name__, InputTokensBody.__name__}:
+            continue  # the engine does not get it
+        for field, value in properties.items():
             if field in {"prompt", "tokens", "stop_token_ids"}:
                 _bound_integers(value, info.vocab_size - 1)
             elif field in {"max_tokens", "max_completion_tokens", "min_tokens"} and name != MessagesBody.__name__:

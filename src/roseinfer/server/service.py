@@ -114,7 +114,7 @@ class Service:
             raise EngineDead("The engine is dead or makes no progress.")
         if len(self._exchanges) > self.config.max_inflight:
             limit = self.config.max_inflight
-            message = f"{limit} HTTP requests are being served already, and that is the limit."
+            message = f"{limit} HTTP requests are being served already, and that is the limit (server.max_inflight)."
             retry_after_s = self.client.queue_estimate.retry_after_s(priority=0)  # the usual one
             raise Overloaded(message, retry_after_s=retry_after_s)
         self._check_wait(MOST_URGENT)
@@ -129,7 +129,8 @@ class Service:
         num_tokens = sum(len(request.prompt_token_ids) + request.params.max_tokens for request in requests)
         if limit is not None and estimate.num_sequences and estimate.num_tokens + num_tokens > limit:
             message = (
-                f"{estimate.num_tokens} tokens are being served already; with these it would be more than {limit}."
+                f"{estimate.num_tokens} tokens are being served already; with these it would be more than {limit} "
+                "(server.max_inflight_tokens)."
             )
             raise Overloaded(message, retry_after_s=estimate.retry_after_s(priority=requests[0].priority))
         self._check_wait(requests[0].priority)
@@ -137,7 +138,9 @@ class Service:
     def _check_wait(self, priority: int) -> None:
         limit_s, estimate = self.config.max_queue_wait_s, self.client.queue_estimate
         if estimate.is_measured and (wait_s := estimate.predict_wait_s(priority)) > limit_s:
-            message = f"The first token would take some {wait_s:.1f} s; {limit_s:g} s is the limit."
+            message = (
+                f"The first token would take some {wait_s:.1f} s; {limit_s:g} s is the limit (server.max_queue_wait_s)."
+            )
             raise Overloaded(message, retry_after_s=estimate.retry_after_s(limit_s, priority=priority))
 
     def open_exchange(self, request: web.Request, request_id: str) -> Exchange:

@@ -62,6 +62,17 @@ def cut(text: str, at: Iterable[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(places)]
 
 
+def in_runs(parts: Iterable[str | int]) -> list[str | int]:
+    """Texts side by side as one, and a call that goes on as one."""
+    runs = list[str | int]()
+    for part in parts:
+        if runs and isinstance(part, str) and isinstance(runs[-1], str):
+            runs[-1] += part
+        elif not runs or part != runs[-1]:
+            runs.append(part)
+    return runs
+
+
 def read(
     pieces: Iterable[str],
     tool_format: str = "hermes",
@@ -73,10 +84,12 @@ def read(
     """Text, names and arguments of the calls, their number, and whether the last one was cut."""
     functions = [Function(name, parameters=PARAMETERS) for name in names]
     parser = ToolCallParser(FORMATS[tool_format], functions, is_parallel=is_parallel, is_forced=is_forced)
-    parts = Parts()
-    for piece in pieces:
-        parts.extend(parser.push(piece))
-    parts.extend(parser.finish())
+    parts, streamed = Parts(), list[str | int]()  # the places of texts and calls, as the events of a stream have them
+    for more in (*map(parser.push, pieces), parser.finish()):
+        streamed += [part if isinstance(part, str) else part.index for part in more.in_order()]
+        parts.extend(more)
+    whole = [part if isinstance(part, str) else part.index for part in parts.in_order()]
+    assert in_runs(streamed) == in_runs(whole)
     return parts.content, [(call.name, call.arguments) for call in parts.calls], parser.num_calls, parser.is_cut
 
 

@@ -155,12 +155,24 @@ def _refusal(misfit: Misfit, given: object) -> InvalidRequest:
             part = param.removesuffix(".type")
             message = f"`{part}`: Only text content is supported, not {misfit.value[:100]!r}."
             return InvalidRequest(message, param=param)
-        case ("tools", int(), "name") if misfit.kind == "missing field":  # in a chat it is deeper
-            return MissingField(f"Missing field `{param}`: here it stands in the tool itself.", param=param)
+        case ("tools", int(), _) if misfit.kind == "missing field" and (form := _tool_form(given, misfit.path)):
+            return MissingField(f"Missing field `{param}`: the tool has the form of {form}.", param=param)
         case ("tools", int(), "type"):
             note = "; only functions are served as tools"
     kinds = {"unknown field": UnknownField, "missing field": MissingField}  # by which the log tells them apart
     return kinds.get(misfit.kind, InvalidRequest)(misfit.sentence(note), param=param)
+
+
+def _tool_form(given: Any, missing: Path) -> str:
+    """The endpoint in whose form the tool is that misses a field here; empty where that is not plain."""
+    forms = {
+        "function": "/v1/chat/completions, where the name is in `function`",
+        "input_schema": "/v1/messages, where it needs no `type`",
+        "name": "/v1/responses, where the name is beside `type`",
+    }
+    foreign = {"name": ("function",), "type": ("input_schema",), "function": ("input_schema", "name")}
+    field, index, name = missing
+    return next((forms[key] for key in foreign.get(str(name), ()) if key in given[field][index]), "")
 
 
 def _is_null(given: Any, path: Path) -> bool:

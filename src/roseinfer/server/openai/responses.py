@@ -28,7 +28,7 @@ from roseinfer.server.openai.responses_replies import (
     ResponseReply,
     ResponseUsage,
 )
-from roseinfer.server.openai.responses_schema import ENCRYPTED, LOGPROBS, ResponseBody
+from roseinfer.server.openai.responses_schema import ENCRYPTED, LOGPROBS, InputTokensBody, ResponseBody
 from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
@@ -61,7 +61,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 async def count_input_tokens(request: web.Request) -> web.Response:
     """POST /v1/responses/input_tokens: how long the prompt of a response would be."""
-    body = await read_body(request, ResponseBody)
+    body = await read_body(request, InputTokensBody)
     prompt = await request.app[SERVICE].encode_conversation(_conversation(body))
     content = msgspec.json.encode(InputTokensReply(len(prompt.token_ids)))
     return web.Response(body=content, content_type="application/json")

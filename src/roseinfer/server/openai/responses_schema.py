@@ -333,3 +333,7 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
         for at, item in enumerate(self.items):
             if item.arguments is not None:
                 yield f"input[{at}].arguments", item.arguments
+
+
+class InputTokensBody(ResponseBody, frozen=True, kw_only=True):
+    """POST /v1/responses/input_tokens: what /v1/responses has, of which only what makes the prompt has an effect."""
