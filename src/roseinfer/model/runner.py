@@ -8,6 +8,7 @@ are not read. On a GPU a step whose rows all decode is one CUDA graph, filled up
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -127,6 +128,10 @@ class Results:
         event.record()
         self._launched[turn] = launched
         return launched
+
+
+class _FirstLayerDone(Exception):
+    """Ends the forward pass of a warm-up."""
 
 
 class ModelRunner:
@@ -273,7 +278,7 @@ class ModelRunner:
         """
         graphs, self._graphs = self._graphs, None  # the steps that no graph serves come first
         self._build_linears(max_num_tokens)
-        prompt_length = min(64, self.info.max_model_len - 1)
+        prompt_length = min(8 if self._is_host else 64, self.info.max_model_len - 1)
         prompt = np.zeros(prompt_length, np.int32)
         if not self._is_host:
             self._warm_sampling()
@@ -283,8 +288,11 @@ class ModelRunner:
             self.launch(msgspec.structs.replace(batch, scored=(ScoredRow(0, prompt, 1),))).wait()
             self.launch(decode_batch(1, prompt_length)).wait()
         # The largest steps come first: they touch every page of the buffers that grow, and graphs need their addresses.
-        for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
-            self.launch(self._prompt_batch(num_tokens)).wait()
+        if self._is_host:
+            self._run_first_layer(self._prompt_batch(max_num_tokens))
+        else:
+            for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
+                self.launch(self._prompt_batch(num_tokens)).wait()
         for num_rows in sorted(self._decode_sizes(), reverse=True):
             self.launch(decode_batch(num_rows)).wait()
         self._graphs = graphs
@@ -307,10 +315,22 @@ class ModelRunner:
             self.launch(batch(num_slots, self.vocab_size)).wait()
         self._bind(SlotBinding(slot, SamplingParams(temperature=0.0), 0, ()) for slot in range(num_slots))
 
+    @torch.inference_mode()
+    def _run_first_layer(self, batch: ScheduledBatch) -> None:
+        """Run a step up to the attention of the second layer, which would touch the same buffers as the first."""
+        step = self._staging.stage(batch)
+        attend = self._attention.prepare(step.packed)
+
+        def attend_first(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if layer:
+                raise _FirstLayerDone
+            return attend(layer, q, k, v)
+
+        with suppress(_FirstLayerDone):
+            self._model.forward(step.token_ids, step.positions, attend_first)
+
     def _prompt_sizes(self, max_num_tokens: int) -> set[int]:
         """Numbers of prompt tokens to run steps with. A GPU loads a kernel when a size first needs it."""
-        if self._placement.device.type == "cpu":
-            return {max_num_tokens}
         return {max_num_tokens, *(1 << power for power in range(max_num_tokens.bit_length()))}
 
     def _decode_sizes(self) -> set[int]:

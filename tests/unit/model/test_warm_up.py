@@ -110,5 +110,16 @@ def test_a_cpu_is_spared_what_costs_it_time(make_player: MakePlayer, monkeypatch
         return launch(batch)
 
     monkeypatch.setattr(runner, "launch", noted)
+    layers = record(monkeypatch, runner._attention, "prepare")
     runner.warm_up(200)
-    assert sizes == [(1, 64), (1, 1)] * len(WARM_UP_KINDS) + [(1, 200), (12, 12)]
+    assert sizes == [(1, 8), (1, 1)] * len(WARM_UP_KINDS) + [(12, 12)]
+    assert max(len(tokens.slots) for (tokens,) in layers) == 200  # type: ignore[attr-defined]
+
+
+def test_the_largest_prompt_of_a_cpu_runs_one_layer(make_player: MakePlayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    player = make_player(Shape(), num_slots=12)
+    shapes = record(monkeypatch, player.runner._model._blocks[0], "down")  # type: ignore[attr-defined]
+    last = record(monkeypatch, player.runner._model._blocks[-1], "down")  # type: ignore[attr-defined]
+    player.runner.warm_up(200)
+    assert max(len(x) for (x,) in shapes) == 200  # type: ignore[arg-type]
+    assert max(len(x) for (x,) in last) == 12  # type: ignore[arg-type]
