@@ -24,7 +24,7 @@ from benchmarks.machine import Sitting, part_parser
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
-from roseinfer.model.families import registry, transformers
+from roseinfer.model.families import registry, transformers_layers
 from roseinfer.model.runner import ModelRunner, load_runner
 
 NUM_SLOTS, CONTEXT, BLOCKS = 64, 128, 64  # blocks of a slot
@@ -95,7 +95,7 @@ def _generic() -> Iterator[None]:
 @contextmanager
 def _loop_over_experts() -> Iterator[None]:
     """Experts, and nothing else, are as transformers computes them."""
-    with mock.patch.object(transformers, "_Experts", lambda module, _: module):
+    with mock.patch.object(transformers_layers, "_Experts", lambda module, _: module):
         yield
 
 

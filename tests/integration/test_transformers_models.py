@@ -19,7 +19,12 @@ from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerCon
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
+from roseinfer.model.checkpoint import Checkpoint
+from roseinfer.model.device import Placement
+from roseinfer.model.families import registry
+from roseinfer.model.families import transformers_loading as loading
 from roseinfer.model.families.transformers import TESTED
+from roseinfer.model.families.transformers_layers import Layers
 from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.runner import ModelRunner, load_runner
 from tests.conftest import BuiltKernels
@@ -73,6 +78,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4},
     "helium": HEADS,
     "hunyuan_v1_dense": HEADS,
+    "llama": {},
+    "mistral": WINDOW,
     "mixtral": {"num_local_experts": 4},
     "nemotron": {},
     "olmo": {},
@@ -84,7 +91,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {},
     "phi3": {},
     "phimoe": {"num_local_experts": 4},
+    "qwen2": {},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3": HEADS | {"tie_word_embeddings": True},
     "qwen3_moe": EXPERTS | HEADS | {"num_experts": 4},
     "seed_oss": HEADS,
     "smollm3": {"no_rope_layer_interval": 2},
@@ -103,6 +112,12 @@ def random_model(model_type: str, **changes: Any) -> PreTrainedModel:
         if parameter.dim() == 1:
             parameter.data += torch.randn(parameter.shape) * 0.1
     return model
+
+
+@pytest.fixture(autouse=True)
+def no_file_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types with a file of ours are computed by transformers' code too: it is what ours is measured against."""
+    monkeypatch.setattr(registry, "_FAMILIES", {})
 
 
 @pytest.fixture(params=sorted(FAMILIES), scope="module")
@@ -227,9 +242,23 @@ def test_an_untested_type_is_compared_at_load(tmp_path: Path, monkeypatch: pytes
     assert "vaultgemma" not in TESTED
     reference = random_model("vaultgemma", **WINDOW, **HEADS)
     load(reference, tmp_path)
-    monkeypatch.setattr("roseinfer.model.families.transformers._ACTIVATIONS", {"GELUTanh": "silu"})
+    monkeypatch.setattr("roseinfer.model.families.transformers_layers._ACTIVATIONS", {"GELUTanh": "silu"})
     with pytest.raises(ConfigError, match="comes out otherwise than in transformers"):
         load(reference, tmp_path)
+
+
+def test_weights_stay_in_the_file_until_a_layer_copies_them(tmp_path: Path) -> None:
+    random_model("qwen3_moe").bfloat16().save_pretrained(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        layers = Layers(Placement(torch.device("cpu"), torch.float32), checkpoint.let_go)
+        model = loading.load(checkpoint, torch.float32, layers.take_experts)
+        [(first, last)] = checkpoint._lent.values()
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        joined = [parameter for parameter in matrices if parameter.is_meta]
+        assert len(joined) == 2 * SMALL["num_hidden_layers"], "experts are packed as soon as they are there"
+        assert all(first <= matrix.data_ptr() < last for matrix in matrices if not matrix.is_meta)
+        layers.replace_in(model)
+        assert not any(left.is_meta or first <= left.data_ptr() < last for left in model.parameters())
 
 
 QUANTISED = [

@@ -42,9 +42,9 @@ def outline(directory: Path) -> dict[str, Any]:
             facts["model_type"] = checkpoint.config.get("model_type")
             facts["quantization"] = checkpoint.quantization and checkpoint.quantization.quant_method
             spec = native_spec(checkpoint)
-            from roseinfer.model.families import transformers  # which takes seconds to import
+            from roseinfer.model.families import transformers, transformers_loading  # which take seconds to import
 
-            model = transformers.modules(checkpoint, transformers.NAME if spec is None else "eager")
+            model = transformers_loading.modules(checkpoint, "eager" if spec else transformers_loading.NAME)
             attention = transformers.attention_of(model, checkpoint) if spec is None else spec.attention
     except ConfigError as error:
         return facts | {"served_by": "refused", "reason": error.reason}

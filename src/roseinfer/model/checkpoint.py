@@ -3,10 +3,13 @@
 Every error in a checkpoint is a ConfigError about `model.path`, in one sentence that names the file and the tensor.
 """
 
+import ctypes
 import json
 import logging
 import math
+import mmap
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
@@ -39,6 +42,11 @@ _UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and thei
     "forced_bos_token_id": None,
     "sequence_bias": {},
 }
+
+_MADVISE = None  # madvise(2)
+if sys.platform == "linux":
+    _MADVISE = ctypes.CDLL(None).madvise
+    _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +107,7 @@ class Checkpoint:
         self.config = self._json("config.json")
         self.quantization = self._read_quantization()
         self._files: dict[str, Any] = {}  # open files by name
+        self._lent: dict[str, tuple[int, int]] = {}  # addresses of what was lent of each, from the first to the last
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -146,7 +155,18 @@ class Checkpoint:
             name = f"{self.directory}/generation_config.json"
             _refuse(f"{name}: {error}; with `model.generation_config` = `ignore` it is passed over.", error)
 
-    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def lent(self, name: str) -> torch.Tensor:
+        """One tensor as of `tensor`, but in the one mapping of its file, so that there may be any number of them."""
+        return self.tensor(name, is_lent=True)
+
+    def let_go(self) -> None:
+        """Give back the pages of memory that reading lent tensors took. Who reads them again takes them again."""
+        for first, last in self._lent.values():
+            start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+            if _MADVISE is not None and end > start:
+                _MADVISE(start, end - start, mmap.MADV_DONTNEED)
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, *, is_lent: bool = False) -> torch.Tensor:
         """One tensor, mapped from its file, in its own floating type; a quantised one dequantised.
 
         Raises ConfigError for another shape than `shape`.
@@ -155,7 +175,7 @@ class Checkpoint:
         if not parts and name not in self._file_of:
             _refuse(f"{self.directory} has no tensor {name}.")
         path = self.directory / self._file_of[next(iter(parts.values()), name)]
-        tensor = self._dequantised(name, parts, path) if parts else self._mapped(name)
+        tensor = self._dequantised(name, parts, path) if parts else self._mapped(name, is_lent=is_lent)
         is_float = tensor.is_floating_point() and tensor.itemsize > 1
         if not is_float or tensor.shape != (tensor.shape if shape is None else shape):
             _refuse(
@@ -175,15 +195,21 @@ class Checkpoint:
         """Part -> tensor of a quantised weight; none of another tensor."""
         return self.quantization.parts_of(name, self._file_of) if self.quantization else {}
 
-    def _mapped(self, name: str) -> torch.Tensor:
-        """The tensor as it is in its file, in a mapping of its own.
+    def _mapped(self, name: str, *, is_lent: bool = False) -> torch.Tensor:
+        """The tensor as it is in its file, in a mapping of its own unless it is lent.
 
-        It is freed with the tensor: the file's pages are not held beside the copy on the device.
+        That is freed with the tensor: the file's pages are not held beside the copy on the device.
         """
         path = self.directory / self._file_of[name]
         try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
+            if is_lent:
+                tensor: torch.Tensor = self._open(path.name).get_tensor(name)
+                first, last = self._lent.get(path.name, (tensor.data_ptr(), 0))
+                end = tensor.data_ptr() + tensor.nbytes
+                self._lent[path.name] = min(first, tensor.data_ptr()), max(last, end)
+            else:
+                with safetensors.safe_open(path, framework="pt") as file:
+                    tensor = file.get_tensor(name)
         except safetensors.SafetensorError as error:
             _refuse(f"{path}: tensor {name} cannot be read: {error}.", error)
         self._unread.discard(name)

@@ -1,0 +1,148 @@
+"""Builds the modules of a checkpoint as transformers does, and has it read the weights. Refuses what is no decoder.
+
+The weights stay where they are, in the mapped files and in the type of the file, until a layer of ours copies them. No
+code of a checkpoint is ever run.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from roseinfer.errors import ConfigError
+from roseinfer.model.checkpoint import Checkpoint
+
+NAME = "roseinfer"  # of our functions, among transformers' own
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # that a cache of keys and values serves
+OnParameter = Callable[[nn.Module, str, nn.Parameter | None], nn.Parameter | None]
+
+
+def modules(checkpoint: Checkpoint, attention: str = NAME) -> Any:
+    """The modules of a checkpoint, without numbers. Raises ConfigError where transformers does not know them."""
+    config, _ = _read_config(checkpoint)
+
+    def make() -> Any:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+    return _of_transformers(make, checkpoint)
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter | None) -> Any:
+    """The model of transformers, with its weights. Raises ConfigError.
+
+    With `on_parameter`, which may take numbers away while they come, matrices stay in the file and in its type where
+    that is no wider than `dtype`; without, transformers can compute with them.
+    """
+    config, model_class = _read_config(checkpoint)
+    lazily = {name: _Lazy(checkpoint, name, dtype if on_parameter else None) for name in checkpoint.names}
+
+    def read() -> Any:
+        try:
+            return model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=lazily,
+                dtype=dtype,
+                attn_implementation=NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except RuntimeError as error:
+            for refusal in (tensor.refusal for tensor in lazily.values() if tensor.refusal):
+                raise refusal from error
+            raise
+
+    hook: Any = None if on_parameter is None else register_module_parameter_registration_hook(on_parameter)  # type: ignore[arg-type]  # its annotation forgets the result
+    try:
+        model, found = _of_transformers(read, checkpoint)
+    finally:
+        if hook is not None:
+            hook.remove()
+    wrong = {name: sorted(map(str, found.get(name) or ())) for name in ("missing_keys", "mismatched_keys")}
+    for name, keys in wrong.items():
+        if keys:
+            refuse(checkpoint, f"has {name.replace('_', ' ')}, the first of them {keys[0]}")
+    checkpoint.let_go()
+    return model.train(False)
+
+
+class _Lazy:
+    """A tensor in a state dict, read when transformers asks for it on a device and in a type, as of a file's slices."""
+
+    refusal: ConfigError | None = None  # which transformers does not pass on
+
+    def __init__(self, checkpoint: Checkpoint, name: str, kept_for: torch.dtype | None) -> None:
+        """A matrix that is asked for as `kept_for` stays in its own type, if that is no wider."""
+        self._checkpoint, self._name, self._kept_for = checkpoint, name, kept_for
+
+    def __getitem__(self, _: Any) -> "_Lazy":
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        try:
+            tensor = self._checkpoint.lent(self._name)
+        except ConfigError as error:
+            self.refusal = error
+            raise
+        if dtype is None or (dtype == self._kept_for and tensor.dim() > 1 and tensor.itemsize <= dtype.itemsize):
+            return tensor
+        return tensor.to(device, dtype, copy=True)
+
+
+def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """The configuration, and the class of transformers that computes the model."""
+
+    def read() -> Any:
+        return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
+
+    config = _of_transformers(read, checkpoint)
+    vars(config).pop("quantization_config", None)  # the weights come as floats
+    return config, _model_class(config, checkpoint)
+
+
+def _of_transformers(make: Callable[[], Any], checkpoint: Checkpoint) -> Any:
+    """What transformers makes; its errors are ConfigError."""
+    try:
+        return make()
+    except KeyError:
+        refuse(checkpoint, "has attention of its own, which no other can take the place of")
+    except (ValueError, OSError, RuntimeError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{checkpoint.directory}: transformers cannot load it: {reason}", param="model.path"
+        ) from error
+
+
+def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
+    """The class of transformers that computes it. Raises ConfigError for a model that cannot be served."""
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        refuse(checkpoint, "is an encoder and a decoder")
+    known = transformers.AutoModelForCausalLM._model_mapping  # noqa: SLF001
+    found = known.get(type(config), ())
+    classes = {each.__name__: each for each in (found if isinstance(found, tuple) else (found,))}
+    asked = [name for name in config.architectures or classes if name in classes]
+    if not asked:
+        named = ", ".join(config.architectures or [config.model_type])
+        refuse(checkpoint, f"asks for {named}, which is no decoder we know")
+    if others := set((text.layer_types if hasattr(text, "layer_types") else None) or ()) - _LAYER_TYPES:
+        refuse(checkpoint, f"has layers of {', '.join(sorted(others))}")
+    if text.to_dict().get("use_bidirectional_attention"):
+        refuse(checkpoint, "sees the tokens behind each token too")
+    return classes[asked[0]]
+
+
+def max_positions(config: Any, checkpoint: Checkpoint) -> int:
+    limit = config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
+    if not isinstance(limit, int) or limit < 1:
+        refuse(checkpoint, "does not say how many positions it has (max_position_embeddings)")
+    return limit
+
+
+def refuse(checkpoint: Checkpoint, what: str) -> NoReturn:
+    raise ConfigError(f"{checkpoint.directory} {what}; it cannot be served.", param="model.path")
