@@ -9,6 +9,7 @@ import causes_docs
 import chart_docs
 import http_api_docs
 import metrics_docs
+import models_docs
 import source_map
 from generated_files import write_or_check
 from roseinfer.config import docs as config_docs
@@ -21,6 +22,7 @@ PAGES = {
     "docs/configuration.md": config_docs.markdown,
     "docs/http-api.md": http_api_docs.page,
     "docs/metrics.md": metrics_docs.page,
+    "docs/models.md": models_docs.page,
     "docs/source.md": source_map.page,
     "deploy/helm/roseinfer/values.schema.json": chart_docs.schema,
     "deploy/helm/roseinfer/README.md": chart_docs.page,

@@ -140,7 +140,7 @@ def run_patched(arguments: Sequence[str]) -> int:
     if arguments[0] == "engine":
         from roseinfer.model.families import registry
 
-        registry._FAMILIES.clear()  # noqa: SLF001 - what a user has no option for
+        registry.FAMILIES.clear()  # what a user has no option for
     engine = ("-m", "benchmarks.costs.start", "engine", "--fd")
     with mock.patch.object(transport.ProcessTransport.__init__, "__defaults__", (engine,)):
         return run(arguments)

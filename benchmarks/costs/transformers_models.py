@@ -88,7 +88,7 @@ def _load(path: Path, dtype: str) -> ModelRunner:
 @contextmanager
 def _generic() -> Iterator[None]:
     """No family has a file of its own."""
-    with mock.patch.object(registry, "_FAMILIES", {}):
+    with mock.patch.object(registry, "FAMILIES", {}):
         yield
 
 

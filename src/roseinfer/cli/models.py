@@ -44,7 +44,7 @@ def outline(directory: Path) -> dict[str, Any]:
             spec = native_spec(checkpoint)
             from roseinfer.model.families import transformers, transformers_loading  # which take seconds to import
 
-            model = transformers_loading.modules(checkpoint, "eager" if spec else transformers_loading.NAME)
+            model = transformers_loading.modules(checkpoint, "eager" if spec else transformers_loading.IN_FIRST_PASS)
             attention = transformers.attention_of(model, checkpoint) if spec is None else spec.attention
     except ConfigError as error:
         return facts | {"served_by": "refused", "reason": error.reason}

@@ -165,7 +165,8 @@ class ModelRunner:
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # results of graphs
         self._failed_slots = set[int]()  # their owners' parameters could not be used
         self._graphs: CudaGraphs | None = None
-        if config.cuda_graphs != "off" and not stream.is_host and loaded.attention.is_capturable:
+        is_capturable = loaded.attention.is_capturable and loaded.model.is_capturable
+        if config.cuda_graphs != "off" and not stream.is_host and is_capturable:
             fill, sizes_of_graphs = partial(self._staging.stage_decode, None), graph_sizes(limits.max_decode_rows)
             self._graphs = CudaGraphs(stream, sizes_of_graphs, fill, self._decode)
             self.info = msgspec.structs.replace(loaded.info, graph_sizes=list(sizes_of_graphs))

@@ -83,6 +83,7 @@ class RowModel:
     max_positions = MAX_MODEL_LEN
     num_parameters = 0
     attention_spec = AttentionSpec(1, 1, HEAD_DIM, 1.0, (None,))
+    is_capturable = True
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self.vocab_size = vocab_size

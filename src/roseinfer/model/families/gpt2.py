@@ -82,6 +82,7 @@ class GPT2:
     """The model, in the placement's dtype with a float32 residual stream."""
 
     model_type = "gpt2"
+    is_capturable = True
 
     def __init__(self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement) -> None:
         names = checkpoint.names

@@ -211,6 +211,8 @@ class _Reader(LayerReader):
 class Llama:
     """A model of the family, in the placement's dtype with a float32 residual stream."""
 
+    is_capturable = True
+
     def __init__(self, spec: FamilySpec, checkpoint: Checkpoint, placement: Placement) -> None:
         read = _Reader(checkpoint, placement, spec.rms_norm_eps)
         self.model_type = spec.model_type

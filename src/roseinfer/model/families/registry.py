@@ -1,7 +1,7 @@
 """The model families by the architecture that config.json names.
 
 An architecture without a row here runs transformers' modelling code (transformers.py). To add a file for one, write
-`families/<name>.py` with a class of `CausalLM` (gpt2.py is the shortest), and add its row to `_FAMILIES`. A family that
+`families/<name>.py` with a class of `CausalLM` (gpt2.py is the shortest), and add its row to `FAMILIES`. A family that
 differs from Llama in biases, norms of heads or windows is a spec in llama.py and a row. Then add a configuration to
 tests/integration/test_parity.py, which compares it with transformers.
 """
@@ -20,16 +20,17 @@ class _Family(NamedTuple):
     """A file of ours, and the fields of config.json that it reads."""
 
     model_type: str  # which stands for the architecture
+    checkpoints: str  # as people call them
     model: Any  # of a spec, a checkpoint and a placement
     spec: type[GPT2Spec] | type[LlamaSpec] | type[MistralSpec]
 
 
-_FAMILIES = {  # by architecture
-    "GPT2LMHeadModel": _Family("gpt2", GPT2, GPT2Spec),
-    "LlamaForCausalLM": _Family("llama", Llama, LlamaSpec),
-    "MistralForCausalLM": _Family("mistral", Llama, MistralSpec),
-    "Qwen2ForCausalLM": _Family("qwen2", Llama, Qwen2Spec),
-    "Qwen3ForCausalLM": _Family("qwen3", Llama, Qwen3Spec),
+FAMILIES = {  # by architecture
+    "GPT2LMHeadModel": _Family("gpt2", "GPT-2", GPT2, GPT2Spec),
+    "LlamaForCausalLM": _Family("llama", "Llama 2 and 3, and what has their shape", Llama, LlamaSpec),
+    "MistralForCausalLM": _Family("mistral", "Mistral 7B, Ministral 8B", Llama, MistralSpec),
+    "Qwen2ForCausalLM": _Family("qwen2", "Qwen2, Qwen2.5", Llama, Qwen2Spec),
+    "Qwen3ForCausalLM": _Family("qwen3", "Qwen3, dense", Llama, Qwen3Spec),
 }
 
 
@@ -53,6 +54,6 @@ def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
 def _find(checkpoint: Checkpoint) -> _Family | None:
     """By the first known entry of `architectures`; without any, by `model_type`."""
     config = checkpoint.config
-    by_type = {family.model_type: name for name, family in _FAMILIES.items()}
+    by_type = {family.model_type: name for name, family in FAMILIES.items()}
     named = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
-    return next((_FAMILIES[name] for name in named if name in _FAMILIES), None)
+    return next((FAMILIES[name] for name in named if name in FAMILIES), None)

@@ -19,18 +19,11 @@ from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
 from roseinfer.model.attention.reference import ReferenceAttention
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
+from roseinfer.model.families.tested import TESTED
 from roseinfer.model.families.transformers_layers import Layers, is_mixture
-from roseinfer.model.families.transformers_loading import NAME, load, max_positions, refuse
+from roseinfer.model.families.transformers_loading import IN_FIRST_PASS, IN_STEPS, load, max_positions, refuse
 from roseinfer.model.kv_cache import KVCache
 
-# Model types that tests/integration/test_transformers_models.py compares with transformers.
-TESTED = frozenset(
-    """
-    apertus arcee bitnet cohere cohere2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text glm glm4
-    glm4_moe gpt_neox gpt_oss granite granitemoe helium hunyuan_v1_dense llama mistral mixtral nemotron olmo olmo2 olmo3
-    olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
-    """.split()  # noqa: SIM905 - a line for each would be a page
-)
 _FAR = 10_000  # a position behind every window's first edge in small models, and within most windows in large ones
 
 
@@ -103,8 +96,8 @@ def _attend_packed(
 def _check_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> None:
     """Transformers' mask interface: no mask is made, since attention sees by positions.
 
-    In the first pass it checks that the mask is causal or a window: both show a query the keys up to its own, from the
-    first on or as many as to any other.
+    It checks that the mask is causal or a window: both show a query the keys up to its own, from the first on or as
+    many as to any other.
     """
     if not _first_pass.is_on:
         return
@@ -120,8 +113,9 @@ def _check_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> None:
 
 
 transformers.utils.logging.disable_progress_bar()
-transformers.AttentionInterface.register(NAME, _attend_packed)
-transformers.AttentionMaskInterface.register(NAME, _check_mask)
+for name in (IN_STEPS, IN_FIRST_PASS):
+    transformers.AttentionInterface.register(name, _attend_packed)
+transformers.AttentionMaskInterface.register(IN_FIRST_PASS, _check_mask)
 
 
 class TransformersModel:
@@ -130,15 +124,16 @@ class TransformersModel:
     def __init__(self, checkpoint: Checkpoint, placement: Placement) -> None:
         """Raises ConfigError for a checkpoint that cannot be computed as its config.json says."""
         self._placement = placement
-        layers, is_tested = Layers(placement, checkpoint.let_go), checkpoint.config.get("model_type") in TESTED
-        model = load(checkpoint, placement.dtype, layers.take_experts if is_tested else None)
+        layers, findings = Layers(placement, checkpoint.let_go), TESTED.get(str(checkpoint.config.get("model_type")))
+        model = load(checkpoint, placement.dtype, layers.take_experts if findings else None)
+        self.is_capturable = findings is not None and findings.is_capturable
         config = model.config.get_text_config(decoder=True)
         self.model_type = model.config.model_type
         self.vocab_size = config.vocab_size
         self.max_positions = max_positions(config, checkpoint)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._model, self._base = model, getattr(model, model.base_model_prefix)
-        if is_tested:
+        if findings:
             layers.replace_in(model)
             self._use_attention_of(model, checkpoint)
         else:
@@ -154,6 +149,7 @@ class TransformersModel:
     def _use_attention_of(self, model: Any, checkpoint: Checkpoint) -> None:
         self._seam, self.attention_spec = _first_pass_of(model, checkpoint)
         self._seam.scale = self.attention_spec.scale
+        model.set_attn_implementation(IN_STEPS)
 
     def _hidden_by_transformers(self) -> torch.Tensor:
         """The hidden rows of a short text by transformers alone."""
@@ -161,7 +157,7 @@ class TransformersModel:
         self._model.set_attn_implementation("eager")
         with torch.inference_mode():
             output = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-        self._model.set_attn_implementation(NAME)
+        self._model.set_attn_implementation(IN_STEPS)
         hidden: torch.Tensor = output[0][0].float()
         return hidden
 

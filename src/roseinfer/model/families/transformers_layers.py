@@ -74,9 +74,11 @@ class Layers:
         if is_tied and self.head.has_rows:
             self._made[embedding] = self._embedding(embedding, self.head)
         self._replace_within(model)
-        for parameter in model.parameters():
-            dtype = self._placement.dtype if parameter.itemsize < torch.float32.itemsize else parameter.dtype
-            parameter.data = parameter.data.to(self._placement.device, dtype, copy=True)
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                dtype = self._placement.dtype if parameter.itemsize < torch.float32.itemsize else parameter.dtype
+                placed = parameter.detach().to(self._placement.device, dtype, copy=True)
+                setattr(module, name, nn.Parameter(placed, requires_grad=False))
         model.to(self._placement.device)
         self._let_go()
 
@@ -153,13 +155,13 @@ class Layers:
             return None
         rows = torch.randn(3, weight.numel(), generator=torch.Generator().manual_seed(0)).to(self._placement.dtype)
         rounding = 1e-5 if rows.dtype == torch.float32 else 1e-2
+        plain, norm = Placement(torch.device("cpu"), self._placement.dtype), None
         with torch.inference_mode():
             expected = module(rows).float()
             for scale in (weight.detach().float(), weight.detach().float() + 1.0):
-                ours = _Module(_normed(Norm(scale, None, epsilon, self._placement)), self._placement.dtype)
-                if torch.allclose(ours(rows.to(self._placement.device)).float().cpu(), expected, rounding, 1e-5):
-                    return ours
-        return None
+                if torch.allclose(_normed(Norm(scale, None, epsilon, plain))(rows).float(), expected, rounding, 1e-5):
+                    norm = Norm(scale, None, epsilon, self._placement)
+        return None if norm is None else _Module(_normed(norm), self._placement.dtype)
 
     def _embedding(self, module: nn.Embedding, head: Linear | None) -> nn.Module:
         """A table in the type of its file, or the rows of the head; scaled as the module does it."""

@@ -15,12 +15,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from roseinfer.errors import ConfigError
 from roseinfer.model.checkpoint import Checkpoint
 
-NAME = "roseinfer"  # of our functions, among transformers' own
+# Our functions among transformers' own. In steps there is none for masks: for each it would look at the positions.
+IN_STEPS, IN_FIRST_PASS = "roseinfer", "roseinfer_first_pass"
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # that a cache of keys and values serves
+_CHANGING_ROPES = ("dynamic", "longrope")
 OnParameter = Callable[[nn.Module, str, nn.Parameter | None], nn.Parameter | None]
 
 
-def modules(checkpoint: Checkpoint, attention: str = NAME) -> Any:
+def modules(checkpoint: Checkpoint, attention: str = IN_FIRST_PASS) -> Any:
     """The modules of a checkpoint, without numbers. Raises ConfigError where transformers does not know them."""
     config, _ = _read_config(checkpoint)
 
@@ -47,7 +49,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
                 config=config,
                 state_dict=lazily,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=IN_FIRST_PASS,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -68,6 +70,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
         if keys:
             refuse(checkpoint, f"has {name.replace('_', ' ')}, the first of them {keys[0]}")
     checkpoint.let_go()
+    _fix_ropes(model)
     return model.train(False)
 
 
@@ -138,10 +141,21 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
 
 
 def max_positions(config: Any, checkpoint: Checkpoint) -> int:
+    """Positions whose rotations do not depend on what else is in a batch: dynamic ropes change behind them."""
     limit = config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
     if not isinstance(limit, int) or limit < 1:
         refuse(checkpoint, "does not say how many positions it has (max_position_embeddings)")
+    rope = config.to_dict().get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, int(rope["original_max_position_embeddings"]))
     return limit
+
+
+def _fix_ropes(model: Any) -> None:
+    """Have rotations stay as they are up to `max_positions`, without a look at the positions of each step."""
+    for module in model.modules():
+        if vars(module).get("rope_type") in _CHANGING_ROPES:
+            module.rope_type = "default"  # of its forward pass; its frequencies are made
 
 
 def refuse(checkpoint: Checkpoint, what: str) -> NoReturn:

@@ -1,0 +1,27 @@
+"""Writes the tables of model types into docs/models.md: who serves them, what the tests find, and what is refused."""
+
+from generated_files import filled
+from roseinfer.model.families.registry import FAMILIES
+from roseinfer.model.families.tested import REFUSED, TESTED, Findings
+
+NATIVE = {family.model_type: family for family in FAMILIES.values()}
+
+
+def page() -> str:
+    found = {name: Findings(family.checkpoints) for name, family in NATIVE.items()}
+    rows = sorted((TESTED | found).items(), key=lambda row: row[1].checkpoints.lower())
+    served = [
+        "| checkpoints | `model_type` | computed by | the same bits in every batch | CUDA graphs |",
+        "|---|---|---|---|---|",
+    ]
+    served += [_row(name, findings) for name, findings in rows]
+    refused = ["| `model_type` | refused, because it |", "|---|---|"]
+    refused += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
+    return filled("docs/models.md", {"table of models": "\n".join([*served, "", *refused, ""])})
+
+
+def _row(name: str, findings: Findings) -> str:
+    path = "a file of ours" if name in NATIVE else "transformers"
+    exact = "yes" if findings.is_exact else "the last ones may differ"
+    graphs = "yes" if findings.is_capturable else "no, it runs eagerly"
+    return f"| {findings.checkpoints} | `{name}` | {path} | {exact} | {graphs} |"
