@@ -17,7 +17,14 @@ from roseinfer.config.flags import Parser, add_config_flags, parser_of, values_g
 from roseinfer.config.sources import Given, LoadedConfig, build, gather
 from roseinfer.errors import ConfigError, EngineError, RoseinferError
 from roseinfer.messages import Seed, Temperature, TokenCount, TopK, TopP
-from roseinfer.model.kernels.library import LEVELS, find_built, kernels_directory, levels_here, sources
+from roseinfer.model.kernels.library import (
+    LEVELS,
+    find_built,
+    kernels_directory,
+    levels_here,
+    processor_flags,
+    sources,
+)
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 70
@@ -247,10 +254,18 @@ def _build_kernels(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 def _list_kernels(_: argparse.Namespace, loaded: LoadedConfig) -> int:
     kernels_dir = kernels_directory(loaded.config.runner.kernels_dir)
-    runnable = levels_here()
-    for level in LEVELS.values():
-        has = "this processor has it" if level in runnable else "this processor lacks it"
-        print(f"{level.name:<11}  {has}  {find_built(level, kernels_dir) or 'not built'}")
+    flags = processor_flags()
+    lacking = {level.name: level.lacking(flags) for level in LEVELS.values()}
+    paths = {level.name: find_built(level, kernels_dir) for level in LEVELS.values()}
+    width = max(map(len, LEVELS))
+    for name, path in paths.items():
+        has = f"this processor lacks {', '.join(lacking[name])}" if lacking[name] else "this processor has it"
+        print(f"{name:<{width}}  {has}  {path or 'not built'}")
+    runnable = [name for name in LEVELS if not lacking[name]]
+    used = next((name for name in reversed(runnable) if paths[name]), None)
+    print(f"`auto` takes {used or 'none: without kernels all is computed by plain torch, slower'}.")
+    if runnable and used != runnable[-1]:
+        print(f"{runnable[-1]} would be faster: run `roseinfer kernels build`.")
     return 0
 
 

@@ -185,7 +185,7 @@ class RunnerConfig:
         "plain torch; on CUDA it takes `flashinfer` where that is installed, else `triton`. `reference` is slow and "
         "simple.",
     )
-    kernels: Literal["auto", "off", "avx2", "avx512", "avx512_bf16", "amx"] = option(
+    kernels: Literal["auto", "off", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"] = option(
         "auto",
         "Level of the compiled CPU kernels (`roseinfer kernels build`). `auto`: the highest that this processor has "
         "and that was built; without one, plain torch.",

@@ -66,14 +66,46 @@ def test_list_tells_what_is_here_and_what_is_built(
     assert main(["kernels", "build", *flags, "--level", "avx512"]) == 0
     capsys.readouterr()
     assert main(["kernels", "list", *flags]) == 0
-    lines = dict(zip(LEVELS, capsys.readouterr().out.splitlines(), strict=True))
-    here = library.levels_here()
+    told = capsys.readouterr().out.splitlines()
+    lines = dict(zip(LEVELS, told[: len(LEVELS)], strict=True))
+    flags_here = library.processor_flags()
     for name, line in lines.items():
-        has = "this processor has it" if LEVELS[name] in here else "this processor lacks it"
+        lacking = LEVELS[name].lacking(flags_here)
+        has = f"this processor lacks {', '.join(lacking)}  " if lacking else "this processor has it  "
         assert line.split(maxsplit=1)[0] == name
         assert has in line
         assert line.endswith(str(find_built(LEVELS[name], tmp_path / "out") or "not built"))
     assert lines["avx512"].endswith(".so")
+
+
+@pytest.mark.parametrize(
+    ("flags", "built", "expected"),
+    [
+        ("sse2", "avx2", ["`auto` takes none: without kernels all is computed by plain torch, slower."]),
+        ("avx2 fma f16c", "avx2", ["`auto` takes avx2."]),
+        (
+            "avx2 fma f16c avx_vnni",
+            "avx2",
+            ["`auto` takes avx2.", "avx2_vnni would be faster: run `roseinfer kernels build`."],
+        ),
+    ],
+)
+def test_list_tells_what_is_used_and_what_would_be_faster(
+    sources: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    has_compiler: None,
+    flags: str,
+    built: str,
+    expected: list[str],
+) -> None:
+    arguments = ["--runner.kernels-dir", str(tmp_path / "out")]
+    assert main(["kernels", "build", *arguments, "--level", built]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("roseinfer.cli.main.processor_flags", lambda: frozenset(flags.split()))
+    assert main(["kernels", "list", *arguments]) == 0
+    assert capsys.readouterr().out.splitlines()[len(LEVELS) :] == expected
 
 
 def test_without_a_compiler_build_says_so(

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels for the levels of instructions that processors have, finds what is built, and loads it.
 
 A level is a set of instructions that the compiler may use everywhere in one shared object, so the processor must have
-all of them; each level includes the ones before it.
+all of them. Levels are in the order of their speed; `avx2_vnni` is of processors without AVX-512.
 
 The object is in the user's cache, named by its level, a digest of sources and flags, and a digest of the compiler's
 version. It gets that name when it is complete: two builders at once make the same file twice, and a reader never sees
@@ -41,7 +41,8 @@ _COMMON_FLAGS = (
 )
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-_AVX512_BF16 = (*_AVX512, "avx512bf16", "avx512vnni")
+_AVX512_VNNI = (*_AVX512, "avx512vnni")
+_AVX512_BF16 = (*_AVX512_VNNI, "avx512bf16")
 _AMX = (*_AVX512_BF16, "amx-tile", "amx-bf16", "amx-int8")
 
 
@@ -54,23 +55,33 @@ class Level:
 
     name: str
     instructions: tuple[str, ...]
+    further_flags: tuple[str, ...] = ()  # of the compiler
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
         wide = ("-mprefer-vector-width=512",) if "avx512f" in self.instructions else ()
-        return (*_COMMON_FLAGS, *(f"-m{name}" for name in self.instructions), *wide)
+        return (*_COMMON_FLAGS, *(f"-m{name}" for name in self.instructions), *wide, *self.further_flags)
 
-    def runs_on(self, processor_flags: frozenset[str]) -> bool:
-        return all(_LINUX_NAMES.get(name, name.replace("-", "_")) in processor_flags for name in self.instructions)
+    def lacking(self, processor_flags: frozenset[str]) -> list[str]:
+        """The instructions, in Linux's names, that a processor with these flags does not have."""
+        names = [_LINUX_NAMES.get(name, name.replace("-", "_")) for name in self.instructions]
+        return [name for name in names if name not in processor_flags]
 
 
 LEVELS = {  # lowest first
-    name: Level(name, instructions)
-    for name, instructions in (("avx2", _AVX2), ("avx512", _AVX512), ("avx512_bf16", _AVX512_BF16), ("amx", _AMX))
+    level.name: level
+    for level in (
+        Level("avx2", _AVX2),
+        Level("avx2_vnni", (*_AVX2, "avxvnni")),
+        Level("avx512", _AVX512),
+        Level("avx512_vnni", _AVX512_VNNI),
+        Level("avx512_bf16", _AVX512_BF16),
+        Level("amx", _AMX),
+    )
 }
 
 # Instruction sets whose names in /proc/cpuinfo differ from the compiler's by more than a hyphen.
-_LINUX_NAMES = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
+_LINUX_NAMES = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni"}
 
 
 def processor_flags(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
@@ -85,7 +96,7 @@ def processor_flags(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
 def levels_here() -> list[Level]:
     """The levels that this processor can run, lowest first."""
     flags = processor_flags()
-    return [level for level in LEVELS.values() if level.runs_on(flags)]
+    return [level for level in LEVELS.values() if not level.lacking(flags)]
 
 
 def sources() -> list[Path]:
@@ -227,8 +238,10 @@ def load_kernels(config: RunnerConfig) -> Kernels | None:
 
 
 def _load_named(level: Level, kernels_dir: Path) -> Kernels:
-    if level not in levels_here():
-        raise ConfigError(f"This processor does not have all instructions of {level.name}.", param="runner.kernels")
+    if lacking := level.lacking(processor_flags()):
+        raise ConfigError(
+            f"This processor has no {', '.join(lacking)}, which {level.name} needs.", param="runner.kernels"
+        )
     path = find_built(level, kernels_dir)
     if path is None:
         raise ConfigError(

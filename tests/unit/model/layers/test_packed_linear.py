@@ -1,6 +1,9 @@
 """The linears in registers, at every type and level of them that this processor has."""
 
+import dataclasses
+import fcntl
 import math
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -8,15 +11,17 @@ import torch
 from torch.nn import functional
 
 from roseinfer.model.device import DTYPES
+from roseinfer.model.kernels import library
+from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.activation import ACTIVATIONS
 from roseinfer.model.layers.linear import IntegerLinear, RegisterLinear
-from tests.conftest import BuiltKernels
+from tests.conftest import BuiltKernels, require_tool
 from tests.unit.model.layers.test_linear import random, reference
 from tests.unit.model.setups import LEVELS_HERE, Setup
 
 pytestmark = pytest.mark.skipif(not LEVELS_HERE, reason="no level of the kernels runs on this processor")
 Dtype = Literal["float32", "bfloat16"]
-PAIR_LEVELS = ("avx512_bf16", "amx")  # of bfloat16, and fours of int8; `amx` has tiles too, and prefers them
+PAIR_LEVELS = ("avx512_bf16", "amx")  # of bfloat16; `amx` has tiles too, and prefers them
 KINDS: list[tuple[Dtype, str]] = [
     *(("float32", level) for level in LEVELS_HERE),
     *(("bfloat16", level) for level in LEVELS_HERE if level in PAIR_LEVELS),
@@ -110,7 +115,7 @@ def test_every_level_sums_in_the_same_order(built_kernels: BuiltKernels) -> None
         assert all(torch.equal(of_level, sums[0]) for of_level in sums)
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS_HERE if level in PAIR_LEVELS])
+@pytest.mark.parametrize("level", LEVELS_HERE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_has_the_bits_that_it_has_by_torchs_product(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
     """Sums of integers are exact in any order, and what stands around them is computed in the same order."""
@@ -128,6 +133,35 @@ def test_int8_has_the_bits_that_it_has_by_torchs_product(built_kernels: BuiltKer
             )
             torch.testing.assert_close(ours(x), torchs(x), rtol=0, atol=0, equal_nan=True)
             assert torch.equal(ours(x[5:6]), ours(x)[5:6])
+
+
+@pytest.fixture(scope="module")
+def model_of_fours(kernels_dir: Path) -> Kernels:
+    """The linears of AVX2 with a model of the instruction for four products in its place."""
+    require_tool("g++")
+    if "avx2" not in LEVELS_HERE:
+        pytest.skip("this processor does not have AVX2")
+    with pytest.MonkeyPatch.context() as patch, (kernels_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        needed = [library.SOURCE_DIR / f"{name}.cpp" for name in ("init", "linear", "quantize")]
+        patch.setattr(library, "sources", lambda: needed)
+        level = library.Level("avx2_model", (*library.LEVELS["avx2"].instructions,), ("-DROSEINFER_MODEL_FOURS",))
+        return Kernels(level.name, library.build_kernels(level, kernels_dir, library.find_compiler())[0])
+
+
+def test_the_form_for_four_products_has_the_same_bits(built_kernels: BuiltKernels, model_of_fours: Kernels) -> None:
+    """Unsigned rows and their surplus, which only levels with VNNI have, but for the instruction itself."""
+    placement = Setup("float32", "int8", "avx2").placement(built_kernels)
+    modelled = dataclasses.replace(placement, kernels=model_of_fours)
+    for num_inputs, num_outputs in (*SHAPES[:-1], (70_000, 3)):
+        weight, bias = random(num_outputs, num_inputs, seed=1), random(num_outputs, seed=2)
+        weight[-1] = 1.0
+        x = rows_of(70, num_inputs, "float32")
+        x[1], x[2, 0], x[3] = 0.0, math.nan, 1.0
+        expected, out = (
+            RegisterLinear([weight], bias, "silu", torch.float32, each)(x) for each in (placement, modelled)
+        )
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @every_kind

@@ -16,7 +16,7 @@
 //
 // The instruction for int8 takes x unsigned, so 128 is added to x, and each sum is too large by 128 times the sum of its
 // weights. Sums may wrap around on the way: subtracting this surplus wraps them back, and for up to 133,144 inputs the
-// result fits.
+// result fits. Levels without the instruction multiply pairs of 16 bits and have no surplus; the sums are the same.
 
 #include <omp.h>
 
@@ -25,6 +25,7 @@
 #include "activation.h"
 #include "buffer.h"
 #include "common.h"
+#include "dot.h"
 #include "quantize.h"
 
 namespace {
@@ -74,7 +75,6 @@ struct Block {
 
 // The type of sums in registers. Of int8 they are integers there: GCC 12 keeps a second copy of each sum in
 // memory where its type changes at every product.
-typedef int32_t Integers __attribute__((vector_size(sizeof(Floats))));
 template <typename T>
 struct OfWords {
     using Sums = Floats;
@@ -86,15 +86,17 @@ struct OfWords<int8_t> {
 template <typename T>
 using Sums = typename OfWords<T>::Sums;
 
+// Words of x for each word of the weight: int8 without an instruction for four products takes two, of 16 bits.
+template <typename T>
+constexpr int64_t kRowWords = sizeof(T) == 1 && !kHasFours ? 2 : 1;
+
 // sum + x * weight, in each lane: of a word's one product, its two or its four.
 template <typename T>
 inline __attribute__((always_inline)) Sums<T> add_product(Sums<T> sum, Floats x, Floats weight) {
     if constexpr (sizeof(T) == sizeof(float)) {
         return multiply_add(x, weight, sum);
-#ifdef __AVX512VNNI__
     } else if constexpr (sizeof(T) == 1) {
-        return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weight);
-#endif
+        return add_fours(sum, (Integers)x, (Integers)weight);
 #ifdef __AVX512BF16__
     } else if constexpr (sizeof(T) == 2) {
         return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
@@ -107,11 +109,21 @@ inline __attribute__((always_inline)) Sums<T> add_product(Sums<T> sum, Floats x,
 template <typename T, int num_rows>
 inline __attribute__((always_inline)) void multiply_word(const float* x, int64_t row_step, const float* weight,
                                                          Sums<T> (&sums)[num_rows][kVectors]) {
-    Floats weights[kVectors];
-    for (int i = 0; i < kVectors; ++i) weights[i] = load(weight + i * LANES);
-    for (int row = 0; row < num_rows; ++row) {
-        const Floats value = splat(x[row * row_step]);
-        for (int i = 0; i < kVectors; ++i) sums[row][i] = add_product<T>(sums[row][i], value, weights[i]);
+    if constexpr (kRowWords<T> == 2) {
+        for (int i = 0; i < kVectors; ++i) {
+            const Integers bytes = (Integers)load(weight + i * LANES), even = even_bytes(bytes), odd = odd_bytes(bytes);
+            for (int row = 0; row < num_rows; ++row) {
+                const Integers sum = add_pairs(sums[row][i], (Integers)splat(x[row * row_step]), even);
+                sums[row][i] = add_pairs(sum, (Integers)splat(x[row * row_step + 1]), odd);
+            }
+        }
+    } else {
+        Floats weights[kVectors];
+        for (int i = 0; i < kVectors; ++i) weights[i] = load(weight + i * LANES);
+        for (int row = 0; row < num_rows; ++row) {
+            const Floats value = splat(x[row * row_step]);
+            for (int i = 0; i < kVectors; ++i) sums[row][i] = add_product<T>(sums[row][i], value, weights[i]);
+        }
     }
 }
 
@@ -134,9 +146,13 @@ __attribute__((noinline)) void multiply_rows(const Block& block) {
             }
         }
 #pragma GCC unroll 2
-        for (int i = 0; i < kPiece; ++i, ++x, weight += kPanel) multiply_word<T>(x, row_step, weight, sums);
+        for (int i = 0; i < kPiece; ++i, x += kRowWords<T>, weight += kPanel) {
+            multiply_word<T>(x, row_step, weight, sums);
+        }
     }
-    for (; word < block.num_words; ++word, ++x, weight += kPanel) multiply_word<T>(x, row_step, weight, sums);
+    for (; word < block.num_words; ++word, x += kRowWords<T>, weight += kPanel) {
+        multiply_word<T>(x, row_step, weight, sums);
+    }
     for (int row = 0; row < num_rows; ++row) {
         for (int i = 0; i < kVectors; ++i) store(block.sums + row * kPanel + i * LANES, (Floats)sums[row][i]);
     }
@@ -169,7 +185,7 @@ void finish_rows(const Linear& linear, const float* sums, const float* scales, i
     if (linear.bias) std::memcpy(bias, linear.bias + column, count * sizeof(float));
     if constexpr (sizeof(T) == 1) {
         std::memcpy(column_scales, linear.scales + column, count * sizeof(float));
-        std::memcpy(surplus, linear.surplus + column, count * sizeof(int32_t));
+        if constexpr (kHasFours) std::memcpy(surplus, linear.surplus + column, count * sizeof(int32_t));
     }
     with_activation(linear.activation, [&](auto activation) {
         for (int64_t row = 0; row < num_rows; ++row) {
@@ -205,7 +221,7 @@ void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, co
     for (int64_t index = 0; index < num_blocks; ++index) {
         const int64_t row = num_rows * index / num_blocks, end = num_rows * (index + 1) / num_blocks;
         const int64_t stream = kStreams * index / num_blocks;
-        block.x = all.x + row * linear.num_words;
+        block.x = all.x + row * block.row_step;
         block.sums = all.sums + row * kPanel;
         block.ahead = all.ahead + stream * block.stream_step;
         block.num_streams = kStreams * (index + 1) / num_blocks - stream;
@@ -222,9 +238,9 @@ void multiply_panels(const Linear& linear, const float* x, const float* scales, 
     const int64_t num_chunks = (num_words + kChunk - 1) / kChunk;
     const int64_t chunk = ((num_words + num_chunks - 1) / num_chunks + kPiece - 1) / kPiece * kPiece;
     Block block = {};
-    block.row_step = num_words;
+    block.row_step = num_words * kRowWords<T>;
     for (int64_t word = 0; word < num_words; word += chunk) {
-        block.x = x + word;
+        block.x = x + word * kRowWords<T>;
         block.num_words = std::min(chunk, num_words - word);
         block.is_first = word == 0;
         block.is_last = word + chunk >= num_words;
@@ -304,7 +320,7 @@ void multiply_all(const Linear& linear, const float* x, const float* scales, int
             const int64_t row = num_rows * group / groups, end = num_rows * (group + 1) / groups;
             count = std::min(num_words > kChunk ? kMaxSums / ((end - row) * kPanel) : 1, kMaxPanels);
             count = std::min({count, num_panels - panel, last - unit});
-            multiply_panels<T>(linear, x + row * num_words, scales + row, end - row, panel, count, sums,
+            multiply_panels<T>(linear, x + row * num_words * kRowWords<T>, scales + row, end - row, panel, count, sums,
                                out + row * num_outputs);
         }
     }
@@ -322,18 +338,30 @@ void run(const Linear& linear, const float* x, const float* scales, int64_t num_
 thread_local Buffer quantized_rows;  // of the calling thread; those of its team read it
 thread_local Buffer row_scales;
 
+// A piece of an int8 row as words of x: bytes with 128 added, or, for each word of the weight, the first and third number
+// in 16 bits and then the second and fourth.
+void write_piece(const int8_t* values, int64_t count, uint8_t* to) {
+    if constexpr (kHasFours) {
+        for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(values[i]) ^ 0x80;
+    } else {
+        for (int64_t i = 0; i < count; i += 4) {
+            const int16_t word[4] = {values[i], values[i + 2], values[i + 1], values[i + 3]};
+            std::memcpy(to + 2 * i, word, sizeof word);
+        }
+    }
+}
+
 // Rows into int8 first.
 template <typename In>
 void quantize_and_run(const Linear& linear, const In* x, int64_t num_rows, void* out) {
-    const int64_t num_inputs = linear.num_inputs, row_bytes = linear.num_words * sizeof(float);
-    uint8_t* rows = quantized_rows.take(num_rows * row_bytes);
+    const int64_t num_inputs = linear.num_inputs, weight_bytes = linear.num_words * sizeof(float);
+    uint8_t* rows = quantized_rows.take(num_rows * weight_bytes * kRowWords<int8_t>);
     float* scales = reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float)));
 #pragma omp parallel for if (num_rows * num_inputs > kWorthQuantizing)
     for (int64_t row = 0; row < num_rows; ++row) {
         scales[row] = quantize_row(x + row * num_inputs, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
-            const int64_t first = piece * kQuantizedPiece, end = std::min(row_bytes, first + kQuantizedPiece);
-            uint8_t* to = rows + row * row_bytes + first;
-            for (int64_t i = 0; i < end - first; ++i) to[i] = uint8_t(values[i]) ^ 0x80;
+            const int64_t first = piece * kQuantizedPiece, end = std::min(weight_bytes, first + kQuantizedPiece);
+            write_piece(values, end - first, rows + (row * weight_bytes + first) * kRowWords<int8_t>);
         });
     }
     run<int8_t>(linear, reinterpret_cast<const float*>(rows), scales, num_rows, out);
@@ -377,8 +405,6 @@ EXPORT void roseinfer_linear_rows_bfloat16_pairs(const Linear* linear, const int
 
 #endif
 
-#ifdef __AVX512VNNI__
-
 // The same for an int8 weight, in words of four inputs.
 EXPORT void roseinfer_linear_pack_int8_fours(const int8_t* weight, int64_t output_step, int64_t input_step,
                                              int64_t num_outputs, int64_t num_inputs, int8_t* packed) {
@@ -399,5 +425,3 @@ EXPORT void roseinfer_linear_int8_fours_of_float32(const Linear* linear, const f
 EXPORT void roseinfer_linear_rows_int8_fours(const Linear* linear, const int64_t* ids, int64_t num_ids, float* out) {
     unpack_rows<int8_t>(*linear, ids, num_ids, out);
 }
-
-#endif
