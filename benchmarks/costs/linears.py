@@ -18,8 +18,8 @@ from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_qwen3 import QWEN3_06B
 from benchmarks.roofs import read_patterns
 from roseinfer.config.options import RunnerConfig
-from roseinfer.model.device import Placement
-from roseinfer.model.kernels.library import load_kernels
+from roseinfer.model.device import Placement, Quantization
+from roseinfer.model.kernels.library import Kernels, load_kernels
 from roseinfer.model.layers.linear import Linear
 
 WIDTH, INNER = QWEN3_06B["hidden_size"], QWEN3_06B["intermediate_size"]
@@ -30,7 +30,8 @@ LAYER = (  # inputs, outputs
     (WIDTH, 2 * INNER),
     (INNER, WIDTH),
 )
-FORMS = {  # name -> quantisation, whether with compiled kernels, and the bytes of a weight
+# Name -> quantisation, whether with compiled kernels, and the bytes of a weight.
+FORMS: dict[str, tuple[Quantization, bool, float]] = {
     "float32": ("none", True, 4.0),
     "int8 by torch": ("int8", False, 1.0),
     "int8": ("int8", True, 1.0),
@@ -73,7 +74,7 @@ def main() -> int:
     return 0
 
 
-def _linears(name: str, kernels: object, num_layers: int) -> list[Linear]:
+def _linears(name: str, kernels: Kernels | None, num_layers: int) -> list[Linear]:
     quantization, has_kernels, _ = FORMS[name]
     placement = Placement(torch.device("cpu"), torch.float32, quantization, kernels if has_kernels else None)
     weights = [torch.randn(outputs, inputs) * inputs**-0.5 for inputs, outputs in LAYER]
