@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -26,6 +28,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
@@ -96,6 +102,24 @@ CONFIGS = {
         max_window_layers=3,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
+    "granite": GraniteConfig(
+        **LLAMA,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.7,
+        attention_multiplier=0.2,
+        logits_scaling=1.7,
+        tie_word_embeddings=True,
+    ),
+    "seed-oss": SeedOssConfig(**LLAMA, head_dim=24, attention_out_bias=True),
+    "smollm3": SmolLM3Config(**LLAMA, no_rope_layer_interval=2),
+    "smollm3-windows-untied": SmolLM3Config(
+        **LLAMA,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=20,
+        tie_word_embeddings=False,
+        attention_bias=True,
+    ),
     "qwen3": Qwen3Config(**LLAMA, head_dim=32),
     "qwen3-windows-biases": Qwen3Config(
         **LLAMA,
@@ -113,6 +137,9 @@ MODELS: dict[type, type[PreTrainedModel]] = {
     MistralConfig: MistralForCausalLM,
     Qwen2Config: Qwen2ForCausalLM,
     Qwen3Config: Qwen3ForCausalLM,
+    GraniteConfig: GraniteForCausalLM,
+    SeedOssConfig: SeedOssForCausalLM,
+    SmolLM3Config: SmolLM3ForCausalLM,
 }
 
 
@@ -120,7 +147,7 @@ MODELS: dict[type, type[PreTrainedModel]] = {
 def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     config = CONFIGS[request.param]
-    config.bos_token_id = config.eos_token_id = None
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     model = MODELS[type(config)](config).eval()
     for parameter in model.parameters():  # biases and norms are born at 0 and 1, where a mistake would not show
         if parameter.dim() == 1:

@@ -1,8 +1,9 @@
-"""Llama 3, Mistral, Qwen2 and Qwen3: hidden rows of token ids and positions, and logits of hidden rows.
+"""Llama 3 and the families of its shape: hidden rows of token ids and positions, and logits of hidden rows.
 
 Grattafiori et al. 2024, "The Llama 3 Herd of Models"; Jiang et al. 2023, "Mistral 7B"; Qwen team, "Qwen2 Technical
-Report" (2024) and "Qwen3 Technical Report" (2025); checkpoints as Hugging Face stores them. The four are one
-computation and differ in biases, norms of heads and windows, as their specs say.
+Report" (2024) and "Qwen3 Technical Report" (2025); IBM's Granite 3, ByteDance's Seed-OSS and Hugging Face's SmolLM3;
+checkpoints as Hugging Face stores them. They are one computation and differ in biases, norms of heads, windows,
+multipliers, and layers without rotations, as their specs say.
 """
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -39,8 +40,16 @@ class Biases(NamedTuple):
     mlp: bool = False
 
 
+class Multipliers(NamedTuple):
+    """Factors of embeddings, and of what a sublayer adds to the residual stream; what logits are divided by."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
 class FamilySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `config.json` that shape the computation of all four, under their names there."""
+    """The fields of `config.json` that shape the computation of all families, under their names there."""
 
     model_type: ClassVar[str]
     has_head_norms: ClassVar[bool] = False  # of queries and keys, each head for itself
@@ -88,6 +97,20 @@ class FamilySpec(msgspec.Struct, frozen=True, kw_only=True):
         return Biases()
 
     @property
+    def multipliers(self) -> Multipliers:
+        return Multipliers()
+
+    @property
+    def scale(self) -> float:
+        """Of the products of queries and keys."""
+        return float(self.head_width**-0.5)
+
+    @property
+    def turns(self) -> tuple[bool, ...]:
+        """Of each layer, whether it rotates queries and keys by their positions."""
+        return (True,) * self.num_hidden_layers
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer, how many positions a token sees, its own included; None for all."""
         return (None,) * self.num_hidden_layers
@@ -99,7 +122,7 @@ class FamilySpec(msgspec.Struct, frozen=True, kw_only=True):
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_width,
-            scale=self.head_width**-0.5,
+            scale=self.scale,
             windows=tuple(None if window is None or window >= limit else window for window in self.windows),
         )
 
@@ -174,10 +197,77 @@ class Qwen3Spec(Qwen2Spec, frozen=True, kw_only=True):
         return Biases(self.attention_bias, self.attention_bias)
 
 
+class SeedOssSpec(FamilySpec, frozen=True, kw_only=True):
+    """Seed-OSS: biases as Qwen2 has them, unless the configuration says otherwise."""
+
+    model_type = "seed_oss"
+
+    head_dim: Annotated[int, Meta(ge=2, multiple_of=2)] | None = 128
+    attention_bias: bool = True
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def biases(self) -> Biases:
+        return Biases(self.attention_bias, self.attention_out_bias, self.mlp_bias)
+
+
+class GraniteSpec(LlamaSpec, frozen=True, kw_only=True):
+    """Granite: a Llama with four multipliers."""
+
+    model_type = "granite"
+
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: PositiveFloat = 1.0
+    logits_scaling: PositiveFloat = 1.0
+
+    @property
+    def multipliers(self) -> Multipliers:
+        return Multipliers(self.embedding_multiplier, self.residual_multiplier, self.logits_scaling)
+
+    @property
+    def scale(self) -> float:
+        return self.attention_multiplier
+
+
+class SmolLM3Spec(LlamaSpec, frozen=True, kw_only=True):
+    """SmolLM3: a Llama, some of whose layers know no positions; those have a window, if it is switched on."""
+
+    model_type = "smollm3"
+
+    num_key_value_heads: PositiveInt | None = 4
+    tie_word_embeddings: bool = True
+    no_rope_layers: list[Literal[0, 1]] | None = None  # named for the opposite: 1 is a layer that rotates
+    no_rope_layer_interval: PositiveInt = 4
+    use_sliding_window: bool = False
+    sliding_window: PositiveInt | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, listed in (("no_rope_layers", self.no_rope_layers), ("layer_types", self.layer_types)):
+            if listed is not None and len(listed) != self.num_hidden_layers:
+                raise ValueError(f"{name} has not num_hidden_layers entries")
+
+    @property
+    def turns(self) -> tuple[bool, ...]:
+        if self.no_rope_layers is not None:
+            return tuple(map(bool, self.no_rope_layers))
+        return tuple((layer + 1) % self.no_rope_layer_interval != 0 for layer in range(self.num_hidden_layers))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        kinds = self.layer_types or ["full_attention" if turns else "sliding_attention" for turns in self.turns]
+        window = self.sliding_window if self.use_sliding_window else None
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 class _Block:
     """The weights of one layer: attention and MLP, each behind its norm."""
 
-    def __init__(self, spec: FamilySpec, read: "_Reader", prefix: str) -> None:
+    def __init__(self, spec: FamilySpec, read: "_Reader", layer: int) -> None:
+        prefix = f"model.layers.{layer}."
         width, inner, biases = spec.hidden_size, spec.intermediate_size, spec.biases
         q, kv = spec.num_attention_heads * spec.head_width, spec.num_kv_heads * spec.head_width
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -188,7 +278,9 @@ class _Block:
         if spec.has_head_norms:
             query, key = (read.tensor(f"{attention}{name}.weight", spec.head_width) for name in ("q_norm", "k_norm"))
             norms = query, key
-        self.rotate = QueryKeyRotation(spec.attention, norms, spec.rms_norm_eps, read.placement)
+        self.rotate = QueryKeyRotation(
+            spec.attention, norms, spec.rms_norm_eps, read.placement, turns=spec.turns[layer]
+        )
         self.attention_out = read.linear({f"{attention}o_proj": width}, q, biases.attention_out)
         self.mlp_norm = read.norm(f"{prefix}post_attention_layernorm", width)
         self.gate_up = read.linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, width, biases.mlp)
@@ -225,7 +317,8 @@ class Llama:
         )
         self._rotations = RotationTable(spec.rope, spec.head_width, spec.max_positions, placement.device)
         self._gate = SiluGate(placement)
-        self._blocks = [_Block(spec, read, f"model.layers.{layer}.") for layer in range(spec.num_hidden_layers)]
+        self._multipliers = spec.multipliers
+        self._blocks = [_Block(spec, read, layer) for layer in range(spec.num_hidden_layers)]
         first = self._blocks[0]
         self.layer_linears = [first.qkv, first.attention_out, first.gate_up, first.down]
         self._final_norm = read.norm("model.norm", spec.hidden_size)
@@ -233,14 +326,20 @@ class Llama:
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = self._token_embedding(token_ids)
+        x = _times(self._token_embedding(token_ids), self._multipliers.embedding)
+        factor = self._multipliers.residual
         rotation = self._rotations.at(positions)
         delta = None  # not yet in the residual stream: the next norm adds it
         for layer, block in enumerate(self._blocks):
             q, k, v = block.rotate(block.qkv(block.attention_norm(x, delta)), rotation)
-            delta = block.attention_out(attend(layer, q, k, v))
-            delta = block.down(self._gate(block.gate_up(block.mlp_norm(x, delta))))
+            delta = _times(block.attention_out(attend(layer, q, k, v)), factor)
+            delta = _times(block.down(self._gate(block.gate_up(block.mlp_norm(x, delta)))), factor)
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(self._final_norm(hidden))
+        return _times(self.head(self._final_norm(hidden)), 1 / self._multipliers.logits)
+
+
+def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply in place."""
+    return x if factor == 1.0 else x.mul_(factor)

@@ -2,8 +2,8 @@
 
 An architecture without a row here runs transformers' modelling code (transformers.py). To add a file for one, write
 `families/<name>.py` with a class of `CausalLM` (gpt2.py is the shortest), and add its row to `FAMILIES`. A family that
-differs from Llama in biases, norms of heads or windows is a spec in llama.py and a row. Then add a configuration to
-tests/integration/test_parity.py, which compares it with transformers.
+differs from Llama in biases, norms of heads, windows, multipliers or rotations is a spec in llama.py and a row. Then
+add a configuration to tests/integration/test_parity.py, which compares it with transformers.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,17 @@ from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import CausalLM, read_spec
 from roseinfer.model.families.gpt2 import GPT2, GPT2Spec
-from roseinfer.model.families.llama import Llama, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
+from roseinfer.model.families.llama import (
+    FamilySpec,
+    GraniteSpec,
+    Llama,
+    LlamaSpec,
+    MistralSpec,
+    Qwen2Spec,
+    Qwen3Spec,
+    SeedOssSpec,
+    SmolLM3Spec,
+)
 from roseinfer.model.layers.rope import normalise_rope
 
 
@@ -22,19 +32,22 @@ class _Family(NamedTuple):
     model_type: str  # which stands for the architecture
     checkpoints: str  # as people call them
     model: Any  # of a spec, a checkpoint and a placement
-    spec: type[GPT2Spec] | type[LlamaSpec] | type[MistralSpec]
+    spec: type[GPT2Spec] | type[FamilySpec]
 
 
 FAMILIES = {  # by architecture
     "GPT2LMHeadModel": _Family("gpt2", "GPT-2", GPT2, GPT2Spec),
+    "GraniteForCausalLM": _Family("granite", "Granite 3, dense", Llama, GraniteSpec),
     "LlamaForCausalLM": _Family("llama", "Llama 2 and 3, and what has their shape", Llama, LlamaSpec),
     "MistralForCausalLM": _Family("mistral", "Mistral 7B, Ministral 8B", Llama, MistralSpec),
     "Qwen2ForCausalLM": _Family("qwen2", "Qwen2, Qwen2.5", Llama, Qwen2Spec),
     "Qwen3ForCausalLM": _Family("qwen3", "Qwen3, dense", Llama, Qwen3Spec),
+    "SeedOssForCausalLM": _Family("seed_oss", "Seed-OSS", Llama, SeedOssSpec),
+    "SmolLM3ForCausalLM": _Family("smollm3", "SmolLM3", Llama, SmolLM3Spec),
 }
 
 
-def native_spec(checkpoint: Checkpoint) -> GPT2Spec | LlamaSpec | MistralSpec | None:
+def native_spec(checkpoint: Checkpoint) -> GPT2Spec | FamilySpec | None:
     """What a file of ours reads of config.json; None where there is no such file. Raises ConfigError."""
     family = _find(checkpoint)
     return None if family is None else read_spec(normalise_rope(checkpoint.config), family.spec, checkpoint)

@@ -195,10 +195,17 @@ class QueryKeyRotation:
     """
 
     def __init__(
-        self, spec: AttentionSpec, norms: tuple[torch.Tensor, torch.Tensor] | None, epsilon: float, placement: Placement
+        self,
+        spec: AttentionSpec,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,  # weights [head_dim] of the RMSNorms of queries and of keys
+        epsilon: float,
+        placement: Placement,
+        *,
+        turns: bool = True,  # else it does nothing but split rows into heads, and there are no norms
     ) -> None:
-        """`norms`: weights [head_dim] of the RMSNorms of queries and of keys."""
+        assert turns or norms is None
         self._spec = spec
+        self._turns = turns
         self._has_triton = placement.has_triton
         self._compiled = None
         if spec.head_dim <= _MAX_COMPILED_HEAD_DIM:
@@ -220,6 +227,8 @@ class QueryKeyRotation:
         first_key, first_value = spec.num_heads, spec.num_heads + spec.num_kv_heads
         heads = merged.view(-1, spec.num_merged_heads, spec.head_dim)
         q, k, v = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
+        if not self._turns:
+            return q, k, v
         if self._compiled is not None:
             self._by_compiled(self._compiled, merged, rotation)
         elif self._has_triton:
