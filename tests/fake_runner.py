@@ -16,9 +16,21 @@ from collections import deque
 import numpy as np
 from msgspec.structs import replace
 
-from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, ScoredRow, Scores, SlotBinding, Watch
+from roseinfer.engine.core.batch import (
+    POOLED_UNIT,
+    Int32Array,
+    Pooled,
+    SampledTokens,
+    ScheduledBatch,
+    ScoredRow,
+    Scores,
+    SlotBinding,
+    Watch,
+)
 from roseinfer.engine.core.stopwatch import unwatched
-from roseinfer.messages import TokenLogprobs
+from roseinfer.messages import Pooling, TokenLogprobs
+
+POOLED_SIZE = 8  # of an embedding
 
 
 class _FakeLaunched:
@@ -85,6 +97,8 @@ class FakeRunner:
         logprobs: list[TokenLogprobs | None] = []
         scores: list[Scores] = []
         scored = {row.row: row for row in batch.scored}
+        pooled: list[Pooled] = []
+        poolings = {row.row: row.pooling for row in batch.pooled}
         offset = 0
         masks = {} if batch.masks is None else dict(zip(batch.masks.constraints, batch.masks.bits(), strict=True))
         for row, (slot, start, count, samples) in enumerate(
@@ -95,6 +109,8 @@ class FakeRunner:
             offset += count
             if row in scored:
                 scores.append(self._score(self._memory[places], start, scored[row]))
+            if row in poolings:
+                pooled.append(self._pool(self._memory[places], start, poolings[row]))
             if samples:
                 token_id = self._next_token(self._memory[places], self._bindings[slot])
                 while slot in masks and not masks[slot][token_id // 32] >> (token_id % 32) & 1:
@@ -105,7 +121,9 @@ class FakeRunner:
                 is_asked = self._bindings[slot].params.num_logprobs is not None
                 logprobs.append(TokenLogprobs(-1.0, 1, [token_id], [-1.0]) if is_asked else None)
         has_logprobs = any(entry is not None for entry in logprobs)
-        return SampledTokens(np.array(sampled, np.int32), logprobs if has_logprobs else None, tuple(scores))
+        return SampledTokens(
+            np.array(sampled, np.int32), logprobs if has_logprobs else None, tuple(scores), tuple(pooled)
+        )
 
     def _places(self, block_ids: Int32Array, num_tokens: int) -> Int32Array:
         """Where the first `num_tokens` tokens of a sequence lie in memory."""
@@ -123,6 +141,15 @@ class FakeRunner:
         logprobs = -np.array([int.from_bytes(digest, "little") / 1000 for digest in digests])
         top = np.arange(row.num_likeliest) + np.zeros((len(digests), 1))
         return Scores(logprobs, top.astype(np.int32), logprobs[:, None] - top)
+
+    def _pool(self, history: Int32Array, start: int, pooling: Pooling) -> Pooled:
+        """Make numbers of all that was read: with `last` once, with `mean` for each token from `start` on."""
+        assert (history >= 0).all(), "a KV entry was read before it was written"
+        ends = [len(history)] if pooling == "last" else range(start + 1, len(history) + 1)
+        digests = [hashlib.blake2b(history[:end].tobytes(), digest_size=POOLED_SIZE).digest() for end in ends]
+        rows = np.array([list(digest) for digest in digests], np.int64)
+        pooled: Pooled = rows[0].astype(np.float32) if pooling == "last" else rows.sum(0) * round(1 / POOLED_UNIT)
+        return pooled
 
     def _note(self, slot: int, history: Int32Array, token_id: int) -> None:
         """Count what was said, as a sampler does: the ids of the slot's binding, and those drawn since."""

@@ -9,10 +9,11 @@ import msgspec
 from generated_files import filled
 from roseinfer.errors import CapacityError, EngineError, RequestError, RoseinferError
 from roseinfer.server.anthropic.schema import MessagesBody
-from roseinfer.server.api.fields import ModelBody, SamplingBody
+from roseinfer.server.api.fields import EngineBody, ModelBody, SamplingBody
 from roseinfer.server.api.unserved import (
     OF_CHAT,
     OF_COMPLETIONS,
+    OF_EMBEDDINGS,
     OF_MESSAGES,
     OF_RESPONSES,
     OF_SAMPLING,
@@ -20,6 +21,7 @@ from roseinfer.server.api.unserved import (
     Unserved,
 )
 from roseinfer.server.connection.body import FEW_VALUES
+from roseinfer.server.openai.embeddings import EmbeddingsBody
 from roseinfer.server.openai.responses_schema import ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
@@ -42,6 +44,7 @@ UNSERVED = {
     "fields of a chat": OF_CHAT,
     "fields of a response": OF_RESPONSES,
     "fields of Anthropic's Messages": OF_MESSAGES,
+    "fields of /v1/embeddings": OF_EMBEDDINGS,
     "fields of /tokenize": OF_TOKENIZE,
 }
 REMARKS: Mapping[type[ModelBody], str] = {
@@ -52,14 +55,17 @@ REMARKS: Mapping[type[ModelBody], str] = {
 def page() -> str:
     shared, model = frozenset(GenerationBody.__struct_fields__), frozenset(ModelBody.__struct_fields__)
     sampling = frozenset(SamplingBody.__struct_fields__)
+    engine = frozenset(EngineBody.__struct_fields__)
     fields = [
-        _fields("Every body that asks for tokens", SamplingBody),
+        _fields("Every body that the engine works on", EngineBody),
+        _fields("Every body that asks for tokens", SamplingBody, engine),
         _fields("Completions and chats", GenerationBody, sampling),
         _fields("POST /v1/completions", CompletionBody, shared),
         _fields("POST /v1/chat/completions", ChatBody, shared),
         _fields("POST /v1/responses", ResponseBody, sampling),
         "`/v1/responses/input_tokens` takes the same body and answers with `input_tokens`.\n",
         _fields("POST /v1/messages", MessagesBody, sampling),
+        _fields("POST /v1/embeddings", EmbeddingsBody, engine),
         _fields("POST /tokenize", TokenizeBody, model),
         "The answer has `count`, `max_model_len`, `tokens` and `token_strs`, as vLLM's has.\n",
         _fields("POST /detokenize", DetokenizeBody, model),

@@ -45,6 +45,10 @@ GrammarKind = Literal["json_schema", "regex", "choice", "calls", "lark", "text"]
 Tag = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
+Pooling = Literal["last", "mean"]
+"""Which hidden rows of a prompt make its embedding: that of its last token, or the mean of all."""
+
+
 class Thought(msgspec.Struct, frozen=True, gc=False):
     """The thoughts that may come before a text, between tags: any text, which ends with the closing tag alone."""
 
@@ -123,6 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: LogitBias = {}  # added to the logits of these tokens
     num_prompt_logprobs: NumLogprobs | None = None  # as `num_logprobs`, of the tokens of the prompt but the first
     grammar: Grammar | None = None  # what the text must be; it ends where the grammar does
+    pooling: Pooling | None = None  # the answer is the prompt's embedding, and no token; needs max_tokens 1, ignore_eos
 
     @property
     def is_greedy(self) -> bool:
@@ -226,6 +231,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     times: EngineTimes | None = None  # on the first output after a prefill, and on the last
     slot: int | None = None  # on the first output after a prefill: stands for the request in `StepOutput.tokens`
     prompt_logprobs: PromptLogprobs | None = None  # on the first output, when asked for
+    embedding: bytes | None = None  # float32 [width] in the order of this host, where `pooling` asked for it
     grammar_error: str = ""  # on the last with the reason error, where the grammar failed: for the log
     is_own_fault: bool = False  # on the last with the reason error, where the request's parameters caused it
 
@@ -257,6 +263,15 @@ class StartupProgress(msgspec.Struct, frozen=True, tag=True, gc=False):
     detail: str = ""
 
 
+class EmbeddingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the checkpoint wants texts embedded; `unserved` names what it wants and cannot have."""
+
+    size: int = 0
+    pooling: Pooling = "last"
+    is_normalized: bool = True
+    unserved: str = ""
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """The engine is ready; every `auto` is resolved. A simulated engine, which has no model, has the defaults."""
 
@@ -267,6 +282,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     max_model_len: int
     eos_token_ids: list[int] = []
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    embedding: EmbeddingInfo = EmbeddingInfo()
     device: str
     dtype: str = "none"
     quantization: str = "none"  # of the weights in memory
@@ -339,6 +355,15 @@ def check_request(
         raise InvalidRequest(
             f"`logit_bias`: {max(params.logit_bias)} is no token id; the vocabulary has {info.vocab_size} tokens.",
             param="logit_bias",
+        )
+    if params.pooling is not None and params.max_tokens != 1:
+        raise InvalidRequest("`pooling` needs `max_tokens` 1: the prompt is all that there is.", param="max_tokens")
+    if params.pooling is not None and len(prompt_token_ids) >= info.max_model_len:
+        raise PromptTooLong(
+            f"This model embeds up to {info.max_model_len - 1} tokens; {name} has {len(prompt_token_ids)}.",
+            param=name.param,
+            num_tokens=len(prompt_token_ids),
+            max_model_len=info.max_model_len,
         )
     if len(prompt_token_ids) + params.max_tokens > info.max_model_len:
         raise PromptTooLong(

@@ -24,17 +24,18 @@ class FinishReason(StrEnum):
 
 
 class Api(StrEnum):
-    """The HTTP APIs that generate tokens. One closed set for metrics and logs."""
+    """The HTTP APIs that the engine works for. One closed set for metrics and logs."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
     RESPONSES = "responses"
     MESSAGES = "messages"
+    EMBEDDINGS = "embeddings"
 
     @property
     def operation(self) -> str:
         """OpenTelemetry's word for what it does, which is the same for all three that take a conversation."""
-        return "text_completion" if self is Api.COMPLETIONS else "chat"
+        return {Api.COMPLETIONS: "text_completion", Api.EMBEDDINGS: "embeddings"}.get(self, "chat")
 
 
 class LifecycleState(StrEnum):

@@ -256,6 +256,16 @@ def check_anthropic() -> None:
     assert (refusal.type, bool(refusal.request_id)) == ("not_found_error", True)
 
 
+def check_embeddings() -> None:
+    """The SDK asks for base64 where nothing is said, and gives out numbers."""
+    client = openai_client()
+    both = client.embeddings.create(model=MODEL, input=["one text", "another text"])
+    assert [item.index for item in both.data] == [0, 1]
+    [plain] = client.embeddings.create(model=MODEL, input="another text", encoding_format="float").data
+    assert both.data[1].embedding == plain.embedding
+    assert client.embeddings.create(model=MODEL, input="a", dimensions=3).data[0].embedding[3:] == []
+
+
 def check_anthropic_tool_runner() -> None:
     """The loop of a coding agent, which asks for a thread on the server first."""
     import anthropic

@@ -21,8 +21,8 @@ from roseinfer.engine.core.batch import Int32Array, SlotBinding
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
-from roseinfer.messages import EngineInfo, StartupProgress
-from tests.fake_runner import FakeRunner
+from roseinfer.messages import EmbeddingInfo, EngineInfo, StartupProgress
+from tests.fake_runner import POOLED_SIZE, FakeRunner
 from tests.repo.tree import ROOT
 
 MAX_MODEL_LEN = 65536  # a coding agent's first request has 40,000 tokens of this vocabulary
@@ -111,6 +111,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
         vocab_size=tokenizer.get_vocab_size(),
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=[eos_token_id],
+        embedding=EmbeddingInfo(size=POOLED_SIZE),
         device="cpu",
         dtype="float32",
         attention="scripted",

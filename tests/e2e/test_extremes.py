@@ -42,6 +42,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
     "/v1/responses/input_tokens": {"input": "Hi"},
+    "/v1/embeddings": {"input": "Hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/tokenize": {"prompt": "Hi"},

@@ -22,6 +22,8 @@ from queue import SimpleQueue
 from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from roseinfer import wiring
@@ -40,6 +42,7 @@ from roseinfer.messages import (
     EngineInfo,
     Grammar,
     MinTokens,
+    Pooling,
     SamplingParams,
     StartupProgress,
     TokenLogprobs,
@@ -51,6 +54,7 @@ from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.runtime.loop_thread import LoopThread
 from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
 from roseinfer.text.conversation import Conversation, prepare_turn
+from roseinfer.text.embeddings import embedding_params, finished
 from roseinfer.text.generation import Generation, GenerationRequest
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Effort, Thinking
@@ -245,6 +249,7 @@ class Completion:
     timeline: RequestTimeline
     logprobs: list[TokenLogprobs] | None = None
     reasoning: str = ""
+    embedding: bytes = b""  # as the engine pooled it, where `SamplingParams.pooling` asked for it
 
     def __repr__(self) -> str:
         """One line, however long the text is, without the timeline's stamps."""
@@ -368,16 +373,38 @@ class LLM:
 
         `params` are as for `submit`: without a seed each prompt gets its own; a given one is for all of them.
         """
-        given = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_prompts(prompts))]
         wanted = self._new_request(params, stop, cache_salt)
-        if given:
+        encoded = self._encode_prompts(prompts)
+        if encoded:
             self._check_grammar(wanted.params)
+        return self._complete(wanted, encoded)
+
+    def _encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
+        given = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_prompts(prompts))]
         texts = iter(self._encode([prompt for prompt in given if isinstance(prompt, str)]))
-        encoded = [
+        return [
             EncodedPrompt(next(texts) if isinstance(prompt, str) else prompt, PromptName(f"prompts[{i}]"))
             for i, prompt in enumerate(given)
         ]
-        return self._complete(wanted, encoded)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        cache_salt: str = "",
+    ) -> list[npt.NDArray[np.float32]]:
+        """The embeddings [dimensions] of all prompts, or of a single one, as one batch.
+
+        `pooling` takes the hidden row of the last token or the mean of all rows; without it the checkpoint decides.
+        Fewer `dimensions` than the model has are the first ones.
+        """
+        check_value(pooling, Pooling | None, "pooling")
+        check_value(dimensions, Annotated[int, Meta(ge=1)] | None, "dimensions")
+        wanted = self._new_request(embedding_params(self.info.embedding, pooling, dimensions), (), cache_salt)
+        embedded = self._complete(wanted, self._encode_prompts(prompts))
+        return [finished(each.embedding, self.info.embedding, dimensions) for each in embedded]
 
     def chat(
         self,
@@ -445,7 +472,12 @@ class LLM:
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
         logprobs = None if stream.logprobs is None else stream.logprobs[: len(token_ids)]
         return Completion(
-            "".join(delta.text for delta in deltas), token_ids, timeline.finish_reason, timeline, logprobs
+            "".join(delta.text for delta in deltas),
+            token_ids,
+            timeline.finish_reason,
+            timeline,
+            logprobs,
+            embedding=deltas[-1].choice.embedding if deltas else b"",
         )
 
     def abort(self, request_id: str) -> None:

@@ -26,6 +26,7 @@ from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
+from roseinfer.model.pooling import read_embedding
 from roseinfer.records import LifecycleState
 
 OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, and a phrase for people
@@ -81,6 +82,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         max_model_len=max_model_len,
         eos_token_ids=list(eos_token_ids),
         sampling_defaults=sampling_defaults,
+        embedding=read_embedding(directory, model.head.num_inputs),
         device=device_name,
         dtype=type_name,
         quantization=placement.quantization,

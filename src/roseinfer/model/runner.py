@@ -19,6 +19,7 @@ import torch
 
 from roseinfer.config.options import Config, RunnerConfig
 from roseinfer.engine.core.batch import (
+    NO_TOKEN,
     OWN_FAULT,
     Int32Array,
     SampledTokens,
@@ -32,6 +33,7 @@ from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.device_stream import CudaGraphs, CudaStream, Event, Stream, graph_sizes, to_device
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
+from roseinfer.model.pooling import pool, to_host
 from roseinfer.model.sampling.logit_edits import GROUP
 from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
@@ -73,6 +75,7 @@ class LaunchedBatch:
     _logprobs: LogprobRows | None
     _scores: PromptScores | None
     graph_rows: int  # rows of the CUDA graph it runs in; 0 without one
+    _pooled: Sequence[torch.Tensor] = ()
     h2d_bytes: int = 0
     _sampled: SampledTokens | None = None
     failed_rows: npt.NDArray[np.intp] | None = None  # of the sampling rows: they get `OWN_FAULT` as their tokens
@@ -85,7 +88,7 @@ class LaunchedBatch:
                 token_ids[self.failed_rows] = OWN_FAULT
             logprobs = None if self._logprobs is None else self._logprobs.to_host(len(token_ids))
             scores = () if self._scores is None else self._scores.to_host()
-            self._sampled = SampledTokens(token_ids, logprobs, scores)
+            self._sampled = SampledTokens(token_ids, logprobs, scores, to_host(self._pooled))
         return self._sampled
 
 
@@ -109,8 +112,9 @@ class Results:
         logprobs: LogprobRows | None,
         graph_rows: int = 0,
         scores: PromptScores | None = None,
+        pooled: Sequence[torch.Tensor] = (),
     ) -> LaunchedBatch:
-        """Queue the copy of the tokens int64 [rows], which may change on the device afterwards."""
+        """Queue the copies of the tokens int64 [rows], which may change on the device afterwards, and of the rest."""
         turn, self._turn = self._turn, (self._turn + 1) % _NUM_BUFFERS
         last = self._launched[turn]
         if last is not None:
@@ -124,6 +128,7 @@ class Results:
             None if logprobs is None else logprobs.fetch(),
             None if scores is None else scores.fetch(),
             graph_rows,
+            [part.to("cpu", non_blocking=True) for part in pooled],
         )
         event.record()
         self._launched[turn] = launched
@@ -206,12 +211,21 @@ class ModelRunner:
             step = self._staging.stage(batch, watch)
         with watch("forward"):
             hidden = self._hidden(step)
-            scores = self._score(hidden, step.packed.query_starts, batch.scored) if batch.scored else None
+            starts = step.packed.query_starts
+            scores = self._score(hidden, starts, batch.scored) if batch.scored else None
+            pooled = pool(self._model, hidden, batch.pooled, starts) if batch.pooled else ()
+            if pooled and all(any(each.row == row for each in batch.pooled) for row in batch.samples.nonzero()[0]):
+                return self._results.fetch(self._ends(step, hidden), None, scores=scores, pooled=pooled)
             logits = self._logits(step, hidden)
         with watch("sample"):
             tokens, logprobs = self._sampler.sample(logits, slots, next_positions, batch.masks)
             self._last_token.index_copy_(0, step.sampled_slots, tokens.clamp(min=0))  # a failed row's is never used
-            return self._results.fetch(tokens, logprobs, scores=scores)
+            return self._results.fetch(tokens, logprobs, scores=scores, pooled=pooled)
+
+    def _ends(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
+        """In the place of tokens that nobody reads, where all rows that end are pooled: whether each has failed."""
+        rows = hidden if step.sampled_tokens is None else hidden.index_select(0, step.sampled_tokens)
+        return torch.where(rows[: step.num_samples].isfinite().all(1), 0, NO_TOKEN)
 
     @torch.inference_mode()
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:

@@ -11,7 +11,7 @@ from roseinfer.server.anthropic import messages
 from roseinfer.server.anthropic.errors import PATH, add_request_id, error_form
 from roseinfer.server.connection.listener import Listener
 from roseinfer.server.exchange import Ledger
-from roseinfer.server.openai import chat, completions, responses, tokenize
+from roseinfer.server.openai import chat, completions, embeddings, responses, tokenize
 from roseinfer.server.ops import debug_access, probes
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.grammar.checker import GrammarChecker
@@ -34,6 +34,7 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         web.post("/v1/chat/completions", chat.create_chat_completion),
         web.post("/v1/responses", responses.create_response),
         web.post("/v1/responses/input_tokens", responses.count_input_tokens),
+        web.post("/v1/embeddings", embeddings.create_embeddings),
         web.post("/v1/messages", messages.create_message),
         web.post("/v1/messages/count_tokens", messages.count_tokens),
         web.get("/v1/models", probes.list_models),

@@ -22,6 +22,7 @@ from roseinfer.server.api.fields import ModelBody, Related, Schema
 from roseinfer.server.api.unserved import Unserved
 from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies, responses_replies
+from roseinfer.server.openai.embeddings import EmbeddingsBody
 from roseinfer.server.openai.responses_schema import InputTokensBody, ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
@@ -88,6 +89,7 @@ OPERATIONS = (
         _TEXT,
         InputTokensBody,
     ),
+    Operation("post", "/v1/embeddings", "Texts as vectors", replies.EmbeddingsReply, _TOKENS, EmbeddingsBody),
     Operation(
         "post",
         "/v1/messages",
@@ -231,7 +233,7 @@ def _fill_in(components: dict[str, Schema], model_names: Sequence[str], info: En
         if name in {CountBody.__name__, InputTokensBody.__name__}:
             continue  # the engine does not get it
         for field, value in properties.items():
-            if field in {"prompt", "tokens", "stop_token_ids"}:
+            if field in {"prompt", "input", "tokens", "stop_token_ids"}:
                 _bound_integers(value, info.vocab_size - 1)
             elif field in {"max_tokens", "max_completion_tokens", "min_tokens"} and name != MessagesBody.__name__:
                 _bound_integers(value, info.max_model_len)

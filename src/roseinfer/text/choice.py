@@ -87,6 +87,7 @@ class Choice:
         self.sum_logprobs = 0.0  # of its tokens, where the engine computed them
         self.logprobs: list[TokenLogprobs] = []  # with `keeps_logprobs`; maybe also of tokens behind a stop string
         self.num_cached_tokens = 0
+        self.embedding = b""  # where the prompt is embedded
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self._options = options
@@ -132,6 +133,10 @@ class Choice:
             self.num_cached_tokens = output.times.num_cached_tokens
         if self.finish_reason is not None:
             return  # a stop string was found; the engine has gone on until the abort reached it
+        if output.embedding is not None:
+            self.embedding = output.embedding
+            self._finish(FinishReason.STOP)
+            return
         if output.prompt_logprobs is not None and self._encoded is not None:
             self._encoded.add_prompt(self._score_prompt(output.prompt_logprobs))
         if self._options.is_prompt_only:

@@ -6,6 +6,7 @@ runs them and turns the engine's outputs into deltas of text, which an endpoint 
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
@@ -135,6 +136,15 @@ class Generation:
             if output.finish_reason is None:  # the stop string is in the text, which the engine does not know
                 self._client.abort(output.request_id)
         return choice
+
+    async def run(self) -> None:
+        """Read all outputs. Raises what `add_output` does."""
+        async with aclosing(self.outputs) as batches:
+            async for batch in batches:
+                for output in batch:
+                    self.add_output(output)
+                if self.is_over:
+                    break
 
     def pop_deltas(self, batch: Iterable[TokenOutput]) -> list[Delta]:
         """What a batch of outputs makes due of a stream, one delta a choice. Raises what `add_output` does."""

@@ -14,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from roseinfer.engine.core.constraint import TokenMasks
-from roseinfer.messages import SamplingParams, TokenLogprobs
+from roseinfer.messages import Pooling, SamplingParams, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.intp]  # numpy indexes with these directly; int32 it converts first, at four times the cost
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
+Pooled = npt.NDArray[np.float32] | npt.NDArray[np.int64]  # the last row, or the sum of rows in units of `POOLED_UNIT`
 
+POOLED_UNIT = 2.0**-24  # sums of integers are the same however a prompt was cut
 NO_TOKEN = -1  # in place of a token id: the model's logits of the row were not finite
 OWN_FAULT = -2  # likewise: the request's parameters cannot be used, or made finite logits infinite or NaN
 
@@ -63,6 +65,13 @@ class Scores(msgspec.Struct, frozen=True, gc=False):
     top_logprobs: Float64Array  # [tokens, num_likeliest]
 
 
+class PooledRow(msgspec.Struct, frozen=True, gc=False):
+    """A row whose hidden rows, behind the final norm, are pooled: the last of its prompt, or all of them."""
+
+    row: int  # of the batch; never a device row
+    pooling: Pooling
+
+
 class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
     """One step's work. Arrays have one entry a row unless their shape says otherwise.
 
@@ -80,6 +89,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
     bindings: tuple[SlotBinding, ...]  # to be applied, in order, before the rows
     scored: tuple[ScoredRow, ...] = ()
     masks: TokenMasks | None = None  # for the rows that sample under a grammar
+    pooled: tuple[PooledRow, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -96,6 +106,7 @@ class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     token_ids: Int32Array  # `NO_TOKEN` or `OWN_FAULT` where a row has none
     logprobs: list[TokenLogprobs | None] | None  # None when no row asked
     scores: tuple[Scores, ...] = ()
+    pooled: tuple[Pooled, ...] = ()  # [width] for each `pooled` row
 
 
 class Launched(Protocol):

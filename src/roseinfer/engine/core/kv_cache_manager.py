@@ -32,13 +32,14 @@ class KVCacheManager:
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks to start from.
 
-        The last known token is always computed, since its logits are needed; so are all tokens of a scored prompt.
+        The last known token is always computed, since its logits are needed; so are all of a prompt that is scored, or
+        whose mean is asked for.
         """
         self.prefix_cache.extend(sequence.chain, sequence.token_ids)
         return self.prefix_cache.match(sequence.chain, self._max_matched(sequence))
 
     def _max_matched(self, sequence: Sequence) -> int:
-        return 0 if sequence.scores is not None else (len(sequence.token_ids) - 1) // self.block_size
+        return (len(sequence.token_ids) - 1) // self.block_size if sequence.may_match else 0
 
     def is_prefix_pending(self, sequence: Sequence, num_matched: int) -> bool:
         """Whether a resident is computing the very block that this sequence needs next."""
@@ -63,6 +64,7 @@ class KVCacheManager:
         self.table.bind(sequence, block_ids, len(matched) * self.block_size)
         if sequence.scores is not None:
             sequence.scores = []  # what was scored before a preemption is scored again
+        sequence.pooled = None
         if sequence.age < 0:
             sequence.age = self._num_entered
             self._num_entered += 1

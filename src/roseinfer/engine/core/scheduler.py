@@ -312,7 +312,7 @@ class Scheduler:
             sequence.scheduled_ns = self._now_ns
             self._started.append(sequence.request.request_id)
             sequence.num_cached_tokens = len(matched) * self.kv_cache.block_size
-            if self.kv_cache.prefix_cache.is_enabled and sequence.scores is None:
+            if self.kv_cache.prefix_cache.is_enabled and sequence.may_match:
                 self.counts.num_prefix_queried_tokens += sequence.num_prompt_tokens
                 self.counts.num_prefix_hit_tokens += sequence.num_cached_tokens
         self._bindings.append(sequence.binding(self.eos_token_ids))
@@ -363,6 +363,7 @@ class Scheduler:
         for row in range(batch.num_device_rows, batch.num_rows):
             self.kv_cache.publish(self._table.owner(step.index[row]), int(step.ends[row]))
         step.keep_scores(sampled, self._table)
+        step.keep_pooled(sampled, self._table)
         self._table.token_ids[rows.index, rows.ends] = sampled.token_ids
         if self._table.constraints:
             advance_grammars(rows, self._table, last)

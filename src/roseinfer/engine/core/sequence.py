@@ -11,7 +11,7 @@ from enum import Enum
 import numpy as np
 from msgspec.structs import replace
 
-from roseinfer.engine.core.batch import Int32Array, ScoredRow, Scores, SlotBinding
+from roseinfer.engine.core.batch import BoolArray, Int32Array, Pooled, PooledRow, ScoredRow, Scores, SlotBinding
 from roseinfer.engine.core.constraint import Constraint
 from roseinfer.engine.core.prefix_cache import BlockChain
 from roseinfer.messages import Request
@@ -53,10 +53,16 @@ class Sequence:
     num_published_blocks: int = 0  # blocks of the chain below this index are in the prefix cache
     num_announced_blocks: int = 0  # and those from there up to this index are announced
     scores: list[Scores] | None = None  # of the prompt's tokens so far; None: not asked for, or output already
+    pooled: Pooled | None = None  # of the prompt so far, where its embedding is asked for
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def may_match(self) -> bool:
+        """Whether a cached prefix will do: not where something is made of each token of the prompt."""
+        return self.scores is None and self.request.params.pooling != "mean"
 
     def binding(self, eos_token_ids: tuple[int, ...]) -> SlotBinding:
         """What the runner must know of the new owner of its slot."""
@@ -166,6 +172,11 @@ class SlotTable:
                 if end > start:
                     scored.append(ScoredRow(row, self.token_ids[sequence.slot, start:end].copy(), num_likeliest))
         return tuple(scored)
+
+    def pooled_rows(self, slots: Int32Array, samples: BoolArray, first_row: int) -> tuple[PooledRow, ...]:
+        """The rows from `first_row` on whose hidden rows are pooled in this step."""
+        wanted = ((row, self.owner(slots[row]).request.params.pooling) for row in range(first_row, len(slots)))
+        return tuple(PooledRow(row, kind) for row, kind in wanted if kind == "mean" or (kind and samples[row]))
 
     def owner(self, slot: int) -> Sequence:
         sequence = self.owners[slot]

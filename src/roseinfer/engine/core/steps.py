@@ -8,9 +8,11 @@ import numpy as np
 
 from roseinfer.engine.core.batch import (
     OWN_FAULT,
+    POOLED_UNIT,
     BoolArray,
     IndexArray,
     Int32Array,
+    Pooled,
     SampledTokens,
     ScheduledBatch,
     SlotBinding,
@@ -82,6 +84,12 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
             sequence = table.owner(self.index[row.row])
             assert sequence.scores is not None, "scores are output with the first token"
             sequence.scores.append(scores)
+
+    def keep_pooled(self, sampled: SampledTokens, table: SlotTable) -> None:
+        """Add what was pooled to what its sequences have."""
+        for row, part in zip(self.batch.pooled, sampled.pooled, strict=True):
+            sequence = table.owner(self.index[row.row])
+            sequence.pooled = part if sequence.pooled is None else sequence.pooled + part
 
 
 class UnattributableFailure(Exception):
@@ -157,6 +165,7 @@ def make_batch(
         bindings=bindings,
         scored=table.scored_rows(chunks, len(decodes)),
         masks=_masks(table, slots, samples),
+        pooled=table.pooled_rows(slots, samples, len(decodes)),
     )
     return batch, index, ends
 
@@ -223,8 +232,8 @@ def build_outcome(rows: SampledRows, table: SlotTable, last: dict[int, FinishRea
         is_plain[[*in_full, *rows.surplus]] = False
         slots, token_ids = slots[is_plain], token_ids[is_plain]
     outputs = [_output(rows, row, table, last.get(row)) for row in sorted(in_full)]
-    num_failed = sum(reason is FinishReason.ERROR for reason in last.values())
-    return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, len(slots) + len(outputs) - num_failed)
+    num_tokens = len(slots) + sum(len(output.token_ids) for output in outputs)
+    return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, num_tokens)
 
 
 def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: FinishReason | None) -> TokenOutput:
@@ -233,18 +242,26 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
     logprobs = None if rows.sampled.logprobs is None else rows.sampled.logprobs[row]
     has_failed, constraint = finish_reason is FinishReason.ERROR, sequence.constraint
     ends_in_text = constraint is not None and constraint.is_over
+    embedding = None if sequence.pooled is None or has_failed else _embedding(sequence.pooled, sequence)
     return TokenOutput(
         request_id=sequence.request.request_id,
-        token_ids=[] if has_failed else [token_id],
+        token_ids=[] if has_failed or embedding is not None else [token_id],
         logprobs=None if logprobs is None or has_failed else [logprobs],
-        finish_reason=finish_reason,
+        finish_reason=finish_reason if embedding is None else FinishReason.STOP,
         stop_token_id=token_id if finish_reason is FinishReason.STOP and not ends_in_text else None,
         times=sequence.times if is_first or finish_reason is not None else None,
         slot=slot if is_first else None,
         prompt_logprobs=None if sequence.scores is None else _pop_scores(sequence),
+        embedding=embedding,
         grammar_error=constraint.error if has_failed and constraint is not None else "",
         is_own_fault=token_id == OWN_FAULT,
     )
+
+
+def _embedding(pooled: Pooled, sequence: Sequence) -> bytes:
+    if sequence.request.params.pooling == "mean":
+        pooled = (pooled * (POOLED_UNIT / sequence.num_prompt_tokens)).astype(np.float32)
+    return pooled.tobytes()
 
 
 def _pop_scores(sequence: Sequence) -> PromptLogprobs:

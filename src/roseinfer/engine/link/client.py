@@ -334,6 +334,8 @@ class AsyncEngine:
                 self._drop_slot(entry)  # it was preempted, and came back in another
                 entry.slot = output.slot
                 self._by_slot[output.slot] = entry
+            if output.embedding is not None:
+                self.queue_estimate.note_first_token(output.request_id)
             if output.token_ids:
                 if not entry.timeline.token_ns:
                     self.queue_estimate.note_first_token(output.request_id)
@@ -345,21 +347,21 @@ class AsyncEngine:
                 entry.timeline.stamp(output.times)
             entry.mailbox.put_output(output)
             if output.finish_reason is not None:
-                self._leave_engine(entry, output.finish_reason)
+                self._leave_engine(entry, output.finish_reason, tokens_ns)
                 concluded.append(entry)
         self.queue_estimate.measure_step(record)
         self.observer.on_step(record, advanced)
         for entry in concluded:
             self._conclude(entry)
 
-    def _leave_engine(self, entry: _Entry, finish_reason: FinishReason) -> None:
+    def _leave_engine(self, entry: _Entry, finish_reason: FinishReason, tokens_ns: int) -> None:
         assert entry.timeline.inbox_ns, "a last output carries the engine's times"
         if entry.timeline.finish_reason is None:
             entry.timeline.finish_reason = finish_reason
             never_ran = finish_reason is FinishReason.TIMEOUT and not entry.timeline.scheduled_ns
             entry.timeline.error_code = (QueueTimeout.code or "") if never_ran else _CODES.get(finish_reason, "")
         if finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-            self.queue_estimate.measure_place(entry.timeline.token_ns[-1] - entry.timeline.scheduled_ns)
+            self.queue_estimate.measure_place(tokens_ns - entry.timeline.scheduled_ns)
         self._forget(entry)
         self._drop_slot(entry)
 

@@ -33,6 +33,9 @@ class CausalLM(Protocol):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Ids and positions [tokens] -> hidden rows [tokens, width] float32, before the final norm."""
 
+    def final_norm(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        """Hidden rows as the head takes them."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden rows [rows, width] -> logits [rows, vocab_size], float32 where linears have a choice."""
 

@@ -101,7 +101,7 @@ class GPT2:
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]
         first = self._blocks[0]
         self.layer_linears = [first.qkv, first.attention_out, first.up, first.down]
-        self._final_norm = read.norm("ln_f", spec.n_embd)
+        self.final_norm = read.norm("ln_f", spec.n_embd)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))
 
@@ -117,4 +117,4 @@ class GPT2:
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(self._final_norm(hidden))
+        return self.head(self.final_norm(hidden))

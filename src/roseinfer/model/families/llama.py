@@ -321,7 +321,7 @@ class Llama:
         self._blocks = [_Block(spec, read, layer) for layer in range(spec.num_hidden_layers)]
         first = self._blocks[0]
         self.layer_linears = [first.qkv, first.attention_out, first.gate_up, first.down]
-        self._final_norm = read.norm("model.norm", spec.hidden_size)
+        self.final_norm = read.norm("model.norm", spec.hidden_size)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
 
@@ -337,7 +337,7 @@ class Llama:
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _times(self.head(self._final_norm(hidden)), 1 / self._multipliers.logits)
+        return _times(self.head(self.final_norm(hidden)), 1 / self._multipliers.logits)
 
 
 def _times(x: torch.Tensor, factor: float) -> torch.Tensor:

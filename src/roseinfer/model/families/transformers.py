@@ -193,6 +193,9 @@ class TransformersModel:
         hidden: torch.Tensor = output[0][0]
         return hidden
 
+    def final_norm(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        return hidden
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head by the model's own code, which may scale or bend its result."""
         self._given.rows = hidden[None]

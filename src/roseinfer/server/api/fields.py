@@ -138,7 +138,33 @@ class ModelBody(Part, frozen=True, kw_only=True):
         return ()
 
 
-class SamplingBody(ModelBody, frozen=True, kw_only=True):
+class EngineBody(ModelBody, frozen=True, kw_only=True):
+    """The fields of every body that the engine works on."""
+
+    timeout_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="Longest time of the request, from its first byte; then 504, or in a stream an error event. "
+            "Default: the server's."
+        ),
+    ] = None
+    queue_timeout_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="Longest wait for the engine to begin; then 503, and nothing was done. Default: the server's."
+        ),
+    ] = None
+    priority: Annotated[
+        Priority,
+        Meta(description="Lower goes sooner, where `scheduler.admission` is `priority`; of equals the first to come."),
+    ] = 0
+    cache_salt: Annotated[
+        Annotated[str, Meta(max_length=128)],
+        Meta(description="Cached prefixes are shared only with requests of the same salt, never with another API key."),
+    ] = ""
+
+
+class SamplingBody(EngineBody, frozen=True, kw_only=True):
     """The fields of every body that asks for tokens."""
 
     unserved: ClassVar[dict[str, Unserved]] = OF_SAMPLING
@@ -205,27 +231,6 @@ class SamplingBody(ModelBody, frozen=True, kw_only=True):
         Meta(description="As vLLM has it: the text follows a schema, an expression, a list or a grammar."),
     ] = None
     ignore_eos: Annotated[bool, Meta(description="The end token does not end the text.")] = False
-    timeout_s: Annotated[
-        Seconds | None,
-        Meta(
-            description="Longest time of the request, from its first byte; then 504, or in a stream an error event. "
-            "Default: the server's."
-        ),
-    ] = None
-    queue_timeout_s: Annotated[
-        Seconds | None,
-        Meta(
-            description="Longest wait for the engine to begin; then 503, and nothing was done. Default: the server's."
-        ),
-    ] = None
-    priority: Annotated[
-        Priority,
-        Meta(description="Lower goes sooner, where `scheduler.admission` is `priority`; of equals the first to come."),
-    ] = 0
-    cache_salt: Annotated[
-        Annotated[str, Meta(max_length=128)],
-        Meta(description="Cached prefixes are shared only with requests of the same salt, never with another API key."),
-    ] = ""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from aiohttp import web
 from roseinfer.config.sources import closest
 from roseinfer.errors import InvalidRequest, MissingField, NotJSON, UnknownField, UnknownModel
 from roseinfer.runtime.validation import Misfit, Path, convert
-from roseinfer.server.api.fields import ModelBody, SamplingBody
+from roseinfer.server.api.fields import EngineBody, ModelBody
 from roseinfer.server.connection.body import (
     INLINE_BYTES,
     check_levels,
@@ -49,7 +49,7 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
         raise UnknownModel(message, param="model")
     if (exchange := request.get(EXCHANGE)) is not None:
         exchange.timelines[0].parsed_ns = time.monotonic_ns()
-        assert isinstance(body, SamplingBody), "an exchange is about tokens"
+        assert isinstance(body, EngineBody), "an exchange is with the engine"
         config = service.config
         exchange.set_deadlines(
             body.timeout_s or config.request_timeout_s, body.queue_timeout_s or config.queue_timeout_s

@@ -94,21 +94,25 @@ class Job:
 async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.StreamResponse:
     """Run the job and answer. Raises RequestError before the engine has the request, EngineError after."""
     service, exchange = request.app[SERVICE], request[EXCHANGE]
-    first = exchange.timelines[0]
-    first.tokenized_ns, first.num_prompt_tokens = time.monotonic_ns(), len(job.prompts[0].token_ids)
     _check_prompt_tokens(job)
     wanted = _generation_request(job, dialect, service, exchange)
-    requests = wanted.build_requests(service.client.info, exchange.sequence_id)
-    service.admit_sequences(requests)
-    exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=job.body.stream)
-    tokenizer = service.text_model.tokenizer
-    generation = Generation(wanted, requests, exchange.timelines, service.client, tokenizer)
+    generation = submit(wanted, service, exchange, is_streamed=job.body.stream)
     exchange.reply_id = f"{dialect.id_prefix}{secrets.token_hex(12)}"
     exchange.failure_frames = dialect.failure_frames
     model = job.body.model or service.model_names[0]
     dialect.begin(Head(exchange.reply_id, int(time.time()), model), generation)
     reply = _Reply(dialect, generation, service, exchange)
     return await (reply.stream(request) if job.body.stream else reply.whole(request))
+
+
+def submit(wanted: GenerationRequest, service: Service, exchange: Exchange, *, is_streamed: bool) -> Generation:
+    """Steps 5 and 6. Raises InvalidRequest that names a field, or Overloaded."""
+    first = exchange.timelines[0]
+    first.tokenized_ns, first.num_prompt_tokens = time.monotonic_ns(), len(wanted.prompts[0].token_ids)
+    requests = wanted.build_requests(service.client.info, exchange.sequence_id)
+    service.admit_sequences(requests)
+    exchange.submit([len(r.prompt_token_ids) for r in requests], is_streamed=is_streamed)
+    return Generation(wanted, requests, exchange.timelines, service.client, service.text_model.tokenizer)
 
 
 def _check_prompt_tokens(job: Job) -> None:
@@ -227,12 +231,7 @@ class _Reply:
     async def whole(self, request: web.Request) -> web.StreamResponse:
         """Read the outputs to the end and answer with one JSON object."""
         generation, exchange = self._generation, self._exchange
-        async with aclosing(generation.outputs) as batches:
-            async for batch in batches:
-                for output in batch:
-                    generation.add_output(output)
-                if generation.is_over:
-                    break
+        await generation.run()
         resumed_ns = time.monotonic_ns()
         deltas = [choice.pop_delta() for choice in generation.best_choices()]
         ledgers = exchange.wanted_ledgers()

@@ -195,6 +195,18 @@ OF_RESPONSES: dict[str, Unserved] = {
     **_rows(("reasoning_effort",), instead="use `reasoning` with `effort`"),
 }
 
+OF_EMBEDDINGS: dict[str, Unserved] = {
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "truncation_side"), Unserved(is_ignored=True)),
+    **_rows(("add_special_tokens",), True, instead=_ADDED),
+    **_rows(("normalize", "use_activation"), True, instead="it is what the checkpoint's modules say"),
+    **_rows(("truncate_prompt_tokens",), -1, instead="nothing is cut: a text that does not fit is a 400"),
+    **_rows(("embed_dtype", "output_dtype"), "float32", "float", instead="use `encoding_format`"),
+    **_rows(("messages",), instead="write the text into `input`, as the model's own template has it"),
+    **_rows(("prompt", "text", "texts", "inputs"), instead="`input` is its name here"),
+    **_rows(("input_type", "task", "instruction"), instead="write the instruction into `input`"),
+    **_rows(("stream",), False, instead="the answer comes whole"),
+}
+
 OF_TOKENIZE: dict[str, Unserved] = {
     **_rows(("tools",), [], instead="the answer's `usage` of /v1/chat/completions counts them"),
     **_rows(("continue_final_message", "return_token_offsets"), False),

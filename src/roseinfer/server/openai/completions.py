@@ -15,7 +15,7 @@ from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import ChunkDialect
-from roseinfer.server.openai.schema import FILL_CONTEXT, CompletionBody
+from roseinfer.server.openai.schema import FILL_CONTEXT, CompletionBody, PromptPart
 from roseinfer.server.service import SERVICE
 from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.grammar.checker import check_form
@@ -31,7 +31,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionBody)
     form = body.form()
     await check_form(form, service.grammars)
-    names, prompts = await _encode_prompts(body, text_model.tokenizer, service.client.info.max_model_len)
+    max_model_len = service.client.info.max_model_len
+    names, prompts = await encode_prompts(body.prompt, "prompt", text_model.tokenizer, max_model_len)
     echoes = _echoes(body, prompts, text_model.tokenizer) if body.echo else [None] * len(prompts)
     job = Job(
         body=body,
@@ -54,18 +55,17 @@ def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer
     ]
 
 
-async def _encode_prompts(
-    body: CompletionBody, tokenizer: Tokenizer, max_model_len: int
+async def encode_prompts(
+    given: str | Sequence[PromptPart], field: str, tokenizer: Tokenizer, max_model_len: int
 ) -> tuple[list[PromptName], list[list[int]]]:
-    """What each prompt is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong."""
-    parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    """What each prompt of a field is called in errors, and its token ids. Raises InvalidRequest or PromptTooLong."""
+    parts = [given] if isinstance(given, str) else given
     if not parts or isinstance(parts[0], int):
         if len(parts) > max_model_len:  # checking each id would hold up other requests
-            message = f"This model's context is {max_model_len} tokens; the {len(parts)} of `prompt` do not fit."
-            raise PromptTooLong(message, param="prompt")
-        return [PromptName("prompt")], [[part for part in parts if isinstance(part, int)]]
-    is_one = isinstance(body.prompt, str)
-    names = [PromptName("prompt" if is_one else f"prompt[{index}]") for index in range(len(parts))]
+            message = f"This model's context is {max_model_len} tokens; the {len(parts)} of `{field}` do not fit."
+            raise PromptTooLong(message, param=field)
+        return [PromptName(field)], [[part for part in parts if isinstance(part, int)]]
+    names = [PromptName(field if isinstance(given, str) else f"{field}[{index}]") for index in range(len(parts))]
     if isinstance(parts[0], list):
         return names, [part for part in parts if isinstance(part, list)]
     texts = [part for part in parts if isinstance(part, str)]

@@ -46,6 +46,31 @@ class Reply(msgspec.Struct):
     roseinfer_ledger: list[Any] | msgspec.UnsetType = msgspec.UNSET  # of each choice, when asked for
 
 
+class EmbeddingItem(msgspec.Struct, kw_only=True):
+    """One vector: numbers, or the base64 of their bytes."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: msgspec.Raw
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Counted by the engine."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsReply(msgspec.Struct, kw_only=True):
+    """POST /v1/embeddings: a vector for each text, in their order."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+    roseinfer_ledger: list[Any] | msgspec.UnsetType = msgspec.UNSET  # of each text, when asked for
+
+
 class ErrorDetail(msgspec.Struct):
     """What went wrong; `param` is the field at fault."""
 

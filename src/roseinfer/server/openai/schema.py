@@ -48,10 +48,12 @@ _KEPT_SCORES = f"Not streamed, this number + 1 times the tokens of all sequences
 PromptPart = str | TokenId | list[TokenId]
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _TOKENS: Schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_PROMPTS: list[Schema] = [
-    *(_TEXT, _TOKENS),
-    *({"type": "array", "items": one, "minItems": 1, "maxItems": MAX_PROMPTS} for one in (_TEXT, _TOKENS)),
-]
+
+
+def prompts_schema(most: int) -> list[Schema]:
+    """What `check_prompts` checks."""
+    lists = ({"type": "array", "items": one, "minItems": 1, "maxItems": most} for one in (_TEXT, _TOKENS))
+    return [_TEXT, _TOKENS, *lists]
 
 
 class JsonSchemaFormat(Part, frozen=True, kw_only=True):
@@ -407,7 +409,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     unserved: ClassVar[dict[str, Unserved]] = GenerationBody.unserved | OF_COMPLETIONS
     relations: ClassVar[tuple[Schema, ...]] = (
         *GenerationBody.relations,
-        {"properties": {"prompt": {"anyOf": _PROMPTS}}},
+        {"properties": {"prompt": {"anyOf": prompts_schema(MAX_PROMPTS)}}},
         when(holds("max_tokens", 0), holds("echo", True)),
     )
 
@@ -455,7 +457,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
             raise InvalidRequest("`logprobs` is how many of the likeliest tokens to list.", param="logprobs")
         if not self.max_tokens and not self.echo:
             raise InvalidRequest("`max_tokens` 0 needs `echo`: the answer would be empty.", param="max_tokens")
-        _check_prompt(self.prompt)
+        check_prompts(self.prompt, "prompt", MAX_PROMPTS)
         self._check_sequences()
 
     def _check_sequences(self) -> None:
@@ -466,16 +468,16 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
             raise InvalidRequest(message, param=name)
 
 
-def _check_prompt(prompt: str | Sequence[PromptPart]) -> None:
+def check_prompts(prompt: str | Sequence[PromptPart], field: str, most: int) -> None:
     """Raise InvalidRequest where prompts are of several kinds, too many, or an empty text, which nothing continues."""
     parts = [prompt] if isinstance(prompt, str) else prompt
     kinds = set(map(type, parts))
     if len(kinds) > 1:
-        raise InvalidRequest("`prompt` mixes texts, token ids and lists.", param="prompt")
-    if len(parts) > MAX_PROMPTS and kinds != {int}:
-        raise InvalidRequest(f"`prompt` holds more than {MAX_PROMPTS} prompts.", param="prompt")
+        raise InvalidRequest(f"`{field}` mixes texts, token ids and lists.", param=field)
+    if len(parts) > most and kinds != {int}:
+        raise InvalidRequest(f"`{field}` holds more than {most} prompts.", param=field)
     if kinds == {str} and "" in parts:
-        where = "prompt" if isinstance(prompt, str) else f"prompt[{parts.index('')}]"
+        where = field if isinstance(prompt, str) else f"{field}[{parts.index('')}]"
         raise InvalidRequest(f"`{where}` is empty.", param=where)
 
 
