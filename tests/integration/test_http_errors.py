@@ -207,8 +207,8 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
 
 
 LISTED = (
-    "There are /v1/chat/completions, /v1/completions, /v1/messages, /v1/messages/count_tokens, /v1/models, "
-    "/v1/responses, /v1/responses/input_tokens; a client's base URL has /v1 once at most."
+    "There are /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/messages, /v1/messages/count_tokens, "
+    "/v1/models, /v1/responses, /v1/responses/input_tokens; a client's base URL has /v1 once at most."
 )
 
 
@@ -228,7 +228,6 @@ LISTED = (
         ("/openai/deployments/gpt/chat/completions", "There is /v1/chat/completions. A client's base URL ends in /v1."),
         ("/v1/message", "There is /v1/messages. A client's base URL is without /v1."),
         ("/v1/complete", LISTED),
-        ("/v1/embeddings", LISTED),
         ("/v1/rerank", LISTED),
         ("/v1/moderations", LISTED),
         ("/v1/audio/transcriptions", LISTED),

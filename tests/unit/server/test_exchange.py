@@ -15,7 +15,7 @@ async def test_a_request_for_tokens_opens_a_timeline_also_when_it_is_refused(pat
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/rerank", 404),
         ("POST", "/v1/completions/", 404),
         ("POST", "/v1//chat/completions", 404),
         ("GET", "/v1/completions", 405),
@@ -31,5 +31,5 @@ async def test_nothing_else_does(method: str, path: str, status: int) -> None:
 
 async def test_a_server_that_is_not_ready_still_says_that_there_is_no_such_path() -> None:
     async with serving(ScriptedEngine(), is_ready=False) as server:
-        assert (await server.request("POST", "/v1/embeddings")).status == 404
+        assert (await server.request("POST", "/v1/rerank")).status == 404
         assert (await server.complete()).status == 503
