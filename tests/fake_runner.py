@@ -111,7 +111,9 @@ class FakeRunner:
                 scores.append(self._score(self._memory[places], start, scored[row]))
             if row in poolings:
                 pooled.append(self._pool(self._memory[places], start, poolings[row]))
-            if samples:
+                sampled += [0] * bool(samples)  # nobody reads it
+                logprobs += [None] * bool(samples)
+            elif samples:
                 token_id = self._next_token(self._memory[places], self._bindings[slot])
                 while slot in masks and not masks[slot][token_id // 32] >> (token_id % 32) & 1:
                     token_id = (token_id + 1) % self._vocab_size

@@ -189,7 +189,7 @@ async def test_an_unknown_model() -> None:
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/rerank", 404),
         ("POST", "/v1/completions/", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/chat/completions", 405),
