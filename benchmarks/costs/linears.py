@@ -2,15 +2,23 @@
 
     python -m benchmarks.costs.linears [--layers 8] [--rounds 15] [--rows 1,8,64,512] [--threads 1] [--forms int8]
 
-Random weights; so many layers that no cache holds them, without the head. The forms compute the same steps in turn,
-and one array is read once in each round: the roof of a single row. Printed is the median of the rounds, and the least
-and the most: milliseconds, GB/s of weights and scales, and 10^9 operations a second, a multiply-add being two. With one
-thread the clock is the processor's time of this process, so that others on the machine count for less.
+Random weights; so many layers that no cache holds them, without the head. The forms compute the same steps in turn, and
+in each round the roofs are measured too: one array is read once, and registers are multiplied by the instructions that
+the form has at this level (peak.cpp), on as many threads. Printed is the median of the rounds, and the least and the
+most: milliseconds, GB/s of weights and scales, 10^9 operations a second, a multiply-add being two, and the median share
+of the memory's and of the instructions' roof within a round. With one thread the clock is the processor's time of this
+process, so that others on the machine count for less.
 """
 
+import ctypes
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -19,7 +27,7 @@ from benchmarks.random_qwen3 import QWEN3_06B
 from benchmarks.roofs import read_patterns
 from roseinfer.config.options import RunnerConfig
 from roseinfer.model.device import Placement, Quantization
-from roseinfer.model.kernels.library import Kernels, load_kernels
+from roseinfer.model.kernels.library import LEVELS, SOURCE_DIR, Kernels, find_compiler, load_kernels
 from roseinfer.model.layers.linear import Linear
 
 WIDTH, INNER = QWEN3_06B["hidden_size"], QWEN3_06B["intermediate_size"]
@@ -35,8 +43,10 @@ FORMS: dict[str, tuple[Quantization, bool, float]] = {
     "float32": ("none", True, 4.0),
     "int8 by torch": ("int8", False, 1.0),
     "int8": ("int8", True, 1.0),
+    "int4": ("int4", True, 0.5625),
 }
 ROOF_MIB = 256
+PEAK_PRODUCTS = {"float32": 3 << 28, "int8": 3 << 29, "int4": 3 << 30}  # of a call, some hundredths of a second
 
 
 def main() -> int:
@@ -54,24 +64,54 @@ def main() -> int:
     num_weights = args.layers * sum(inputs * outputs for inputs, outputs in LAYER)
     print(f"kernels {kernels.level if kernels else 'off'}, {torch.get_num_threads()} threads, {num_weights:,} weights")
     reads = read_patterns(ROOF_MIB << 20)
+    peaks = _peaks(kernels.level, args.threads) if kernels else {}
     for num_rows in map(int, args.rows.split(",")):
         calls = {name: _step(each, num_rows) for name, each in linears.items()}
-        times = _in_turn(calls | reads, args.rounds if num_rows < 64 else max(3, args.rounds // 3))
-        roof = max((ROOF_MIB << 20) / min(times[name]) / 1e9 for name in reads)
-        print(f"\n{num_rows} rows; memory is read at {roof:.1f} GB/s")
+        times = _in_turn(calls | reads | peaks, args.rounds)
+        read_s = list(map(min, zip(*(times[name] for name in reads), strict=True)))
+        print(f"\n{num_rows} rows; memory is read at {(ROOF_MIB << 20) / statistics.median(read_s) / 1e9:.1f} GB/s")
         for name in calls:
-            median = statistics.median(times[name])
-            told = {
-                "ms": median * 1e3,
-                "range": [min(times[name]) * 1e3, max(times[name]) * 1e3],
-                "gb_s": num_weights * FORMS[name][2] / median / 1e9,
-                "gop_s": 2 * num_weights * num_rows / median / 1e9,
+            of_memory = [num_weights * FORMS[name][2] / time for time in times[name]]
+            of_peak = [2 * num_weights * num_rows / time for time in times[name]]
+            roofs = [(ROOF_MIB << 20) / time for time in read_s]
+            tops = [2 * PEAK_PRODUCTS[name] * args.threads / time for time in times.get(f"peak {name}", [])]
+            results[f"{name}, {num_rows} rows"] = told = {
+                "ms": _told([time * 1e3 for time in times[name]]),
+                "gb_s": _told([rate / 1e9 for rate in of_memory]),
+                "gop_s": _told([rate / 1e9 for rate in of_peak]),
+                "share of memory": _told([rate / roof for rate, roof in zip(of_memory, roofs, strict=True)]),
+                **(
+                    {"share of peak": _told([rate / top for rate, top in zip(of_peak, tops, strict=True)])}
+                    if tops
+                    else {}
+                ),
             }
-            results[f"{name}, {num_rows} rows"] = told | {"roof_gb_s": roof}
-            span = f"{told['range'][0]:.1f} to {told['range'][1]:.1f}"
-            print(f"  {name:<15}{told['ms']:8.1f} ms ({span}) {told['gb_s']:7.1f} GB/s {told['gop_s']:8.0f} Gop/s")
+            print(f"  {name:<15}" + ", ".join(f"{what} {value}" for what, value in told.items()), flush=True)
     sitting.write(args.out, results)
     return 0
+
+
+def _told(values: list[float]) -> str:
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def _peaks(level: str, num_threads: int) -> dict[str, Callable[[], object]]:
+    """The loops of peak.cpp on all threads, by the forms they are the roof of."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "peak.so"
+        flags = (*LEVELS[level].compiler_flags, "-I", str(SOURCE_DIR))
+        command = [find_compiler(), *flags, "-shared", str(Path(__file__).with_name("peak.cpp")), "-o", str(file)]
+        subprocess.run(command, check=True)  # noqa: S603
+        library = ctypes.CDLL(str(file))
+    pool = ThreadPoolExecutor(num_threads)
+
+    def call(name: str) -> None:
+        count = PEAK_PRODUCTS[name] // (12 * lanes * (1 if name == "float32" else 4))
+        outs = [(ctypes.c_float * 16)() for _ in range(num_threads)]
+        list(pool.map(lambda out: library[f"peak_{name}"](ctypes.c_int64(count), out), outs))
+
+    lanes = 16 if "avx512f" in LEVELS[level].instructions else 8
+    return {f"peak {name}": partial(call, name) for name in PEAK_PRODUCTS}
 
 
 def _linears(name: str, kernels: Kernels | None, num_layers: int) -> list[Linear]:

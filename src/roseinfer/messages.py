@@ -290,7 +290,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     kernels: str = ""  # level of the compiled CPU kernels; empty without them
     attention: str = "none"
     linear: str = (
-        "none"  # how matrices are multiplied: `amx`, `registers`, `int8`, `onednn` (exact whatever the batch), `torch`
+        "none"  # how matrices are multiplied: `amx`, `registers`, `int8`, `int4`, `onednn` (all exact), `torch`
     )
     num_threads: int = 0  # of the model on a CPU; 0 elsewhere
     block_size: int

@@ -18,7 +18,12 @@ from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.families.registry import native_spec
 
-TYPES = {"float32": (4, torch.float32), "bfloat16": (2, torch.bfloat16), "int8": (1, torch.bfloat16)}
+TYPES = {
+    "float32": (4, torch.float32),
+    "bfloat16": (2, torch.bfloat16),
+    "int8": (1, torch.bfloat16),
+    "int4": (0.5625, torch.bfloat16),  # with the scales; the head is in int8
+}
 """Of weights: the bytes of a number in a linear, and the type of everything else."""
 
 
@@ -79,7 +84,9 @@ def _types(model: Any, attention: AttentionSpec) -> list[dict[str, Any]]:
     available = _available_bytes()
     rows = []
     for name, (linear_bytes, dtype) in TYPES.items():
-        weights = in_linears * linear_bytes + in_tables * dtype.itemsize + in_vectors * 4
+        head_bytes = head.numel() * max(1, linear_bytes)
+        linears = int((in_linears - head.numel()) * linear_bytes + head_bytes)
+        weights = linears + in_tables * dtype.itemsize + in_vectors * 4
         token = attention.bytes_per_token(dtype)
         tokens = max(0, available - weights) // token
         rows.append({"type": name, "weight_bytes": weights, "kv_bytes_per_token": token, "tokens_here": tokens})

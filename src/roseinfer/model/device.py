@@ -14,8 +14,8 @@ import torch
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.library import Kernels
 
-LinearKind = Literal["torch", "onednn", "amx", "registers", "int8"]
-Quantization = Literal["none", "int8"]
+LinearKind = Literal["torch", "onednn", "amx", "registers", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4"]
 TILES, PAIRS, FOURS = "linear_bfloat16", "linear_bfloat16_pairs", "linear_int8_fours_of_float32"  # kernels by name
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -144,11 +144,23 @@ class Scratch:
         return max(size, 2 * outgrown.numel())
 
 
+@dataclass(slots=True)
+class GroupCount:
+    """The groups of int4 weights, and how many have exactly the numbers that they were given."""
+
+    num_groups: int = 0
+    num_exact: int = 0
+
+    def count(self, num_groups: int, num_exact: int) -> None:
+        self.num_groups += num_groups
+        self.num_exact += num_exact
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where weights are kept and in what type they are multiplied. Norms and residuals are float32 regardless.
 
-    Raises ConfigError for int8 anywhere but on a CPU.
+    Raises ConfigError for int8 and int4 anywhere but on a CPU.
     """
 
     device: torch.device
@@ -156,18 +168,20 @@ class Placement:
     quantization: Quantization = "none"
     kernels: Kernels | None = None
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False, repr=False)  # of packed weights
+    groups: GroupCount = field(default_factory=GroupCount, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.quantization == "int8" and self.device.type != "cpu":
+        if self.quantization != "none" and self.device.type != "cpu":
             raise ConfigError(
-                "int8 weights are for CPUs: choose --quantization none, or --device cpu.", param="model.quantization"
+                f"{self.quantization} weights are for CPUs: choose --quantization none, or --device cpu.",
+                param="model.quantization",
             )
 
     @property
     def linears(self) -> LinearKind:
         """How linears are multiplied. All but `torch` give a row the same bits whatever the others (`padded_rows`)."""
-        if self.quantization == "int8":
-            return "int8"
+        if self.quantization != "none":
+            return self.quantization
         if self.device.type != "cpu":
             return "torch"
         if self.dtype == torch.bfloat16 and self.has_kernel(TILES):

@@ -3,6 +3,7 @@
 Weights go to the device tensor by tensor out of the mapped files; the host never holds a copy of them all.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from roseinfer.model.attention.base import AttentionBackend
 from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.device import (
+    GroupCount,
     Placement,
     check_num_threads,
     default_num_threads,
@@ -28,6 +30,8 @@ from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
 from roseinfer.model.pooling import read_embedding
 from roseinfer.records import LifecycleState
+
+_log = logging.getLogger(__name__)
 
 OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, and a phrase for people
 
@@ -59,6 +63,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         if device_name == "cpu":
             _set_num_threads(config.runner.num_threads, placement, checkpoint)
         model = build_model(checkpoint, placement)
+        _tell_of_groups(checkpoint, placement.groups)
         eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
         is_auto = config.model.generation_config == "auto"
         sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
@@ -98,9 +103,22 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     return LoadedModel(model, attention, placement, info)
 
 
+def _tell_of_groups(checkpoint: Checkpoint, groups: GroupCount) -> None:
+    """Say how much of a quantised checkpoint is in int4 as it is stored."""
+    if checkpoint.quantization and groups.num_groups:
+        method, num_other = checkpoint.quantization.quant_method, groups.num_groups - groups.num_exact
+        if num_other:
+            _log.warning(
+                "%d of %d groups of 32 weights do not have the numbers of the %s file in int4 and were quantised again",
+                *(num_other, groups.num_groups, method),
+            )
+        else:
+            _log.info("the weights have the numbers of the %s file in int4", method)
+
+
 def _set_num_threads(configured: int | None, placement: Placement, checkpoint: Checkpoint) -> None:
-    bytes_each = 1 if placement.quantization == "int8" else placement.dtype.itemsize
-    num_weight_bytes = checkpoint.num_matrix_elements * bytes_each
+    bytes_each = {"none": placement.dtype.itemsize, "int8": 1, "int4": 0.5625}[placement.quantization]
+    num_weight_bytes = int(checkpoint.num_matrix_elements * bytes_each)
     default = default_num_threads(num_weight_bytes=num_weight_bytes, splits_sums=placement.splits_sums)
     torch.set_num_threads(configured or default)
 

@@ -45,6 +45,6 @@ _COMPILED = sorted(
 SETUPS = [
     Setup(dtype, quantization, kernels)
     for dtype in ("float32", "bfloat16")
-    for quantization in ("none", "int8")
+    for quantization in ("none", "int8", "int4")
     for kernels in ("off", *_COMPILED)
 ]

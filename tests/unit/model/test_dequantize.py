@@ -222,7 +222,7 @@ def test_mxfp4_experts(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor("experts.down_proj").float(), expected)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_it_becomes_what_the_configuration_says(tmp_path: Path, quantization: Quantization) -> None:
     llama = tmp_path / "llama"
     llama.mkdir()

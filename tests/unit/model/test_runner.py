@@ -55,7 +55,7 @@ def test_info(directory: Path, dtype: str) -> None:
 
 
 def test_info_tells_which_linears_serve(directory: Path) -> None:
-    for quantization, name in (("none", "onednn"), ("int8", "int8")):
+    for quantization, name in (("none", "onednn"), ("int8", "int8"), ("int4", "int4")):
         info = load(directory, quantization=quantization).info
         assert (info.linear, info.quantization) == (name, quantization)
 

@@ -5,11 +5,13 @@ construction, oneDNN when it is called in a way that was measured (docs/log.md).
 nor on a CPU that has nothing else.
 
 Int8 weights have a scale for each output, and rows of activations a scale for each row. Both are symmetric and exact
-at the largest number: w is about q * max|w| / 127. The products are sums of integers. What it does to a model's
-answers is measured in tests/unit/model/test_quantization.py.
+at the largest number: w is about q * max|w| / 127. Int4 weights, of layers/int4.py, have a scale for each 32 inputs of
+an output; activations are as with int8. The products are sums of integers. What it does to a model's answers is
+measured in tests/unit/model/test_quantization.py.
 """
 
 import ctypes
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
@@ -18,6 +20,7 @@ from torch.nn import functional
 
 from roseinfer.model.device import DTYPES, FOURS, TILES, Placement, dtype_name
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation, activated
+from roseinfer.model.layers.int4 import GROUP, KERNEL, grouped_piece
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _PIECE_NUMBERS = 1 << 20  # of a weight, so that what it is on the way to its packed form stays in a processor's caches
@@ -76,9 +79,14 @@ class Linear:
         self.num_outputs, self.num_inputs = sum(map(len, parts)), parts[0].shape[1]
         self.activation = activation
         self._placement = placement
+        if placement.linears == "int4" and dtype is not None:  # the head: four bits change what it says most
+            placement = dataclasses.replace(placement, quantization="int8")
         dtype = dtype or placement.dtype
-        self._multiply: TileLinear | RegisterLinear | IntegerLinear | OneDnnLinear | TorchLinear
+        self._multiply: PackedLinear | IntegerLinear | GroupedLinear | TorchGroupedLinear | OneDnnLinear | TorchLinear
         match placement.linears:
+            case "int4":
+                grouped = GroupedLinear if placement.has_kernel(KERNEL) else TorchGroupedLinear
+                self._multiply = grouped(parts, bias, activation, dtype, placement)
             case "int8":
                 has_tiles, has_fours = placement.has_kernel(TILES), placement.has_kernel(FOURS)
                 fast = TileLinear if has_tiles else RegisterLinear if has_fours else IntegerLinear
@@ -394,6 +402,104 @@ class IntegerLinear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self._weight.t()[ids].float() * self._scales[ids][:, None]
+
+
+class GroupedLinear:
+    """x [rows, inputs] of the placement's dtype -> activation(x Wᵀ + b) [rows, outputs] of `dtype`, W in int4.
+
+    On registers, at every level of the kernels; processors with tiles use them too.
+    """
+
+    def __init__(
+        self,
+        weight: Parts,  # of floats
+        bias: torch.Tensor | None,
+        activation: Activation,
+        dtype: torch.dtype,
+        placement: Placement,
+    ) -> None:
+        assert placement.kernels is not None
+        self._num_outputs, self._num_inputs = sum(map(len, weight)), weight[0].shape[1]
+        self._input_dtype, self._dtype = placement.dtype, dtype
+        multiple, num_groups = RegisterLinear.outputs_multiple, -(-self._num_inputs // GROUP)
+        num_rows = -(-self._num_outputs // multiple) * multiple
+        self._weight = placement.memory.allocate(num_rows * num_groups * GROUP // 2)
+        self._scales = placement.memory.allocate(num_rows * num_groups * 2)
+        pack = placement.kernels.function(
+            "roseinfer_linear_pack_int4", *(_POINTER,) * 2, *(_SIZE,) * 2, *(_POINTER,) * 2
+        )
+        for rows, piece in _pieces(weight):
+            numbers, scales, num_exact = grouped_piece(piece, placement)
+            placement.groups.count(scales.numel(), num_exact)
+            to = (each.data_ptr() + rows.start * len(each) // num_rows for each in (self._weight, self._scales))
+            pack(numbers.data_ptr(), scales.data_ptr(), *numbers.shape, *to)
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self._descriptor = _RegisterDescriptor(
+            weight=self._weight.data_ptr(),
+            scales=self._scales.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            num_outputs=self._num_outputs,
+            num_inputs=self._num_inputs,
+            num_words=num_groups * GROUP // 8,
+            activation=ACTIVATIONS.index(activation),
+            is_output_float32=dtype == torch.float32,
+        )
+        self._address = ctypes.addressof(self._descriptor)
+        name = f"roseinfer_linear_int4_of_{dtype_name(placement.dtype)}"
+        self._multiply = placement.kernels.function(name, _POINTER, _POINTER, _SIZE, _POINTER)
+        self._unpack = placement.kernels.function("roseinfer_linear_rows_int4", _POINTER, _POINTER, _SIZE, _POINTER)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == self._input_dtype
+        assert x.shape[1] == self._num_inputs
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self._num_outputs, dtype=self._dtype)
+        self._multiply(self._address, x.data_ptr(), x.shape[0], out.data_ptr())
+        return out
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self._num_inputs)
+        self._unpack(self._address, ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+
+class TorchGroupedLinear:
+    """The same in torch, for processors without kernels, and for tests. Its numbers take a byte each."""
+
+    def __init__(
+        self,
+        weight: Parts,  # of floats
+        bias: torch.Tensor | None,
+        activation: Activation,
+        dtype: torch.dtype,
+        placement: Placement,
+    ) -> None:
+        num_outputs, num_inputs = sum(map(len, weight)), weight[0].shape[1]
+        self._numbers = torch.zeros(num_outputs, num_inputs, dtype=torch.int8)
+        self._scales = torch.zeros(num_outputs, -(-num_inputs // GROUP), dtype=torch.float16)
+        for rows, piece in _pieces(weight):
+            self._numbers[rows], self._scales[rows], num_exact = grouped_piece(piece, placement)
+            placement.groups.count(self._scales[rows].numel(), num_exact)
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self._activation = activation
+        self._dtype = dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        quantized, row_scales = quantized_rows(x)
+        y = torch.zeros(len(x), len(self._numbers))
+        # Sums of a group are whole numbers below 2^24: exact in float32 in any order.
+        parts = zip(quantized.float().split(GROUP, 1), self._numbers.split(GROUP, 1), self._scales.t(), strict=True)
+        for rows, numbers, scales in parts:
+            y += functional.linear(rows, numbers.float()) * scales.float()
+        y *= row_scales[:, None]
+        if self._bias is not None:
+            y += self._bias
+        return activated(y, self._activation).to(self._dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        scales = self._scales[ids].float().repeat_interleave(GROUP, 1)[:, : self._numbers.shape[1]]
+        return self._numbers[ids].float() * scales
 
 
 class Embedding:

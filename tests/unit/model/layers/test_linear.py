@@ -1,5 +1,7 @@
 """Linears of every kind that this processor has: what they compute, and that a row depends on nothing but itself."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional
@@ -43,8 +45,8 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activat
 
 def tolerance(setup: Setup, dtype: torch.dtype) -> float:
     """Of outputs of size 1 to 100: the roundings of weights, of activations and of the result."""
-    if setup.quantization == "int8":
-        return 0.05
+    if setup.quantization != "none":
+        return {"int8": 0.05, "int4": 0.5}[setup.quantization]
     return 1e-4 if dtype == torch.float32 and setup.dtype == "float32" else 0.02
 
 
@@ -70,9 +72,9 @@ def test_the_result_has_the_type_that_was_asked_for(built_kernels: BuiltKernels,
     plain = Linear(random(40, 32), None, placement)
     x = random(4, 32).to(placement.dtype)
     assert plain(x).dtype == placement.dtype
-    has_choice = placement.linears in {"amx", "registers", "int8"}
+    has_choice = placement.linears in {"amx", "registers", "int8", "int4"}
     assert head(x).dtype == (torch.float32 if has_choice else placement.dtype)
-    if has_choice and placement.dtype == torch.bfloat16:
+    if has_choice and placement.dtype == torch.bfloat16 and setup.quantization != "int4":  # whose head is in int8
         assert torch.equal(head(x).bfloat16(), plain(x))  # rounded once, at the end
 
 
@@ -164,7 +166,8 @@ def test_a_weight_may_come_in_parts_and_gives_its_rows(built_kernels: BuiltKerne
     assert parts.has_rows == (placement.linears != "onednn")
     if parts.has_rows:
         kept = weight.to(placement.dtype if setup.quantization == "none" else torch.float32)[ids].float()
-        unit = kept.abs().amax(1, keepdim=True) / 127 if setup.quantization == "int8" else 0
+        steps = {"none": math.inf, "int8": 127, "int4": 4}[setup.quantization]  # of int4 a group may clip its largest
+        unit = kept.abs().amax(1, keepdim=True) / steps
         assert ((parts.rows(ids) - kept).abs() <= 0.5001 * unit).all()
         assert torch.equal(Embedding(weight, placement, parts)(ids), parts.rows(ids))
 

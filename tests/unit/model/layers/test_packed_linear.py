@@ -1,9 +1,7 @@
 """The linears in registers, at every type and level of them that this processor has."""
 
 import dataclasses
-import fcntl
 import math
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -11,11 +9,10 @@ import torch
 from torch.nn import functional
 
 from roseinfer.model.device import DTYPES
-from roseinfer.model.kernels import library
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.activation import ACTIVATIONS
 from roseinfer.model.layers.linear import IntegerLinear, RegisterLinear
-from tests.conftest import BuiltKernels, require_tool
+from tests.conftest import BuiltKernels
 from tests.unit.model.layers.test_linear import random, reference
 from tests.unit.model.setups import LEVELS_HERE, Setup
 
@@ -133,20 +130,6 @@ def test_int8_has_the_bits_that_it_has_by_torchs_product(built_kernels: BuiltKer
             )
             torch.testing.assert_close(ours(x), torchs(x), rtol=0, atol=0, equal_nan=True)
             assert torch.equal(ours(x[5:6]), ours(x)[5:6])
-
-
-@pytest.fixture(scope="module")
-def model_of_fours(kernels_dir: Path) -> Kernels:
-    """The linears of AVX2 with a model of the instruction for four products in its place."""
-    require_tool("g++")
-    if "avx2" not in LEVELS_HERE:
-        pytest.skip("this processor does not have AVX2")
-    with pytest.MonkeyPatch.context() as patch, (kernels_dir / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        needed = [library.SOURCE_DIR / f"{name}.cpp" for name in ("init", "linear", "quantize")]
-        patch.setattr(library, "sources", lambda: needed)
-        level = library.Level("avx2_model", (*library.LEVELS["avx2"].instructions,), ("-DROSEINFER_MODEL_FOURS",))
-        return Kernels(level.name, library.build_kernels(level, kernels_dir, library.find_compiler())[0])
 
 
 def test_the_form_for_four_products_has_the_same_bits(built_kernels: BuiltKernels, model_of_fours: Kernels) -> None:

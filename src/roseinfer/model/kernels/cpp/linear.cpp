@@ -1,5 +1,5 @@
-// y = activation(x W^T + b) in registers, the weight packed once: in float32, in bfloat16, or in int8 with a scale for
-// each row of x and of W.
+// y = activation(x W^T + b) in registers, the weight packed once: in float32, in bfloat16, in int8 with a scale for
+// each row of x and of W, or in int4 with a scale for each row of x and each 32 inputs of a row of W.
 //
 // Beside gemm.cpp because there are no tiles of float32, and processors that multiply the other types without tiles:
 // here a product is a register's and not a tile's, rows are read where they lie, and for float32 AVX2 will do. What
@@ -17,6 +17,11 @@
 // The instruction for int8 takes x unsigned, so 128 is added to x, and each sum is too large by 128 times the sum of its
 // weights. Sums may wrap around on the way: subtracting this surplus wraps them back, and for up to 133,144 inputs the
 // result fits. Levels without the instruction multiply pairs of 16 bits and have no surplus; the sums are the same.
+
+//
+// Words of int4 have eight inputs, those of two words of x: in the low and in the high halves of its bytes. Four words are a
+// group; its sum of integers is exact, becomes a float, times its scale, and is added to the output's: multiplied and
+// added, not fused, in ascending order, from 0.
 
 #include <omp.h>
 
@@ -46,10 +51,17 @@ constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that
 constexpr int64_t kWorthThreads = 1 << 16;    // words to multiply; below, waking a thread costs more than it saves
 constexpr int64_t kWorthQuantizing = 16384;   // numbers, of which the same is true
 
+struct Int4 {
+    uint8_t numbers;  // two of them
+};
+constexpr int64_t kGroup = 32;           // inputs of int4 with one scale
+constexpr int64_t kGroupWords = 4;       // of the weight
+constexpr int64_t kGroupRowWords = 1 + kGroup / 4;  // of x, the first of which sums begin with
+
 // A linear layer: _RegisterDescriptor of layers/linear.py. A word is the float32 that has its bits.
 struct Linear {
     const float* weight;     // packed words
-    const float* scales;     // [num_outputs] of an int8 weight
+    const void* scales;      // float32 [num_outputs] of an int8 weight; float16 [panel][group][kPanel] of int4
     const int32_t* surplus;  // [num_outputs], of its sums
     const float* bias;       // [num_outputs], or null
     int64_t num_outputs;
@@ -64,6 +76,7 @@ struct Block {
     const float* x;
     int64_t row_step;
     const float* weight;
+    const uint16_t* scales;  // of int4
     int64_t num_words;
     bool is_first;        // chunk of the panel: sums begin at 0
     bool is_last;         // outputs come next
@@ -86,16 +99,30 @@ struct OfWords<int8_t> {
 template <typename T>
 using Sums = typename OfWords<T>::Sums;
 
-// Words of x for each word of the weight: int8 without an instruction for four products takes two, of 16 bits.
 template <typename T>
-constexpr int64_t kRowWords = sizeof(T) == 1 && !kHasFours ? 2 : 1;
+constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
+template <typename T>
+constexpr bool kIsInt4 = std::is_same_v<T, Int4>;
+
+// Words of x for words of the weight: int8 without an instruction for four products takes two, of 16 bits.
+template <typename T>
+constexpr int64_t kRowWords = kIsInt8<T> && !kHasFours ? 2 : 1;
+template <typename T>
+constexpr int64_t row_words(int64_t num_words) {
+    return kIsInt4<T> ? num_words / kGroupWords * kGroupRowWords : num_words * kRowWords<T>;
+}
+
+// Rows at once: with AVX2 nine sums, the weights, a number of x, a product and a mask fill the registers in int4, and
+// in int8 without an instruction for four products.
+template <typename T>
+constexpr int kRowsAtOnce = LANES == 8 && (kIsInt4<T> || (kIsInt8<T> && !kHasFours)) ? 3 : kBlockRows;
 
 // sum + x * weight, in each lane: of a word's one product, its two or its four.
 template <typename T>
 inline __attribute__((always_inline)) Sums<T> add_product(Sums<T> sum, Floats x, Floats weight) {
     if constexpr (sizeof(T) == sizeof(float)) {
         return multiply_add(x, weight, sum);
-    } else if constexpr (sizeof(T) == 1) {
+    } else if constexpr (kIsInt8<T>) {
         return add_fours(sum, (Integers)x, (Integers)weight);
 #ifdef __AVX512BF16__
     } else if constexpr (sizeof(T) == 2) {
@@ -158,12 +185,61 @@ __attribute__((noinline)) void multiply_rows(const Block& block) {
     }
 }
 
-template <typename T, int at_most = kBlockRows>
+// sums + the groups of rows times those of the weight.
+template <int num_rows>
+inline __attribute__((always_inline)) void multiply_group(const float* x, int64_t row_step, const float* weight,
+                                                          const uint16_t* scales, float* sums) {
+    Integers of_group[num_rows][kVectors];
+    for (int row = 0; row < num_rows; ++row) {
+        for (int i = 0; i < kVectors; ++i) of_group[row][i] = (Integers)splat(x[row * row_step]);
+    }
+#pragma GCC unroll 8
+    for (int half = 0; half < 2 * kGroupWords; ++half) {
+        Integers weights[kVectors];
+        for (int i = 0; i < kVectors; ++i) {
+            const Integers words = (Integers)load(weight + half / 2 * kPanel + i * LANES);
+            weights[i] = half % 2 ? high_nibbles(words) : low_nibbles(words);
+        }
+        for (int row = 0; row < num_rows; ++row) {
+            const Integers value = (Integers)splat(x[row * row_step + 1 + half]);
+            for (int i = 0; i < kVectors; ++i) of_group[row][i] = add_nibbles(of_group[row][i], weights[i], value);
+        }
+    }
+    for (int i = 0; i < kVectors; ++i) {
+        const Floats scale = load_halves(scales + i * LANES);
+        for (int row = 0; row < num_rows; ++row) {
+            float* sum = sums + row * kPanel + i * LANES;
+            store(sum, load(sum) + total_of_group(of_group[row][i]) * scale);
+        }
+    }
+}
+
+template <int num_rows>
+__attribute__((noinline)) void multiply_groups(const Block& block) {
+    const float *x = block.x, *weight = block.weight, *ahead = block.ahead;
+    const uint16_t* scales = block.scales;
+    if (block.is_first) std::memset(block.sums, 0, num_rows * kPanel * sizeof(float));
+    for (int64_t word = 0; word < block.num_words; word += kGroupWords) {
+        if (word % kPiece == 0) {
+            for (int64_t stream = 0; stream < block.num_streams; ++stream) {
+                for (int64_t line = 0; line < kAheadLines; ++line) {
+                    _mm_prefetch(ahead + stream * block.stream_step + line * kLineWords, _MM_HINT_T1);
+                }
+            }
+            ahead += kAheadLines * kLineWords;
+        }
+        multiply_group<num_rows>(x, block.row_step, weight, scales, block.sums);
+        x += kGroupRowWords, weight += kGroupWords * kPanel, scales += kPanel;
+    }
+}
+
+template <typename T, int at_most = kRowsAtOnce<T>>
 void multiply_block(int64_t num_rows, const Block& block) {
     if constexpr (at_most > 1) {
         if (num_rows < at_most) return multiply_block<T, at_most - 1>(num_rows, block);
     }
-    multiply_rows<T, at_most>(block);
+    if constexpr (kIsInt4<T>) multiply_groups<at_most>(block);
+    else multiply_rows<T, at_most>(block);
 }
 
 // The integers whose bits are in `sums`, less the surplus.
@@ -183,8 +259,8 @@ void finish_rows(const Linear& linear, const float* sums, const float* scales, i
     alignas(64) float column_scales[kPanel] = {};
     alignas(64) int32_t surplus[kPanel] = {};
     if (linear.bias) std::memcpy(bias, linear.bias + column, count * sizeof(float));
-    if constexpr (sizeof(T) == 1) {
-        std::memcpy(column_scales, linear.scales + column, count * sizeof(float));
+    if constexpr (kIsInt8<T>) {
+        std::memcpy(column_scales, static_cast<const float*>(linear.scales) + column, count * sizeof(float));
         if constexpr (kHasFours) std::memcpy(surplus, linear.surplus + column, count * sizeof(int32_t));
     }
     with_activation(linear.activation, [&](auto activation) {
@@ -192,7 +268,8 @@ void finish_rows(const Linear& linear, const float* sums, const float* scales, i
             Out* to = out + row * linear.num_outputs + column;
             for (int64_t at = 0; at < count; at += LANES) {
                 Floats x = load(sums + row * kPanel + at);
-                if constexpr (sizeof(T) == 1) {
+                if constexpr (kIsInt4<T>) x = x * splat(scales[row]);
+                if constexpr (kIsInt8<T>) {
                     x = without_surplus(x, surplus + at) * load(column_scales + at) * splat(scales[row]);
                 }
                 store_first(to + at, activate<activation.value>(add(x, load(bias + at))), count - at);
@@ -215,7 +292,7 @@ void ask_for_outputs(const Out* out, int64_t row_step, int64_t num_rows) {
 // prefetch.
 template <typename T, typename Out>
 void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, const Out* out) {
-    const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
+    const int64_t num_blocks = (num_rows + kRowsAtOnce<T> - 1) / kRowsAtOnce<T>;
     Block block = all;
     block.stream_step = block.num_words / kPiece * kAheadLines * kLineWords;
     for (int64_t index = 0; index < num_blocks; ++index) {
@@ -238,9 +315,9 @@ void multiply_panels(const Linear& linear, const float* x, const float* scales, 
     const int64_t num_chunks = (num_words + kChunk - 1) / kChunk;
     const int64_t chunk = ((num_words + num_chunks - 1) / num_chunks + kPiece - 1) / kPiece * kPiece;
     Block block = {};
-    block.row_step = num_words * kRowWords<T>;
+    block.row_step = row_words<T>(num_words);
     for (int64_t word = 0; word < num_words; word += chunk) {
-        block.x = x + word * kRowWords<T>;
+        block.x = x + row_words<T>(word);
         block.num_words = std::min(chunk, num_words - word);
         block.is_first = word == 0;
         block.is_last = word + chunk >= num_words;
@@ -248,6 +325,10 @@ void multiply_panels(const Linear& linear, const float* x, const float* scales, 
         const float* next = block.is_last ? linear.weight + (panel + num_panels) * panel_step : weight + chunk * kPanel;
         for (int64_t index = 0; index < num_panels; ++index) {
             block.weight = weight + index * panel_step;
+            if constexpr (kIsInt4<T>) {
+                const int64_t group = (panel + index) * (num_words / kGroupWords) + word / kGroupWords;
+                block.scales = static_cast<const uint16_t*>(linear.scales) + group * kPanel;
+            }
             block.sums = sums + index * num_rows * kPanel;
             block.ahead = index + 1 < num_panels ? block.weight + panel_step : next;
             multiply_chunk<T>(linear, block, num_rows, out + (panel + index) * kPanel);
@@ -296,7 +377,7 @@ void unpack_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, floa
     for (int64_t i = 0; i < num_ids; ++i) {
         const int64_t panel = ids[i] / kPanel, output = ids[i] % kPanel;
         const T* from = packed + (panel * num_words * kPanel + output) * kPerWord;
-        const float scale = linear.scales ? linear.scales[ids[i]] : 1.0f;
+        const float scale = linear.scales ? static_cast<const float*>(linear.scales)[ids[i]] : 1.0f;
         for (int64_t input = 0; input < num_inputs; ++input) {
             const T value = from[input / kPerWord * kPanel * kPerWord + input % kPerWord];
             out[i * num_inputs + input] = to_float(value) * scale;
@@ -320,7 +401,7 @@ void multiply_all(const Linear& linear, const float* x, const float* scales, int
             const int64_t row = num_rows * group / groups, end = num_rows * (group + 1) / groups;
             count = std::min(num_words > kChunk ? kMaxSums / ((end - row) * kPanel) : 1, kMaxPanels);
             count = std::min({count, num_panels - panel, last - unit});
-            multiply_panels<T>(linear, x + row * num_words * kRowWords<T>, scales + row, end - row, panel, count, sums,
+            multiply_panels<T>(linear, x + row * row_words<T>(num_words), scales + row, end - row, panel, count, sums,
                                out + row * num_outputs);
         }
     }
@@ -332,6 +413,44 @@ void run(const Linear& linear, const float* x, const float* scales, int64_t num_
         multiply_all<T>(linear, x, scales, num_rows, static_cast<float*>(out));
     } else {
         multiply_all<T>(linear, x, scales, num_rows, static_cast<bfloat16*>(out));
+    }
+}
+
+// numbers [num_outputs, num_inputs], of -8 to 7, into words of panels, and scales [num_outputs, groups] beside them.
+void pack_int4(const int8_t* numbers, const uint16_t* scales, int64_t num_outputs, int64_t num_inputs, uint8_t* packed,
+               uint16_t* packed_scales) {
+    const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel, num_groups = (num_inputs + kGroup - 1) / kGroup;
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        const auto at = [&](int64_t output, int64_t input) {
+            const bool is_inside = output < num_outputs && input < num_inputs;
+            return is_inside ? numbers[output * num_inputs + input] + 8 : 8;
+        };
+        uint8_t* to = packed + panel * kPanel * num_groups * kGroup / 2;
+        uint16_t* scales_to = packed_scales + panel * kPanel * num_groups;
+        for (int64_t first = 0; first < num_groups * kGroup; first += 8) {
+            for (int64_t output = panel * kPanel; output < (panel + 1) * kPanel; ++output) {
+                if (first % kGroup == 0) {
+                    *scales_to++ = output < num_outputs ? scales[output * num_groups + first / kGroup] : 0;
+                }
+                for (int64_t i = first; i < first + 4; ++i) *to++ = uint8_t(at(output, i) | at(output, i + 4) << 4);
+            }
+        }
+    }
+}
+
+void unpack_int4_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, float* out) {
+    const int64_t num_groups = linear.num_words / kGroupWords;
+    const uint8_t* packed = reinterpret_cast<const uint8_t*>(linear.weight);
+    for (int64_t i = 0; i < num_ids; ++i) {
+        const int64_t panel = ids[i] / kPanel, output = ids[i] % kPanel;
+        for (int64_t input = 0; input < linear.num_inputs; ++input) {
+            const int64_t word = panel * linear.num_words + input / 8;
+            const uint8_t both = packed[(word * kPanel + output) * 4 + input % 4];
+            const int64_t group = panel * num_groups + input / kGroup;
+            const float scale = half_to_float(static_cast<const uint16_t*>(linear.scales)[group * kPanel + output]);
+            out[i * linear.num_inputs + input] = float((input % 8 < 4 ? both & 15 : both >> 4) - 8) * scale;
+        }
     }
 }
 
@@ -351,20 +470,33 @@ void write_piece(const int8_t* values, int64_t count, uint8_t* to) {
     }
 }
 
-// Rows into int8 first.
-template <typename In>
+// The same for int4: in each group first the word that its sum begins with.
+void write_groups(const int8_t* values, int64_t count, uint8_t* to) {
+    for (int64_t i = 0; i < count; i += kGroup, to += kGroupRowWords * sizeof(float)) {
+        const int32_t first = first_of_group(values + i);
+        std::memcpy(to, &first, sizeof first);
+        std::memcpy(to + sizeof first, values + i, kGroup);
+    }
+}
+
+// Rows into int8 first. T is the weight's.
+template <typename T, typename In>
 void quantize_and_run(const Linear& linear, const In* x, int64_t num_rows, void* out) {
-    const int64_t num_inputs = linear.num_inputs, weight_bytes = linear.num_words * sizeof(float);
-    uint8_t* rows = quantized_rows.take(num_rows * weight_bytes * kRowWords<int8_t>);
+    constexpr int64_t kPerWord = kIsInt4<T> ? 8 : 4;
+    const int64_t num_inputs = linear.num_inputs, width = linear.num_words * kPerWord;
+    const int64_t row_bytes = row_words<T>(linear.num_words) * sizeof(float);
+    uint8_t* rows = quantized_rows.take(num_rows * row_bytes);
     float* scales = reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float)));
 #pragma omp parallel for if (num_rows * num_inputs > kWorthQuantizing)
     for (int64_t row = 0; row < num_rows; ++row) {
         scales[row] = quantize_row(x + row * num_inputs, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
-            const int64_t first = piece * kQuantizedPiece, end = std::min(weight_bytes, first + kQuantizedPiece);
-            write_piece(values, end - first, rows + (row * weight_bytes + first) * kRowWords<int8_t>);
+            const int64_t first = piece * kQuantizedPiece, end = std::min(width, first + kQuantizedPiece);
+            uint8_t* to = rows + row * row_bytes + row_words<T>(first / kPerWord) * sizeof(float);
+            if constexpr (kIsInt4<T>) write_groups(values, end - first, to);
+            else write_piece(values, end - first, to);
         });
     }
-    run<int8_t>(linear, reinterpret_cast<const float*>(rows), scales, num_rows, out);
+    run<T>(linear, reinterpret_cast<const float*>(rows), scales, num_rows, out);
 }
 
 }  // namespace
@@ -414,14 +546,32 @@ EXPORT void roseinfer_linear_pack_int8_fours(const int8_t* weight, int64_t outpu
 // x [num_rows, num_inputs], each row of which gets a scale and becomes int8 on the way.
 EXPORT void roseinfer_linear_int8_fours_of_bfloat16(const Linear* linear, const bfloat16* x, int64_t num_rows,
                                                     void* out) {
-    quantize_and_run(*linear, x, num_rows, out);
+    quantize_and_run<int8_t>(*linear, x, num_rows, out);
 }
 
 EXPORT void roseinfer_linear_int8_fours_of_float32(const Linear* linear, const float* x, int64_t num_rows, void* out) {
-    quantize_and_run(*linear, x, num_rows, out);
+    quantize_and_run<int8_t>(*linear, x, num_rows, out);
 }
 
 // Each times its scale.
 EXPORT void roseinfer_linear_rows_int8_fours(const Linear* linear, const int64_t* ids, int64_t num_ids, float* out) {
     unpack_rows<int8_t>(*linear, ids, num_ids, out);
+}
+
+// An int4 weight: see pack_int4. The scales too have room for ceil(outputs / kPanel) * kPanel rows.
+EXPORT void roseinfer_linear_pack_int4(const int8_t* numbers, const uint16_t* scales, int64_t num_outputs,
+                                       int64_t num_inputs, uint8_t* packed, uint16_t* packed_scales) {
+    pack_int4(numbers, scales, num_outputs, num_inputs, packed, packed_scales);
+}
+
+EXPORT void roseinfer_linear_int4_of_bfloat16(const Linear* linear, const bfloat16* x, int64_t num_rows, void* out) {
+    quantize_and_run<Int4>(*linear, x, num_rows, out);
+}
+
+EXPORT void roseinfer_linear_int4_of_float32(const Linear* linear, const float* x, int64_t num_rows, void* out) {
+    quantize_and_run<Int4>(*linear, x, num_rows, out);
+}
+
+EXPORT void roseinfer_linear_rows_int4(const Linear* linear, const int64_t* ids, int64_t num_ids, float* out) {
+    unpack_int4_rows(*linear, ids, num_ids, out);
 }

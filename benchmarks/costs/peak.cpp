@@ -1,0 +1,38 @@
+// Multiplies registers that stay registers: the most that a level's instructions can do, for benchmarks/costs/linears.py.
+
+#include <utility>
+
+#include "common.h"
+#include "dot.h"
+
+constexpr std::make_index_sequence<12> kChains;  // more than an instruction takes cycles, so that none waits
+
+template <typename Sum, typename Step, size_t... I>
+static inline __attribute__((always_inline)) void repeat(int64_t count, float* out, const Step& step,
+                                                         std::index_sequence<I...>) {
+    Sum sums[] = {(Sum)splat(float(I))...};
+    Sum x = (Sum)splat(0.5f);
+    const auto advance = [&](Sum sum) __attribute__((always_inline)) {
+        asm("" : "+v"(x));  // so that no product is computed once for all
+        sum = step(sum, x);
+        asm("" : "+v"(sum));
+        return sum;
+    };
+    for (int64_t turn = 0; turn < count; ++turn) (static_cast<void>(sums[I] = advance(sums[I])), ...);
+    store(out, (zeros() + ... + (Floats)sums[I]));
+}
+
+// Each does count * 12 * LANES * (1 for float32, else 4) multiply-adds.
+EXPORT void peak_float32(int64_t count, float* out) {
+    repeat<Floats>(count, out, [](Floats sum, Floats x) { return multiply_add(x, x, sum); }, kChains);
+}
+
+EXPORT void peak_int8(int64_t count, float* out) {
+    repeat<Integers>(count, out, [](Integers sum, Integers x) {
+        return kHasFours ? add_fours(sum, x, x) : add_pairs(add_pairs(sum, x, x), x, x);
+    }, kChains);
+}
+
+EXPORT void peak_int4(int64_t count, float* out) {
+    repeat<Integers>(count, out, [](Integers sum, Integers x) { return add_nibbles(sum, x, x); }, kChains);
+}
