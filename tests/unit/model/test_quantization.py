@@ -175,7 +175,7 @@ def test_log_probabilities_of_random_models(tmp_path: Path, built_kernels: Built
     ids = torch.randint(0, 512, (128,), generator=torch.Generator().manual_seed(0))
     found = {}
     for quantization in ("none", "int8", "int4"):
-        placement = Setup("float32", quantization, level).placement(built_kernels)  # type: ignore[arg-type]
+        placement = Setup("float32", quantization, level).placement(built_kernels)
         with Checkpoint(tmp_path) as checkpoint, torch.inference_mode():
             model = build_model(checkpoint, placement)
             found[quantization] = model.logits(model.forward(ids, torch.arange(128), attend)).float().log_softmax(-1)

@@ -58,7 +58,7 @@ def _fit(groups: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _total(values: torch.Tensor) -> torch.Tensor:
     """Sums of 32 in the kernel's order."""
-    a, b, c, d = values.split(8, 1)
+    a, b, c, d = torch.split(values, 8, 1)
     lanes = a + b + c + d
     while lanes.shape[1] > 1:
         low, high = lanes.chunk(2, 1)

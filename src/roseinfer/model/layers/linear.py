@@ -489,7 +489,8 @@ class TorchGroupedLinear:
         quantized, row_scales = quantized_rows(x)
         y = torch.zeros(len(x), len(self._numbers))
         # Sums of a group are whole numbers below 2^24: exact in float32 in any order.
-        parts = zip(quantized.float().split(GROUP, 1), self._numbers.split(GROUP, 1), self._scales.t(), strict=True)
+        of_groups = (torch.split(each, GROUP, 1) for each in (quantized.float(), self._numbers))
+        parts = zip(*of_groups, self._scales.t(), strict=True)
         for rows, numbers, scales in parts:
             y += functional.linear(rows, numbers.float()) * scales.float()
         y *= row_scales[:, None]
