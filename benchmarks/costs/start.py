@@ -31,7 +31,7 @@ from roseinfer.bench.load.launcher import LaunchFailed, Server, free_port, serve
 
 PATHS = ("native", "transformers")
 OPTIONS = {"cache.cpu_memory_mib": "256", "model.max_model_len": "1024"}
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 _PATCHED = ("serve", "engine")  # commands of roseinfer that `run_patched` runs
 Figures = dict[str, float]
 

@@ -1,6 +1,6 @@
 """Measures models that run transformers' modelling code: Llama against our own file, and experts against its own loop.
 
-    python -m benchmarks.costs.transformers_models [--dtype bfloat16] [--rounds 15] [--out FILE]
+    python -m benchmarks.costs.transformers_models [--dtype bfloat16] [--rounds 15] [--shared] [--out FILE]
 
 Both models of a pair are loaded from one checkpoint of random weights, with the widths of Qwen3-0.6B and eight layers,
 and compute the same steps in turn. Printed is the median of the rounds, and the least and the most, of each, and of
@@ -41,15 +41,19 @@ SHAPE = {
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 STEPS = {"1 row": (1, 1), "8 rows": (8, 1), "64 rows": (64, 1), "prompt of 512": (1, 512)}  # rows, tokens of each
 Launch = Callable[[], object]
+Clock = Callable[[], float]
 
 
 def main() -> int:
     parser = part_parser(__doc__, "bench/transformers_models.json")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=15)
+    shared = "processor time of one thread, in place of the time of all: for a machine that does other work meanwhile"
+    parser.add_argument("--shared", action="store_true", help=shared)
     args = parser.parse_args()
     require_kernels()
     sitting, results = Sitting("transformers_models"), {}
+    clock = time.process_time if args.shared else time.perf_counter
     with tempfile.TemporaryDirectory() as directory:
         for title, model_type, changes, other in (
             ("Llama: our file, and transformers' code with our layers", "llama", {}, _generic),
@@ -63,12 +67,14 @@ def main() -> int:
                 theirs = _load(path, args.dtype)
             print(f"\n{title}, {args.dtype}: ms a step, and their time in ours\n\n| step | ours | theirs | ratio |")
             print("|---|---|---|---|")
+            if args.shared:
+                torch.set_num_threads(1)
             for name, shape in STEPS.items():
                 taken = results[f"{model_type}, {name}"] = _measure(
-                    _step(ours, *shape), _step(theirs, *shape), args.rounds
+                    _step(ours, *shape), _step(theirs, *shape), args.rounds, clock
                 )
                 print(f"| {name} | {' | '.join(map(_cell, taken))} |", flush=True)
-    sitting.write(args.out, {"dtype": args.dtype, "steps": results})
+    sitting.write(args.out, {"dtype": args.dtype, "is_shared": args.shared, "steps": results})
     return 0
 
 
@@ -95,7 +101,7 @@ def _generic() -> Iterator[None]:
 @contextmanager
 def _loop_over_experts() -> Iterator[None]:
     """Experts, and nothing else, are as transformers computes them."""
-    with mock.patch.object(transformers_layers, "_Experts", lambda module, _: module):
+    with mock.patch.object(transformers_layers, "is_mixture", return_value=False):
         yield
 
 
@@ -117,12 +123,12 @@ def _step(runner: ModelRunner, num_rows: int, num_tokens: int) -> Launch:
     return lambda: runner.logits(batch)
 
 
-def _measure(ours: Launch, theirs: Launch, rounds: int) -> tuple[list[float], list[float], list[float]]:
+def _measure(ours: Launch, theirs: Launch, rounds: int, clock: Clock) -> tuple[list[float], list[float], list[float]]:
     """Milliseconds of both in each round, and their ratio."""
     taken: tuple[list[float], list[float], list[float]] = ([], [], [])
     for number in range(-2, rounds):  # the first two warm up
         first, second = (ours, theirs) if number % 2 else (theirs, ours)
-        one, other = _seconds(first), _seconds(second)
+        one, other = _seconds(first, clock), _seconds(second, clock)
         mine, yours = (one, other) if number % 2 else (other, one)
         if number >= 0:
             for values, value in zip(taken, (mine * 1e3, yours * 1e3, yours / mine), strict=True):
@@ -130,10 +136,10 @@ def _measure(ours: Launch, theirs: Launch, rounds: int) -> tuple[list[float], li
     return taken
 
 
-def _seconds(launch: Launch) -> float:
-    began = time.perf_counter()
+def _seconds(launch: Launch, clock: Clock) -> float:
+    began = clock()
     launch()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 if __name__ == "__main__":

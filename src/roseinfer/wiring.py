@@ -81,6 +81,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     from roseinfer.model.runner import load_runner
 
     runner = load_runner(config, limits.max_active_seqs, clock.enter)
+    memory.give_back()  # what only loading needed
     memory.keep_freed_memory()
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
     runner.warm_up(limits.max_num_batched_tokens)

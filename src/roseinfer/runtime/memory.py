@@ -46,7 +46,7 @@ def keep_freed_memory() -> None:
     """Have malloc return no freed memory to the system, and map no single allocation of up to 2 GiB.
 
     Otherwise each large temporary of a step is fresh memory, which the system clears page by page. Call it when
-    everything is loaded: what only loading needed has been returned by then.
+    everything is loaded, and what only loading needed has been given back.
     """
     if (libc := _glibc()) is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
