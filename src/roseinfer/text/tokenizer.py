@@ -1,8 +1,8 @@
 """Turns text into token ids, and a token id into the bytes it stands for.
 
-Any vocabulary of the two families that matter is a table from id to bytes: byte-level ones (GPT-2, Llama 3, Qwen) spell
-each byte as one printable character, SentencePiece ones (Llama 2, Mistral) write a space as U+2581 and odd bytes as
-`<0xNN>`.
+Any vocabulary is a table from id to bytes: byte-level ones (GPT-2, Llama 3, Qwen) spell each byte as one printable
+character, SentencePiece ones (Llama 2, Mistral) write a space as U+2581 and odd bytes as `<0xNN>`; WordPiece marks what
+goes on with a word (`##`), older BPE what ends one (`</w>`).
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from roseinfer.errors import ConfigError, InvalidRequest, PromptName, PromptTooL
 from roseinfer.runtime import memory
 from roseinfer.runtime.niceness import be_nicer_in_this_thread
 from roseinfer.text.reasoning import REASONING_TAGS
+from roseinfer.text.tokenizer_files import tokenizer_file
 from roseinfer.text.tool_calls import CALL_TAGS
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
@@ -107,10 +108,7 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
         """Read `tokenizer.json`, and what `tokenizer_config.json` wants around a text. Raises ConfigError."""
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"The checkpoint has no tokenizer.json: {directory}.", param="model.path")
-        return cls.from_bytes(path.read_bytes(), TokenizerConfig.load(directory))
+        return cls.from_bytes(tokenizer_file(directory).read_bytes(), TokenizerConfig.load(directory))
 
     @classmethod
     def from_bytes(cls, content: bytes, config: TokenizerConfig | None = None) -> "Tokenizer":
@@ -256,8 +254,14 @@ def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
         return _byte_level_bytes
     if kinds & {"ByteFallback", "Metaspace"}:
         return _sentencepiece_bytes
+    for part in _parts(decoder, "decoders"):
+        if part["type"] == "WordPiece":
+            return partial(_word_piece_bytes, part["prefix"])
+        if part["type"] == "BPEDecoder":
+            return partial(_suffixed_bytes, part["suffix"])
     raise ConfigError(
-        "tokenizer.json: neither a byte-level nor a SentencePiece vocabulary, so tokens are not bytes.",
+        "tokenizer.json: its decoder is none of those whose tokens are bytes: ByteLevel, ByteFallback, Metaspace, "
+        "WordPiece, BPEDecoder.",
         param="model.path",
     )
 
@@ -284,6 +288,16 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     if found := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(found[1], 16)])
     return piece.replace("\u2581", " ").encode()
+
+
+def _word_piece_bytes(prefix: str, piece: str) -> bytes:
+    """A piece with the prefix goes on with a word, any other begins one behind a space."""
+    return piece.removeprefix(prefix).encode() if piece.startswith(prefix) else f" {piece}".encode()
+
+
+def _suffixed_bytes(suffix: str, piece: str) -> bytes:
+    """A piece with the suffix ends a word, and a space follows."""
+    return (piece.removesuffix(suffix) + " " if piece.endswith(suffix) else piece).encode()
 
 
 class _Model(msgspec.Struct):

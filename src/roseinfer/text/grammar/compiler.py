@@ -28,6 +28,7 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar, ParameterShape, Thought
 from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens, TokenTexts
+from roseinfer.text.tokenizer_files import tokenizer_file
 from roseinfer.text.tool_calls import CALL_TAGS, listed_values
 
 MAX_TOKEN_CHARS = 255
@@ -160,7 +161,7 @@ class Vocabulary:
     def load(cls, checkpoint_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
         """Read the checkpoint's tokenizer.json; `vocab_size` is the model's. Raises ValueError or OSError."""
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        file = TokenizerFile.read((checkpoint_dir / "tokenizer.json").read_text(encoding="utf-8"), eos)
+        file = TokenizerFile.read(tokenizer_file(checkpoint_dir).read_text(encoding="utf-8"), eos)
         tokens = _Tokens(file, vocab_size, eos)
         tokenizer = llguidance.LLTokenizer(cast("llguidance.TokenizerWrapper", tokens), eos_token=eos or None)
         texts = TokenTexts(b"" if token_id in file.control else text for token_id, text in enumerate(tokens.tokens))

@@ -1,0 +1,101 @@
+"""Finds a checkpoint's tokenizer.json, or has transformers convert the files that there are into one.
+
+A checkpoint without it has a SentencePiece or tiktoken model, or a vocabulary with or without merges. The conversion
+takes seconds and what it imports hundreds of megabytes, so a process of its own does it, and the result is kept in the
+user's cache, named by a digest of the files and one of the result: a damaged one is made anew.
+"""
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from roseinfer.errors import ConfigError
+
+NAME = "tokenizer.json"
+_MODELS = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+_TIMEOUT_S = 300
+
+_log = logging.getLogger(__name__)
+
+
+def tokenizer_file(directory: Path) -> Path:
+    """The checkpoint's own tokenizer.json, or a converted one. Raises ConfigError."""
+    own = directory / NAME
+    if own.is_file():
+        return own
+    models = sorted({path for pattern in _MODELS for path in directory.glob(pattern)})
+    if not models:
+        _refuse(f"The checkpoint has no tokenizer: in {directory} is neither {NAME} nor any of {', '.join(_MODELS)}.")
+    files = [*models, *(path for name in _SETTINGS if (path := directory / name).is_file())]
+    source = hashlib.blake2b(version("transformers").encode(), digest_size=16)
+    for path in files:
+        source.update(f"\0{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    cache, key = Path.home() / ".cache" / "roseinfer" / "tokenizers", source.hexdigest()
+    for kept in cache.glob(f"{key}-*.json"):
+        if kept.stem == f"{key}-{_digest(kept)}":
+            return kept
+        kept.unlink(missing_ok=True)
+    return _convert(directory, cache, key)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _convert(directory: Path, cache: Path, key: str) -> Path:
+    """The result, in the cache, or where that cannot be written in the directory for temporary files."""
+    _log.info("the tokenizer is converted, once", extra={"checkpoint_dir": str(directory)})
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(".partial", dir=cache)
+    except OSError:
+        cache = Path(tempfile.mkdtemp(prefix="roseinfer-tokenizer-"))
+        file, name = tempfile.mkstemp(".partial", dir=cache)
+    os.close(file)
+    partial = Path(name)
+    try:
+        command = [sys.executable, "-m", __name__, str(directory), name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            _refuse(f"The tokenizer in {directory} cannot be converted to {NAME}: {reason}")
+        target = cache / f"{key}-{_digest(partial)}.json"
+        partial.replace(target)
+    except subprocess.TimeoutExpired:
+        _refuse(f"The tokenizer in {directory} was not converted to {NAME} in {_TIMEOUT_S} s.")
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message, param="model.path")
+
+
+def _main(directory: str, target: str) -> int:
+    """Convert, as a process of its own; the last line of stderr says what was wrong."""
+    import sentencepiece  # noqa: F401 - transformers does; without it, it takes a model for one of tiktoken's
+    import tiktoken  # noqa: F401 - likewise
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as their_logging
+
+    their_logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        backend = tokenizer.backend_tokenizer
+    except Exception as error:  # noqa: BLE001 - of any library that it calls
+        sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}\n")
+        return 1
+    Path(target).write_text(backend.to_str(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

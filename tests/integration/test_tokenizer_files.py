@@ -1,0 +1,164 @@
+"""Checkpoints without tokenizer.json: each kind of file that transformers converts, made small, and kept afterwards."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, CharBPETokenizer
+from transformers import AutoTokenizer
+
+from roseinfer.errors import ConfigError
+from roseinfer.text import tokenizer_files
+from roseinfer.text.grammar.compiler import Vocabulary
+from roseinfer.text.tokenizer import _BYTE_OF, Tokenizer
+from roseinfer.text.tokenizer_files import tokenizer_file
+from tests.repo.tree import ROOT
+
+TEXTS = [
+    "Hello world",
+    " leading and  double  spaces",
+    "wörld, 漢字 🎉 \u200b",
+    "tabs\tand\nnew lines\r\n",
+    "x = f(1) + [2, 3]  # code",
+    "‘curly’ — dashes… ﬁ ligature",
+    "<s>no special</s>",
+]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+SIZE = 600
+
+
+def corpus(directory: Path) -> str:
+    path = directory / "corpus"
+    path.write_text((ROOT / "docs" / "architecture.md").read_text() * 3)
+    return str(path)
+
+
+def write(directory: Path, model_type: str, **config: Any) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": SIZE}))
+
+
+def sentence_pieces(kind: str, directory: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        input=corpus(directory),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=SIZE,
+        model_type=kind,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=3,
+    )
+
+
+def llama(directory: Path) -> None:
+    sentence_pieces("bpe", directory)
+    write(directory, "llama", tokenizer_class="LlamaTokenizer", add_bos_token=True, **TOKENS)
+
+
+def gemma(directory: Path) -> None:
+    sentence_pieces("bpe", directory)
+    write(directory, "gemma", tokenizer_class="GemmaTokenizer", pad_token="<unk>", **TOKENS)  # noqa: S106 - of text
+
+
+def byte_level(directory: Path) -> None:
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train([corpus(directory)], vocab_size=SIZE - 1)
+    tokenizer.save_model(str(directory))
+    write(directory, "qwen2", tokenizer_class="Qwen2Tokenizer")
+
+
+def tiktoken(directory: Path) -> None:
+    byte_level(directory)
+    vocab = json.loads((directory / "vocab.json").read_text())
+    for name in ("vocab.json", "merges.txt"):
+        (directory / name).unlink()
+    ranked = [bytes(map(_BYTE_OF.__getitem__, piece)) for piece in sorted(vocab, key=vocab.__getitem__)]
+    lines = (base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(ranked))
+    (directory / "tokenizer.model").write_bytes(b"".join(lines))
+    write(directory, "llama", tokenizer_class="PreTrainedTokenizerFast")
+
+
+def word_pieces(directory: Path) -> None:
+    tokenizer = BertWordPieceTokenizer(lowercase=False)
+    tokenizer.train([corpus(directory)], vocab_size=SIZE)
+    tokenizer.save_model(str(directory))
+    write(directory, "bert", tokenizer_class="BertTokenizer", do_lower_case=False)
+
+
+def word_ends(directory: Path) -> None:
+    tokenizer = CharBPETokenizer(lowercase=True)
+    tokenizer.train([corpus(directory)], vocab_size=SIZE)
+    tokenizer.save_model(str(directory))
+    write(directory, "openai-gpt", tokenizer_class="OpenAIGPTTokenizer", unk_token="<unk>")  # noqa: S106 - of text
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("make", [llama, gemma, byte_level, tiktoken, word_pieces, word_ends])
+def test_it_is_what_transformers_makes_of_the_files(make: Callable[[Path], None], home: Path) -> None:
+    make(home)
+    ours, theirs = Tokenizer.load(home), AutoTokenizer.from_pretrained(home)
+    has_all_bytes = make not in {word_pieces, word_ends}
+    for text in TEXTS:
+        token_ids = ours.encode_here(text, add_special_tokens=True)
+        assert token_ids == theirs(text).input_ids
+        plain = ours.encode_here(text, add_special_tokens=False)
+        if has_all_bytes:
+            told = b"".join(map(ours.spell, plain)).decode()
+            assert told.removeprefix(" ") == text.removeprefix(" ")
+        else:
+            told = b"".join(map(ours.text_bytes, plain)).decode()
+            theirs_told = theirs.decode(plain, skip_special_tokens=True)  # which takes spaces before punctuation away
+            assert "".join(told.split()) == "".join(theirs_told.split())
+    if has_all_bytes:
+        assert Vocabulary.load(home, SIZE, [2]).vocab_size == SIZE
+
+
+def test_it_is_kept_and_made_anew_when_damaged(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    byte_level(home)
+    first = tokenizer_file(home)
+    content = first.read_bytes()
+    assert first.is_relative_to(home / ".cache")
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer_files, "_convert", None)  # or it would be called
+        assert tokenizer_file(home) == first
+    first.write_bytes(content[:100])
+    assert tokenizer_file(home).read_bytes() == content
+    (home / "merges.txt").write_text("#version: 0.2\n")
+    assert tokenizer_file(home) != first, "other files, another tokenizer"
+    assert not list((home / ".cache").rglob("*.partial"))
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason(home: Path) -> None:
+    byte_level(home)
+    (home / ".cache").write_text("a file")
+    assert Tokenizer.load(home).encode_here("Hello", add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "The checkpoint has no tokenizer"),
+        (
+            {"tokenizer.model": b"neither", "config.json": b'{"model_type": "llama"}'},
+            "cannot be converted",
+        ),
+        ({"vocab.json": b"{", "merges.txt": b"", "config.json": b'{"model_type": "gpt2"}'}, "cannot be converted"),
+    ],
+)
+def test_files_that_are_none_are_named(files: dict[str, bytes], words: str, home: Path) -> None:
+    for name, content in files.items():
+        (home / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as refused:
+        Tokenizer.load(home)
+    assert refused.value.param == "model.path"
+    assert str(home) in refused.value.message
