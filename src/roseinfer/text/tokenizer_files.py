@@ -64,7 +64,7 @@ def _convert(directory: Path, cache: Path, key: str) -> Path:
         command = [sys.executable, "-m", __name__, str(directory), name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
         if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1][:500]
             _refuse(f"The tokenizer in {directory} cannot be converted to {NAME}: {reason}")
         target = cache / f"{key}-{_digest(partial)}.json"
         partial.replace(target)
@@ -80,20 +80,15 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _main(directory: str, target: str) -> int:
-    """Convert, as a process of its own; the last line of stderr says what was wrong."""
+    """Convert, as a process of its own; the last line of its traceback says what was wrong."""
     import sentencepiece  # noqa: F401 - transformers does; without it, it takes a model for one of tiktoken's
     import tiktoken  # noqa: F401 - likewise
     from transformers import AutoTokenizer
     from transformers.utils import logging as their_logging
 
     their_logging.set_verbosity_error()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        backend = tokenizer.backend_tokenizer
-    except Exception as error:  # noqa: BLE001 - of any library that it calls
-        sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}\n")
-        return 1
-    Path(target).write_text(backend.to_str(), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    Path(target).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     return 0
 
 
