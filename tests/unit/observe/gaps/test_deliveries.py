@@ -13,10 +13,13 @@ from roseinfer.runtime.gc_pauses import GcPauses
 @pytest.fixture
 def _collecting_always() -> Iterator[None]:
     """A collection at each allocation of anything that it walks through."""
-    thresholds = gc.get_threshold()
+    thresholds, was_enabled = gc.get_threshold(), gc.isenabled()
     gc.set_threshold(1)
+    gc.enable()
     yield
     gc.set_threshold(*thresholds)
+    if not was_enabled:
+        gc.disable()
 
 
 @pytest.mark.usefixtures("_collecting_always")
@@ -27,7 +30,7 @@ def test_a_collection_may_come_while_they_are_read() -> None:
     live.begin(90, Cause.SCRAPE)
     with GcPauses() as pauses:
         pauses.listeners.append(lambda start_ns, end_ns: live.add(start_ns, end_ns, Cause.GC))
-        kept = [[live.within(0, 100)] for _ in range(50)]
+        kept = [[live.within(0, 100)] for _ in range(200)]  # more than the interpreter keeps free lists for
     assert all(found[0][-1] == (90, 100, Cause.SCRAPE) for found in kept)
     assert pauses.take(), "a collection came"
 
