@@ -27,8 +27,6 @@ from roseinfer.model.dequantize import CONFIG_FILES, UNUSED_SUFFIXES, Quantizati
 
 _DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights first; configs, tokenizer, template
-_HUB_SUBFOLDERS = ["*/*"]  # exports to other formats
 _WEIGHTS_FILE = "model.safetensors"
 _UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and their values without effect
     "no_repeat_ngram_size": 0,
@@ -70,30 +68,9 @@ def resolve_checkpoint(path: str, revision: str | None = None, *, has_weights: b
         _refuse(f"{path} is a file; the model is the directory that holds config.json and the safetensors files.")
     if not _HUB_ID.fullmatch(path):
         _refuse(f"There is no checkpoint directory {path}.")
-    return _download(path, revision, _HUB_FILES[not has_weights :])
+    from roseinfer.model.hub import fetch  # half a second that a directory's reader need not wait
 
-
-def _download(repo_id: str, revision: str | None, files: list[str]) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(repo_id, revision=revision, allow_patterns=files, ignore_patterns=_HUB_SUBFOLDERS)
-        )
-    except errors.GatedRepoError as error:
-        _refuse(f"{repo_id} needs permission of its owner; log in to Hugging Face with a token that has it.", error)
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        _refuse(f"There is no directory {repo_id} here and no model of this name on Hugging Face.", error)
-    except errors.RevisionNotFoundError as error:
-        _refuse(f"{repo_id} has no revision {revision} on Hugging Face.", error, param="model.revision")
-    except errors.LocalEntryNotFoundError as error:
-        _refuse(
-            f"There is no directory {repo_id} here, and the model cannot be fetched: Hugging Face is out of reach or "
-            "switched off (HF_HUB_OFFLINE), and its cache has no copy.",
-            error,
-        )
-    except (errors.HfHubHTTPError, OSError) as error:
-        _refuse(f"{repo_id} could not be fetched from Hugging Face: {str(error).splitlines()[0]}", error)
+    return fetch(path, revision, has_weights=has_weights)
 
 
 class Checkpoint:

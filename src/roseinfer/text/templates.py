@@ -283,11 +283,14 @@ class ChatTemplate:
 
 
 def _checkpoint_templates(directory: Path, config: TokenizerConfig) -> dict[str, str]:
-    """By name: of `chat_template.jinja`, else of `tokenizer_config.json`, else of `chat_template.json`."""
+    """By name: of `chat_template.jinja` and its like, else of `tokenizer_config.json`, else of `chat_template.json`."""
     file = directory / "chat_template.jinja"
     try:
         if file.is_file():
-            return {"default": file.read_text(encoding="utf-8")}
+            others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+            return {
+                "default" if each is file else each.stem: each.read_text(encoding="utf-8") for each in (*others, file)
+            }
         entry = config.chat_template or read_json(directory / "chat_template.json").get("chat_template")
         source = msgspec.convert(entry, str | list[_NamedTemplate] | None)
     except ValueError as error:  # not UTF-8, or not the shape that checkpoints have

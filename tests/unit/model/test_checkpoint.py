@@ -5,10 +5,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants, errors
 from safetensors.torch import load_file, save_file
 
 from roseinfer.config.options import DEMO_MODEL
@@ -298,56 +296,6 @@ def test_a_path_that_cannot_be_an_id_is_never_looked_up(path: str) -> None:
     with pytest.raises(ConfigError, match="There is no checkpoint directory") as caught:
         resolve_checkpoint(path)
     assert caught.value.param == "model.path"
-
-
-def test_an_id_without_a_copy_while_the_hub_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match="no directory nobody/nothing here, and the model cannot be fetched"
-    ) as caught:
-        resolve_checkpoint("nobody/nothing")
-    assert caught.value.param == "model.path"
-
-
-@pytest.mark.parametrize(
-    ("error", "told", "param"),
-    [
-        (errors.RepositoryNotFoundError, "no model of this name on Hugging Face", "model.path"),
-        (errors.GatedRepoError, "needs permission of its owner", "model.path"),
-        (errors.RevisionNotFoundError, "has no revision v9", "model.revision"),
-        (errors.HfHubHTTPError, "could not be fetched from Hugging Face: 503 come back later", "model.path"),
-        (ConnectionError, "could not be fetched", "model.path"),
-    ],
-)
-def test_what_the_hub_may_answer(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception], told: str, param: str
-) -> None:
-    def snapshot_download(*_args: object, **_options: object) -> str:
-        failure = error.__new__(error)  # their constructors want the HTTP response
-        Exception.__init__(failure, "503 come back later\nand more")
-        raise failure
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ConfigError) as caught:
-        resolve_checkpoint("somebody/something", "v9")
-    assert told in caught.value.message
-    assert caught.value.param == param
-
-
-def test_an_id_is_fetched_without_exports_to_other_formats(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    asked: dict[str, object] = {}
-
-    def snapshot_download(repo_id: str, **options: object) -> str:
-        asked.update(options, repo_id=repo_id)
-        return str(directory)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_checkpoint("gpt2", "main") == directory
-    assert (asked["repo_id"], asked["revision"]) == ("gpt2", "main")
-    offered = ["config.json", "model.safetensors", "merges.txt", "onnx/config.json", "pytorch_model.bin", "64.tflite"]
-    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
-    assert list(huggingface_hub.utils.filter_repo_objects(offered, **patterns)) == offered[:3]
 
 
 def test_a_file_is_no_checkpoint(directory: Path) -> None:
