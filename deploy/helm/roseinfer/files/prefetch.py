@@ -4,6 +4,7 @@
 one, so pods wait for the mark; why the last attempt failed stands beside it, and whoever waits prints it.
 """
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ def fetch(config_file: str, mark: str) -> int:
     from roseinfer.errors import RoseinferError
     from roseinfer.model.checkpoint import resolve_checkpoint
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("roseinfer").setLevel(logging.INFO)  # how far the fetch is
     model = load(file=Path(config_file)).config.model
     Path(mark).parent.mkdir(parents=True, exist_ok=True)
     try:
