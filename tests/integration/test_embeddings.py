@@ -89,6 +89,17 @@ def test_they_are_those_of_transformers(
         assert vector.tobytes() == repeated.tobytes()
 
 
+def test_a_model_that_was_saved_without_a_head(reference: PreTrainedModel, checkpoint: Path, tmp_path: Path) -> None:
+    """As sentence-transformers saves it: other names of architecture and tensors."""
+    reference.base_model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, tmp_path)
+    with open_llm(tmp_path) as llm:
+        found = llm.embed(PROMPTS)
+    for vector, prompt in zip(found, PROMPTS, strict=True):
+        assert np.abs(vector - expected(reference, prompt, "last")).max() < 1e-4
+
+
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_they_are_the_same_in_company(checkpoint: Path, pooling: Pooling) -> None:
     """Sixteen at once, in pieces, beside generations that decode; and each alone, whole."""

@@ -346,22 +346,19 @@ def test_a_quantised_weight_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("ROSEINFER_REQUIRE_ALL" not in os.environ, reason="long: in CI only")
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
 @torch.inference_mode()
-def test_prompts_of_3000_tokens(tmp_path: Path) -> None:
-    for model_type in sorted(FAMILIES):
-        reference = random_model(model_type, max_position_embeddings=3200)
-        directory = tmp_path / model_type
-        directory.mkdir()
-        reference.save_pretrained(directory)
-        config = Config(
-            model=ModelConfig(path=str(directory), dtype="float32"),
-            cache=CacheConfig(num_blocks=200),
-            runner=RunnerConfig(device="cpu", num_threads=1),
-        )
-        runner, text = load_runner(config, 1, lambda *_: None), text_of(3000)
-        batch = (0, 0, text)
-        expected = reference(torch.tensor([text]), use_cache=False, logits_to_keep=1).logits[0, -1]
-        torch.testing.assert_close(_long(runner, *batch), expected, atol=TOLERANCE, rtol=0, msg=model_type)
+def test_prompts_of_3000_tokens(tmp_path: Path, model_type: str) -> None:
+    reference = random_model(model_type, max_position_embeddings=3200)
+    reference.save_pretrained(tmp_path)
+    config = Config(
+        model=ModelConfig(path=str(tmp_path), dtype="float32"),
+        cache=CacheConfig(num_blocks=200),
+        runner=RunnerConfig(device="cpu", num_threads=1),
+    )
+    runner, text = load_runner(config, 1, lambda *_: None), text_of(3000)
+    expected = reference(torch.tensor([text]), use_cache=False, logits_to_keep=1).logits[0, -1]
+    torch.testing.assert_close(_long(runner, 0, 0, text), expected, atol=TOLERANCE, rtol=0)
 
 
 def _long(runner: ModelRunner, slot: int, start: int, token_ids: list[int]) -> torch.Tensor:

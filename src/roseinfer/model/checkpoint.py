@@ -123,6 +123,8 @@ class Checkpoint:
     def sampling_defaults(self) -> SamplingDefaults:
         """The sampling parameters of generation_config.json. Logs those that are not supported."""
         given = {name: value for name, value in self._generation_config.items() if value is not None}
+        if given.get("top_k") == -1:  # as some write that there is no limit
+            given["top_k"] = 0
         for name, neutral in _UNSERVED_SAMPLING.items():
             if given.get(name, neutral) != neutral:
                 _log.warning("generation_config.json: %s=%s is not supported and has no effect", name, given[name])

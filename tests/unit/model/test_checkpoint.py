@@ -242,6 +242,7 @@ def test_sampling_defaults(directory: Path) -> None:
         assert checkpoint.sampling_defaults() == SamplingDefaults()
     qwen = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
     assert defaults_of(directory, qwen) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    assert defaults_of(directory, {"top_k": -1}) == SamplingDefaults()
     nulls: dict[str, object] = {"temperature": None, "top_k": None, "min_p": 0.1, "repetition_penalty": None}
     assert defaults_of(directory, nulls) == SamplingDefaults(min_p=0.1)
 

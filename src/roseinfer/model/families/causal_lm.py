@@ -64,8 +64,10 @@ class LayerReader:
     def embedding_and_head(self, name: str, shape: tuple[int, int], *, is_tied: bool) -> tuple[Embedding, Linear]:
         """The embedding called `name`, and the linear of logits.
 
-        Its weight is `lm_head.weight`, or that of the embedding if it is tied and the file agrees.
+        Its weight is `lm_head.weight`, or that of the embedding if it is tied and the file agrees. A bare model, whose
+        names have no prefix, needs no head: its rows are for embeddings.
         """
+        is_tied = is_tied or (not self.prefix and "lm_head.weight" not in self.checkpoint.names)
         table = self.tensor(name, *shape)
         if is_tied and not self.checkpoint.has_other_values("lm_head.weight", self.prefix + name, shape):
             head = Linear(table, None, self.placement, dtype=torch.float32)

@@ -85,17 +85,14 @@ class GPT2:
     is_capturable = True
 
     def __init__(self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement) -> None:
-        names = checkpoint.names
         # The original checkpoints hold the bare transformer, later ones the language model around it.
-        prefix = "transformer." if "transformer.wte.weight" in names else ""
+        prefix = "transformer." if "transformer.wte.weight" in checkpoint.names else ""
         read = _Reader(checkpoint, placement, spec.layer_norm_epsilon, prefix)
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.n_positions
         self.attention_spec = spec.attention
         self._token_embedding, self.head = read.embedding_and_head(
-            "wte.weight",
-            (spec.vocab_size, spec.n_embd),
-            is_tied=spec.tie_word_embeddings or "lm_head.weight" not in names,
+            "wte.weight", (spec.vocab_size, spec.n_embd), is_tied=spec.tie_word_embeddings
         )
         self._position_embedding = Embedding(read.tensor("wpe.weight", spec.n_positions, spec.n_embd), placement)
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]

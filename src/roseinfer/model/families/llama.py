@@ -63,7 +63,7 @@ class FamilySpec(msgspec.Struct, frozen=True, kw_only=True):
     num_key_value_heads: PositiveInt | None = None
     head_dim: Annotated[int, Meta(ge=2, multiple_of=2)] | None = None
     rms_norm_eps: PositiveFloat = 1e-6
-    hidden_act: Literal["silu"] = "silu"
+    hidden_act: Literal["silu", "swish"] = "silu"  # two names of one function
     tie_word_embeddings: bool = False
     rope_parameters: AnyRope | None = None
     rope_scaling: AnyRope | None = None
@@ -267,7 +267,7 @@ class _Block:
     """The weights of one layer: attention and MLP, each behind its norm."""
 
     def __init__(self, spec: FamilySpec, read: "_Reader", layer: int) -> None:
-        prefix = f"model.layers.{layer}."
+        prefix = f"layers.{layer}."
         width, inner, biases = spec.hidden_size, spec.intermediate_size, spec.biases
         q, kv = spec.num_attention_heads * spec.head_width, spec.num_kv_heads * spec.head_width
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -306,14 +306,15 @@ class Llama:
     is_capturable = True
 
     def __init__(self, spec: FamilySpec, checkpoint: Checkpoint, placement: Placement) -> None:
-        read = _Reader(checkpoint, placement, spec.rms_norm_eps)
+        prefix = "" if "embed_tokens.weight" in checkpoint.names else "model."  # as AutoModel saves it, without a head
+        read = _Reader(checkpoint, placement, spec.rms_norm_eps, prefix)
         self.model_type = spec.model_type
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.max_positions
         self.attention_spec = spec.attention
         shape = spec.vocab_size, spec.hidden_size
         self._token_embedding, self.head = read.embedding_and_head(
-            "model.embed_tokens.weight", shape, is_tied=spec.tie_word_embeddings
+            "embed_tokens.weight", shape, is_tied=spec.tie_word_embeddings
         )
         self._rotations = RotationTable(spec.rope, spec.head_width, spec.max_positions, placement.device)
         self._gate = SiluGate(placement)
@@ -321,7 +322,7 @@ class Llama:
         self._blocks = [_Block(spec, read, layer) for layer in range(spec.num_hidden_layers)]
         first = self._blocks[0]
         self.layer_linears = [first.qkv, first.attention_out, first.gate_up, first.down]
-        self.final_norm = read.norm("model.norm", spec.hidden_size)
+        self.final_norm = read.norm("norm", spec.hidden_size)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
 

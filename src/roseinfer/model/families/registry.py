@@ -33,17 +33,18 @@ class _Family(NamedTuple):
     checkpoints: str  # as people call them
     model: Any  # of a spec, a checkpoint and a placement
     spec: type[GPT2Spec] | type[FamilySpec]
+    bare: str  # the architecture without a head
 
 
 FAMILIES = {  # by architecture
-    "GPT2LMHeadModel": _Family("gpt2", "GPT-2", GPT2, GPT2Spec),
-    "GraniteForCausalLM": _Family("granite", "Granite 3, dense", Llama, GraniteSpec),
-    "LlamaForCausalLM": _Family("llama", "Llama 2 and 3, and what has their shape", Llama, LlamaSpec),
-    "MistralForCausalLM": _Family("mistral", "Mistral 7B, Ministral 8B", Llama, MistralSpec),
-    "Qwen2ForCausalLM": _Family("qwen2", "Qwen2, Qwen2.5", Llama, Qwen2Spec),
-    "Qwen3ForCausalLM": _Family("qwen3", "Qwen3, dense", Llama, Qwen3Spec),
-    "SeedOssForCausalLM": _Family("seed_oss", "Seed-OSS", Llama, SeedOssSpec),
-    "SmolLM3ForCausalLM": _Family("smollm3", "SmolLM3", Llama, SmolLM3Spec),
+    "GPT2LMHeadModel": _Family("gpt2", "GPT-2", GPT2, GPT2Spec, "GPT2Model"),
+    "GraniteForCausalLM": _Family("granite", "Granite 3, dense", Llama, GraniteSpec, "GraniteModel"),
+    "LlamaForCausalLM": _Family("llama", "Llama 2 and 3, and what has their shape", Llama, LlamaSpec, "LlamaModel"),
+    "MistralForCausalLM": _Family("mistral", "Mistral 7B, Ministral 8B", Llama, MistralSpec, "MistralModel"),
+    "Qwen2ForCausalLM": _Family("qwen2", "Qwen2, Qwen2.5", Llama, Qwen2Spec, "Qwen2Model"),
+    "Qwen3ForCausalLM": _Family("qwen3", "Qwen3, dense", Llama, Qwen3Spec, "Qwen3Model"),
+    "SeedOssForCausalLM": _Family("seed_oss", "Seed-OSS", Llama, SeedOssSpec, "SeedOssModel"),
+    "SmolLM3ForCausalLM": _Family("smollm3", "SmolLM3", Llama, SmolLM3Spec, "SmolLM3Model"),
 }
 
 
@@ -65,8 +66,9 @@ def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
 
 
 def _find(checkpoint: Checkpoint) -> _Family | None:
-    """By the first known entry of `architectures`; without any, by `model_type`."""
+    """By the first known entry of `architectures`, or its model without a head; without any, by `model_type`."""
     config = checkpoint.config
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     named = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
-    return next((FAMILIES[name] for name in named if name in FAMILIES), None)
+    bare = {family.bare: family for family in FAMILIES.values()}
+    return next((family for name in named if (family := FAMILIES.get(name) or bare.get(name))), None)

@@ -130,6 +130,9 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
     found = known.get(type(config), ())
     classes = {each.__name__: each for each in (found if isinstance(found, tuple) else (found,))}
     asked = [name for name in config.architectures or classes if name in classes]
+    if not asked and classes and _is_bare(config):
+        config.tie_word_embeddings = True  # it has no head, and needs none: its rows are for embeddings
+        asked = list(classes)
     if not asked:
         named = ", ".join(config.architectures or [config.model_type])
         refuse(checkpoint, f"asks for {named}, which is no decoder we know")
@@ -138,6 +141,12 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
     if text.to_dict().get("use_bidirectional_attention"):
         refuse(checkpoint, "sees the tokens behind each token too")
     return classes[asked[0]]
+
+
+def _is_bare(config: Any) -> bool:
+    """Whether it was saved without a head, as `AutoModel` does."""
+    bare = transformers.AutoModel._model_mapping.get(type(config), ())  # noqa: SLF001
+    return any(each.__name__ in config.architectures for each in (bare if isinstance(bare, tuple) else (bare,)))
 
 
 def max_positions(config: Any, checkpoint: Checkpoint) -> int:

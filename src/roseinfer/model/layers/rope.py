@@ -20,6 +20,7 @@ from roseinfer.model.device import Placement
 
 _DEFAULT_THETA = 10_000.0
 _MAX_COMPILED_HEAD_DIM = 512
+_PASSED_OVER = ("attn_factor", "finetuned")  # of the first YaRN checkpoints; transformers computes without them too
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn")  # types that compare wavelengths with the context of pre-training
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -146,7 +147,7 @@ def normalise_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(section, dict):
         return dict(config)
     fields = {"rope_theta": config.get("rope_theta", _DEFAULT_THETA), "rope_type": section.get("type", "default")}
-    fields |= {key: value for key, value in section.items() if key != "type"}
+    fields |= {key: value for key, value in section.items() if key not in ("type", *_PASSED_OVER)}
     if fields["rope_type"] in _SCALED_FROM_ORIGINAL:
         fields.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         if "original_max_position_embeddings" in config:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
@@ -155,6 +155,39 @@ def assert_same(outcomes: list[Outcome], expected: list[Outcome]) -> None:
     assert [outcome.token_id for outcome in outcomes] == [outcome.token_id for outcome in expected]
     for outcome, other in zip(outcomes, expected, strict=True):
         assert torch.equal(outcome.logits, other.logits)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": "swish"},
+        {"rope_scaling": YARN},
+        {"rope_scaling": YARN | {"attn_factor": 1.0, "finetuned": True}},
+        {"architectures": ["LlamaModel"], "is_bare": True},
+        {"is_bare": True, "tie_word_embeddings": False},
+    ],
+    ids=str,
+)
+def test_words_that_change_nothing(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Other names of the same, as checkpoints have them, and names of tensors as `AutoModel` saves them."""
+    scaling = {"rope_scaling": YARN} if "rope_scaling" in fields else {}
+    outcomes = []
+    for name, given in (("plain", scaling), ("other", fields)):
+        (tmp_path / name).mkdir()
+        directory = write_checkpoint(tmp_path / name, **({"tie_word_embeddings": True} | given))
+        if given.get("is_bare"):
+            tensors = load_file(directory / "model.safetensors")
+            bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+            save_file(bare, directory / "model.safetensors")
+        runner = RunnerConfig(device="cpu", num_threads=1, kernels="off")
+        config = Config(model=ModelConfig(path=str(directory)), cache=CacheConfig(num_blocks=64), runner=runner)
+        player = Player(load_runner(config, 1, lambda *_: None), 1, 16)
+        player.admit(0, prompt_of(20, seed=0, vocab_size=40))
+        outcomes.append(player.run(0, 4))
+    assert_same(*outcomes)
 
 
 def test_without_architectures_the_model_type_decides(tmp_path: Path) -> None:
