@@ -186,7 +186,8 @@ def test_pairs_of_extremes(target: Target, path: str) -> None:
         by_field.setdefault(list(added)[-1], []).append(added)  # after what it needs
     random = Random(1)
     fields = list(itertools.combinations(by_field.values(), 2))
-    tried = fields * VALUES_OF_PAIRS or random.choices(fields, [len(one) * len(two) for one, two in fields], k=NUM_PAIRS)
+    weights = [len(one) * len(two) for one, two in fields]
+    tried = fields * VALUES_OF_PAIRS or random.choices(fields, weights, k=NUM_PAIRS)
     bodies = (as_json(LEAST[path] | random.choice(one) | random.choice(two)) for one, two in tried)
     assert sum(1 for _ in target.accepted(path, bodies))
 
