@@ -62,7 +62,10 @@ class FakeRunner:
         num_slots: int,
         latency_s: float = 0.0,
         latency_per_token_s: float = 0.0,
+        repeats: bool = False,
     ) -> None:
+        """With `repeats` most tokens follow from the last two alone, so that texts repeat themselves."""
+        self._repeats = repeats
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._memory: Int32Array = np.full(num_blocks * block_size, -1, np.int32)
@@ -161,12 +164,14 @@ class FakeRunner:
 
     def _next_token(self, history: Int32Array, binding: SlotBinding) -> int:
         assert (history >= 0).all(), "a KV entry was read before it was written"
-        params = binding.params
+        num_generated, params = len(history) - binding.num_prompt_tokens, binding.params
+        if self._repeats and len(history) % 11:
+            history = history[-2:] % 5
         seed = 0 if params.is_greedy else params.seed or 0
         digest = hashlib.blake2b(history.tobytes(), digest_size=8, salt=seed.to_bytes(8, "little")).digest()
         token_id = int.from_bytes(digest, "little") % self._vocab_size
         barred = {*binding.eos_token_ids, *params.stop_token_ids}
-        if len(history) - binding.num_prompt_tokens < params.min_tokens:
+        if num_generated < params.min_tokens:
             while token_id in barred:
                 token_id = (token_id + 1) % self._vocab_size
         return token_id

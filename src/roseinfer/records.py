@@ -145,6 +145,8 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pipeline_depth: int  # steps that may be launched before the one before them has been read
     phases: PhaseTimes
     ahead: PhaseTimes  # with a pipeline, those of the step that was launched while this one was computed
+    num_draft_tokens: int = 0  # drafted from what was said before, and computed beside the known ones
+    num_accepted_tokens: int = 0  # of those, the ones that would have been sampled: tokens without a step of their own
 
     @property
     def kind(self) -> str:

@@ -31,6 +31,7 @@ from roseinfer.engine.link.frames import EngineLink
 from roseinfer.engine.link.heartbeat import receive_heartbeat
 from roseinfer.engine.link.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
 from roseinfer.engine.queue_estimate import QueueEstimate
+from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, StartupProgress
 from roseinfer.observe import logs
 from roseinfer.observe.hub import Hub
@@ -96,6 +97,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
         max_model_len=info.max_model_len,
         eos_token_ids=tuple(info.eos_token_ids),
         grammars=grammars,
+        make_drafter=Speculation if _can_speculate(config, info) else None,
     )
     phases = Phases(make_marker(enabled=config.observe.nvtx))
     profiler = TorchProfiler(info.device)
@@ -111,6 +113,14 @@ def _pipeline_depth(config: Config, info: EngineInfo) -> int:
         _log.warning("runner.pipeline_depth is 0 on a CPU, where there is nothing to overlap")
         return 0
     return config.runner.pipeline_depth
+
+
+def _can_speculate(config: Config, info: EngineInfo) -> bool:
+    """Whether a row has the same bits whatever its step holds, and no step is launched before one is read."""
+    can_speculate = info.device == "cpu" and info.linear != "torch"
+    if not can_speculate and config.scheduler.speculation not in {"auto", "off"}:
+        _log.warning("scheduler.speculation is off: only on a CPU, with exact linears, do drafts change no answer")
+    return can_speculate
 
 
 def _build_grammars(info: EngineInfo) -> Grammars | None:

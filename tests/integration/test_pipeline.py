@@ -18,6 +18,7 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
+from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import PromptLogprobs, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
@@ -40,14 +41,21 @@ class Loaded:
 
 
 def make_engine(
-    runner: ModelRunner, *, depth: int = 0, budget: int = 512, prefix_caching: bool = False, pool: str = "roomy"
+    runner: ModelRunner,
+    *,
+    depth: int = 0,
+    budget: int = 512,
+    prefix_caching: bool = False,
+    pool: str = "roomy",
+    speculation: int | Literal["off", "auto"] = "off",
 ) -> Engine:
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=budget),
+        SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=budget, speculation=speculation),
         CacheConfig(block_size=BLOCK_SIZE, prefix_caching=prefix_caching),
         num_blocks=NUM_BLOCKS[pool],
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=tuple(runner.info.eos_token_ids),
+        make_drafter=None if depth else Speculation,
     )
     return Engine(scheduler, runner, Phases(), runner.info, depth)
 
@@ -144,3 +152,56 @@ def test_the_same_seeds_give_the_same_tokens(
     records = [step.record for step in transcript.steps]
     assert (sum(record.num_preemptions for record in records) > 0) == (pool == "tight")
     assert (sum(record.num_prefix_hit_tokens for record in records) > 0) == prefix_caching
+
+
+def repeating_requests() -> list[Request]:
+    """Prompts that say a sentence three times, for texts that go on repeating it for a while."""
+    random = np.random.default_rng(7)
+    sentences = [random.integers(1, 200, length).tolist() for length in (5, 9, 13)]
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.3, seed=1),
+        SamplingParams(temperature=0.8, top_k=4, seed=2, min_tokens=9),
+        SamplingParams(temperature=0.0, logit_bias={11: 2.0}),
+        SamplingParams(temperature=0.0, frequency_penalty=0.4),  # which never drafts
+    ]
+    return [
+        Request(
+            request_id=f"r{i}-{j}",
+            prompt_token_ids=3 * sentence,
+            params=replace(kind, max_tokens=36, num_logprobs=2, ignore_eos=j % 2 == 0),
+        )
+        for i, sentence in enumerate(sentences)
+        for j, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize("pool", NUM_BLOCKS)
+@pytest.mark.parametrize("speculation", ["auto", 1, 7])
+def test_drafts_change_no_token_and_no_bit(loaded: Loaded, speculation: int | Literal["auto"], pool: str) -> None:
+    """Tokens, log-probabilities and ends are those without drafts, alone and in company, with preemption and chunks."""
+    found: list[tuple[Transcript, dict[str, list[object]]]] = []
+    drafting: tuple[int | Literal["off", "auto"], ...] = ("off", speculation)
+    for each in drafting:
+        engine = make_engine(loaded.runner, budget=40, prefix_caching=True, pool=pool, speculation=each)
+        random, transcript = np.random.default_rng(3), Transcript()
+        for request in repeating_requests():
+            engine.add_request(request)
+            for _ in range(int(random.integers(0, 6))):
+                transcript.take(engine.step())
+        run_to_end(engine, transcript)
+        logprobs: dict[str, list[object]] = {name: [] for name in transcript.tokens}
+        for step in transcript.steps:
+            for output in step.outputs:
+                logprobs[output.request_id] += output.logprobs or []
+        found.append((transcript, logprobs))
+    (off, off_logprobs), (on, on_logprobs) = found
+    assert on.tokens == off.tokens
+    assert on_logprobs == off_logprobs
+    assert on.reasons == off.reasons
+    records = [step.record for step in on.steps]
+    num_drafted = sum(record.num_draft_tokens for record in records)
+    num_accepted = sum(record.num_accepted_tokens for record in records)
+    if speculation != "auto":  # whether it pays, the clock says
+        assert 0 < num_accepted < num_drafted
+    assert not any(step.record.num_draft_tokens for step in off.steps)

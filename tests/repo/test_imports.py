@@ -26,7 +26,7 @@ def test_every_root_module_has_its_layer() -> None:
     assert placed == modules | packages
 
 
-MAX_CORE_LINES = 2050
+MAX_CORE_LINES = 2200
 CORE_IMPORTS = {"config", "messages", "records", "engine.core"}
 CORE_LIBRARIES = {"numpy", "msgspec"}
 

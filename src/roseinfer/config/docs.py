@@ -75,6 +75,8 @@ def _values(schema: Mapping[str, Any]) -> str:
     """The values that a JSON Schema allows, in words."""
     if "anyOf" in schema:
         return " or ".join(_values(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     if schema["type"] == "boolean":
         return "`true`, `false`"
     if schema["type"] == "array":

@@ -34,8 +34,8 @@ def _described(section: type[Section]) -> type[Section]:
     for name, leaf in vars(section).items():
         if isinstance(leaf, Field):
             kind, bounds = section.__annotations__[name], leaf.metadata["bounds"]
-            if bounds and (alternatives := get_args(kind)):  # a number or None
-                kind = Annotated[alternatives[0], Meta(**bounds)] | None
+            if bounds and (alternatives := get_args(kind)):  # a number, or None or a word
+                kind = Annotated[alternatives[0], Meta(**bounds)] | alternatives[1]
             elif bounds:
                 kind = Annotated[kind, Meta(**bounds)]
             section.__annotations__[name] = Annotated[kind, Meta(description=leaf.metadata["description"])]
@@ -144,6 +144,13 @@ class SchedulerConfig:
         "fifo",
         "`fifo`: in order of arrival. `pack`: the shortest prompts of the look-ahead window first. `priority`: the "
         "lowest `priority` first, each level counting as a second of waiting.",
+    )
+    speculation: int | Literal["auto", "off"] = option(
+        "auto",
+        "Tokens that a row drafts from what its text said before; each is checked in the same step, so the answer is "
+        "the same. `auto`: as many as pay, by the time of steps and by what has held. On CUDA every value means `off`.",
+        ge=1,
+        le=16,
     )
     lookahead: int = option(64, "Waiting requests among which `pack` chooses.", ge=1)
     fifo_every: int = option(
@@ -410,7 +417,7 @@ class ObserveConfig:
     nvtx: bool = option(False, "Mark the phases of each step with NVTX ranges for Nsight.")
     recorder_steps: int = option(
         8192,
-        "Engine steps that the flight recorder remembers, 360 bytes each. For each step it remembers 8 socket writes, "
+        "Engine steps that the flight recorder remembers, 370 bytes each. For each step it remembers 8 socket writes, "
         "57 bytes each, and for every 8 steps a finished request, about nine bytes a token.",
         ge=16,
         le=1 << 20,

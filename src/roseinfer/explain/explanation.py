@@ -84,6 +84,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     knobs: list[OptionAdvice]
     unexplained: CauseShare  # of p99 - p50, what has no name
     unknown_share: float  # of the time of all gaps
+    num_draft_tokens: int = 0  # that the recorded steps verified: see scheduler.speculation
+    num_accepted_tokens: int = 0  # of those, the ones that became tokens without a step of their own
 
 
 def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timing) -> Explanation:
@@ -116,6 +118,8 @@ def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timin
         knobs=[_advice(share.cause, recording) for share in causes if share.share >= _WORTH_ADVICE],
         unexplained=unknown[0] if unknown else CauseShare(Cause.UNKNOWN, 0.0, 0.0),
         unknown_share=parts.share_of_all(Cause.UNKNOWN),
+        num_draft_tokens=int(recording.steps["num_draft_tokens"].sum()),
+        num_accepted_tokens=int(recording.steps["num_accepted_tokens"].sum()),
     )
 
 

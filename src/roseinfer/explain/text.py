@@ -23,6 +23,9 @@ def lines(explanation: Explanation) -> Iterator[str]:
     yield f"source: {found.source}" + (f", saved by the rule: {found.trigger}" if found.trigger else "")
     yield "modes:  " + (", ".join(_modes(found)) or "none: the gaps are scattered")
     yield f"p50 {ms(found.p50_s)}, p99 {ms(found.p99_s)}, widest {ms(found.widest_s)}"
+    if found.num_draft_tokens:
+        accepted = percent(found.num_accepted_tokens / found.num_draft_tokens)
+        yield f"drafts: {found.num_draft_tokens} tokens, {found.num_accepted_tokens} accepted ({accepted})"
     yield ""
     yield from _causes(found)
     yield ""

@@ -19,6 +19,7 @@ import torch
 
 from roseinfer.config.options import Config, RunnerConfig
 from roseinfer.engine.core.batch import (
+    MAX_STEP_DRAFTS,
     NO_TOKEN,
     OWN_FAULT,
     Int32Array,
@@ -156,14 +157,14 @@ class ModelRunner:
         padded_rows, device, num_slots = cache(loaded.placement.padded_rows), stream.device, limits.num_slots
         sizes = StagingSizes(
             num_slots=num_slots,
-            max_rows=padded_rows(num_slots),
+            max_rows=padded_rows(num_slots + MAX_STEP_DRAFTS),
             max_tokens=padded_rows(max(limits.max_tokens, loaded.info.max_model_len, num_slots)),
             max_model_len=loaded.info.max_model_len,
             block_size=loaded.info.block_size,
             spare_block=loaded.info.num_blocks,
         )
         self._staging = InputStaging(stream, sizes, padded_rows)
-        self._results = Results(stream, num_slots)
+        self._results = Results(stream, num_slots + MAX_STEP_DRAFTS)
         # One slot more than batches name, for the rows that fill up a graph.
         self._sampler = Sampler(num_slots + 1, loaded.model.vocab_size, device, loaded.placement.kernels)
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)

@@ -211,6 +211,8 @@ class InputStaging:
         num_sampled = self._padded_rows(num_samples) if num_samples else 0
         host["sampled_tokens"][:num_sampled] = _repeat_last(query_starts[1:][sampling_rows] - 1, num_sampled)
         host["sampled_slots"][:num_samples] = batch.slots[sampling_rows]
+        if num_rows > 1 and (batch.slots[1:] == batch.slots[:-1]).any():  # attention takes rows of a draft as one
+            query_starts = query_starts[np.flatnonzero(np.append(np.diff(batch.slots, prepend=-1) != 0, True))]
         return StagedStep(
             packed=self._packed(batch, batch.slots[row_of_token], positions, query_starts),
             token_ids=self._device["token_ids"][:num_tokens],
@@ -226,7 +228,7 @@ class InputStaging:
         self, batch: ScheduledBatch, slots: Int32Array, positions: Int32Array, query_starts: Int32Array
     ) -> PackedTokens:
         is_decode = batch.num_device_rows == batch.num_rows
-        max_query_len = 1 if is_decode else int(batch.num_new_tokens.max())
+        max_query_len = 1 if is_decode else int(np.diff(query_starts).max())
         # A GPU's kernel for rows of one token is compiled for ranges of `max_context_len`. It is run with one of them,
         # that of the graphs. A prompt of which one token is left is such a row too.
         has_one_range = max_query_len == 1 and not self._is_host

@@ -85,7 +85,7 @@ class Choice:
         self.index = index
         self.timeline = timeline
         self.sum_logprobs = 0.0  # of its tokens, where the engine computed them
-        self.logprobs: list[TokenLogprobs] = []  # with `keeps_logprobs`; maybe also of tokens behind a stop string
+        self.logprobs: list[TokenLogprobs] = []  # with `keeps_logprobs`
         self.num_cached_tokens = 0
         self.embedding = b""  # where the prompt is embedded
         self.finish_reason: FinishReason | None = None
@@ -144,22 +144,23 @@ class Choice:
                 reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
                 self._end(reason, output)
             return
-        if output.logprobs:
-            self._add_logprobs(output.logprobs)
         has_silent_end = output.stop_token_id is not None and not self._options.includes_stop
         end = len(output.token_ids) - has_silent_end  # a token behind it has no text
         for position, token_id in enumerate(output.token_ids):
-            self._add_token(token_id, output.logprobs[position] if output.logprobs else None, position == end)
+            logprobs = output.logprobs[position] if output.logprobs else None
+            if logprobs is not None:
+                self._keep_logprobs(logprobs)
+            self._add_token(token_id, logprobs, position == end)
             if self._detokenizer.stopped:
                 self._finish(FinishReason.STOP)
                 return
         if output.finish_reason is not None:
             self._end(output.finish_reason, output)
 
-    def _add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
-        self.sum_logprobs += sum(max(MIN_LOGPROB, entry.logprob) for entry in logprobs)
+    def _keep_logprobs(self, logprobs: TokenLogprobs) -> None:
+        self.sum_logprobs += max(MIN_LOGPROB, logprobs.logprob)
         if self._options.keeps_logprobs:
-            self.logprobs += logprobs
+            self.logprobs.append(logprobs)
 
     def _add_token(self, token_id: int, logprobs: TokenLogprobs | None, is_end: bool) -> None:
         offset = self._num_echoed_chars + self._detokenizer.num_chars

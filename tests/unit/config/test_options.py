@@ -34,7 +34,8 @@ def another_value(path: str) -> Any:
         case int():
             return option.default + 1024 if option.default else 16
         case _:
-            return 128 if "int" in str(option.type) else "another"
+            number = 4 if option.default == "auto" else 128
+            return number if "int" in str(option.type) else "another"
 
 
 def text_of(value: Any) -> str:
@@ -280,3 +281,11 @@ def test_reading_the_configuration_imports_nothing_heavy() -> None:
     code = "import sys, roseinfer.config.sources; print(*{'torch', 'aiohttp', 'numpy', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("text", ["1000", "0", "many"])
+def test_a_bad_length_of_drafts_gets_one_sentence(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"scheduler.speculation": Given(text, "--scheduler.speculation")})
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
+from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput
 from roseinfer.records import FinishReason
 from tests.fake_runner import FakeRunner
@@ -37,6 +38,8 @@ def make_engine(
     vocab_size: int = VOCAB_SIZE,
     prefix_caching: bool = True,
     pipeline_depth: int = 0,
+    repeats: bool = False,
+    can_speculate: bool = False,
     **scheduler: Any,
 ) -> Engine:
     config = Config(
@@ -49,9 +52,12 @@ def make_engine(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
+        make_drafter=Speculation if can_speculate else None,
     )
     num_slots = made.limits.max_active_seqs
-    runner = FakeRunner(vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots)
+    runner = FakeRunner(
+        vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots, repeats=repeats
+    )
     info = EngineInfo(
         checkpoint_dir="",
         model_type="fake",

@@ -89,9 +89,10 @@ def fit(recording: Recording) -> Fit:
 
 
 def _features(steps: StructArray) -> FloatArray:
-    """[steps, 4]: one, decode rows, prompt tokens, context tokens."""
+    """[steps, 4]: one, decode rows with drafts, prompt tokens, context tokens."""
     names = ("num_decode_seqs", "num_prefill_tokens", "num_context_tokens")
     features: FloatArray = np.stack([np.ones(len(steps)), *(steps[name].astype(np.float64) for name in names)], axis=1)
+    features[:, 1] += steps["num_draft_tokens"]
     return features
 
 

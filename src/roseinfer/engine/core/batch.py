@@ -2,7 +2,8 @@
 
 A batch is rows of (sequence, number of new tokens); there is no prefill mode and no decode mode. Rows whose one new
 token is the one sampled last come first. The runner reads that token from its own memory, by slot, so a step can be
-launched before the host has read the step before it. All other rows bring their token ids with them.
+launched before the host has read the step before it. All other rows bring their token ids with them. A sequence with
+drafted tokens has a row for its last token and one for each of them, side by side, and each of these rows samples.
 """
 
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 Pooled = npt.NDArray[np.float32] | npt.NDArray[np.int64]  # the last row, or the sum of rows in units of `POOLED_UNIT`
 
+MAX_STEP_DRAFTS = 64  # drafted tokens in one step
 POOLED_UNIT = 2.0**-24  # sums of integers are the same however a prompt was cut
 NO_TOKEN = -1  # in place of a token id: the model's logits of the row were not finite
 OWN_FAULT = -2  # likewise: the request's parameters cannot be used, or made finite logits infinite or NaN
@@ -107,6 +109,30 @@ class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs | None] | None  # None when no row asked
     scores: tuple[Scores, ...] = ()
     pooled: tuple[Pooled, ...] = ()  # [width] for each `pooled` row
+
+
+class Drafter(Protocol):
+    """Guesses tokens that a step verifies beside the known ones: `engine/speculation.py`."""
+
+    stale: set[int]  # slots whose last token the runner does not hold
+
+    def bind(self, slot: int) -> None:
+        """Forget the slot's last owner."""
+
+    def begin_step(self, now_ns: int) -> None:
+        """Note that the step before has ended."""
+
+    def note_step(self, num_rows: int) -> None:
+        """Note that the step that begins has so many rows, all of which decode."""
+
+    def rest(self) -> None:
+        """Note that time passes between the step before and the next."""
+
+    def draft(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
+        """Drafts by slot for some of the decoding slots `index`, of `budget` tokens at most in all."""
+
+    def learn(self, slot: int, num_drafted: int, num_accepted: int) -> None:
+        """Note how many of a slot's drafted tokens held; the slot becomes stale."""
 
 
 class Launched(Protocol):

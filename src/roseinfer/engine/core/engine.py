@@ -58,6 +58,7 @@ class Engine:
         pipeline_depth: int = 0,
         profiler: Profiler | None = None,
     ) -> None:
+        assert not pipeline_depth or scheduler.speculation is None, "a step ahead cannot know what drafts hold"
         self.scheduler = scheduler
         self.runner = runner
         self.phases = phases
@@ -160,5 +161,7 @@ class Engine:
             self.pipeline_depth,
             watch.times(),  # phases
             NO_TIMES if ahead is watch else ahead.times(),  # ahead
+            counts.num_draft_tokens,
+            counts.num_accepted_tokens,
         )
         return StepOutput(outcome.slots, outcome.token_ids, outputs, record, scheduler.pop_started())

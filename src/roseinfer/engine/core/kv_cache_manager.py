@@ -94,6 +94,16 @@ class KVCacheManager:
         if slots:
             self.table.append_blocks(slots, self.pool.allocate(len(slots)))
 
+    def reserve(self, slot: int, num_more: int) -> int:
+        """Take blocks for drafted tokens behind the next one, if every resident could still get one more after it.
+
+        Returns for how many of them there is room. The slot keeps the blocks, and what did not hold is overwritten.
+        """
+        needed = int(self.table.num_computed[slot]) + 1 + num_more
+        while self.table.capacities[slot] < needed and self.pool.num_available > len(self.residents):
+            self.grow([slot])
+        return min(num_more, int(self.table.capacities[slot]) - (needed - num_more))
+
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """Let others find the blocks that a resident's first `num_computed` tokens fill: they are in its KV cache."""
         num_full, start = num_computed // self.block_size, sequence.num_published_blocks

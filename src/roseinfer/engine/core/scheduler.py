@@ -9,26 +9,29 @@ sequence's row in the next step is surplus, and the commit drops it.
 """
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 
 import numpy as np
 
 from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.admission import make_policy
-from roseinfer.engine.core.batch import SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.core.batch import NO_TOKEN, Drafter, Int32Array, SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.deadlines import Deadlines
 from roseinfer.engine.core.decode_ring import DecodeRing, DecodeRows, rows_of
 from roseinfer.engine.core.kv_cache_manager import KVCacheManager
-from roseinfer.engine.core.sequence import Sequence, SequenceStatus
+from roseinfer.engine.core.sequence import Sequence, SequenceStatus, SlotTable
 from roseinfer.engine.core.steps import (
     Chunk,
     Outcome,
     RowFailures,
+    SampledRows,
     ScheduledStep,
     StepCounts,
     advance_grammars,
     build_outcome,
+    drop_rejected,
     find_last_rows,
     make_batch,
 )
@@ -49,7 +52,9 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         grammars: Grammars | None = None,
+        make_drafter: Callable[[SlotTable, int | None], Drafter] | None = None,
     ) -> None:
+        """With `make_drafter` a row has the same bits whatever its step holds, and no step is launched ahead."""
         assert num_blocks * cache.block_size >= max_model_len, "the pool does not hold one sequence: it could never run"
         self.limits = config.limits
         self.max_model_len = max_model_len
@@ -68,6 +73,9 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}  # every unfinished one by request id
         self.deadlines = Deadlines()
         self.num_added = 0
+        drafts, table = config.speculation, self._table
+        fixed = None if drafts == "auto" else int(drafts) if drafts != "off" else 0
+        self.speculation = make_drafter(table, fixed) if make_drafter and fixed != 0 else None
         self.ring = DecodeRing(self.limits.max_num_seqs)
         self._failures = RowFailures()
         self.prefilling: list[Sequence] = []  # oldest first
@@ -178,6 +186,8 @@ class Scheduler:
                 self._end_early(sequence, FinishReason.TIMEOUT)
         if len(self.compiling):
             self._queue_compiled()
+        if self.speculation is not None:
+            self.speculation.begin_step(now_ns)
         decodes = self._select_decodes()
         if decodes is None:
             return None
@@ -226,6 +236,26 @@ class Scheduler:
             if sequence.slot >= 0:
                 kv_cache.grow([sequence.slot])
         return rows_of([slot for slot in rows.slots.tolist() if owners[slot] is not None])
+
+    def _draft(self, decodes: DecodeRows, *, is_alone: bool) -> dict[int, Int32Array]:
+        """The slots whose tokens the batch brings along, each with its draft and the blocks for it.
+
+        Nothing is drafted beside prompts, whose rows cost what they compute. An empty draft is of a slot whose last
+        token the runner does not hold, since it sampled more in the step before than held.
+        """
+        speculation, drafts = self.speculation, dict[int, Int32Array]()
+        if speculation is None:
+            return drafts
+        if is_alone:
+            drafts = speculation.draft(decodes.index, self.limits.max_num_batched_tokens - len(decodes))
+            for slot in list(drafts):
+                drafts[slot] = drafts[slot][: self.kv_cache.reserve(slot, len(drafts[slot]))]
+            speculation.note_step(len(decodes) + sum(map(len, drafts.values())))
+        if speculation.stale:
+            for slot in speculation.stale.intersection(decodes.slots.tolist()):
+                drafts.setdefault(slot, self._table.token_ids[slot, :0])
+        speculation.stale.difference_update(drafts)
+        return drafts
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the sequence's blocks; it computes its tokens again later, except those in the prefix cache."""
@@ -316,26 +346,43 @@ class Scheduler:
                 self.counts.num_prefix_queried_tokens += sequence.num_prompt_tokens
                 self.counts.num_prefix_hit_tokens += sequence.num_cached_tokens
         self._bindings.append(sequence.binding(self.eos_token_ids))
+        if self.speculation is not None:
+            self.speculation.bind(sequence.slot)
 
     def _advance(self, step_id: int, decodes: DecodeRows, chunks: list[Chunk]) -> ScheduledBatch:
         """Make the batch. From here on its tokens count as computed, and those it samples as known."""
-        table, num_device_rows, counts = self._table, len(decodes), self.counts
+        table, counts = self._table, self.counts
         bindings, self._bindings = tuple(self._bindings), []
-        batch, index, ends = make_batch(step_id, table, decodes, chunks, bindings)
-        counts.num_decode_seqs, counts.num_prefill_seqs = num_device_rows, len(chunks)
-        counts.num_prefill_tokens, counts.num_context_tokens = len(batch.token_ids), int(ends.sum())
-        table.num_computed[index] = ends
-        num_tokens = table.num_tokens[index] + batch.samples
-        table.num_tokens[index] = num_tokens
-        for row, (sequence, _) in enumerate(chunks, num_device_rows):
+        counts.num_decode_seqs, counts.num_prefill_seqs = len(decodes), len(chunks)
+        drafts, drafted = self._draft(decodes, is_alone=not chunks), None
+        if drafts:
+            decodes = rows_of([slot for slot in decodes.slots.tolist() if slot not in drafts])
+            drafted = [NO_TOKEN] * len(decodes)
+            for draft in drafts.values():
+                drafted += [NO_TOKEN, *draft.tolist()]
+            drafted += [NO_TOKEN] * len(chunks)
+        batch, index, ends = make_batch(step_id, table, decodes, drafts, chunks, bindings)
+        first_chunk = batch.num_rows - len(chunks)
+        counts.num_draft_tokens = sum(map(len, drafts.values()))
+        counts.num_prefill_tokens, counts.num_context_tokens = sum(length for _, length in chunks), int(ends.sum())
+        has_drafts = drafted is not None and counts.num_draft_tokens > 0
+        known = np.flatnonzero(np.array(drafted) < 0) if has_drafts else slice(None)
+        slots = index[known]  # one row each: what is drafted counts when it is accepted
+        table.num_computed[slots] = ends[known]
+        num_tokens = table.num_tokens[slots] + batch.samples[known]
+        table.num_tokens[slots] = num_tokens
+        for row, (sequence, _) in enumerate(chunks, first_chunk):
             if batch.samples[row]:
                 self._begin_decoding(sequence)
-        last_rows = (num_tokens == table.max_tokens[index]).nonzero()[0].tolist()
-        for row in last_rows:
-            sequence = table.owner(batch.slots[row])
+        last_slots = slots[num_tokens == table.max_tokens[slots]].tolist()
+        for slot in last_slots:
+            sequence = table.owner(slot)
             self._stop_running(sequence)
             sequence.status = SequenceStatus.ENDING
-        self.in_flight.append(ScheduledStep(batch, index, ends, bool(last_rows), self.counts))
+        has_last = bool(last_slots) or has_drafts
+        self.in_flight.append(
+            ScheduledStep(batch, index, ends, has_last, first_chunk, drafted if has_drafts else None, counts)
+        )
         return batch
 
     def _begin_decoding(self, sequence: Sequence) -> None:
@@ -356,21 +403,40 @@ class Scheduler:
         self.counts = step.counts
         rows = step.sampled_rows(sampled, {sequence.slot for sequence in self.leaving})
         last = find_last_rows(rows, self._table, self.eos_token_ids)
+        accepted = list[int]()
+        if step.drafted is not None:
+            rows, last, accepted = drop_rejected(rows, last, step.drafted)
+            self._accept(rows, accepted, step)
         if failed := self._failures.judge(rows, self._table):
             last |= {row: FinishReason.ERROR for row in failed if row not in rows.surplus}
             for row in failed:
                 self.kv_cache.unpublish(self._table.owner(rows.index[row]))
-        for row in range(batch.num_device_rows, batch.num_rows):
+        for row in range(step.first_chunk, batch.num_rows):
             self.kv_cache.publish(self._table.owner(step.index[row]), int(step.ends[row]))
         step.keep_scores(sampled, self._table)
         step.keep_pooled(sampled, self._table)
-        self._table.token_ids[rows.index, rows.ends] = sampled.token_ids
+        self._table.token_ids[rows.index, rows.ends] = rows.sampled.token_ids
         if self._table.constraints:
             advance_grammars(rows, self._table, last)
-        outcome = build_outcome(rows, self._table, last)
+        outcome = build_outcome(rows, self._table, last, accepted)
         for row in sorted(last):
             self._end(self._table.owner(rows.index[row]))
         self.counts.num_finished += len(last)
         if self.leaving:
             self._free_ended()
+        if self.speculation is not None and not self.sequences:
+            self.speculation.rest()
         return outcome
+
+    def _accept(self, rows: SampledRows, accepted: list[int], step: ScheduledStep) -> None:
+        """Count the drafted tokens that held as known, and their keys and values as computed."""
+        assert self.speculation is not None
+        assert step.drafted is not None
+        slots = rows.index[accepted]
+        np.add.at(self._table.num_computed, slots, 1)
+        np.add.at(self._table.num_tokens, slots, 1)
+        step.counts.num_accepted_tokens = len(accepted)
+        held = Counter(slots.tolist())
+        drafting = Counter(step.index[np.array(step.drafted) >= 0].tolist())
+        for slot, num_drafted in drafting.items():
+            self.speculation.learn(slot, num_drafted, held[slot])

@@ -5,6 +5,7 @@ Structs of every step are msgspec's, since a frozen dataclass takes several time
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from roseinfer.engine.core.batch import (
     OWN_FAULT,
@@ -43,6 +44,8 @@ class StepCounts(msgspec.Struct, gc=False):
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_context_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     blocked_by: BlockedBy = BlockedBy.NOTHING
 
 
@@ -63,7 +66,9 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
     batch: ScheduledBatch
     index: IndexArray  # `batch.slots`, as numpy indexes with
     ends: Int32Array  # tokens in the row's KV cache after the step: the position of its sampled token
-    has_last: bool  # some row samples the last token that its request allows
+    has_last: bool  # some row may sample the last token that its request allows
+    first_chunk: int  # rows from here on are chunks of prompts
+    drafted: list[int] | None  # for each row the drafted token that it computes, or `NO_TOKEN`; None without drafts
     counts: StepCounts
 
     def holds(self, slot: int) -> bool:
@@ -76,7 +81,7 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
         if len(sampled.token_ids) < len(index):
             index, ends = index[self.batch.samples], ends[self.batch.samples]
         surplus = {row for row, slot in enumerate(index.tolist()) if slot in ended} if ended else set()
-        return SampledRows(index, ends, sampled, range(self.batch.num_device_rows, len(index)), self.has_last, surplus)
+        return SampledRows(index, ends, sampled, range(self.first_chunk, len(index)), self.has_last, surplus)
 
     def keep_scores(self, sampled: SampledTokens, table: SlotTable) -> None:
         """Keep the scores of prompt tokens with their sequences."""
@@ -142,17 +147,27 @@ NOTHING = Outcome(b"", b"", [], 0)
 
 
 def make_batch(
-    step_id: int, table: SlotTable, decodes: DecodeRows, chunks: list[Chunk], bindings: tuple[SlotBinding, ...]
+    step_id: int,
+    table: SlotTable,
+    decodes: DecodeRows,
+    drafts: dict[int, Int32Array],
+    chunks: list[Chunk],
+    bindings: tuple[SlotBinding, ...],
 ) -> tuple[ScheduledBatch, IndexArray, Int32Array]:
     """Return the batch, its slots as numpy indexes with, and the tokens in each row's KV cache after it."""
     slots, index, num_new_tokens = decodes.slots, decodes.index, decodes.num_new_tokens
-    if chunks:
-        slots = np.concatenate([slots, np.array([sequence.slot for sequence, _ in chunks], np.int32)])
-        lengths = np.array([length for _, length in chunks], np.int32)
+    first_chunk = len(decodes) + sum(1 + len(draft) for draft in drafts.values())
+    if drafts or chunks:
+        drafting = [slot for slot, draft in drafts.items() for _ in range(1 + len(draft))]
+        slots = np.concatenate([slots, np.array([*drafting, *(sequence.slot for sequence, _ in chunks)], np.int32)])
+        lengths = np.array([1] * len(drafting) + [length for _, length in chunks], np.int32)
         index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
     starts = table.num_computed[index]
+    if drafts:
+        places = [place for draft in drafts.values() for place in range(1 + len(draft))]
+        starts[len(decodes) : first_chunk] += np.array(places, np.int32)
     ends = starts + num_new_tokens
-    samples = ends == table.num_tokens[index]
+    samples = ends >= table.num_tokens[index]
     batch = ScheduledBatch(
         step_id=step_id,
         slots=slots,
@@ -160,21 +175,23 @@ def make_batch(
         num_new_tokens=num_new_tokens,
         samples=samples,
         num_device_rows=len(decodes),
-        token_ids=_prompt_tokens(table, chunks),
+        token_ids=_known_tokens(table, drafts, chunks),
         block_table=table.block_ids,
         bindings=bindings,
-        scored=table.scored_rows(chunks, len(decodes)),
+        scored=table.scored_rows(chunks, first_chunk),
         masks=_masks(table, slots, samples),
-        pooled=table.pooled_rows(slots, samples, len(decodes)),
+        pooled=table.pooled_rows(slots, samples, first_chunk),
     )
     return batch, index, ends
 
 
-def _prompt_tokens(table: SlotTable, chunks: list[Chunk]) -> Int32Array:
-    """The known tokens that the chunks compute, chunk after chunk."""
-    if not chunks:
+def _known_tokens(table: SlotTable, drafts: dict[int, Int32Array], chunks: list[Chunk]) -> Int32Array:
+    """The tokens that the rows compute whose tokens are known or drafted, row after row."""
+    if not drafts and not chunks:
         return _NO_TOKENS
     pieces = []
+    for slot, draft in drafts.items():
+        pieces += [table.known_tokens(slot)[-1:], draft]
     for sequence, length in chunks:
         start = table.num_computed.item(sequence.slot)
         pieces.append(table.token_ids[sequence.slot, start : start + length])
@@ -208,6 +225,26 @@ def find_last_rows(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int
     return last
 
 
+def drop_rejected(
+    rows: SampledRows, last: dict[int, FinishReason], drafted: list[int]
+) -> tuple[SampledRows, dict[int, FinishReason], list[int]]:
+    """Return the rows that hold, those of them that end their sequences, and those that were of drafted tokens.
+
+    A row of a drafted token holds if the row before it holds, sampled that very token and did not end its sequence.
+    """
+    token_ids, kept, accepted, holds = rows.sampled.token_ids.tolist(), list[int](), list[int](), True
+    for row, draft in enumerate(drafted):
+        holds = draft < 0 or (holds and row - 1 not in last and token_ids[row - 1] == draft)
+        if holds:
+            if draft >= 0:
+                accepted.append(len(kept))
+            kept.append(row)
+    logprobs = rows.sampled.logprobs
+    sampled = SampledTokens(rows.sampled.token_ids[kept], logprobs and [logprobs[row] for row in kept])
+    held = SampledRows(rows.index[kept], rows.ends[kept], sampled, range(0), rows.has_last, set())
+    return held, {row: last[old] for row, old in enumerate(kept) if old in last}, accepted
+
+
 def advance_grammars(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> None:
     """Advance the rows' grammars by their tokens; adds rows to `last` whose text is complete or cannot go on."""
     for row, slot in enumerate(rows.index.tolist()):
@@ -221,17 +258,22 @@ def advance_grammars(rows: SampledRows, table: SlotTable, last: dict[int, Finish
             last[row] = FinishReason.STOP
 
 
-def build_outcome(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> Outcome:
+def build_outcome(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason], accepted: list[int]) -> Outcome:
     """Build a step's outputs: columns for rows with a token and nothing else, `TokenOutput`s for the others."""
     logprobs = rows.sampled.logprobs
+    several = {each for row in accepted for each in (row - 1, row)}  # rows of sequences with more than one
     scored = () if logprobs is None else [row for row, entry in enumerate(logprobs) if entry is not None]
-    in_full = {*rows.first, *last, *scored} - rows.surplus
+    in_full = {*rows.first, *last, *scored, *several} - rows.surplus
     slots, token_ids = rows.index.astype(np.int32), rows.sampled.token_ids
     if in_full or rows.surplus:
         is_plain = np.ones(len(slots), np.bool_)
         is_plain[[*in_full, *rows.surplus]] = False
         slots, token_ids = slots[is_plain], token_ids[is_plain]
     outputs = [_output(rows, row, table, last.get(row)) for row in sorted(in_full)]
+    for row in reversed(accepted):  # its output goes into that of the row before, which is of the same sequence
+        at = sorted(in_full).index(row)
+        outputs[at - 1 : at + 1] = [_joined(outputs[at - 1], outputs[at])]
+        in_full.remove(row)
     num_tokens = len(slots) + sum(len(output.token_ids) for output in outputs)
     return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, num_tokens)
 
@@ -256,6 +298,12 @@ def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: Finish
         grammar_error=constraint.error if has_failed and constraint is not None else "",
         is_own_fault=token_id == OWN_FAULT,
     )
+
+
+def _joined(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
+    """One output of two that follow each other in the same step."""
+    logprobs = None if earlier.logprobs is None else [*earlier.logprobs, *(later.logprobs or ())]
+    return replace(later, token_ids=[*earlier.token_ids, *later.token_ids], logprobs=logprobs)
 
 
 def _embedding(pooled: Pooled, sequence: Sequence) -> bytes:

@@ -343,6 +343,9 @@ class AsyncEngine:
                 entry.timeline.token_ns.extend([tokens_ns] * len(output.token_ids))
                 entry.timeline.arrivals.extend([arrival] * len(output.token_ids))
                 advanced.append(entry.timeline)
+                for _ in output.token_ids[1:]:  # known at the same moment: a gap of nothing
+                    note_previous(tokens_ns)
+                    advanced.append(entry.timeline)
             if output.times is not None:
                 entry.timeline.stamp(output.times)
             entry.mailbox.put_output(output)

@@ -188,6 +188,8 @@ class Attribution(WriteObserver):
         num_shared = advanced.previous_ns.count(start_ns)  # nearly always all: their timelines are not looked at
         if is_slow or num_shared + advanced.num_newcomers < len(advanced):
             for timeline, previous_ns in zip(advanced, advanced.previous_ns, strict=True):
+                if previous_ns == gap.end_ns:
+                    continue  # both tokens are of this step: nothing lies between them
                 if previous_ns and previous_ns != start_ns:
                     self._attribute_own(timeline, previous_ns, gap)
                 elif previous_ns and is_slow and not timeline.is_streamed:

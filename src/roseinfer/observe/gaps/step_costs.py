@@ -110,5 +110,5 @@ class StepCosts:
 
 
 def rows_of(record: StepRecord) -> int:
-    """Returns the decode rows that the device computes: those of the graph, padding included, when one ran."""
-    return max(record.num_decode_seqs, record.graph_rows)
+    """Returns the decode rows that the device computes, drafts included; with a graph, those of the graph."""
+    return max(record.num_decode_seqs + record.num_draft_tokens, record.graph_rows)

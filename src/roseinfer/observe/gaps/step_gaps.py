@@ -173,6 +173,8 @@ class StepGaps:
     def between(self, request: RequestTimeline | RequestRecord, index: int) -> Segments | None:
         """Returns the segments from the token before `index` to that token; None when the steps are not here."""
         start_ns = request.token_ns[index - 1]
+        if start_ns == request.token_ns[index]:
+            return ()  # both tokens are of one step
         gap = self.ended_at(request.token_ns[index])
         if gap is None or start_ns > gap.start_ns:
             return None

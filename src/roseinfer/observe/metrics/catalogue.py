@@ -33,6 +33,7 @@ from roseinfer.records import Advanced, Api, FinishReason, Invariant, LifecycleS
 
 # A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
 NS_PER_S = 1e9
+DRAFT_OUTCOMES = ("accepted", "rejected")
 
 
 def _codes(root: type[RoseinferError]) -> Iterator[str]:
@@ -75,6 +76,7 @@ class ServerState:
     observability_ns: int = 0
     num_dropped_spans: int = 0
     num_restarts: int = 0
+    num_drafts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFT_OUTCOMES, 0))
     num_violations: dict[Invariant, int] = field(default_factory=lambda: dict.fromkeys(Invariant, 0))
 
 
@@ -439,6 +441,14 @@ _STEPS = (
         "tokens",
         AtStep(lambda _, advanced: (len(advanced),)),
         "Generated tokens, counted when each is known on the host and routed to its request.",
+    ),
+    counter(
+        "roseinfer_draft_tokens_total",
+        "tokens",
+        AtScrape(lambda state: dict(state.num_drafts)),
+        "Tokens that decoding rows drafted with scheduler.speculation, by what became of them: an accepted one is a "
+        "generated token without a step of its own.",
+        Label(name="outcome", values=DRAFT_OUTCOMES),
     ),
     counter(
         "roseinfer_preemptions_total",

@@ -138,6 +138,9 @@ class Metrics(Collector, WriteObserver):
         with self._lock:
             self._state.last_step = record
             self._state.last_step_end_ns = record.end_ns
+            if record.num_draft_tokens:
+                self._state.num_drafts["accepted"] += record.num_accepted_tokens
+                self._state.num_drafts["rejected"] += record.num_draft_tokens - record.num_accepted_tokens
             for source, cells in self._at_step:
                 if values := source.values(record, advanced):
                     self._state.num_refused_intervals += cells[source.labels(record)].add(values)

@@ -22,7 +22,7 @@ from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import CAUSES
 from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 is that without `_SINCE_2`
 MAX_BYTES = 1 << 30  # of a recording in memory
 
 StructArray = npt.NDArray[np.void]
@@ -43,6 +43,8 @@ STEP_DTYPE = np.dtype(
         ("is_profiled", np.bool_),
     ]
 )
+_SINCE_2 = ("num_draft_tokens", "num_accepted_tokens")
+_STEP_DTYPE_1 = np.dtype([(name, STEP_DTYPE[name]) for name in STEP_DTYPE.names or () if name not in _SINCE_2])
 WRITE_DTYPE = np.dtype(
     [
         ("serial", np.int64),  # of the request; what `RequestRecord.serial` says
@@ -170,9 +172,9 @@ class Recording:
         arrays = _arrays_in(file, name)
         try:
             found = msgspec.json.decode(arrays["meta"].tobytes(), type=_Versioned).format_version
-            if found != FORMAT_VERSION:
+            if found not in (1, FORMAT_VERSION):
                 raise InvalidRequest(
-                    f"{name} is a recording of format {found}; this version of roseinfer reads format "
+                    f"{name} is a recording of format {found}; this version of roseinfer reads formats 1 and "
                     f"{FORMAT_VERSION}.",
                     param="recording",
                 )
@@ -180,6 +182,8 @@ class Recording:
             requests = msgspec.json.decode(arrays["requests"].tobytes(), type=list[RequestRecord])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"{name} is damaged: {error}.", param="recording") from None
+        if found == 1 and arrays["steps"].dtype == _STEP_DTYPE_1:
+            arrays["steps"] = _with_no_drafts(arrays["steps"])
         for table, dtype in (("steps", STEP_DTYPE), ("writes", WRITE_DTYPE), ("interruptions", INTERRUPTION_DTYPE)):
             if arrays[table].dtype != dtype or arrays[table].ndim != 1:
                 raise InvalidRequest(f"{name} is damaged: its {table} have other fields.", param="recording")
@@ -215,6 +219,14 @@ def _arrays_in(file: BinaryIO, name: str) -> dict[str, npt.NDArray[Any]]:
     except (zipfile.BadZipFile, zlib.error, struct.error, SyntaxError, tokenize.TokenError):
         pass
     raise InvalidRequest(f"{name} is no recording of roseinfer.", param="recording")
+
+
+def _with_no_drafts(steps: StructArray) -> StructArray:
+    """Returns the steps of a recording of format 1 as those of today, which drafted nothing."""
+    filled = np.zeros(steps.shape, STEP_DTYPE)
+    for name in _STEP_DTYPE_1.names or ():
+        filled[name] = steps[name]
+    return filled
 
 
 class _Versioned(msgspec.Struct):

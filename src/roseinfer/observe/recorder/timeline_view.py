@@ -22,6 +22,7 @@ _STEP_STAMPS = ("start_ns", "tokens_ns", "end_ns")
 _STEP_FIELDS = (
     *("step_id", *_STEP_STAMPS, "num_running", "num_waiting", "num_decode_seqs", "num_prefill_seqs"),
     *("num_prefill_tokens", "num_generated_tokens", "num_not_selected", "num_preemptions", "num_finished"),
+    *("num_draft_tokens", "num_accepted_tokens"),
     *("num_used_blocks", "num_cached_blocks", "num_total_blocks", "outbox_depth", "outbox_wait_ns", "gc_ns"),
     *("h2d_bytes", "graph_rows", "schedule_ns", "launch_ns", "wait_ns", "commit_ns", "stage_ns", "h2d_ns"),
     *("capture_ns", "forward_ns", "sample_ns", "blocked_by"),

@@ -74,6 +74,15 @@ def test_another_version_is_refused_by_its_number(tmp_path: Path) -> None:
         Recording.load(path)
 
 
+def test_a_recording_of_format_1_has_no_drafts(tmp_path: Path) -> None:
+    recording, path = make_recording(format_version=1), tmp_path / "a.npz"
+    names = [name for name in recording.steps.dtype.names or () if "draft" not in name and "accepted" not in name]
+    today = recording.steps
+    steps = np.array(today[names].tolist(), [(name, STEP_DTYPE[name]) for name in names])
+    replace(recording, steps=steps).save(path)
+    assert Recording.load(path).steps.tolist() == today.tolist()
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="No such file"):
         Recording.load(tmp_path / "none.npz")

@@ -168,6 +168,7 @@ function stepNumbers(step) {
       step.limit && ["held back by", limitName(step.limit)],
       step.num_preemptions && ["preempted", String(step.num_preemptions)],
       step.num_not_selected && ["not selected", String(step.num_not_selected)],
+      step.num_draft_tokens && ["drafted, accepted", `${step.num_draft_tokens}, ${step.num_accepted_tokens}`],
       step.graph_rows && ["graph rows", String(step.graph_rows)],
       ["KV blocks in use", `${step.num_used_blocks} of ${step.num_total_blocks}`],
       ["schedule", ms(step.schedule_ns)],

@@ -1,0 +1,167 @@
+"""Drafts change how many steps an answer takes, and nothing of the answer."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.sequence import SlotTable
+from roseinfer.engine.invariants import assert_invariants
+from roseinfer.engine.speculation import MAX_DRAFT_TOKENS, Speculation, StepCost, find_draft
+from roseinfer.messages import Request
+from roseinfer.records import FinishReason
+from tests.unit.engine.harness import Transcript, make_engine, make_request, run_to_end
+
+
+@pytest.mark.parametrize(
+    ("text", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 9, 1, 2, 3], [4, 5, 9, 1]),
+        ([1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3], [5, 9, 1, 2]),  # of equal places the later one
+        ([7, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3], [4, 8, 1, 2]),  # but the longer one before it
+        ([6, 6, 6, 6], [6, 6, 6, 6]),
+        ([0, 5, 6, 5, 6, 5], [6, 5, 6, 5]),  # what it repeats is shorter than the draft
+        ([1, 2, 3, 4, 5], []),
+        ([1, 2, 9, 1, 2], []),  # too short a match
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+)
+def test_a_draft_continues_the_place_most_like_the_end(text: list[int], draft: list[int]) -> None:
+    assert find_draft(np.array(text, np.int32), 4).tolist() == draft
+
+
+def test_a_row_is_worth_what_steps_have_shown() -> None:
+    cost = StepCost()
+    assert cost.least_share(1) == 1.0  # nothing is known yet
+    for _ in range(40):
+        for num_rows in (1, 5, 9):
+            cost.learn(num_rows, 100 + 10 * num_rows)
+    assert cost.least_share(1) == pytest.approx(10 / 110, rel=0.2)
+    assert cost.least_share(8) == pytest.approx(80 / 180, rel=0.2)
+    cost.learn(1, 10**9)  # an interruption
+    assert cost.least_share(1) == pytest.approx(10 / 110, rel=0.2)
+
+
+def test_drafts_grow_where_they_hold_and_end_where_they_do_not() -> None:
+    table = SlotTable(2, 256, 8)
+    speculation, index = Speculation(table), np.array([0, 1])
+    speculation._cost.learn(1, 1000)
+    before = speculation._wanted(index, 2)
+    assert 0 < before[0] < MAX_DRAFT_TOKENS
+    for _ in range(20):
+        speculation.learn(0, 4, 4)
+        speculation.learn(1, 4, 0)
+    after = speculation._wanted(index, 2)
+    assert after[0] == MAX_DRAFT_TOKENS
+    assert after[1] == 0
+    for _ in range(600):
+        recovered = speculation._wanted(index, 2)
+    assert recovered[1] > 0  # it is tried again
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"num_blocks": 17, "max_model_len": 128},  # preemption
+    {"max_num_seqs": 2, "max_prefill_seqs": 6, "max_prefill_tokens": 5},  # turns, and chunks
+    {"prefix_caching": False, "num_blocks": 18, "max_num_batched_tokens": 24},
+]
+
+REQUESTS = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(1, 5), min_size=1, max_size=30),
+        "max_tokens": st.integers(1, 60),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "seed": st.integers(0, 3),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.sampled_from([(), (7, 8, 9), tuple(range(40, 60))]),
+        "num_logprobs": st.sampled_from([None, 1]),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, 0.5]),
+        "min_tokens": st.sampled_from([0, 1]),
+    }
+)
+
+
+def live(engine: Engine, requests: list[Request], pauses: list[int], aborted: dict[str, int]) -> Transcript:
+    """Adds requests with steps between them, and aborts some once they have so many tokens."""
+    transcript = Transcript()
+
+    def step() -> None:
+        transcript.take(engine.step())
+        assert_invariants(engine.scheduler)
+        for request_id, least in aborted.items():
+            if len(transcript.tokens[request_id]) >= least:
+                engine.abort(request_id)
+
+    for request, pause in zip(requests, pauses, strict=True):
+        engine.add_request(request)
+        for _ in range(pause):
+            if engine.has_work:
+                step()
+    for _ in range(10_000):
+        if not engine.has_work:
+            break
+        step()
+    assert not engine.has_work
+    return transcript
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    config=st.sampled_from(CONFIGS),
+    speculation=st.sampled_from(["auto", 1, 3, 16]),
+    asked=st.lists(REQUESTS, min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_answers_are_those_without(
+    config: dict[str, Any], speculation: str | int, asked: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    requests = [make_request(f"r{i}", **each) for i, each in enumerate(asked)]
+    pauses = [data.draw(st.integers(0, 6)) for _ in requests]
+    aborted = data.draw(st.dictionaries(st.sampled_from([each.request_id for each in requests]), st.integers(1, 20)))
+    off = live(make_engine(repeats=True, **config), requests, pauses, aborted)
+    engine = make_engine(repeats=True, can_speculate=True, speculation=speculation, **config)
+    on = live(engine, requests, pauses, aborted)
+    for request in requests:
+        name = request.request_id
+        if on.reasons[name] is FinishReason.ABORT or off.reasons[name] is FinishReason.ABORT:
+            assert name in aborted
+            length = min(len(on.tokens[name]), len(off.tokens[name]))
+            assert on.tokens[name][:length] == off.tokens[name][:length]
+            continue
+        assert on.tokens[name] == off.tokens[name]
+        assert on.reasons[name] is off.reasons[name]
+    assert engine.scheduler.kv_cache.pool.num_used == 0
+    assert sum(step.record.num_generated_tokens for step in on.steps) == sum(map(len, on.tokens.values()))
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
+    request = make_request("r", [1, 2, 3], max_tokens=100)
+    off, on = make_engine(repeats=True), make_engine(repeats=True, can_speculate=True, speculation=8)
+    for engine in (off, on):
+        engine.add_request(request)
+    without, with_drafts = run_to_end(off), run_to_end(on)
+    assert without.tokens == with_drafts.tokens
+    assert len(with_drafts.steps) < 0.7 * len(without.steps)
+    records = [step.record for step in with_drafts.steps]
+    accepted = sum(record.num_accepted_tokens for record in records)
+    assert 0 < accepted < sum(record.num_draft_tokens for record in records)
+    assert len(without.steps) - len(with_drafts.steps) == accepted
+
+
+def test_rejected_tokens_are_never_in_the_prefix_cache() -> None:
+    """A second request that continues the first one's answer computes what it would have computed alone."""
+    engine = make_engine(repeats=True, can_speculate=True, speculation=16)
+    first = make_request("first", range(1, 20), max_tokens=40)
+    engine.add_request(first)
+    tokens = run_to_end(engine).tokens["first"]
+    second = make_request("second", [*range(1, 20), *tokens, 3], max_tokens=20)
+    engine.add_request(second)
+    transcript = run_to_end(engine)
+    alone = make_engine(repeats=True, prefix_caching=False)
+    alone.add_request(second)
+    assert transcript.tokens["second"] == run_to_end(alone).tokens["second"]
+    assert transcript.steps[0].record.num_prefix_hit_tokens > 20
