@@ -117,9 +117,16 @@ def _pipeline_depth(config: Config, info: EngineInfo) -> int:
 
 def _can_speculate(config: Config, info: EngineInfo) -> bool:
     """Whether a row has the same bits whatever its step holds, and no step is launched before one is read."""
-    can_speculate = info.device == "cpu" and info.linear != "torch"
+    from roseinfer.model.families.registry import FAMILIES
+    from roseinfer.model.families.tested import TESTED
+
+    exact_types = {family.model_type for family in FAMILIES.values()}
+    exact_types |= {name for name, findings in TESTED.items() if findings.is_exact}
+    can_speculate = info.device == "cpu" and info.linear != "torch" and info.model_type in exact_types
     if not can_speculate and config.scheduler.speculation not in {"auto", "off"}:
-        _log.warning("scheduler.speculation is off: only on a CPU, with exact linears, do drafts change no answer")
+        _log.warning(
+            "scheduler.speculation is off: only on a CPU, with rows exact in every batch, do drafts change no answer"
+        )
     return can_speculate
 
 
