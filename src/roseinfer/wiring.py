@@ -204,7 +204,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     from roseinfer.observe.recorder import capture
     from roseinfer.observe.recorder.rendering import RenderProcess
     from roseinfer.server import lifecycle
-    from roseinfer.server.app import Instruments
+    from roseinfer.server.app import LOAD_PATH, Instruments
     from roseinfer.server.ops import debug, profile
     from roseinfer.text.grammar.checker import GrammarChecker
 
@@ -220,7 +220,11 @@ def serve(config: Config, more_keys: str = "") -> int:
 
     async def handle_metrics(request: web.Request) -> web.Response:
         observation.hub.catch_up()
-        page, content_type = await asyncio.to_thread(observation.metrics.render, request.headers.get("Accept", ""))
+        accept = request.headers.get("Accept", "")
+        if request.path == LOAD_PATH:
+            page, content_type = observation.metrics.render_load(accept)
+        else:
+            page, content_type = await asyncio.to_thread(observation.metrics.render, accept)
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     observe = config.observe

@@ -18,7 +18,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "long " * 40_000}),
     ("/tokenize", {"prompt": "hello"}),
 ]
-PAGES = ["/v1/models", "/metrics", "/openapi.json"]
+PAGES = ["/v1/models", "/metrics", "/metrics/load", "/openapi.json"]
 
 
 def test_no_request_imports_anything(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +27,9 @@ def test_no_request_imports_anything(start_server: StartServer, monkeypatch: pyt
     before = server.log_path.stat().st_size
     statuses = [server.post(path, body)[0] for path, body in BODIES] + [server.status(path) for path in PAGES]
     assert statuses == [200, 200, 200, 200, 200, 400, 200] + [200] * len(PAGES)
+    load = server.get("/metrics/load")
+    assert 'roseinfer_engine_up{model_name="' in load
+    assert "_bucket" not in load
     log = server.log_path.read_text()
     assert "import time:" in log[:before]
     assert [line for line in log[before:].splitlines() if line.startswith("import time:")] == []

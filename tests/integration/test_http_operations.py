@@ -34,7 +34,8 @@ async def test_the_model_and_its_context() -> None:
 async def test_version_and_metrics() -> None:
     async with serving(ScriptedEngine()) as server:
         assert (await server.get("/version")).json == {"version": __version__}
-        assert (await server.get("/metrics")).body == b"# the metrics\n"
+        for path in ("/metrics", "/metrics/load"):
+            assert (await server.get(path)).body == b"# the metrics\n"
 
 
 KEYS = ["first-key", "clé"]

@@ -16,10 +16,15 @@ from roseinfer.server.ops import debug_access, probes
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.grammar.checker import GrammarChecker
 
+LOAD_PATH = "/metrics/load"
+
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """What the wiring hands to the HTTP side; `debug_routes` are for the operations port alone."""
+    """What the wiring hands to the HTTP side; `debug_routes` are for the operations port alone.
+
+    `metrics` answers both `/metrics` and `/metrics/load`.
+    """
 
     metrics: Handler
     ledger: Ledger
@@ -72,6 +77,7 @@ def _operations(metrics_handler: Handler) -> list[web.RouteDef]:
         web.get("/load", probes.load),
         web.get("/startupz", probes.startupz),
         web.get("/metrics", metrics_handler),
+        web.get(LOAD_PATH, metrics_handler),
     ]
 
 

@@ -39,7 +39,7 @@ FAILURE = web.RequestKey("failure", RoseinferError)  # that ended it
 REQUEST_ID_HEADER = "x-request-id"
 PROBE_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/ping"})
 # Requested every second; the lifecycle logs what they would show.
-QUIET_PATHS = PROBE_PATHS | {"/metrics", "/debug/timeline/data"}
+QUIET_PATHS = PROBE_PATHS | {"/metrics", "/metrics/load", "/debug/timeline/data"}
 SERVER = "roseinfer"  # instead of the versions of aiohttp and Python
 CLIENT_CLOSED = 499  # nginx's number for it
 REASONS = {CLIENT_CLOSED: "Client Closed Request"}  # of statuses that the standard has no phrase for

@@ -130,6 +130,7 @@ OPERATIONS = (
     Operation("get", "/load", "How many requests for tokens are in flight", replies.LoadReply, _KEYED),
     Operation("get", "/version", "The version of roseinfer", replies.VersionReply, _KEYED),
     Operation("get", "/metrics", "Series for Prometheus", "text/plain", _KEYED),
+    Operation("get", "/metrics/load", "The gauges of the load alone", "text/plain", _KEYED),
     *(
         Operation("get", path, summary, replies.ProbeReply, _ANY, unready=replies.ProbeReply)
         for path, summary in (

@@ -681,3 +681,14 @@ GROUPS = {
     "The exporter itself": _EXPORTER,
 }
 CATALOGUE: tuple[Row, ...] = tuple(row for rows in GROUPS.values() for row in rows)
+
+# What a picker or an autoscaler asks for many times a second: the rows of /metrics/load.
+_LOAD_NAMES = {
+    "roseinfer_http_inflight_streams",
+    "roseinfer_num_requests_running",
+    "roseinfer_num_requests_waiting",
+    "roseinfer_kv_cache_usage_ratio",
+    "roseinfer_kv_cache_blocks",
+    "roseinfer_engine_up",
+}
+LOAD = tuple(row for row in CATALOGUE if row.name in _LOAD_NAMES)

@@ -25,6 +25,7 @@ from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.metrics.catalogue import (
     CATALOGUE,
     GC_PAUSE,
+    LOAD,
     NS_PER_S,
     OTHER,
     REJECTION_CODES,
@@ -182,6 +183,17 @@ class Metrics(Collector, WriteObserver):
             self._scrapes.add([(end_ns - start_ns) / NS_PER_S])
         return page, content_type
 
+    def render_load(self, accept: str) -> tuple[bytes, str]:
+        """Returns the page of the rows of `LOAD` alone, and its type: cheap enough for the event loop."""
+        encode, content_type = _encoder(accept)
+        start_ns = time.monotonic_ns()
+        with self._lock:
+            found = [(row, self._values(row)) for row in LOAD]
+        page = encode(_Families([_family(row, values, self._model_name, {}) for row, values in found]))
+        with self._lock:
+            self._render_ns += time.monotonic_ns() - start_ns
+        return page, content_type
+
     def collect(self) -> Iterator[Metric]:
         """Yields one family after the other, all of one moment."""
         for row, values, exemplars in self._snapshot():
@@ -227,6 +239,16 @@ class Metrics(Collector, WriteObserver):
         if row.kind == "counter":
             return {child: cell.total for child, cell in cells.items()}
         return {child: cell.copy() for child, cell in cells.items()}
+
+
+class _Families(Collector):
+    """Families that are made already, for an encoder."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
 
 
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:

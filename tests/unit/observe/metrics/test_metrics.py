@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from roseinfer.observe.metrics.catalogue import CATALOGUE
+from roseinfer.observe.metrics.catalogue import CATALOGUE, LOAD
 from roseinfer.records import Advanced, Api, Arrival, Delivery, FinishReason, LifecycleState
 from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline, writes_of
 
@@ -324,3 +324,21 @@ def test_nothing_on_a_page_is_not_a_number() -> None:
     metrics = make_metrics()
     metrics.on_finish(make_timeline(client_submit_lag_s=math.nan))
     assert not [key for key, value in Page(metrics).samples.items() if not math.isfinite(value)]
+
+
+def test_the_load_page_shows_its_gauges_as_the_whole_page_does() -> None:
+    metrics = make_metrics()
+    metrics.set_engine_info(ENGINE)
+    metrics.on_lifecycle(LifecycleState.READY)
+    metrics.on_start(make_timeline())
+    metrics.on_step(make_step(num_running=3, num_waiting=5), Advanced.newest([]))
+    for accept in ("", "application/openmetrics-text; version=1.0.0"):
+        load, load_type = metrics.render_load(accept)
+        whole, whole_type = metrics.render(accept)
+        assert load_type == whole_type
+        names = {row.name for row in LOAD}
+        lines = [line for line in whole.decode().splitlines() if line.split("{")[0] in names]
+        assert lines == [line for line in load.decode().splitlines() if not line.startswith("#")]
+        assert 'roseinfer_num_requests_waiting{model_name="' in load.decode()
+        assert " 5.0" in load.decode()
+        assert " 3.0" in load.decode()
