@@ -196,7 +196,8 @@ def test_a_claim_that_cannot_be_changed_is_named(helm: HelmProcess, change: Obje
 @pytest.mark.parametrize("length", range(1, 64))
 def test_names_of_every_length(helm: HelmProcess, length: int) -> None:
     """Objects of one kind have different names, which Kubernetes takes; those of hosts and of pods are DNS labels."""
-    values = merged(JOB, {"fullnameOverride": ("release" + "-x" * 30)[:length], "dashboards": {"enabled": True}})
+    dashboards = {"enabled": length % 8 == 7}  # which are most of the work
+    values = merged(JOB, {"fullnameOverride": ("release" + "-x" * 30)[:length], "dashboards": dashboards})
     release = helm.render(values)
     names = [(found["kind"], found["metadata"]["name"]) for found in release.objects]
     assert len(set(names)) == len(names)

@@ -28,7 +28,7 @@ CONFIG = '[checks.positive_data_acceptance]\nexpected-statuses = ["2xx", "400", 
 
 def fuzz(document: str, base_url: str, directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
     (directory / "schemathesis.toml").write_text(CONFIG)
-    options = ["--checks", "all", "--max-examples", "15", "--seed", "1", "--no-color", "--url", base_url, *more]
+    options = ["--checks", "all", "--max-examples", "8", "--seed", "1", "--no-color", "--url", base_url, *more]
     command = [sys.executable, "-m", "schemathesis.cli", "run", document, *options]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=400, check=False)
 

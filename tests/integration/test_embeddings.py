@@ -74,19 +74,19 @@ def expected(reference: PreTrainedModel, token_ids: list[int], pooling: Pooling)
     return vector
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize(
     "scheduler", [{}, {"max_num_seqs": 8, "max_num_batched_tokens": 32}], ids=["whole", "in pieces"]
 )
 def test_they_are_those_of_transformers(
-    reference: PreTrainedModel, checkpoint: Path, pooling: Pooling, scheduler: dict[str, Any]
+    reference: PreTrainedModel, checkpoint: Path, scheduler: dict[str, Any]
 ) -> None:
     with open_llm(checkpoint, **scheduler) as llm:
-        found = llm.embed(PROMPTS, pooling=pooling)
-        again = llm.embed(PROMPTS, pooling=pooling)  # from the prefix cache, where that is allowed
-    for vector, repeated, prompt in zip(found, again, PROMPTS, strict=True):
-        assert np.abs(vector - expected(reference, prompt, pooling)).max() < 1e-4
-        assert vector.tobytes() == repeated.tobytes()
+        for pooling in POOLINGS:
+            found = llm.embed(PROMPTS, pooling=pooling)
+            again = llm.embed(PROMPTS, pooling=pooling)  # from the prefix cache, where that is allowed
+            for vector, repeated, prompt in zip(found, again, PROMPTS, strict=True):
+                assert np.abs(vector - expected(reference, prompt, pooling)).max() < 1e-4
+                assert vector.tobytes() == repeated.tobytes()
 
 
 def test_a_model_that_was_saved_without_a_head(reference: PreTrainedModel, checkpoint: Path, tmp_path: Path) -> None:
@@ -100,20 +100,21 @@ def test_a_model_that_was_saved_without_a_head(reference: PreTrainedModel, check
         assert np.abs(vector - expected(reference, prompt, "last")).max() < 1e-4
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_they_are_the_same_in_company(checkpoint: Path, pooling: Pooling) -> None:
+def test_they_are_the_same_in_company(checkpoint: Path) -> None:
     """Sixteen at once, in pieces, beside generations that decode; and each alone, whole."""
     prompts = [[(11 * i * (k + 1)) % 2000 + 1 for i in range(5 + 13 * k)] for k in range(16)]
     with open_llm(checkpoint) as llm:
-        alone = [llm.embed([prompt], pooling=pooling)[0] for prompt in prompts]
+        alone = [[llm.embed([prompt], pooling=pooling)[0] for prompt in prompts] for pooling in POOLINGS]
     with open_llm(checkpoint, max_num_seqs=8, max_num_batched_tokens=48) as llm:
         busy = [llm.submit([5, 6, 7 + k], SamplingParams(max_tokens=150, temperature=0.0)) for k in range(4)]
-        together = llm.embed(prompts, pooling=pooling)
+        together = [llm.embed(prompts, pooling=pooling) for pooling in POOLINGS]
         texts = [llm.result(request_id).token_ids for request_id in busy]
-    assert [vector.tobytes() for vector in together] == [vector.tobytes() for vector in alone]
+    for found, wanted in zip(together, alone, strict=True):
+        assert [vector.tobytes() for vector in found] == [vector.tobytes() for vector in wanted]
     assert all(len(text) > 0 for text in texts)
 
 
+@pytest.mark.parametrize("reference", ["qwen3"], indirect=True)
 def test_the_checkpoint_says_how(reference: PreTrainedModel, checkpoint: Path, tmp_path: Path) -> None:
     def with_modules(pooling: str, *more: str) -> EmbeddingInfo:
         directory = tmp_path / f"{pooling}{len(more)}"
@@ -148,6 +149,7 @@ def test_the_checkpoint_says_how(reference: PreTrainedModel, checkpoint: Path, t
     assert with_modules("lasttoken", "Dense", "Normalize").unserved == "the module Dense"
 
 
+@pytest.mark.parametrize("reference", ["qwen3"], indirect=True)
 def test_fewer_dimensions_are_the_first_at_length_1(checkpoint: Path) -> None:
     with open_llm(checkpoint) as llm:
         [whole], [part] = llm.embed([PROMPTS[1]]), llm.embed([PROMPTS[1]], dimensions=5)

@@ -127,10 +127,11 @@ def run_in_pieces(steps: Steps, layer: int = 0) -> dict[int, torch.Tensor]:
     return {slot: torch.cat(parts) for slot, parts in results.items()}
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (4, 2), (6, 1)])
+@pytest.mark.parametrize(
+    ("block_size", "num_heads", "num_kv_heads"), [(8, 4, 2), (16, 1, 1), (16, 6, 1), (32, 3, 3), (64, 6, 1), (64, 4, 2)]
+)
 def test_sequences_in_pieces_are_the_whole(
-    make_backend: MakeBackend, num_heads: int, num_kv_heads: int, block_size: int
+    make_backend: MakeBackend, block_size: int, num_heads: int, num_kv_heads: int
 ) -> None:
     spec = spec_of(num_heads, num_kv_heads, 24)
     table = shuffled_table(3, 256 // block_size)
@@ -212,8 +213,9 @@ def test_the_cache_keeps_its_type_and_the_sums_are_float32(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(3, 3, 64), (8, 2, 24), (6, 3, 96)])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "window"), [(3, 3, 64, None), (8, 2, 24, 30), (6, 3, 96, None)]
+)
 def test_a_token_gets_the_same_bits_in_every_batch(
     make_backend: MakeBackend, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
 ) -> None:

@@ -207,7 +207,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     planned=st.lists(requests, min_size=1, max_size=12),
     limits=st.sampled_from(LIMITS),
