@@ -186,6 +186,12 @@ async def test_a_server_that_sends_all_of_it_again(served: Hub) -> None:
     assert content_of(await fetched()) == SMALL | SHARDS
 
 
+async def test_a_server_that_never_gets_past_some_byte(served: Hub) -> None:
+    served.cuts, served.ignores_ranges = {SHARD: [2 << 20, 1 << 20] * 20}, True
+    assert "could not be fetched" in (await refusal()).message
+    assert served.asked[SHARD] < 10
+
+
 @pytest.mark.parametrize("name", [SHARD, "config.json"])
 async def test_what_arrives_damaged_is_fetched_again(served: Hub, caplog: pytest.LogCaptureFixture, name: str) -> None:
     served.damages[name] = 1
@@ -252,7 +258,6 @@ async def test_a_hub_that_is_switched_off_and_no_copy(served: Hub, monkeypatch: 
 @pytest.mark.parametrize("untold", [{"size", "lfs"}, {"blobId", "lfs"}])
 async def test_a_hub_that_tells_no_sizes_or_digests(served: Hub, untold: set[str]) -> None:
     served.untold = untold
-    del served.files["consolidated.safetensors"]
     assert content_of(await fetched()) == SMALL | SHARDS
 
 

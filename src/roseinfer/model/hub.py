@@ -142,10 +142,15 @@ class _Fetch:
 
     def weights(self) -> list[str]:
         """The files that the index names, once it is here; else `model.safetensors`, else all that there are."""
-        offered = [name for name in self._files if "/" not in name and name.endswith(".safetensors")]
+        offered = [
+            name
+            for name in self._files  # without the same weights in the vendor's own form
+            if "/" not in name and name.endswith(".safetensors") and not name.startswith("consolidated")
+        ]
         if not offered:
             raise ConfigError(
-                f"{self._repo_id} has no safetensors file; other formats, as GGUF, are not read.", param="model.path"
+                f"{self._repo_id} has no safetensors file; other formats, as .bin and GGUF, are not read.",
+                param="model.path",
             )
         index = f"{_WEIGHTS_FILE}.index.json"
         if index in self._files:
@@ -190,6 +195,7 @@ class _Fetch:
     def _fetch_bytes(self, file: _File, partial: Path) -> None:
         """Append to `partial` until it is as long as the file. Raises the last error when tries bring nothing."""
         num_tries, length = 0, _size_of(partial)
+        longest = length  # so far: what a server without ranges sends again is nothing new
         while length < file.size:
             try:
                 self._append(file, partial, length)
@@ -200,8 +206,9 @@ class _Fetch:
                 if error.response.status_code < 500 and error.response.status_code not in {408, 429}:
                     raise
                 told = error
-            num_tries = 1 if _size_of(partial) > length else num_tries + 1
             length = _size_of(partial)
+            num_tries = 1 if length > longest else num_tries + 1
+            longest = max(longest, length)
             if length >= file.size:
                 return
             if num_tries == _NUM_TRIES:
