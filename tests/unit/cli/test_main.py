@@ -54,6 +54,7 @@ def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.Monkey
         "server.max_body_bytes": 1024,
         "scheduler.max_num_batched_tokens": 1024,
         "observe.slow_gap_factor": 1.5,
+        "scheduler.speculation": 7,
         "server.allowed_origins": "https://example.com",
     }
     value = bounded.get(option.path, value)
