@@ -32,9 +32,8 @@ static inline Floats load(const int32_t* from) {
 
 // Rounds as to_bfloat16 does; numbers below the smallest normal one become 0 where the processor has an instruction.
 static inline void store(bfloat16* to, Floats x) {
-#ifdef __AVX512BF16__
-    const __m256bh halves = _mm512_cvtneps_pbh(x);
-    std::memcpy(to, &halves, sizeof halves);
+#ifdef HAS_BFLOAT16_PRODUCTS
+    store_bfloat16(to, x);
 #else
     Several<float> all;
     store(all.values, x);
@@ -60,16 +59,6 @@ static inline void store_first(T* to, Floats x, int64_t count) {
 }
 
 static inline Floats magnitude(Floats x) { return maximum(-x, x); }
-
-// 1 / x to 2 units in the last place, for x in 1..2^20.
-static inline Floats reciprocal(Floats x) {
-#if defined(__AVX512F__)
-    const Floats near = _mm512_maskz_rcp14_ps(0xffff, x);
-    return near * (splat(2.0f) - x * near);  // a step of Newton's
-#else
-    return splat(1.0f) / x;
-#endif
-}
 
 // 1 / (1 + e^-x), from e^-|x|, which cannot overflow.
 static inline Floats sigmoid(Floats x) {

@@ -44,16 +44,14 @@ struct Call {
 };
 
 // Where the pages of one tile of keys lie for one head. Past the sequence's last block its last block is repeated.
+//
+// Keys and values are read from memory once, and while one tile is computed the next one is prefetched: its lines come in
+// between the products, since the processor has room for a few outstanding requests only.
 template <class Number>
 struct Tile {
     const Number* keys[MAX_TILE_BLOCKS];
     const Number* values[MAX_TILE_BLOCKS];
 };
-
-// Keys and values are read from memory once, and while one tile is computed the next one is prefetched: its lines come in
-// between the products, since the processor has room for a few outstanding requests only.
-inline void prefetch_to_level1(const void* line) { __builtin_prefetch(line, 0, 3); }
-inline void prefetch_to_level2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // Sums are kept in whole registers.
 inline int64_t padded_head_dim(const Call& call) { return (call.head_dim + LANES - 1) / LANES * LANES; }

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int BLOCK_VECTORS = LANES == 16 ? 4 : 2;  // registers of each row that are computed together
+constexpr int BLOCK_VECTORS = REGISTERS == 32 ? 4 : 2;  // registers of each row that are computed together
 
 // How numbers of a type are multiplied: an Operand is broadcast, and a Vector multiplied with it lane by lane.
 
@@ -40,16 +40,14 @@ struct BFloat16 {
     static Vector load_half(const Number* from) { return load_half_words(from); }
     static Vector join(const Number* low, const Number* high) { return join_halves(low, high); }
 #endif
-#if defined(__AVX512BF16__)
+#ifdef HAS_BFLOAT16_PRODUCTS
     using Operand = bfloat16;
     static Floats dot(Floats sum, const Operand* a, Vector b) {
         int32_t pair;
         std::memcpy(&pair, a, sizeof pair);
-        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
+        return add_bfloat16_pairs(sum, splat_word(pair), b);
     }
-    static void store_weights(Operand* to, Floats weights) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(weights));
-    }
+    static void store_weights(Operand* to, Floats weights) { store_bfloat16(to, weights); }
     static Operand to_operand(Number x) { return x; }
 #else
     using Operand = float;  // widened, and so are the weights

@@ -10,6 +10,10 @@
 // bfloat16: the upper half of a float32.
 using bfloat16 = uint16_t;
 
+// Has a line of memory brought to the nearest cache, or to the second.
+static inline void prefetch_to_level1(const void* line) { __builtin_prefetch(line, 0, 3); }
+static inline void prefetch_to_level2(const void* line) { __builtin_prefetch(line, 0, 2); }
+
 static inline float to_float(float value) { return value; }
 
 static inline float to_float(int8_t value) { return float(value); }

@@ -38,7 +38,7 @@ namespace {
 constexpr int64_t kLineWords = 16;  // a cache line
 
 constexpr int kVectors = 3;                   // registers of outputs side by side: 8 rows of 3 sums, 3 weights and a
-constexpr int kBlockRows = LANES / 2;         // number of x fill 28 of AVX-512's 32 registers; 4 rows AVX2's 16
+constexpr int kBlockRows = REGISTERS / 4;       // number of x fill 28 of AVX-512's 32 registers; 4 rows AVX2's 16
 constexpr int64_t kPanel = kVectors * LANES;  // packed_linear.py rounds up to 48
 constexpr int64_t kChunk = 768;               // words of a panel, at most, that rows pass before the next one does:
                                               // 144 KiB in the second cache, and as much on its way there
@@ -115,7 +115,7 @@ constexpr int64_t row_words(int64_t num_words) {
 // Rows at once: with AVX2 nine sums, the weights, a number of x, a product and a mask fill the registers in int4, and
 // in int8 without an instruction for four products.
 template <typename T>
-constexpr int kRowsAtOnce = LANES == 8 && (kIsInt4<T> || (kIsInt8<T> && !kHasFours)) ? 3 : kBlockRows;
+constexpr int kRowsAtOnce = REGISTERS == 16 && (kIsInt4<T> || (kIsInt8<T> && !kHasFours)) ? 3 : kBlockRows;
 
 // sum + x * weight, in each lane: of a word's one product, its two or its four.
 template <typename T>
@@ -124,9 +124,9 @@ inline __attribute__((always_inline)) Sums<T> add_product(Sums<T> sum, Floats x,
         return multiply_add(x, weight, sum);
     } else if constexpr (kIsInt8<T>) {
         return add_fours(sum, (Integers)x, (Integers)weight);
-#ifdef __AVX512BF16__
+#ifdef HAS_BFLOAT16_PRODUCTS
     } else if constexpr (sizeof(T) == 2) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
+        return add_bfloat16_pairs(sum, (Words)x, (Words)weight);
 #endif
     } else {
         static_assert(sizeof(T) == 0, "this level has no product of such words");
@@ -138,10 +138,10 @@ inline __attribute__((always_inline)) void multiply_word(const float* x, int64_t
                                                          Sums<T> (&sums)[num_rows][kVectors]) {
     if constexpr (kRowWords<T> == 2) {
         for (int i = 0; i < kVectors; ++i) {
-            const Integers bytes = (Integers)load(weight + i * LANES), even = even_bytes(bytes), odd = odd_bytes(bytes);
+            const Sums<T> bytes = (Sums<T>)load(weight + i * LANES), even = even_bytes(bytes), odd = odd_bytes(bytes);
             for (int row = 0; row < num_rows; ++row) {
-                const Integers sum = add_pairs(sums[row][i], (Integers)splat(x[row * row_step]), even);
-                sums[row][i] = add_pairs(sum, (Integers)splat(x[row * row_step + 1]), odd);
+                const Sums<T> sum = add_pairs(sums[row][i], (Sums<T>)splat(x[row * row_step]), even);
+                sums[row][i] = add_pairs(sum, (Sums<T>)splat(x[row * row_step + 1]), odd);
             }
         }
     } else {
@@ -169,7 +169,7 @@ __attribute__((noinline)) void multiply_rows(const Block& block) {
     for (; word + kPiece <= block.num_words; word += kPiece, ahead += kAheadLines * kLineWords) {
         for (int64_t stream = 0; stream < block.num_streams; ++stream) {
             for (int64_t line = 0; line < kAheadLines; ++line) {
-                _mm_prefetch(ahead + stream * block.stream_step + line * kLineWords, _MM_HINT_T1);
+                prefetch_to_level2(ahead + stream * block.stream_step + line * kLineWords);
             }
         }
 #pragma GCC unroll 2
@@ -223,7 +223,7 @@ __attribute__((noinline)) void multiply_groups(const Block& block) {
         if (word % kPiece == 0) {
             for (int64_t stream = 0; stream < block.num_streams; ++stream) {
                 for (int64_t line = 0; line < kAheadLines; ++line) {
-                    _mm_prefetch(ahead + stream * block.stream_step + line * kLineWords, _MM_HINT_T1);
+                    prefetch_to_level2(ahead + stream * block.stream_step + line * kLineWords);
                 }
             }
             ahead += kAheadLines * kLineWords;
@@ -283,8 +283,8 @@ template <typename Out>
 void ask_for_outputs(const Out* out, int64_t row_step, int64_t num_rows) {
     constexpr int64_t kLine = kLineWords * sizeof(float) / sizeof(Out);
     for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t at = 0; at < kPanel; at += kLine) _mm_prefetch(out + row * row_step + at, _MM_HINT_T0);
-        _mm_prefetch(out + row * row_step + kPanel - 1, _MM_HINT_T0);
+        for (int64_t at = 0; at < kPanel; at += kLine) prefetch_to_level1(out + row * row_step + at);
+        prefetch_to_level1(out + row * row_step + kPanel - 1);
     }
 }
 
@@ -517,7 +517,7 @@ EXPORT void roseinfer_linear_rows_float32(const Linear* linear, const int64_t* i
     unpack_rows<float>(*linear, ids, num_ids, out);
 }
 
-#ifdef __AVX512BF16__
+#ifdef HAS_BFLOAT16_PRODUCTS
 
 // The same in bfloat16; rows of `packed` are of an even number of inputs.
 EXPORT void roseinfer_linear_pack_bfloat16_pairs(const bfloat16* weight, int64_t output_step, int64_t input_step,

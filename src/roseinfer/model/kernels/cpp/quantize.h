@@ -27,14 +27,7 @@ static inline float quantize_row(const T* x, int64_t size, const Write& write) {
         const int64_t first = piece * kQuantizedPiece;
         const int64_t count = size - first < kQuantizedPiece ? size - first : kQuantizedPiece;
         for (int64_t i = 0; has_factor && i < count; i += LANES) {
-            const Floats scaled = round(load_first(x + first + i, count - i) * splat(factor));
-#if defined(__AVX512F__)
-            _mm_storeu_si128((__m128i*)(rounded + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(scaled)));
-#else
-            Several<float> all;
-            store(all.values, scaled);
-            for (int lane = 0; lane < LANES; ++lane) rounded[i + lane] = int8_t(int32_t(all.values[lane]));
-#endif
+            store_bytes(rounded + i, round(load_first(x + first + i, count - i) * splat(factor)));
         }
         write(piece, rounded, count);
     }
