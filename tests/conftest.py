@@ -20,6 +20,10 @@ ON_REAL_CLOCKS = {_TESTS / "deploy", _TESTS / "e2e", _TESTS / "integration", _TE
 # Building the image takes as long as a third of all other tests, and cannot be divided.
 LONGEST_FIRST = {_TESTS / name: rank for rank, name in enumerate(("deploy", "e2e", "integration"))}
 
+# A thread that has nothing to do sleeps. By default it spins, which with more threads than cores, as where two workers
+# test, is most of what tests would compute. Read when a library of OpenMP is loaded: here, before torch is.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # No property of ours is a matter of time, and a busy machine is no fault of a test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
