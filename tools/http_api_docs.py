@@ -13,6 +13,7 @@ from roseinfer.server.api.fields import EngineBody, ModelBody, SamplingBody
 from roseinfer.server.api.unserved import (
     OF_CHAT,
     OF_COMPLETIONS,
+    OF_DETOKENIZE,
     OF_EMBEDDINGS,
     OF_MESSAGES,
     OF_RESPONSES,
@@ -46,6 +47,7 @@ UNSERVED = {
     "fields of Anthropic's Messages": OF_MESSAGES,
     "fields of /v1/embeddings": OF_EMBEDDINGS,
     "fields of /tokenize": OF_TOKENIZE,
+    "fields of /detokenize": OF_DETOKENIZE,
 }
 REMARKS: Mapping[type[ModelBody], str] = {
     ChatBody: "The role `developer` is `system` to the template.",

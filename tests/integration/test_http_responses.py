@@ -379,6 +379,15 @@ async def test_what_clients_send_is_accepted_and_told_again() -> None:
     }
 
 
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+
+
+@pytest.mark.parametrize("choice", ["none", {"type": "function", "name": "f"}, ALLOWED], ids=str)
+async def test_a_choice_of_tools_is_told_again_as_it_was_sent(choice: Any) -> None:
+    answer, _ = await ask(CALL, tools=[TOOL], tool_choice=choice)
+    assert answer.json["tool_choice"] == choice
+
+
 async def test_the_limit_is_no_reservation() -> None:
     _, request = await ask("x", max_output_tokens=1_000_000)
     assert request.params.max_tokens == 2000 - len(request.prompt_token_ids)

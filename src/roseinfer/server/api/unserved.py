@@ -94,6 +94,10 @@ OF_SAMPLING: dict[str, Unserved] = {
     **_rows(("lora_path",), instead="one model is served"),
     **_rows(("lora",), [], instead="one model is served"),
     **_rows(("kv_transfer_params", "ec_transfer_params", "moderation")),
+    # Of OpenAI's Responses and Anthropic's Messages: what wants a server with a memory, or tools of its own.
+    **_rows(("previous_response_id", "conversation", "container"), instead="nothing is stored here; send all turns"),
+    **_rows(("background",), False, instead="nothing is stored here; use `stream`"),
+    **_rows(("mcp_servers",), [], instead="give the tools in `tools`"),
 }
 
 OF_COMPLETIONS: dict[str, Unserved] = {
@@ -161,8 +165,6 @@ OF_MESSAGES: dict[str, Unserved] = {
     **_rows(("thinking_token_budget",), instead="`thinking.budget_tokens` is its name here"),
     **_rows(("include_reasoning",), True),
     **_rows(("truncation",), "disabled", "auto"),
-    **_rows(("mcp_servers",), [], instead="give the tools in `tools`"),
-    **_rows(("container",)),
     **_rows(("thread",), instead="no conversation is kept here; send all of its messages"),
     **_rows(("input",), instead="this API takes `messages`; /v1/responses takes `input`"),
     **_rows(("prompt",), instead="this API takes `messages`; /v1/completions takes `prompt`"),
@@ -184,7 +186,6 @@ OF_RESPONSES: dict[str, Unserved] = {
     **_rows(("output_config", "output_format"), {}, instead="use `text` with `format`, and `reasoning` with `effort`"),
     **_rows(("thinking", "enable_thinking"), instead="use `reasoning` with `effort`, or `thinking_token_budget`"),
     **_rows(("include_reasoning",), True),
-    **_rows(("background",), False, instead="nothing is stored here; use `stream`"),
     **_rows(("conversation",), instead="nothing is stored here; send the whole conversation as `input`"),
     **_rows(("previous_response_id",), instead="nothing is stored here; send the earlier items with `input`"),
     **_rows(("prompt",), instead="nothing is stored here; use `input`, or `prompt` with /v1/completions"),
@@ -210,6 +211,9 @@ OF_EMBEDDINGS: dict[str, Unserved] = {
 OF_TOKENIZE: dict[str, Unserved] = {
     **_rows(("tools",), [], instead="the answer's `usage` of /v1/chat/completions counts them"),
     **_rows(("continue_final_message", "return_token_offsets"), False),
+    **_rows(("input", "text", "content"), instead="`prompt` is its name here"),
     **_rows(("chat_template",), instead="it is an option of the server, `server.chat_template`"),
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), Unserved(is_ignored=True)),
 }
+
+OF_DETOKENIZE = _rows(("ids", "input_ids", "token_ids"), instead="`tokens` is its name here")

@@ -28,7 +28,7 @@ from roseinfer.server.openai.responses_replies import (
     ResponseReply,
     ResponseUsage,
 )
-from roseinfer.server.openai.responses_schema import ENCRYPTED, LOGPROBS, InputTokensBody, ResponseBody
+from roseinfer.server.openai.responses_schema import ENCRYPTED, LOGPROBS, ChosenTools, InputTokensBody, ResponseBody
 from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
@@ -213,7 +213,7 @@ class ResponseDialect(Dialect):
             safety_identifier=body.safety_identifier or None,
             temperature=defaults.temperature if body.temperature is None else body.temperature,
             text={"format": text_format} | ({"verbosity": body.text.verbosity} if body.text.verbosity else {}),
-            tool_choice="auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
+            tool_choice="auto" if body.tool_choice is None else _chosen(body.tool_choice),
             tools=[_fields(tool) for tool in body.tools if tool.type == "function"],
             top_logprobs=body.top_logprobs,
             top_p=defaults.top_p if body.top_p is None else body.top_p,
@@ -226,3 +226,11 @@ class ResponseDialect(Dialect):
 def _fields(struct: msgspec.Struct) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(struct)
     return fields
+
+
+def _chosen(choice: str | ChosenTools) -> str | dict[str, Any]:
+    """The choice with the fields of its type alone, which clients compare with what they know."""
+    if isinstance(choice, str):
+        return choice
+    names = ("type", "name") if choice.type == "function" else ("type", "mode", "tools")
+    return {name: value for name, value in _fields(choice).items() if name in names}

@@ -13,7 +13,7 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import TokenId
 from roseinfer.server.api.fields import ModelBody, Schema, given, when
 from roseinfer.server.api.parsing import read_body
-from roseinfer.server.api.unserved import OF_TOKENIZE, Unserved
+from roseinfer.server.api.unserved import OF_DETOKENIZE, OF_TOKENIZE, Unserved
 from roseinfer.server.connection.body import INLINE_BYTES
 from roseinfer.server.connection.body_budget import HELD_BYTES
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
@@ -80,6 +80,8 @@ class TokenizeBody(ModelBody, frozen=True, kw_only=True):
 
 class DetokenizeBody(ModelBody, frozen=True, kw_only=True):
     """POST /detokenize."""
+
+    unserved: ClassVar[dict[str, Unserved]] = OF_DETOKENIZE
 
     tokens: Annotated[list[TokenId], Meta(description="Token ids.")]
 

@@ -9,6 +9,7 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.server.api.fields import StructuredOutputs
 from roseinfer.server.api.parsing import parse_body
 from roseinfer.server.openai.schema import ChatBody, CompletionBody
+from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 
 MESSAGES = [{"role": "user", "content": "a"}]
 NO_JSON = "NaN, Infinity and half of a surrogate pair are none."
@@ -50,10 +51,12 @@ def test_a_closed_set_is_listed(field: dict[str, Any], param: str, message: str)
         ({"prompt_logprobs": 1}, "prompt_logprobs", "use `echo` with `logprobs`, of /v1/completions"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "always left out"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "a prompt is never cut"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored here"),
+        ({"mcp_servers": [{}]}, "mcp_servers", "give the tools in `tools`"),
     ],
     ids=str,
 )
-def test_a_field_of_vllms_is_told_with_what_there_is_instead(
+def test_a_field_of_another_server_is_told_with_what_there_is_instead(
     field: dict[str, Any], path: str, instead: str, least: dict[str, Any]
 ) -> None:
     error = refused(least | field)
@@ -74,6 +77,15 @@ def test_a_field_of_vllms_is_told_with_what_there_is_instead(
 def test_a_body_of_another_endpoint_is_told_where_it_belongs(body_type: Any, field: str, path: str) -> None:
     with pytest.raises(InvalidRequest, match=f"`{field}` is not supported: .*{path} takes `{field}`\\.") as caught:
         parse_body(f'{{"model": "a", "{field}": "Hi"}}'.encode(), body_type)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("body_type", "field", "name"), [(TokenizeBody, "content", "prompt"), (DetokenizeBody, "ids", "tokens")]
+)
+def test_a_field_of_another_tokenizing_server_is_told_its_name_here(body_type: Any, field: str, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"`{field}` is not supported: `{name}` is its name here") as caught:
+        parse_body(f'{{"{field}": "Hi"}}'.encode(), body_type)
     assert caught.value.param == field
 
 
