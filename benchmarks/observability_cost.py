@@ -49,6 +49,7 @@ from roseinfer.observe.tracing.otlp import Encoder
 from roseinfer.observe.tracing.spans import Span
 from roseinfer.observe.tracing.tracing import Tracing
 from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, Observer, RequestTimeline, StepRecord
+from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.server.app import Instruments, build_app, build_runner
@@ -218,7 +219,7 @@ class Observed:
         self.attribution = Attribution()
         self.metrics = Metrics(NAME, "0", self.registry)
         flight, pauses = Flight(self.config, "0"), GcPauses()
-        flight.listen(pauses, self.metrics, self.attribution.interruptions)
+        flight.listen(pauses, LoopWaits(), self.metrics, self.attribution.interruptions)
         observers = {"recorder": flight, "causes": self.attribution, "metrics": self.metrics, "logs": logs.Logs(10.0)}
         self.everything = Hub(observers.values(), MAX_DELAY_S)
         self.single = {name: Hub([observer], MAX_DELAY_S) for name, observer in observers.items()}

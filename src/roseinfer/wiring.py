@@ -38,6 +38,7 @@ from roseinfer.observe.hub import Hub
 from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime import memory
+from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 
@@ -211,9 +212,9 @@ def serve(config: Config, more_keys: str = "") -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if config.engine.transport == "process":
         memory.prefer_giving_back()
-    renderer, gc_pauses = RenderProcess(), GcPauses()
+    renderer, gc_pauses, loop_waits = RenderProcess(), GcPauses(), LoopWaits()
     output = logs.configure(config.observe, sys.stderr)
-    observation = Observation(config, __version__, renderer.render, gc_pauses, lambda: output.num_dropped)
+    observation = Observation(config, __version__, renderer.render, gc_pauses, loop_waits, lambda: output.num_dropped)
     client = _client(config, observation.hub)
     observation.capture.profile = client.profile
     observation.flight.queue = client.queue_estimate.report
@@ -244,8 +245,8 @@ def serve(config: Config, more_keys: str = "") -> int:
         _settle(config, client.info, url)
 
     try:
-        with gc_pauses:
-            return asyncio.run(lifecycle.run(config, client, observation.hub, instruments, on_ready, more_keys))
+        with gc_pauses, asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(loop_waits.selector())) as runner:
+            return runner.run(lifecycle.run(config, client, observation.hub, instruments, on_ready, more_keys))
     finally:
         for opened in (observation, renderer, checker, output):
             opened.close()

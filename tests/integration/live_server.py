@@ -22,6 +22,7 @@ from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced, Delivery, Observer, RequestTimeline, StepRecord
+from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.server.app import Instruments, build_app, build_runner
 from roseinfer.server.service import Service
@@ -122,7 +123,7 @@ async def live(
     flight = Flight(config, "0")
     hub = Hub([attribution, metrics, flight, tape])
     metrics.watch(attribution, lambda: hub.spent_ns)
-    flight.listen(pauses, metrics, attribution.interruptions)
+    flight.listen(pauses, LoopWaits(), metrics, attribution.interruptions)
     client = AsyncEngine(transport, hub, 30.0)
     await client.start(lambda _: None)
     flight.engine_info = client.info

@@ -3,6 +3,7 @@
 import gc
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from roseinfer.messages import (
     Shutdown,
 )
 from roseinfer.records import StepRecord
+from roseinfer.runtime.cpu_waits import CpuWaits, computing_threads
 from roseinfer.runtime.gc_pauses import GcPauses
 
 REST_S = 1.0  # without work, before the invariants are checked; a request that comes meanwhile waits for the check
@@ -71,7 +73,8 @@ def run(
         # What start-up made lives for ever: later collections need not walk it. The collector itself stays on: steps
         # leave nothing behind that it tracks and make no cycles, so under load it has no reason to run.
         gc.freeze()
-        with note_pauses(engine, heartbeat):
+        with note_pauses(engine, heartbeat), closing(CpuWaits(computing_threads())) as waits:
+            engine.look_for_waits = waits.look
             _Loop(engine, inbox, outbox, heartbeat, check_when_idle=check_when_idle).serve()
     except EOFError:
         return True

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.library import Kernels
+from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 
 LinearKind = Literal["torch", "onednn", "amx", "registers", "int8", "int4"]
 Quantization = Literal["none", "int8", "int4"]
@@ -75,13 +75,10 @@ def default_num_threads(*, num_weight_bytes: int, splits_sums: bool) -> int:
 
 
 def num_usable_cores() -> int:
-    """Cores that this process may use: its affinity, and its container's CPU quota (cgroup v2), rounded down."""
+    """Cores that this process may use: its affinity, and its container's CPU quota, rounded down."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return num_cores
-    return num_cores if quota == "max" else max(1, min(num_cores, int(quota) // int(period)))
+    quota = cpu_quota(cpu_groups())
+    return num_cores if quota is None else max(1, min(num_cores, int(quota)))
 
 
 class WeightMemory:

@@ -20,6 +20,7 @@ from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.recorder.rendering import Render
 from roseinfer.observe.tracing.tracing import make_tracing
 from roseinfer.records import Invariant, Observer, RequestTimeline, Violation
+from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Observation:
         version: str,
         render: Render,
         gc_pauses: GcPauses,
+        loop_waits: LoopWaits,
         num_dropped_log_lines: Callable[[], int],
     ) -> None:
         """Raises ConfigError for a rule that makes no sense."""
@@ -81,7 +83,7 @@ class Observation:
         )
         self.attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
         self.attribution.on_slow_gap.append(self.capture.on_slow_gap)
-        self.flight.listen(gc_pauses, self.metrics, self.attribution.interruptions)
+        self.flight.listen(gc_pauses, loop_waits, self.metrics, self.attribution.interruptions)
         self.integrity = Integrity()
         self._tracing = make_tracing(config, version, self.metrics, self.attribution)
         summaries = Logs(observe.log_summary_interval_s)

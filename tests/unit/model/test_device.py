@@ -1,7 +1,6 @@
 """Device, dtype, threads and the kind of linear as configured; memory that is used again."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,19 +48,14 @@ def test_auto_dtype_is_what_the_hardware_multiplies(
 
 
 @pytest.mark.parametrize(
-    ("cpu_max", "expected"),
-    [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8), (None, 8)],
+    ("quota", "expected"),
+    [(None, 8), (2.5, 2), (0.5, 1), (16.0, 8)],
 )
 def test_cores_are_what_the_container_may_use(
-    monkeypatch: pytest.MonkeyPatch, cpu_max: str | None, expected: int
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int
 ) -> None:
-    def read_text(_path: Path, **_options: object) -> str:
-        if cpu_max is None:
-            raise FileNotFoundError
-        return cpu_max
-
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(device, "cpu_quota", lambda _groups: quota)
     assert device.num_usable_cores() == expected
 
 

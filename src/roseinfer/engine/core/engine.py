@@ -1,6 +1,7 @@
 """The engine: one step schedules, launches and commits, and turns requests into step outputs."""
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +37,10 @@ class LoopState(msgspec.Struct, frozen=True, gc=False):
 QUIET = LoopState()
 
 
+def _no_waits(_: int) -> tuple[int, int]:
+    return 0, 0
+
+
 class _LaunchedStep(msgspec.Struct, frozen=True, gc=False):
     batch: ScheduledBatch
     launched: Launched
@@ -66,6 +71,7 @@ class Engine:
         self.pipeline_depth = pipeline_depth
         self.profiler = profiler  # for the loop
         self.gc_ns = 0  # of all garbage collections; the loop adds to it
+        self.look_for_waits: Callable[[int], tuple[int, int]] = _no_waits  # see StepRecord; the loop sets it
         self._read_gc_ns = 0  # of those before the tokens of the step read last
         self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first
         self._num_steps = 0
@@ -97,9 +103,10 @@ class Engine:
             sampled = step.launched.wait()
         tokens_ns = self.phases.clock()
         gc_ns, self._read_gc_ns = self.gc_ns - self._read_gc_ns, self.gc_ns
+        cpu_waits = self.look_for_waits(tokens_ns)
         with step.watch("commit"):
             outcome = self.scheduler.commit(step.batch, sampled)
-        return self._build_output(outcome, step.watch, watch, tokens_ns, step.launched, state, gc_ns)
+        return self._build_output(outcome, step.watch, watch, tokens_ns, step.launched, state, gc_ns, cpu_waits)
 
     def _fill_pipeline(self) -> Stopwatch:
         """Schedule and launch until the pipeline is full or nothing can run; returns the watch of the last attempt."""
@@ -125,6 +132,7 @@ class Engine:
         launched: Launched | None,
         state: LoopState,
         gc_ns: int = 0,
+        cpu_waits: tuple[int, int] = (0, 0),
     ) -> StepOutput:
         scheduler = self.scheduler
         outputs = outcome.outputs + scheduler.pop_ended()
@@ -163,5 +171,6 @@ class Engine:
             NO_TIMES if ahead is watch else ahead.times(),  # ahead
             counts.num_draft_tokens,
             counts.num_accepted_tokens,
+            *cpu_waits,  # cpu_throttled_ns, cpu_wait_ns
         )
         return StepOutput(outcome.slots, outcome.token_ids, outputs, record, scheduler.pop_started())

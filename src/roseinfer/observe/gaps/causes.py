@@ -124,12 +124,11 @@ class Cause(StrEnum):
     SCHEDULE = Row(
         name="schedule",
         title="scheduling",
-        meaning="the engine's bookkeeping: reading its inbox, scheduling, committing, building outputs; and "
-        "waiting for a core that other processes have",
+        meaning="the engine's bookkeeping: reading its inbox, scheduling, committing, building outputs",
         option="runner.pipeline_depth",
         advice="On a GPU, 1 lets the engine's bookkeeping happen while the device computes the step after. On a "
-        "CPU it takes part of a millisecond; what is more is waiting for a core that other processes have.",
-        story="the engine's own work between steps, or its waiting for a core, took {part}",
+        "CPU it takes part of a millisecond.",
+        story="the engine's own work between steps took {part}",
         place="host",
         colors=("#91a7ff",),
     )
@@ -240,11 +239,35 @@ class Cause(StrEnum):
     UNKNOWN = Row(
         name="unknown",
         meaning="nothing that is recorded explains it",
-        advice="Most often another process had the processor. Look outside: other work on these cores, CPU quota, "
-        "pinning, frequency changes.",
+        advice="Look outside: a hypervisor that took the processor (`steal` in `/proc/stat`), frequency changes, "
+        "pages that came from disk.",
         story="{part} of which nothing that is recorded says more",
         place="other",
         colors=("#adb5bd",),
+    )
+    CPU_THROTTLED = Row(
+        name="cpu_throttled",
+        title="CPU limit",
+        meaning="the CPU quota of the control group was used up, and stopped the engine or the front end",
+        advice="Raise the container's CPU limit, or set none and keep the request: a limit of as many cores as "
+        "`runner.num_threads` and one more for the front end is not met in bursts. With a limit that must stay, fewer "
+        "`runner.num_threads` use it up later.",
+        story="the CPU quota of its control group stopped {process} for {part}",
+        column="cpu_throttled_ns",
+        place="host",
+        colors=("#c2255c", "#f06595"),
+    )
+    CPU_WAIT = Row(
+        name="cpu_wait",
+        title="wait for a core",
+        meaning="the engine or the front end was ready to run, and other processes had the cores",
+        advice="Give it cores of its own: a CPU request of whole cores under the kubelet's static CPU manager, a "
+        "cpuset, or fewer neighbours on the node. `runner.num_threads` below the number of cores leaves one to the "
+        "front end.",
+        story="{process} was ready to run for {part}, and other processes had the cores",
+        column="cpu_wait_ns",
+        place="host",
+        colors=("#5c940d", "#a9e34b"),
     )
 
 

@@ -9,7 +9,7 @@ from roseinfer.observe.gaps.causes import Cause
 from roseinfer.records import Delivery
 
 Interruption = tuple[int, int, Cause]
-"""When it began, when it was over, and whether it was a collection or a scrape."""
+"""When it began, when it was over, and whether it was a collection, a scrape, or a wait for a core."""
 
 _MAX_INTERRUPTIONS = 512
 

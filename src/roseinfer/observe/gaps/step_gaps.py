@@ -8,7 +8,7 @@ different: prompt tokens of others, more rows, no graph, a profiler.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -57,7 +57,7 @@ class GapSplitter:
             segments = self._split(record, last, total_ns, compute_ns)
             gap = StepGap(last.tokens_ns, record.tokens_ns, record.step_id, segments)
             if record.kind == "decode" and not record.is_profiled and not self._is_graph_miss(record):
-                self.costs.learn(record, compute_ns)
+                self.costs.learn(record, max(0, compute_ns - record.cpu_throttled_ns - record.cpu_wait_ns))
         return gap
 
     def _split(self, record: StepRecord, last: StepRecord, total_ns: int, compute_ns: int) -> Segments:
@@ -65,15 +65,22 @@ class GapSplitter:
         taken: dict[Cause, int] = {}
         if not _is_device_bound(record, total_ns):
             for cause, duration in (
-                (Cause.ENGINE_OUTBOX, record.outbox_wait_ns),
-                (Cause.GRAPH_CAPTURE, host.capture),
-                (Cause.H2D_COPY, host.h2d),
-                (Cause.SAMPLE_SYNC, host.sample),
-                (Cause.GC, record.gc_ns),
+                (Cause.CPU_THROTTLED, record.cpu_throttled_ns),
+                (Cause.CPU_WAIT, record.cpu_wait_ns),
             ):
                 taken[cause] = min(duration, left)
                 left -= taken[cause]
-        # A collection may have hit any part: what remains for computing is what the stamps leave.
+            stamped = {
+                Cause.ENGINE_OUTBOX: record.outbox_wait_ns,
+                Cause.GRAPH_CAPTURE: host.capture,
+                Cause.H2D_COPY: host.h2d,
+                Cause.SAMPLE_SYNC: host.sample,
+                Cause.GC: record.gc_ns,
+                Cause.DECODE: compute_ns,
+            }
+            taken |= _fit(stamped, left)
+            compute_ns = taken.pop(Cause.DECODE)
+            left -= sum(taken[cause] for cause in stamped if cause is not Cause.DECODE)
         computing = self._split_compute(record, last, min(compute_ns, left))
         sampling = taken.pop(Cause.SAMPLE_SYNC, 0)
         bookkeeping = Cause.PROFILER if record.is_profiled else Cause.SCHEDULE  # it starts and ends between steps
@@ -132,6 +139,18 @@ class GapSplitter:
 
     def _is_graph_miss(self, record: StepRecord) -> bool:
         return self._has_graphs and record.kind == "decode" and not record.graph_rows
+
+
+def _fit(stamped: Mapping[Cause, int], left_ns: int) -> dict[Cause, int]:
+    """Returns the stamped parts as far as they fit into what a wait for a core left of the gap.
+
+    The wait lies within one of the stamps, and most probably in the longest, so that one is cut first.
+    """
+    fitted = dict(stamped)
+    for cause in sorted(stamped, key=stamped.__getitem__):
+        fitted[cause] = min(stamped[cause], left_ns)
+        left_ns -= fitted[cause]
+    return fitted
 
 
 def _is_device_bound(record: StepRecord, total_ns: int) -> bool:

@@ -19,6 +19,7 @@ from roseinfer.observe.recorder.recording import ClockPair, RequestRecord, Struc
 from roseinfer.observe.recorder.rendering import Job, Render, render
 from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor
 from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, QueueReport, RequestTimeline, StepRecord
+from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 
 _NS_PER_MS = 1e6
@@ -39,14 +40,23 @@ class Flight(FlightRecorder):
         slow_min_ns = int(config.observe.slow_gap_min_ms * 1e6)
         self._job = partial(Job, slow_factor=config.observe.slow_gap_factor, slow_min_ns=slow_min_ns)
 
-    def listen(self, gc_pauses: GcPauses, metrics: Metrics, interruptions: LiveInterruptions) -> None:
+    def listen(
+        self, gc_pauses: GcPauses, loop_waits: LoopWaits, metrics: Metrics, interruptions: LiveInterruptions
+    ) -> None:
         """Records what interrupts the front end, and adds it to `interruptions`."""
 
         def note(cause: Cause, start_ns: int, end_ns: int) -> None:
             self.note_interruption(cause, start_ns, end_ns)
             interruptions.add(start_ns, end_ns, cause)
 
+        def note_wait(start_ns: int, throttled_until_ns: int, end_ns: int) -> None:
+            if start_ns < throttled_until_ns:
+                note(Cause.CPU_THROTTLED, start_ns, throttled_until_ns)
+            if throttled_until_ns < end_ns:
+                note(Cause.CPU_WAIT, throttled_until_ns, end_ns)
+
         gc_pauses.listeners.append(partial(note, Cause.GC))
+        loop_waits.listeners.append(note_wait)
         metrics.render_listeners.append(partial(note, Cause.SCRAPE))
 
     # --- answers ----------------------------------------------------------------------------------------------------

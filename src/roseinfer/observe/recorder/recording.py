@@ -22,7 +22,7 @@ from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import CAUSES
 from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 
-FORMAT_VERSION = 2  # 1 is that without `_SINCE_2`
+FORMAT_VERSION = 3
 MAX_BYTES = 1 << 30  # of a recording in memory
 
 StructArray = npt.NDArray[np.void]
@@ -43,8 +43,11 @@ STEP_DTYPE = np.dtype(
         ("is_profiled", np.bool_),
     ]
 )
-_SINCE_2 = ("num_draft_tokens", "num_accepted_tokens")
-_STEP_DTYPE_1 = np.dtype([(name, STEP_DTYPE[name]) for name in STEP_DTYPE.names or () if name not in _SINCE_2])
+_SINCE_2, _SINCE_3 = ("num_draft_tokens", "num_accepted_tokens"), ("cpu_throttled_ns", "cpu_wait_ns")
+_EARLIER = {  # format -> its steps
+    found: np.dtype([(name, STEP_DTYPE[name]) for name in STEP_DTYPE.names or () if name not in lacking])
+    for found, lacking in ((1, _SINCE_2 + _SINCE_3), (2, _SINCE_3))
+}
 WRITE_DTYPE = np.dtype(
     [
         ("serial", np.int64),  # of the request; what `RequestRecord.serial` says
@@ -53,7 +56,7 @@ WRITE_DTYPE = np.dtype(
     ]
 )
 INTERRUPTION_DTYPE = np.dtype([("start_ns", np.int64), ("end_ns", np.int64), ("cause", np.uint8)])
-"""When the front end's interpreter did something else: a collection or a scrape. The cause is an index into CAUSES."""
+"""When the front end's interpreter did something else, or had no core. The cause is an index into CAUSES."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,9 +175,9 @@ class Recording:
         arrays = _arrays_in(file, name)
         try:
             found = msgspec.json.decode(arrays["meta"].tobytes(), type=_Versioned).format_version
-            if found not in (1, FORMAT_VERSION):
+            if found not in (*_EARLIER, FORMAT_VERSION):
                 raise InvalidRequest(
-                    f"{name} is a recording of format {found}; this version of roseinfer reads formats 1 and "
+                    f"{name} is a recording of format {found}; this version of roseinfer reads formats 1 to "
                     f"{FORMAT_VERSION}.",
                     param="recording",
                 )
@@ -182,8 +185,8 @@ class Recording:
             requests = msgspec.json.decode(arrays["requests"].tobytes(), type=list[RequestRecord])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"{name} is damaged: {error}.", param="recording") from None
-        if found == 1 and arrays["steps"].dtype == _STEP_DTYPE_1:
-            arrays["steps"] = _with_no_drafts(arrays["steps"])
+        if arrays["steps"].dtype == _EARLIER.get(found):
+            arrays["steps"] = _of_today(arrays["steps"])
         for table, dtype in (("steps", STEP_DTYPE), ("writes", WRITE_DTYPE), ("interruptions", INTERRUPTION_DTYPE)):
             if arrays[table].dtype != dtype or arrays[table].ndim != 1:
                 raise InvalidRequest(f"{name} is damaged: its {table} have other fields.", param="recording")
@@ -221,10 +224,10 @@ def _arrays_in(file: BinaryIO, name: str) -> dict[str, npt.NDArray[Any]]:
     raise InvalidRequest(f"{name} is no recording of roseinfer.", param="recording")
 
 
-def _with_no_drafts(steps: StructArray) -> StructArray:
-    """Returns the steps of a recording of format 1 as those of today, which drafted nothing."""
+def _of_today(steps: StructArray) -> StructArray:
+    """Returns the steps of an earlier format; what it did not count is zero."""
     filled = np.zeros(steps.shape, STEP_DTYPE)
-    for name in _STEP_DTYPE_1.names or ():
+    for name in steps.dtype.names or ():
         filled[name] = steps[name]
     return filled
 

@@ -36,7 +36,7 @@ def test_each_fact_is_in_its_field() -> None:
     ]
     launched = SimpleNamespace(h2d_bytes=7, graph_rows=8)
     output = engine._build_output(
-        Outcome(b"", b"", [], 9), *watches, 12, launched, LoopState(15, 16, is_profiled=True), 17
+        Outcome(b"", b"", [], 9), *watches, 12, launched, LoopState(15, 16, is_profiled=True), 17, (18, 19)
     )
     assert msgspec.structs.asdict(output.record) == {
         **COUNTS,
@@ -59,6 +59,8 @@ def test_each_fact_is_in_its_field() -> None:
         "blocked_by": BlockedBy.SLOTS,
         "is_profiled": True,
         "pipeline_depth": 1,
+        "cpu_throttled_ns": 18,
+        "cpu_wait_ns": 19,
         "phases": PHASES,
         "ahead": AHEAD,
     }
