@@ -29,7 +29,11 @@ EXPORT void peak_float32(int64_t count, float* out) {
 
 EXPORT void peak_int8(int64_t count, float* out) {
     repeat<Integers>(count, out, [](Integers sum, Integers x) {
-        return kHasFours ? add_fours(sum, x, x) : add_pairs(add_pairs(sum, x, x), x, x);
+#ifdef HAS_FOURS
+        return add_fours(sum, x, x);
+#else
+        return add_pairs(add_pairs(sum, x, x), x, x);
+#endif
     }, kChains);
 }
 

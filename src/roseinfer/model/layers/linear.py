@@ -493,7 +493,8 @@ class TorchGroupedLinear:
         of_groups = (torch.split(each, GROUP, 1) for each in (quantized.float(), self._numbers))
         parts = zip(*of_groups, self._scales.t(), strict=True)
         for rows, numbers, scales in parts:
-            y += functional.linear(rows, numbers.float()) * scales.float()
+            # Exact in float64, whose sum is then rounded as the kernels' fused multiply-add rounds it.
+            y = (y + functional.linear(rows, numbers.float()).double() * scales).float()
         y *= row_scales[:, None]
         if self._bias is not None:
             y += self._bias

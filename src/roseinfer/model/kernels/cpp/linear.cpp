@@ -20,8 +20,8 @@
 
 //
 // Words of int4 have eight inputs, those of two words of x: in the low and in the high halves of its bytes. Four words are a
-// group; its sum of integers is exact, becomes a float, times its scale, and is added to the output's: multiplied and
-// added, not fused, in ascending order, from 0.
+// group; its sum of integers is exact, becomes a float, and its product with the scale is added to the output's, fused, in
+// ascending order, from 0.
 
 #include <omp.h>
 
@@ -42,9 +42,7 @@ constexpr int kBlockRows = REGISTERS / 4;       // number of x fill 28 of AVX-51
 constexpr int64_t kPanel = kVectors * LANES;  // packed_linear.py rounds up to 48
 constexpr int64_t kChunk = 768;               // words of a panel, at most, that rows pass before the next one does:
                                               // 144 KiB in the second cache, and as much on its way there
-constexpr int64_t kPiece = 8;                 // of them, how many between two turns of prefetching:
-constexpr int64_t kAheadLines = 3;            // so many lines each of
-constexpr int64_t kStreams = kPiece * kPanel / kLineWords / kAheadLines;  // places, which memory likes more than one
+constexpr int64_t kNear = 2048;               // words ahead of its own that a single block prefetches: 8 KiB
 constexpr int64_t kMaxRows = 128;             // whose share of a chunk, 384 KiB, stays in the second cache too; it
 constexpr int64_t kMaxPanels = 8;             // serves so many panels, at most, before the next chunk has its turn,
 constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that wait for it
@@ -81,9 +79,8 @@ struct Block {
     bool is_first;        // chunk of the panel: sums begin at 0
     bool is_last;         // outputs come next
     float* sums;          // [row][kPanel]
-    const float* ahead;   // the first stream to prefetch
-    int64_t num_streams;  // how many
-    int64_t stream_step;  // from one to the next
+    const float* ahead;  // the words to prefetch, those of one step every so many:
+    int64_t every;
 };
 
 // The type of sums in registers. Of int8 they are integers there: GCC 12 keeps a second copy of each sum in
@@ -112,10 +109,12 @@ constexpr int64_t row_words(int64_t num_words) {
     return kIsInt4<T> ? num_words / kGroupWords * kGroupRowWords : num_words * kRowWords<T>;
 }
 
-// Rows at once: with AVX2 nine sums, the weights, a number of x, a product and a mask fill the registers in int4, and
-// in int8 without an instruction for four products.
+// Rows at once. In int4 each output has a sum of its group and one of all groups; in int8 without an instruction for
+// four products, products have registers too.
 template <typename T>
-constexpr int kRowsAtOnce = REGISTERS == 16 && (kIsInt4<T> || (kIsInt8<T> && !kHasFours)) ? 3 : kBlockRows;
+constexpr int kRowsAtOnce = REGISTERS == 16 && (kIsInt4<T> || (kIsInt8<T> && !kHasFours)) ? 3
+                            : kIsInt4<T>                                                  ? 4
+                                                                                          : kBlockRows;
 
 // sum + x * weight, in each lane: of a word's one product, its two or its four.
 template <typename T>
@@ -154,6 +153,23 @@ inline __attribute__((always_inline)) void multiply_word(const float* x, int64_t
     }
 }
 
+// Prefetches words of the weight while a block goes through others.
+class Ahead {
+public:
+    explicit Ahead(const Block& block) : next_(block.ahead), every_(block.every) {}
+
+    inline __attribute__((always_inline)) void step(int64_t num_words) {
+        if (--wait_ > 0) return;
+        for (int64_t i = 0; i < num_words * kPanel; i += kLineWords) prefetch_to_level2(next_ + i);
+        next_ += num_words * kPanel;
+        wait_ = every_;
+    }
+
+private:
+    const float* next_;
+    int64_t every_, wait_ = 1;
+};
+
 // Not inlined, so that the general registers are enough for the rows' addresses.
 template <typename T, int num_rows>
 __attribute__((noinline)) void multiply_rows(const Block& block) {
@@ -163,21 +179,12 @@ __attribute__((noinline)) void multiply_rows(const Block& block) {
             sums[row][i] = (Sums<T>)(block.is_first ? zeros() : load(block.sums + row * kPanel + i * LANES));
         }
     }
-    const float *x = block.x, *weight = block.weight, *ahead = block.ahead;
+    const float *x = block.x, *weight = block.weight;
     const int64_t row_step = block.row_step;
-    int64_t word = 0;
-    for (; word + kPiece <= block.num_words; word += kPiece, ahead += kAheadLines * kLineWords) {
-        for (int64_t stream = 0; stream < block.num_streams; ++stream) {
-            for (int64_t line = 0; line < kAheadLines; ++line) {
-                prefetch_to_level2(ahead + stream * block.stream_step + line * kLineWords);
-            }
-        }
+    Ahead ahead(block);
 #pragma GCC unroll 2
-        for (int i = 0; i < kPiece; ++i, x += kRowWords<T>, weight += kPanel) {
-            multiply_word<T>(x, row_step, weight, sums);
-        }
-    }
-    for (; word < block.num_words; ++word, x += kRowWords<T>, weight += kPanel) {
+    for (int64_t word = 0; word < block.num_words; ++word, x += kRowWords<T>, weight += kPanel) {
+        ahead.step(1);
         multiply_word<T>(x, row_step, weight, sums);
     }
     for (int row = 0; row < num_rows; ++row) {
@@ -185,52 +192,68 @@ __attribute__((noinline)) void multiply_rows(const Block& block) {
     }
 }
 
+template <typename Call, int... indices>
+inline __attribute__((always_inline)) void each(const Call& call, std::integer_sequence<int, indices...>) {
+    (call(std::integral_constant<int, indices>()), ...);
+}
+
+// Calls call(0) to call(count - 1), as constants: loops are unrolled after GCC 12 has put their arrays into memory.
+template <int count, typename Call>
+inline __attribute__((always_inline)) void each(const Call& call) {
+    each(call, std::make_integer_sequence<int, count>());
+}
+
 // sums + the groups of rows times those of the weight.
 template <int num_rows>
 inline __attribute__((always_inline)) void multiply_group(const float* x, int64_t row_step, const float* weight,
-                                                          const uint16_t* scales, float* sums) {
+                                                          const uint16_t* scales, Floats (&sums)[num_rows][kVectors]) {
     Integers of_group[num_rows][kVectors];
     for (int row = 0; row < num_rows; ++row) {
         for (int i = 0; i < kVectors; ++i) of_group[row][i] = (Integers)splat(x[row * row_step]);
     }
 #pragma GCC unroll 8
     for (int half = 0; half < 2 * kGroupWords; ++half) {
-        Integers weights[kVectors];
+        Integers values[num_rows];
+        for (int row = 0; row < num_rows; ++row) values[row] = (Integers)splat(x[row * row_step + 1 + half]);
+        asm("" : "+r"(weight));  // else the words stay in registers for their other halves, which sums need
         for (int i = 0; i < kVectors; ++i) {
             const Integers words = (Integers)load(weight + half / 2 * kPanel + i * LANES);
-            weights[i] = half % 2 ? high_nibbles(words) : low_nibbles(words);
-        }
-        for (int row = 0; row < num_rows; ++row) {
-            const Integers value = (Integers)splat(x[row * row_step + 1 + half]);
-            for (int i = 0; i < kVectors; ++i) of_group[row][i] = add_nibbles(of_group[row][i], weights[i], value);
+            const Integers weights = half % 2 ? high_nibbles(words) : low_nibbles(words);
+            for (int row = 0; row < num_rows; ++row) {
+                of_group[row][i] = add_nibbles(of_group[row][i], weights, values[row]);
+            }
         }
     }
-    for (int i = 0; i < kVectors; ++i) {
+    each<kVectors>([&](auto i) __attribute__((always_inline)) {
         const Floats scale = load_halves(scales + i * LANES);
-        for (int row = 0; row < num_rows; ++row) {
-            float* sum = sums + row * kPanel + i * LANES;
-            store(sum, load(sum) + total_of_group(of_group[row][i]) * scale);
-        }
-    }
+        each<num_rows>([&](auto row) __attribute__((always_inline)) {
+            sums[row][i] = multiply_add(total_of_group(of_group[row][i]), scale, sums[row][i]);
+        });
+    });
 }
 
 template <int num_rows>
 __attribute__((noinline)) void multiply_groups(const Block& block) {
-    const float *x = block.x, *weight = block.weight, *ahead = block.ahead;
+    Floats sums[num_rows][kVectors];
+    each<num_rows>([&](auto row) __attribute__((always_inline)) {
+        each<kVectors>([&](auto i) __attribute__((always_inline)) {
+            sums[row][i] = block.is_first ? zeros() : load(block.sums + row * kPanel + i * LANES);
+        });
+    });
+    const float *x = block.x, *weight = block.weight;
     const uint16_t* scales = block.scales;
-    if (block.is_first) std::memset(block.sums, 0, num_rows * kPanel * sizeof(float));
+    const int64_t row_step = block.row_step;
+    Ahead ahead(block);
     for (int64_t word = 0; word < block.num_words; word += kGroupWords) {
-        if (word % kPiece == 0) {
-            for (int64_t stream = 0; stream < block.num_streams; ++stream) {
-                for (int64_t line = 0; line < kAheadLines; ++line) {
-                    prefetch_to_level2(ahead + stream * block.stream_step + line * kLineWords);
-                }
-            }
-            ahead += kAheadLines * kLineWords;
-        }
-        multiply_group<num_rows>(x, block.row_step, weight, scales, block.sums);
+        ahead.step(kGroupWords);
+        multiply_group<num_rows>(x, row_step, weight, scales, sums);
         x += kGroupRowWords, weight += kGroupWords * kPanel, scales += kPanel;
     }
+    each<num_rows>([&](auto row) __attribute__((always_inline)) {
+        each<kVectors>([&](auto i) __attribute__((always_inline)) {
+            store(block.sums + row * kPanel + i * LANES, sums[row][i]);
+        });
+    });
 }
 
 template <typename T, int at_most = kRowsAtOnce<T>>
@@ -288,20 +311,19 @@ void ask_for_outputs(const Out* out, int64_t row_step, int64_t num_rows) {
     }
 }
 
-// Rows times a chunk of one panel. `all` is the first of the blocks; the blocks share out the lines that it has to
-// prefetch.
+// Rows times a chunk of one panel. `all` is the first of the blocks. Several share out the words that it has to prefetch;
+// a single one, which memory keeps waiting, prefetches what comes a little later in its own.
 template <typename T, typename Out>
 void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, const Out* out) {
     const int64_t num_blocks = (num_rows + kRowsAtOnce<T> - 1) / kRowsAtOnce<T>;
+    const int64_t step = kIsInt4<T> ? kGroupWords : 1, num_steps = all.num_words / step;
     Block block = all;
-    block.stream_step = block.num_words / kPiece * kAheadLines * kLineWords;
+    block.every = num_blocks;
     for (int64_t index = 0; index < num_blocks; ++index) {
         const int64_t row = num_rows * index / num_blocks, end = num_rows * (index + 1) / num_blocks;
-        const int64_t stream = kStreams * index / num_blocks;
         block.x = all.x + row * block.row_step;
         block.sums = all.sums + row * kPanel;
-        block.ahead = all.ahead + stream * block.stream_step;
-        block.num_streams = kStreams * (index + 1) / num_blocks - stream;
+        block.ahead = num_blocks == 1 ? all.weight + kNear : all.ahead + num_steps * index / num_blocks * step * kPanel;
         if (block.is_last) ask_for_outputs(out + row * linear.num_outputs, linear.num_outputs, end - row);
         multiply_block<T>(end - row, block);
     }
@@ -312,8 +334,8 @@ template <typename T, typename Out>
 void multiply_panels(const Linear& linear, const float* x, const float* scales, int64_t num_rows, int64_t panel,
                      int64_t num_panels, float* sums, Out* out) {
     const int64_t num_words = linear.num_words, panel_step = num_words * kPanel;
-    const int64_t num_chunks = (num_words + kChunk - 1) / kChunk;
-    const int64_t chunk = ((num_words + num_chunks - 1) / num_chunks + kPiece - 1) / kPiece * kPiece;
+    const int64_t num_chunks = num_rows <= kRowsAtOnce<T> ? 1 : (num_words + kChunk - 1) / kChunk;
+    const int64_t chunk = ((num_words + num_chunks - 1) / num_chunks + kGroupWords - 1) / kGroupWords * kGroupWords;
     Block block = {};
     block.row_step = row_words<T>(num_words);
     for (int64_t word = 0; word < num_words; word += chunk) {
