@@ -80,13 +80,13 @@ def main() -> int:
     model, log = make(arguments.model), arguments.out.with_suffix(".log")
     words = Words(model / "tokenizer.json")
     workloads, num_repeats = (WORKLOADS[:1], 1) if arguments.quick else (WORKLOADS, NUM_REPEATS)
-    rows = [rotation.absent(name, "not set up") for name in NOT_AUTOMATED]
+    rows = [rotation.absent(name, "not set up", WORKLOADS) for name in NOT_AUTOMATED]
     versions: dict[str, str] = {}
     with protocol.own_session_raised():
         for peer in PEERS:
             command = command_of(peer, model, arguments.peers)
             if command is None:
-                rows.append(rotation.absent(peer.name, "not set up"))
+                rows.append(rotation.absent(peer.name, "not set up", WORKLOADS))
                 continue
             print(f"  starting {peer.name}", flush=True)
             with Worker(peer.name, command, log, workloads) as worker:
@@ -94,7 +94,7 @@ def main() -> int:
                     versions[peer.name] = worker.call("describe")
                     rows += measure(peer, worker, words, num_repeats)
                 except PeerFailed as error:
-                    rows.append(rotation.absent(peer.name, str(error)))
+                    rows.append(rotation.absent(peer.name, str(error), WORKLOADS))
     sitting.write(arguments.out, {"versions": versions, "rows": rows})
     return 0
 

@@ -13,9 +13,9 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 
 
 def precision_options(precision: str) -> dict[str, str]:
-    """The options that a precision's name stands for; int8 is of the linears, its cache is in bfloat16."""
-    if precision == "int8":
-        return {"model.dtype": "bfloat16", "model.quantization": "int8"}
+    """The options that a precision's name stands for; int8 and int4 are of the linears, their cache is in bfloat16."""
+    if precision in ("int8", "int4"):
+        return {"model.dtype": "bfloat16", "model.quantization": precision}
     return {"model.dtype": precision}
 
 

@@ -1,7 +1,8 @@
 """Computes the figures of a workload from its streams, and median and spread of a figure over its repeats.
 
 TTFT, TPOT and ITL are those of `roseinfer.bench.definitions.Observed`, from the client's stamps, one for each piece
-that arrived; tokens/s are all tokens over the time from the first submission to the last token.
+that arrived; tokens/s are all tokens over the time from the first submission to the last token, and those of prompts
+the prompts' tokens over the time until every stream had its first.
 """
 
 import statistics
@@ -29,13 +30,17 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
 
-def summarise(streams: Sequence[Observed]) -> dict[str, float]:
+def summarise(streams: Sequence[Observed], num_prompt_tokens: int = 0) -> dict[str, float]:
     """One repeat of a workload; latencies in milliseconds. Figures that no stream has are left out."""
     tokens = sum(stream.num_tokens for stream in streams)
-    elapsed_ns = max(stream.token_ns[-1] for stream in streams) - min(stream.sent_ns for stream in streams)
+    began_ns = min(stream.sent_ns for stream in streams)
+    elapsed_ns = max(stream.token_ns[-1] for stream in streams) - began_ns
+    prompts_ns = max(stream.token_ns[0] for stream in streams) - began_ns
     pools = {pool.name.lower(): pool.values for pool in latency_pools(streams)}
     pools["steady_itl"] = steady_gaps_ns(streams)
     row = {"tokens": float(tokens), "tokens_per_s": tokens / elapsed_ns * 1e9}
+    if num_prompt_tokens:
+        row["prompt_tokens_per_s"] = num_prompt_tokens / prompts_ns * 1e9
     for name, values in pools.items():
         for percent in (50, 99) if values else ():
             row[f"{name}_p{percent}_ms"] = percentile(values, percent) / 1e6

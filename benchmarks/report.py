@@ -18,9 +18,12 @@ import jinja2
 from benchmarks import requirements, roofs
 from benchmarks.figures import Spread, medians
 from benchmarks.requirements import PRECISIONS, REFERENCE, Results, decode_ms, stream_figure
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import GPT2_WORKLOADS, QWEN3_WORKLOADS
 
-PARTS = {"cpu": ("roofs", "decode", "served", "peers"), "gpu": ("roofs", "block_info", "streams", "decode", "bursts")}
+PARTS = {
+    "cpu": ("roofs", "decode", "served", "peers", "qwen3"),
+    "gpu": ("roofs", "block_info", "streams", "decode", "bursts"),
+}
 STREAM_FIGURES = [
     *("tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "ITL p50", "ITL p95", "ITL p99", "Submit lag p99"),
 ]
@@ -62,7 +65,8 @@ def page(suite: str, parts: Parts) -> str:
         served_rows=sorted(
             requirements.served_rows(results), key=lambda row: -row["median"]["tokens_per_s"] if row["repeats"] else 0.0
         ),
-        workloads=WORKLOADS,
+        workloads=GPT2_WORKLOADS,
+        qwen3_workloads=QWEN3_WORKLOADS,
     )
     return text.rstrip() + "\n"
 

@@ -15,8 +15,9 @@ REFERENCE = "transformers float32"
 PRECISIONS = ("float32", "bfloat16", "int8")
 LOAD_WORKLOADS = ("W1x32", "W3", "W4", "W4b")
 SAME_PRECISION = {"q8": "int8"}  # a peer's name of a precision
-HOST_BUDGET_US = 40.0
+HOST_BUDGET_US = 80.0
 MEMORY_BUDGET_GB = 2.2
+QWEN3_WEIGHTS = 596_049_920  # bytes that a token reads in int8
 SEEDS_WORKLOAD, BASE_SETTING = "64 requests, 20 ms apart", "captured first, pinned"  # of benchmarks/gpu/streams.py
 SEEDS_FIGURES = {  # of the posts' report: what must be reached in the posts' workload
     "tokens/s": (5900.0, True, "tokens/s"),
@@ -63,6 +64,8 @@ def of_cpu(results: Results) -> list[Requirement]:
         *against_all_peers(results),
         *steady_streams(results),
         *memory(results),
+        *one_stream_and_eight(results),
+        *prompts(results),
     ]
 
 
@@ -211,6 +214,52 @@ def memory(results: Results) -> Iterator[Requirement]:
     measured = Spread.of([max(peaks) / 1e3]) if peaks else None
     measure = "peak memory of both processes, bfloat16, 1 GiB KV pool, after all workloads"
     yield Requirement(measure, MEMORY_BUDGET_GB, False, "GB", measured)
+
+
+# --- the shape of Qwen3-0.6B ----------------------------------------------------------------------------------------
+
+
+def of_group(results: Results, group: str, name: str, workload: str, figure: str) -> Spread | None:
+    """A figure of an entrant where it took turns with the others of its group."""
+    for row in results.get("qwen3", {}).get("rows", ()):
+        if (row["group"], row["name"], row["workload"]) == (group, name, workload) and row["repeats"]:
+            return Spread.of([repeat[figure] for repeat in row["repeats"]])
+    return None
+
+
+def one_stream_and_eight(results: Results) -> Iterator[Requirement]:
+    int4, int8, figure = "roseinfer int4", "roseinfer int8", "tokens_per_s"
+    compared = (
+        ("S1", "int4", int4, "llama.cpp q4_0", 1.25),
+        ("S1", "int4", int4, int8, 1.5),
+        ("S8", "int4", int4, "llama.cpp q4_0", 2.0),
+        *(
+            (load, each, f"roseinfer {each}", f"openvino {each}", 1.15)
+            for load in ("S1", "S8")
+            for each in ("int8", "int4")
+        ),
+    )
+    for workload, group, own, rival, bound in compared:
+        rates = [of_group(results, group, name, workload, figure) for name in (own, rival)]
+        measure = f"Qwen3-0.6B's shape, {workload}, {own.split()[1]}: tokens/s against {rival}"
+        yield Requirement(measure, bound, True, "×", ratio(*rates))
+    rate, share = of_group(results, "int8", int8, "S1", figure), None
+    if rate is not None:
+        bandwidth = Spread.of(results["qwen3"]["bandwidths"]["int8"])
+        share = scaled(ratio(scaled(rate, QWEN3_WEIGHTS), bandwidth), 100)
+    yield Requirement("Qwen3-0.6B's shape, S1, int8: share of the bandwidth roof", 80.0, True, "%", share)
+
+
+def prompts(results: Results) -> Iterator[Requirement]:
+    for group, rival, bound in (
+        ("int8", "llama.cpp q8_0", 3.0),
+        ("int4", "llama.cpp q4_0", 3.0),
+        ("float32", "vllm float32", 1.1),
+        ("bfloat16", "vllm bfloat16", 1.1),
+    ):
+        rates = [of_group(results, group, name, "L4", "prompt_tokens_per_s") for name in (f"roseinfer {group}", rival)]
+        measure = f"Qwen3-0.6B's shape, L4, {group}: tokens/s of prompts against {rival}"
+        yield Requirement(measure, bound, True, "×", ratio(*rates))
 
 
 # --- GPU ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.figures import medians, summarise
 from benchmarks.protocol import Entrant, PeerFailed
-from benchmarks.workloads import WORKLOADS, PlannedRequest, Words, requests_of
+from benchmarks.workloads import PlannedRequest, Words, requests_of
 from roseinfer.bench.definitions import Observed
 
 WARM_UP = "W1x32"  # run once by each entrant and not counted: what comes first in a process is slower
@@ -53,10 +53,12 @@ def run(entrants: Sequence[Entrant], words: Words, workloads: Sequence[str], lim
         limits.begin(workload)
         repeat = 0
         while limits.allows(repeat):
+            requests = requests_of(workload, words, repeat)
             for entrant in takers:
-                streams = _take_turn(entrant, requests_of(workload, words, repeat), failures)
+                streams = _take_turn(entrant, requests, failures)
                 if streams is not None:
-                    repeats[entrant.name].append(summarise(streams))
+                    num_prompt_tokens = sum(len(request.token_ids) for request in requests)
+                    repeats[entrant.name].append(summarise(streams, num_prompt_tokens))
             repeat += 1
         for entrant in takers:
             row = _row(entrant, workload, repeats[entrant.name], failures.pop(entrant.name, None))
@@ -96,6 +98,6 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{row['name']:24} {row['workload']:6} {figures['tokens_per_s']:6.0f} tok/s ({rates}), ms p50/p99: {pairs}"
 
 
-def absent(name: str, reason: str) -> dict[str, Any]:
+def absent(name: str, reason: str, workloads: Sequence[str]) -> dict[str, Any]:
     """The row of a rival that could not be measured."""
-    return {"name": name, "workload": ", ".join(WORKLOADS), "repeats": [], "error": reason}
+    return {"name": name, "workload": ", ".join(workloads), "repeats": [], "error": reason}

@@ -21,10 +21,11 @@ from benchmarks.protocol import Entrant, Worker
 from benchmarks.random_gpt2 import make
 from benchmarks.rotation import Limits
 from benchmarks.servers import Server, serving_options, start_roseinfer, start_vllm, vllm_version
-from benchmarks.workloads import WORKLOADS, Words
+from benchmarks.workloads import GPT2_WORKLOADS, Words
 from roseinfer.bench.load.launcher import LaunchFailed
 
 VLLM_PRECISIONS = ("float32", "bfloat16")
+MAX_MODEL_LEN = 1024  # GPT-2 has no more
 NUM_REPEATS = 3
 BUDGET_S = 125.0  # of one workload at one precision, all entrants together
 QUICK_WORKLOADS = ("W1x32", "W2")
@@ -36,21 +37,21 @@ def entrants_of(
 ) -> tuple[list[Entrant], list[dict[str, Any]]]:
     """Entrants that are ready at this precision, and rows for those that are not."""
     require_kernels()
-    options = serving_options(precision)
+    options = serving_options(precision, MAX_MODEL_LEN)
     starts: dict[str, Callable[[], Server]] = {
         f"roseinfer {precision}": partial(start_roseinfer, f"roseinfer {precision}", model, options, log)
     }
     entrants: list[Entrant] = []
     absent = []
     if precision in VLLM_PRECISIONS and vllm is None:
-        absent.append(rotation.absent(f"vllm {precision}", "not set up"))
+        absent.append(rotation.absent(f"vllm {precision}", "not set up", GPT2_WORKLOADS))
     elif precision in VLLM_PRECISIONS and vllm is not None:
-        starts[f"vllm {precision}"] = partial(start_vllm, vllm, model, precision, log)
+        starts[f"vllm {precision}"] = partial(start_vllm, vllm, model, precision, MAX_MODEL_LEN, log)
     for name, start in starts.items():
         try:
             entrants.append(stack.enter_context(start()))
         except LaunchFailed as error:
-            absent.append(rotation.absent(name, str(error)))
+            absent.append(rotation.absent(name, str(error), GPT2_WORKLOADS))
         else:
             entrants[-1].pause()
     entrants.append(
@@ -70,7 +71,7 @@ def main() -> int:
     model, log = make(arguments.model), arguments.out.with_suffix(".log")
     words = Words(model / "tokenizer.json")
     version = vllm_version(arguments.peers / "vllm")
-    workloads = QUICK_WORKLOADS if arguments.quick else tuple(WORKLOADS)
+    workloads = QUICK_WORKLOADS if arguments.quick else GPT2_WORKLOADS
     limits = Limits(1 if arguments.quick else NUM_REPEATS, BUDGET_S)
     rows = []
     with protocol.own_session_raised() as is_raised:

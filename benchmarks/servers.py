@@ -19,14 +19,16 @@ from roseinfer.bench.load import launcher
 from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.launcher import free_port, serve_command
 
-MODEL_NAME = "gpt2-random"
+MODEL_NAME = "random"
+LLAMA_CPP_SLOTS = 8  # as many streams as the workloads have that it runs; each has its share of the context
 START_TIMEOUT_S = 420.0  # vLLM compiles for some minutes the first time it meets a model
 
 
-def serving_options(precision: str) -> dict[str, str]:
-    """The defaults but for the batch, and half the KV memory where a number takes half."""
+def serving_options(precision: str, max_model_len: int) -> dict[str, str]:
+    """The defaults but for the batch, the context, and half the KV memory where a number takes half."""
     return {
         **precision_options(precision),
+        "model.max_model_len": str(max_model_len),
         "scheduler.max_num_seqs": str(BATCH),
         "cache.cpu_memory_mib": "2048" if precision == "float32" else "1024",
     }
@@ -73,7 +75,7 @@ def start_roseinfer(name: str, model: Path, options: Mapping[str, str], log: Pat
     return Server(name, serve_command(port, 0, ["--model", str(model), *flags]), port, log)
 
 
-def start_vllm(venv: Path, model: Path, precision: str, log: Path) -> Server:
+def start_vllm(venv: Path, model: Path, precision: str, max_model_len: int, log: Path) -> Server:
     """The CPU build of vLLM as its documentation starts it: every core bound, prefix cache on, 3 GiB of KV."""
     port = free_port()
     cores = sorted(os.sched_getaffinity(0))
@@ -84,9 +86,49 @@ def start_vllm(venv: Path, model: Path, precision: str, log: Path) -> Server:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    options = ("--served-model-name", MODEL_NAME, "--dtype", precision, "--max-num-seqs", str(BATCH))
+    limits = ("--max-num-seqs", str(BATCH), "--max-model-len", str(max_model_len))
+    options = ("--served-model-name", MODEL_NAME, "--dtype", precision, *limits)
     command = (str(venv / "bin" / "vllm"), "serve", str(model), *options, "--host", "127.0.0.1", "--port", str(port))
     return Server(f"vllm {precision}", command, port, log, environment)
+
+
+def start_llama_cpp(directory: Path, model: Path, form: str, max_model_len: int, log: Path) -> Server:
+    """llama.cpp's server as its documentation starts it, with a slot for each of `LLAMA_CPP_SLOTS` streams.
+
+    `form` is `q8_0` or `q4_0`: the file is made once, by llama.cpp's own program, of one in bfloat16.
+    """
+    port = free_port()
+    threads = str(len(os.sched_getaffinity(0)))
+    context = str(LLAMA_CPP_SLOTS * max_model_len)
+    options = ("--threads", threads, "--ctx-size", context, "--parallel", str(LLAMA_CPP_SLOTS))
+    file = gguf_file(directory, model, form, log)
+    command = (str(directory / "bin" / "llama-server"), "--model", str(file), *options, "--port", str(port))
+    return Server(f"llama.cpp {form}", command, port, log)
+
+
+def gguf_file(directory: Path, model: Path, form: str, log: Path) -> Path:
+    """The model as llama.cpp reads it, made unless it is there. Raises LaunchFailed."""
+    files = {kind: directory / "models" / f"{model.name}-{kind}.gguf" for kind in ("bf16", form)}
+    python = str(directory / "bin" / "python")
+    commands = {
+        "bf16": [python, "-m", "benchmarks.peers.gguf_file", str(model)],
+        form: [str(directory / "bin" / "llama-quantize"), str(files["bf16"])],
+    }
+    for kind, command in commands.items():
+        if not files[kind].is_file():
+            new = files[kind].with_suffix(".new")  # renamed when it is complete
+            new.parent.mkdir(parents=True, exist_ok=True)
+            arguments = [str(new)] if kind == "bf16" else [str(new), kind]
+            if not protocol.run([*command, *arguments], log, START_TIMEOUT_S):
+                raise launcher.LaunchFailed(f"{files[kind].name} could not be made, see {log}")
+            new.rename(files[kind])
+    return files[form]
+
+
+def llama_cpp_version(directory: Path) -> str | None:
+    """None when it is not set up: `benchmarks/peers/setup.sh` writes which sources the programs are built of."""
+    file = directory / "version"
+    return file.read_text().strip() if file.is_file() else None
 
 
 def vllm_version(venv: Path) -> str | None:

@@ -3,9 +3,9 @@
     python -m benchmarks.suite [cpu] [--quick] [--resume] [--peers DIR] [--out FILE]          (`make bench`)
     python -m benchmarks.suite gpu [--quick] [--parts roofs,decode] [--device cuda]            (`make bench-gpu`)
 
-On two cores with all peers set up: model 15 s once, roofs 1 minute, decode 4, served 12, peers 7, so about 24 minutes;
-without peers about 12. `--quick` is a check of the benchmarks and not of the engine: 3 minutes. On an H200 with 16
-cores about 15 minutes, estimated and not yet run: roofs 1/2, block_info 1/10, streams 7, decode 4, bursts 3. There
+On two cores with all peers set up: models 1 minute once, roofs 1, decode 4, served 12, peers 7, qwen3 20, so about 45
+minutes; without peers about 18. `--quick` is a check of the benchmarks and not of the engine: 5 minutes. On an H200 of
+16 cores about 15 minutes, estimated and not yet run: roofs 1/2, block_info 1/10, streams 7, decode 4, bursts 3. There
 nothing is fetched and nothing installed: the Python that runs this has torch, Triton and the packages of
 `pyproject.toml`, or finds them by PYTHONPATH. `gpu --device cpu --quick` shows that its scripts work.
 
@@ -39,6 +39,7 @@ SUITES = {
         "decode": Part("benchmarks.decode_step", 480, ("model",)),
         "served": Part("benchmarks.served", 1500, ("model", "peers")),
         "peers": Part("benchmarks.api_peers", 900, ("model", "peers")),
+        "qwen3": Part("benchmarks.qwen3", 2400, ("peers",)),
     },
     "gpu": {
         "roofs": Part("benchmarks.roofs", 120, ("device",)),

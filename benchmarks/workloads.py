@@ -7,6 +7,11 @@
 | W3 | 128 | at once | 8 and 32 in turn | 128 |
 | W4 | 8 | at once | 512 | 64 |
 | W4b | 8 | at once | 512, of which 448 in common | 64 |
+| S1 | 1 | | 32 | 96 |
+| S8 | 8 | at once | 64 | 64 |
+| L4 | 4 | at once | 1,500 | 1 |
+
+The first five are GPT-2's, the last three those of the shape of Qwen3-0.6B: one stream, eight, and prompts alone.
 
 Every repeat has prompts of its own, so no server finds them in its cache; in W4b the common prefix is new too, so what
 is gained there is gained inside the burst.
@@ -35,7 +40,12 @@ WORKLOADS = {
     "W3": Shape(128, 0.0, (8, 32), 128),
     "W4": Shape(8, 0.0, (512,), 64),
     "W4b": Shape(8, 0.0, (512,), 64, num_shared=448),
+    "S1": Shape(1, 0.0, (32,), 96),
+    "S8": Shape(8, 0.0, (64,), 64),
+    "L4": Shape(4, 0.0, (1500,), 1),
 }
+GPT2_WORKLOADS = ("W1x32", "W2", "W3", "W4", "W4b")
+QWEN3_WORKLOADS = ("S1", "S8", "L4")
 BATCH = 128  # sequences in a step that every server is allowed: the most that a workload has
 
 
@@ -56,11 +66,13 @@ class Words:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        self._words = sorted(
+        words = sorted(
             word
             for word in self._tokenizer.get_vocab()
             if word[0] == "Ġ" and word[1:].isascii() and word[1:].isalpha() and len(word) > 3
         )
+        encoded = self._tokenizer.encode_batch([f" {word[1:]}" for word in words], add_special_tokens=False)
+        self._words = [word for word, tokens in zip(words, encoded, strict=True) if len(tokens.ids) == 1]
 
     def draw(self, generator: random.Random, length: int) -> str:
         return "".join(f" {word[1:]}" for word in generator.choices(self._words, k=length))

@@ -23,7 +23,7 @@ from benchmarks.protocol import answer, answered
 MAX_BATCH = 128
 OPENVINO_CACHE_GIB = 3
 OPENVINO_BATCHED_TOKENS = 512
-OPENVINO_HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "f32"}  # int8 has int8 weights, by nncf
+OPENVINO_HINTS = {"float32": "f32", "bfloat16": "bf16"}  # with int8 and int4 weights it chooses by itself
 
 Emit = Callable[[int], None]
 """Called with a sequence's index in the batch when it got a token."""
@@ -206,7 +206,7 @@ def export_openvino(model: str, exported: Path, precision: str) -> None:
     if (exported / "openvino_model.xml").is_file():
         return
     tool = Path(sys.executable).parent / "optimum-cli"
-    weights = "int8" if precision == "int8" else "fp32"
+    weights = "fp32" if precision in OPENVINO_HINTS else precision
     task = "text-generation-with-past"
     command = [str(tool), "export", "openvino", "--model", model, "--task", task, "--weight-format", weights]
     subprocess.run([*command, str(exported)], check=True, stdout=sys.stderr)  # noqa: S603 - the environment's own program
@@ -227,11 +227,9 @@ class OpenVinoBatching:
         scheduler.max_num_batched_tokens = OPENVINO_BATCHED_TOKENS
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = True  # as roseinfer and vLLM have it by default
-        properties = {
-            "INFERENCE_PRECISION_HINT": OPENVINO_HINTS[precision],
-            "KV_CACHE_PRECISION": OPENVINO_HINTS[precision],
-            "INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0)),
-        }
+        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0))}
+        if hint := OPENVINO_HINTS.get(precision):
+            properties |= {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": hint}
         self._pipeline: Any = openvino_genai.ContinuousBatchingPipeline(str(exported), scheduler, "CPU", properties)
         self._num_requests = 0
 
@@ -294,7 +292,7 @@ def main() -> int:
     parser.add_argument("library", choices=("transformers", "ctranslate2", "openvino"))
     parser.add_argument("model")
     parser.add_argument("converted", type=Path, nargs="?")
-    parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="float32")
+    parser.add_argument("--precision", choices=("float32", "bfloat16", "int8", "int4"), default="float32")
     parser.add_argument("--device", default="cpu", help="of transformers; default: %(default)s")
     answer(handlers_of(parser.parse_args()))
     return 0

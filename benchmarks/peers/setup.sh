@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Installs the rivals of `make bench` from packages, each kind in an environment of its own, some minutes and 6 GB:
+# Installs the rivals of `make bench` from packages, each kind in an environment of its own, a quarter of an hour, 7 GB:
 #     benchmarks/peers/setup.sh DIR        then: make bench PEERS_DIR=DIR
 # DIR/vllm: vLLM's CPU build, which has a server. DIR/api: CTranslate2 and OpenVINO GenAI, which are libraries.
+# DIR/llama.cpp: its server, compiled for this processor from the sources that its Python package carries; needs cmake
+# and a C++ compiler.
 # The first start of vLLM on a model compiles for about two minutes more; later ones take half a minute.
 set -euo pipefail
 dir=${1:?usage: setup.sh DIR}
@@ -27,3 +29,21 @@ fi
 
 environment api torch==2.13.0 ctranslate2==4.8.5 openvino-genai==2026.4.1.0 'optimum-intel[openvino]==2.2.0'
 "$dir/api/bin/python" -c 'import importlib.metadata as m; print(*(f"{n} {m.version(n)}" for n in ("ctranslate2", "openvino-genai")))'
+
+environment llama.cpp gguf==0.19.0
+if [ ! -x "$dir/llama.cpp/bin/llama-server" ]; then
+  package=llama_cpp_python-0.3.36
+  sources=$dir/llama.cpp/sources
+  mkdir -p "$sources"
+  "$dir/llama.cpp/bin/pip" download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+    --dest "$sources" llama-cpp-python==0.3.36
+  tar -xzf "$sources/$package.tar.gz" -C "$sources"
+  cmake -S "$sources/$package/vendor/llama.cpp" -B "$sources/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+    -DBUILD_SHARED_LIBS=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
+    -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF > "$sources/log"
+  cmake --build "$sources/build" --parallel "$(nproc)" --target llama-server llama-quantize >> "$sources/log"
+  ggml=$(sed -n 's/^-- ggml version: *//p' "$sources/log")
+  echo "llama.cpp of $package, ggml $ggml" > "$dir/llama.cpp/version"
+  cp "$sources/build/bin/llama-server" "$sources/build/bin/llama-quantize" "$dir/llama.cpp/bin/"
+fi
+cat "$dir/llama.cpp/version"

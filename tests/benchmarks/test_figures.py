@@ -44,6 +44,11 @@ def test_the_rate_is_from_the_first_submission_to_the_last_token_of_all() -> Non
     assert row["ttft_p50_ms"] == pytest.approx(1000)
 
 
+def test_prompts_are_read_when_every_stream_has_its_first_token() -> None:
+    row = summarise([steady(0.0, 1.0, 1.0, 9), steady(0.0, 2.0, 1.0, 9)], 600)
+    assert row["prompt_tokens_per_s"] == pytest.approx(300)
+
+
 def test_figures_that_no_stream_has_are_left_out() -> None:
     row = summarise([stream_of(0.0, [1.0], 1)])
     assert not {name for name in row if name.startswith(("tpot", "itl", "steady"))}

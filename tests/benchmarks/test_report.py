@@ -7,6 +7,7 @@ import pytest
 from benchmarks import report
 from benchmarks.requirements import BASE_SETTING
 from benchmarks.rotation import absent
+from benchmarks.workloads import GPT2_WORKLOADS
 from tests.benchmarks.test_requirements import decode, row, step, streams
 
 MACHINE = {
@@ -54,11 +55,23 @@ def test_circumstances_are_told() -> None:
 
 
 def test_workloads_are_ordered_by_rate_and_absent_rivals_stay() -> None:
-    text = page(served=served(figures("slow", "W2", 90.0), figures("fast", "W2", 100.0), absent("gone", "not set up")))
+    gone = absent("gone", "not set up", GPT2_WORKLOADS)
+    text = page(served=served(figures("slow", "W2", 90.0), figures("fast", "W2", 100.0), gone))
     section = text[text.index("### W2") : text.index("### W3")]
     assert section.index("| fast | 100 (100) | 12.3 / 12.3 |") < section.index("| slow |") < section.index("| gone |")
     assert "| gone | not set up |" in section
     assert text.count("| gone | not set up |") == 5, "in every workload"
+
+
+def test_groups_of_qwen3_keep_their_order_and_prompts_have_a_rate_of_their_own() -> None:
+    ours = figures("roseinfer int4", "L4", 2.0)
+    rate = {"prompt_tokens_per_s": 3000.0}
+    ours |= {"median": ours["median"] | rate, "repeats": [repeat | rate for repeat in ours["repeats"]]}
+    rows = [row | {"group": "int4"} for row in (ours, absent("llama.cpp q4_0", "not set up", ("L4",)))]
+    text = page(qwen3={"versions": {}, "is_raised": True, "bandwidths": {}, "rows": rows})
+    section = text[text.index("### L4") :]
+    assert "| int4 | roseinfer int4 | 3000 (3000) | 12.3 / 12.3 |" in section
+    assert "| int4 | llama.cpp q4_0 | not set up |" in section
 
 
 def test_decode_rows_have_speedup_and_share_of_the_roof() -> None:

@@ -123,6 +123,29 @@ def test_steady_streams_and_memory() -> None:
     assert memory.is_reached is True
 
 
+def test_entrants_are_compared_within_their_group() -> None:
+    names = ("roseinfer int4", "roseinfer int8", "llama.cpp q4_0")
+    rows = [row(name, "S1", rate) | {"group": "int4"} for name, rate in zip(names, (60.0, 45.0, 40.0), strict=True)]
+    rows.append(row("roseinfer int8", "S1", 50.0) | {"group": "int8"})
+    results = {"qwen3": {"bandwidths": {"int8": [3.6e10, 4e10]}, "rows": rows}}
+    found = {entry.measure.partition(", ")[2]: entry for entry in r.one_stream_and_eight(results)}
+    assert found["S1, int4: tokens/s against llama.cpp q4_0"].measured == Spread(1.5, 1.5, 1.5, 1)
+    assert found["S1, int4: tokens/s against roseinfer int8"].is_reached is False, "45 in its group, not 50"
+    assert found["S8, int4: tokens/s against openvino int4"].is_reached is None
+    share = found["S1, int8: share of the bandwidth roof"].measured
+    assert share is not None
+    assert share.median == pytest.approx(100 * 50 * r.QWEN3_WEIGHTS / 3.8e10)
+
+
+def test_prompts_are_compared_by_their_tokens() -> None:
+    rows = [
+        row(name, "L4", 9.0, prompt_tokens_per_s=rate)
+        for name, rate in (("roseinfer int8", 900.0), ("llama.cpp q8_0", 200.0))
+    ]
+    results = {"qwen3": {"rows": [each | {"group": "int8"} for each in rows]}}
+    assert [entry.is_reached for entry in r.prompts(results)] == [True, None, None, None]
+
+
 def test_nothing_measured_is_all_rows_without_a_figure() -> None:
     rows = r.of_cpu({})
     assert len(rows) >= 30

@@ -67,6 +67,7 @@ def test_a_failure_is_a_row_with_its_reason() -> None:
     rows = run(entrants, Words(DEMO_TOKENIZER), BOTH, Limits(1, 1000.0))
     assert rows[0] == {"name": "a", "workload": "W1x32", "repeats": [], "error": "it fell over"}
     assert rows[1]["median"]["tokens_per_s"] == 32 * 8 / 2
+    assert rows[1]["median"]["prompt_tokens_per_s"] == 32 * 4
     assert "error" not in rows[2], "the next workload is tried again"
 
 

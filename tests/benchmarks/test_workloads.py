@@ -20,7 +20,7 @@ def test_lengths_are_exact(name: str, words: Words) -> None:
     requests = requests_of(name, words, repeat=0)
     assert len(requests) == shape.num_requests
     assert [len(request.token_ids) for request in requests[:4]] == [
-        shape.prompt_lengths[i % len(shape.prompt_lengths)] for i in range(4)
+        shape.prompt_lengths[i % len(shape.prompt_lengths)] for i in range(min(4, shape.num_requests))
     ]
     assert {request.new_tokens for request in requests} == {shape.new_tokens}
     assert requests[-1].at == pytest.approx((shape.num_requests - 1) * shape.interval_s)
