@@ -17,6 +17,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.families.registry import native_spec
+from roseinfer.text.tokenizer_files import find_tokenizer
 
 TYPES = {
     "float32": (4, torch.float32),
@@ -28,14 +29,28 @@ TYPES = {
 
 
 def run(arguments: argparse.Namespace, _: LoadedConfig) -> int:
-    """Print the outline of a checkpoint. 0 if it would be served, 2 if it is refused."""
+    """Print the outline of a checkpoint. 0 if it would be served, 2 if it is refused or lacks a part."""
     directory = resolve_checkpoint(arguments.checkpoint, arguments.revision, has_weights=False)
     facts = outline(directory)
+    if facts["served_by"] != "refused":
+        facts["lacks"] = _lack(directory, is_here=Path(arguments.checkpoint).is_dir())
     if arguments.json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
         _print(facts)
-    return 2 if facts["served_by"] == "refused" else 0
+    return 2 if facts["served_by"] == "refused" or facts["lacks"] else 0
+
+
+def _lack(directory: Path, *, is_here: bool) -> str | None:
+    """Why a checkpoint of a kind that is served is not: it has no tokenizer, or, as a directory, no weights."""
+    try:
+        find_tokenizer(directory)
+        if is_here:
+            with Checkpoint(directory) as checkpoint:
+                checkpoint.names  # noqa: B018 - reads the index and opens the files
+    except ConfigError as error:
+        return error.reason
+    return None
 
 
 def outline(directory: Path) -> dict[str, Any]:
@@ -117,6 +132,8 @@ def _print(facts: dict[str, Any]) -> None:
             console.print(f"{kind}: served by a file of its own, the fastest way.")
         case _:
             console.print(f"{kind}: served by transformers' modelling code, with our layers.")
+    if facts["lacks"]:
+        console.print(f"It cannot be served as it is. {facts['lacks']}")
     if facts["quantization"]:
         console.print(f"Its weights are quantised ({facts['quantization']}), and read as floats.")
     console.print(

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 
 import httpx2
 from huggingface_hub import HfApi, constants, errors, hf_hub_url, snapshot_download
-from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.file_download import get_hf_file_metadata, repo_folder_name
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status, tqdm
 
 from roseinfer.errors import ConfigError
@@ -34,7 +34,9 @@ _NUM_TRIES = 5  # in succession that bring nothing
 _RETRY_S = 0.5  # before the second try; each further wait is twice as long
 _CHUNK_BYTES = 1 << 20
 _LOG_EVERY_S = 10.0  # where no terminal shows a bar
-_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(rf"[0-9a-f]{{40}}|{_SHA256.pattern}")
+_TAG = re.compile(r"\w[\w.=+-]{0,127}")  # what can be the name of a file
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def fetch(repo_id: str, revision: str | None, *, has_weights: bool) -> Path:
             files = _list_files(repo_id, revision)
         except (httpx2.TransportError, OSError) as error:  # HfHubHTTPError and OfflineModeIsEnabled are OSErrors
             return _cached(repo_id, revision, error)
-        with _Fetch(repo_id, files) as fetching:
+        with _Fetch(repo_id, revision, files) as fetching:
             names = fetching.small_files()
             fetching.fetch(names)
             if has_weights:
@@ -82,11 +84,12 @@ class _File(NamedTuple):
     name: str
     commit: str
     size: int  # bytes
-    digest: str  # SHA-256 of a large file, git's SHA-1 of a small one; the cache names files by it
+    tag: str  # the cache names the file by it, and a file that changes gets another
+    has_digest: bool  # the tag is one: SHA-256 of a large file, git's SHA-1 of a small one
 
 
 def _list_files(repo_id: str, revision: str | None) -> dict[str, _File | None]:
-    """By name; None of a file whose size or digest the hub does not tell."""
+    """By name; None of a file whose size or digest the list does not tell, as on some mirrors."""
     info = HfApi().model_info(
         repo_id, revision=revision, files_metadata=True, timeout=float(constants.HF_HUB_ETAG_TIMEOUT)
     )
@@ -94,7 +97,8 @@ def _list_files(repo_id: str, revision: str | None) -> dict[str, _File | None]:
     for told in info.siblings or ():
         digest = told.lfs.sha256 if told.lfs else told.blob_id or ""
         is_known = info.sha is not None and told.size is not None and _DIGEST.fullmatch(digest)
-        files[told.rfilename] = _File(told.rfilename, info.sha or "", told.size or 0, digest) if is_known else None
+        file = _File(told.rfilename, info.sha or "", told.size or 0, digest, has_digest=True)
+        files[told.rfilename] = file if is_known else None
     return files
 
 
@@ -118,9 +122,10 @@ def _cached(repo_id: str, revision: str | None, error: Exception) -> Path:
 class _Fetch:
     """Fetches files of one repository into the cache's `blobs`. A context manager: threads and bar end with it."""
 
-    def __init__(self, repo_id: str, files: dict[str, _File | None]) -> None:
+    def __init__(self, repo_id: str, revision: str | None, files: dict[str, _File | None]) -> None:
         folder = repo_folder_name(repo_id=repo_id, repo_type="model")
         self._repo_id = repo_id
+        self._revision = revision
         self._files = files
         self._blobs = Path(constants.HF_HUB_CACHE) / folder / "blobs"
         self._locks = Path(constants.HF_HUB_CACHE) / ".locks" / folder
@@ -155,16 +160,18 @@ class _Fetch:
         index = f"{_WEIGHTS_FILE}.index.json"
         if index in self._files:
             try:
-                content = (self._blobs / file.digest).read_bytes() if (file := self._files[index]) else b""
+                content = (self._blobs / file.tag).read_bytes() if (file := self._files[index]) else b""
                 named = set(json.loads(content)["weight_map"].values())
             except (ValueError, KeyError, AttributeError, TypeError):
-                return offered  # its digest is not known; or whoever reads the checkpoint says what is wrong with it
+                return offered  # its tag is not known; or whoever reads the checkpoint says what is wrong with it
             return [name for name in offered if name in named]
         return [_WEIGHTS_FILE] if _WEIGHTS_FILE in offered else offered
 
-    def fetch(self, names: Iterable[str]) -> None:
-        """Fetch what is not in the cache. A file of unknown size or digest is left to huggingface_hub."""
-        files = [file for name in names if (file := self._files[name]) and not (self._blobs / file.digest).exists()]
+    def fetch(self, names: Sequence[str]) -> None:
+        """Fetch what is not in the cache. A file that no answer tells enough of is left to huggingface_hub."""
+        untold = [name for name in names if self._files[name] is None]
+        self._files.update(zip(untold, self._threads.map(self._ask, untold), strict=True))
+        files = [file for name in names if (file := self._files[name]) and not (self._blobs / file.tag).exists()]
         if not files:
             return
         self._blobs.mkdir(parents=True, exist_ok=True)
@@ -173,9 +180,18 @@ class _Fetch:
         for _ in self._threads.map(self._fetch_file, files):
             pass  # raises what a thread raised
 
+    def _ask(self, name: str) -> _File | None:
+        """What the server tells of one file: its tag may be no digest, and then its size is all that is compared."""
+        url = hf_hub_url(self._repo_id, name, revision=self._revision)
+        told = get_hf_file_metadata(url, timeout=float(constants.HF_HUB_ETAG_TIMEOUT))
+        if not (told.commit_hash and told.size is not None and told.etag and _TAG.fullmatch(told.etag)):
+            return None
+        has_digest = _SHA256.fullmatch(told.etag) is not None
+        return _File(name, told.commit_hash, told.size, told.etag, has_digest)
+
     def _fetch_file(self, file: _File) -> None:
-        blob, partial = self._blobs / file.digest, self._blobs / f"{file.digest}.partial"
-        with WeakFileLock(self._locks / f"{file.digest}.lock"):  # another process may fetch the same
+        blob, partial = self._blobs / file.tag, self._blobs / f"{file.tag}.partial"
+        with WeakFileLock(self._locks / f"{file.tag}.lock"):  # another process may fetch the same
             if blob.exists():
                 self._progress.add(file.size)
                 return
@@ -280,16 +296,18 @@ class _Progress:
 
 
 def _difference(path: Path, file: _File) -> str:
-    """What is wrong with a fetched file; nothing if its size and digest are those that the hub told."""
+    """What is wrong with a fetched file; nothing if its size is the one that the hub told, and its digest if it did."""
     size = _size_of(path)
     if size != file.size:
         return f"it has {size} bytes instead of {file.size}"
-    is_large = len(file.digest) == len(hashlib.sha256().hexdigest())
+    if not file.has_digest:
+        return ""
+    is_large = _SHA256.fullmatch(file.tag) is not None
     digest = hashlib.sha256() if is_large else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as content:
         while chunk := content.read(_CHUNK_BYTES):
             digest.update(chunk)
-    return "" if digest.hexdigest() == file.digest else f"its digest is {digest.hexdigest()} instead of {file.digest}"
+    return "" if digest.hexdigest() == file.tag else f"its digest is {digest.hexdigest()} instead of {file.tag}"
 
 
 def _size_of(path: Path) -> int:

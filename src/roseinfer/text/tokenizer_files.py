@@ -27,12 +27,9 @@ _log = logging.getLogger(__name__)
 
 def tokenizer_file(directory: Path) -> Path:
     """The checkpoint's own tokenizer.json, or a converted one. Raises ConfigError."""
-    own = directory / NAME
-    if own.is_file():
-        return own
-    models = sorted({path for pattern in _MODELS for path in directory.glob(pattern)})
-    if not models:
-        _refuse(f"The checkpoint has no tokenizer: in {directory} is neither {NAME} nor any of {', '.join(_MODELS)}.")
+    models = find_tokenizer(directory)
+    if models[0].name == NAME:
+        return models[0]
     files = [*models, *(path for name in _SETTINGS if (path := directory / name).is_file())]
     source = hashlib.blake2b(version("transformers").encode(), digest_size=16)
     for path in files:
@@ -43,6 +40,17 @@ def tokenizer_file(directory: Path) -> Path:
             return kept
         kept.unlink(missing_ok=True)
     return _convert(directory, cache, key)
+
+
+def find_tokenizer(directory: Path) -> list[Path]:
+    """The checkpoint's tokenizer.json, else the files that one is made of. Raises ConfigError if there are none."""
+    own = directory / NAME
+    if own.is_file():
+        return [own]
+    models = sorted({path for pattern in _MODELS for path in directory.glob(pattern)})
+    if not models:
+        _refuse(f"The checkpoint has no tokenizer: in {directory} is neither {NAME} nor any of {', '.join(_MODELS)}.")
+    return models
 
 
 def _digest(path: Path) -> str:

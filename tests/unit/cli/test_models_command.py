@@ -8,6 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from roseinfer.cli.main import main
+from roseinfer.config.options import DEMO_MODEL
+from roseinfer.model.checkpoint import resolve_checkpoint
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 
@@ -29,7 +31,9 @@ def test_memory_of_each_type_without_weights(tmp_path: Path, capsys: pytest.Capt
         "qwen3", **SHAPE, intermediate_size=96, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True
     )
     config.save_pretrained(tmp_path)
-    outline = told(tmp_path, capsys)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    outline = told(tmp_path, capsys, exit_code=2)
+    assert "has no safetensors file" in outline["lacks"]
     in_linears = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96) + 100 * 64
     in_norms = 2 * (64 + 64 + 16 + 16) + 64
     assert (outline["served_by"], outline["parameters"]) == ("native", in_linears + in_norms)
@@ -62,3 +66,26 @@ def test_what_is_refused_says_why(
     assert reason in outline["reason"]
     assert main(["models", str(tmp_path)]) == 2
     assert reason in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lack"),
+    [
+        ("tokenizer.json", None, "The checkpoint has no tokenizer"),
+        ("model.safetensors", None, "has no safetensors file"),
+        ("model.safetensors", b"\x08", "is truncated or no safetensors file"),
+    ],
+)
+def test_a_part_that_is_missing_or_broken(
+    name: str, content: bytes | None, lack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in resolve_checkpoint(DEMO_MODEL).iterdir():
+        if path.name != name:
+            (tmp_path / path.name).symlink_to(path)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert main(["models", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert "served by a file of its own" in out
+    assert f"It cannot be served as it is. {'' if 'tokenizer' in lack else tmp_path}" in out
+    assert lack in out
