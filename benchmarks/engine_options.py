@@ -3,11 +3,16 @@
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roseinfer.config.options import Config
 from roseinfer.config.sources import Given, load
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.library import find_built, kernels_directory, levels_here
+from roseinfer.runtime import memory
+
+if TYPE_CHECKING:
+    from roseinfer.model.runner import ModelRunner  # imports torch
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 
@@ -35,6 +40,17 @@ def require_kernels() -> None:
     levels = levels_here()
     if levels and find_built(levels[-1], kernels_directory(None)) is None:
         raise ConfigError(f"The {levels[-1].name} kernels are not built: run `roseinfer kernels build` first.")
+
+
+def load_as_engines_do(config: Config, num_slots: int) -> "ModelRunner":
+    """A runner without an engine, with the settings of malloc and pages that the engine's process has."""
+    memory.prefer_huge_pages()
+    from roseinfer.model.runner import load_runner
+
+    runner = load_runner(config, num_slots, lambda *_: None)
+    memory.give_back()
+    memory.keep_freed_memory()
+    return runner
 
 
 def config_of(model: Path, options: Mapping[str, str]) -> Config:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.engine_options import load_as_engines_do
 from roseinfer.config.options import DEMO_MODEL, CacheConfig, Config, ModelConfig, SchedulerConfig
 from roseinfer.engine.core.batch import Launched, SampledTokens, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import Engine
@@ -21,7 +22,7 @@ from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import Request, SamplingParams
-from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.model.runner import ModelRunner
 
 NUM_PROMPT, NUM_NEW, EDIT_EVERY = 160, 120, 40
 MAX_MODEL_LEN = 288
@@ -133,7 +134,7 @@ def main() -> None:
         cache=CacheConfig(num_blocks=64 * MAX_MODEL_LEN // 16 + 64),
     )
     began = time.monotonic()
-    runner = load_runner(config, 64, lambda *_: None)
+    runner = load_as_engines_do(config, 64)
     runner.warm_up(512)
     info = runner.info
     print(

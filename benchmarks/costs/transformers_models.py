@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.engine_options import require_kernels
+from benchmarks.engine_options import load_as_engines_do, require_kernels
 from benchmarks.machine import Sitting, part_parser
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.families import registry, transformers_layers
-from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.model.runner import ModelRunner
 
 NUM_SLOTS, CONTEXT, BLOCKS = 64, 128, 64  # blocks of a slot
 SHAPE = {
@@ -88,7 +88,7 @@ def _load(path: Path, dtype: str) -> ModelRunner:
         cache=CacheConfig(num_blocks=NUM_SLOTS * BLOCKS),
         runner=RunnerConfig(device="cpu"),
     )
-    return load_runner(config, NUM_SLOTS, lambda *_: None)
+    return load_as_engines_do(config, NUM_SLOTS)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def _attend_packed(
     seam, layer = module.seam, module.layer_idx
     assert isinstance(seam, _Seam)
     assert isinstance(layer, int)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = float(options.get("scaling") or query.shape[-1] ** -0.5)
     if seam.attend is None:
         if attention_mask is not None:
@@ -90,7 +90,7 @@ def _attend_packed(
     if v.shape[-1] < q.shape[-1]:
         v = nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
     out = seam.attend(layer, q, k, v).view(1, *q.shape)
-    return out[..., : value.shape[-1]], None
+    return out if value.shape[-1] == q.shape[-1] else out[..., : value.shape[-1]], None
 
 
 def _check_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> None:
