@@ -75,6 +75,7 @@ ENV PATH=/opt/roseinfer/bin:$PATH \
     HF_HOME=/models \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     PYTHONDONTWRITEBYTECODE=1 \
+    ROSEINFER_MODEL__PACKED_CACHE=/models/.roseinfer/packed \
     ROSEINFER_RUNNER__KERNELS_DIR=/opt/roseinfer/kernels \
     ROSEINFER_SERVER__HOST=0.0.0.0 \
     ROSEINFER_SERVER__OPS_HOST=0.0.0.0

@@ -1,14 +1,14 @@
 """Measures how long a server takes until it is ready, and the memory it takes meanwhile, by the path of its model.
 
-    python -m benchmarks.costs.start [--rounds 3] [--precisions float32,bfloat16,int8] [--paths native,transformers]
-        [--model DIR] [--out FILE]
+    python -m benchmarks.costs.start [--rounds 3] [--precisions float32,bfloat16,int8,int4]
+        [--paths native,transformers] [--model DIR] [--out FILE]
 
 The checkpoint is `random_qwen3`'s, read from the system's cache. In each round every precision and path starts
-`roseinfer serve` once, with a KV pool of 256 MiB; `transformers` serves the same file by the modelling code of
-transformers, as if there were no file of ours. Printed are the medians: seconds from the start of the process until
-`/readyz` says 200; processor seconds of all processes; and the peak of their proportional set sizes together, looked at
-ten times a second. `engine` is the engine's own peak (VmHWM), in which pages of the checkpoint count while they are
-mapped.
+`roseinfer serve` twice, with a KV pool of 256 MiB: first with an empty cache of packed weights, which it fills, then
+with that. `transformers` serves the same file by the modelling code of transformers, as if there were no file of ours.
+Printed are the medians: seconds from the start of the process until `/readyz` says 200; processor seconds of all
+processes; and the peak of their proportional set sizes together, looked at ten times a second until the cache is
+written. `engine` is the engine's own peak (VmHWM), in which pages of mapped files count.
 """
 
 import json
@@ -30,6 +30,7 @@ from benchmarks.servers import resident_mb
 from roseinfer.bench.load.launcher import LaunchFailed, Server, free_port, serve_command
 
 PATHS = ("native", "transformers")
+STARTS = ("first", "second")
 OPTIONS = {"cache.cpu_memory_mib": "256", "model.max_model_len": "1024"}
 TIMEOUT_S = 300.0
 _PATCHED = ("serve", "engine")  # commands of roseinfer that `run_patched` runs
@@ -42,7 +43,8 @@ def main() -> int:
     parser = part_parser(__doc__, "bench/start.json")
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--precisions", default=",".join(PRECISIONS), metavar="P,P", help="default: %(default)s")
+    precisions = ",".join((*PRECISIONS, "int4"))
+    parser.add_argument("--precisions", default=precisions, metavar="P,P", help="default: %(default)s")
     parser.add_argument("--paths", default=",".join(PATHS), metavar="P,P", help="default: %(default)s")
     args = parser.parse_args()
     require_kernels()
@@ -51,8 +53,11 @@ def main() -> int:
     for _ in range(args.rounds):
         for precision in args.precisions.split(","):
             for path in args.paths.split(","):
-                _read_all(model)
-                taken.setdefault(f"{precision}, {path}", []).append(measure(model, precision, path))
+                with tempfile.TemporaryDirectory() as cache:
+                    for start in STARTS:
+                        _read_all(model)
+                        figures = measure(model, precision, path, Path(cache))
+                        taken.setdefault(f"{precision}, {path}, {start}", []).append(figures)
     print("\n| | ready, s | of that weights | and warm-up | processor, s | all processes, MB | engine, MB |")
     print("|---|---|---|---|---|---|---|")
     for name, rounds in taken.items():
@@ -74,9 +79,9 @@ def _read_all(model: Path) -> None:
                 pass
 
 
-def measure(model: Path, precision: str, path: str) -> Figures:
+def measure(model: Path, precision: str, path: str, cache: Path) -> Figures:
     """One start of a server. Raises LaunchFailed."""
-    options = {**OPTIONS, **precision_options(precision)}
+    options = {**OPTIONS, **precision_options(precision), "model.packed_cache": str(cache)}
     flags = ["--model", str(model), *(word for key, value in options.items() for word in (_flag(key), value))]
     port = free_port()
     command = serve_command(port, 0, flags)
@@ -95,6 +100,11 @@ def measure(model: Path, precision: str, path: str) -> Figures:
                 time.sleep(0.1)
             ready_s = time.monotonic() - began
             peak = max(peak, _proportional_mb(server.pid))
+            while not any(file.suffix == ".packed" for file in cache.iterdir()):
+                if time.monotonic() > began + TIMEOUT_S:
+                    raise LaunchFailed(f"no weights were kept: {server.log()[-600:]}")
+                peak = max(peak, _proportional_mb(server.pid))
+                time.sleep(0.1)
             processor_s = sum(map(_processor_seconds, family_of(server.pid)))
             stages = _stages(server.log())
             figures = {"ready_s": ready_s, "weights_s": stages["weights"], "warmup_s": stages["warmup"]}

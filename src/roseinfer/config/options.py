@@ -66,6 +66,13 @@ class ModelConfig:
         "int8; activations as in int8. On a CPU only. An option, not a default: it changes the model's answers.",
         flag="--quantization",
     )
+    packed_cache: str = option(
+        "auto",
+        "Directory for packed weights, which the next start maps instead of packing them, and which processes on one "
+        "machine share. `auto`: `roseinfer/packed` in the user's cache. `off`: none. The weights of four models that "
+        "were used last are kept. On a CPU with compiled kernels, and for int8 and int4 on any; not for checkpoints of "
+        "less than 64 MiB.",
+    )
     generation_config: Literal["auto", "ignore"] = option(
         "auto",
         "`auto`: sampling parameters that a request leaves out come from the checkpoint's generation_config.json. "

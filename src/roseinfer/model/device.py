@@ -3,10 +3,10 @@
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -17,6 +17,8 @@ from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 LinearKind = Literal["torch", "onednn", "amx", "registers", "int8", "int4"]
 Quantization = Literal["none", "int8", "int4"]
 TILES, PAIRS, FOURS = "linear_bfloat16", "linear_bfloat16_pairs", "linear_int8_fours_of_float32"  # kernels by name
+Parts = Sequence[torch.Tensor]  # of a weight [outputs, inputs], one below the other; each of any dtype and strides
+Pack = Callable[[list[torch.Tensor]], None]  # writes to pieces uint8, which are zeros
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _MAX_EXACT_BFLOAT16_THREADS = 8
@@ -81,6 +83,16 @@ def num_usable_cores() -> int:
     return num_cores if quota is None else max(1, min(num_cores, int(quota)))
 
 
+class KeptWeights(Protocol):
+    """Where packed weights are kept for the next start."""
+
+    def find(self, kind: str, parts: Parts, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """The pieces uint8 of a weight that was packed in this way; None if it is to be packed."""
+
+    def keep(self, kind: str, parts: Parts, pieces: list[torch.Tensor]) -> None:
+        """Keep the pieces of a packed weight, to which nobody writes any more."""
+
+
 class WeightMemory:
     """Cuts memory for packed weights out of large blocks on huge pages, where the system has them.
 
@@ -88,11 +100,26 @@ class WeightMemory:
     page, so they share blocks; a block is freed with the last tensor in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptWeights | None = None) -> None:
+        self._kept = kept
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Zeros [num_bytes] uint8 that begin on a cache line."""
+    def packed(self, kind: str, parts: Parts, sizes: Sequence[int], pack: Pack) -> list[torch.Tensor]:
+        """Pieces uint8 of these sizes that begin on a cache line, and hold what `pack` makes of a weight.
+
+        Those that were kept at an earlier start are not packed again, and must not be written to. `kind` is the way
+        in which `pack` packs; where that is not the only thing that the bytes depend on, the cache must know the rest.
+        """
+        if self._kept is not None and (pieces := self._kept.find(kind, parts, sizes)) is not None:
+            return pieces
+        pieces = list(map(self._allocate, sizes))
+        pack(pieces)
+        if self._kept is not None:
+            self._kept.keep(kind, parts, pieces)
+        return pieces
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """Zeros [num_bytes] uint8."""
         size = -(-num_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         if size > self._free.numel():
             self._free = _new_block(max(size, _BLOCK_BYTES))

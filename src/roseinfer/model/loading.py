@@ -3,6 +3,7 @@
 Weights go to the device tensor by tensor out of the mapped files; the host never holds a copy of them all.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.device import (
     GroupCount,
     Placement,
+    WeightMemory,
     check_num_threads,
     default_num_threads,
     dtype_name,
@@ -28,6 +30,7 @@ from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
+from roseinfer.model.packed_cache import open_packed_cache
 from roseinfer.model.pooling import read_embedding
 from roseinfer.records import LifecycleState
 
@@ -58,11 +61,16 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     check_num_threads(config.runner.num_threads, splits_sums=placement.splits_sums)
     on_progress(LifecycleState.LOADING, "checkpoint", config.model.path)
     directory = resolve_checkpoint(config.model.path, config.model.revision)
-    on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}")
+    cache = open_packed_cache(config.model.packed_cache, directory, placement)
+    origin = "" if cache is None or cache.is_new else ", as they were packed before"
+    on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}{origin}")
+    placement = dataclasses.replace(placement, memory=WeightMemory(cache))
     with Checkpoint(directory) as checkpoint:
         if device_name == "cpu":
             _set_num_threads(config.runner.num_threads, placement, checkpoint)
         model = build_model(checkpoint, placement)
+        if cache is not None:
+            cache.write_soon()
         _tell_of_groups(checkpoint, placement.groups)
         eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
         is_auto = config.model.generation_config == "auto"
@@ -71,10 +79,10 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     num_blocks = plan_num_blocks(config.cache, model.attention_spec, placement, max_model_len, max_active_seqs)
     on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {config.cache.block_size} tokens")
     num_spare_blocks = 0 if device_name == "cpu" else 1  # for rows that fill up a CUDA graph
-    cache = KVCache(model.attention_spec, num_blocks + num_spare_blocks, config.cache.block_size, placement)
+    kv_cache = KVCache(model.attention_spec, num_blocks + num_spare_blocks, config.cache.block_size, placement)
     attention = choose_attention(
         config.runner.attention,
-        cache,
+        kv_cache,
         model.attention_spec,
         placement.kernels,
         batch_invariant=config.runner.batch_invariant,

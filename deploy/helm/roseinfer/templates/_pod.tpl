@@ -36,6 +36,9 @@ exec:
 - {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "host" "default" "") | quote }}
 - --server.ops-host
 - {{ include "roseinfer.option" (dict "context" . "section" "server" "name" "ops_host" "default" "") | quote }}
+- --model.packed-cache
+{{- $packed := printf "%s/.roseinfer/packed" .Values.modelCache.mountPath }}
+- {{ include "roseinfer.option" (dict "context" . "section" "model" "name" "packed_cache" "default" $packed) | quote }}
 {{- with include "roseinfer.option" (dict "context" . "section" "runner" "name" "kernels_dir" "default" "") }}
 - --runner.kernels-dir
 - {{ . | quote }}

@@ -193,6 +193,7 @@ class Kernels:
         for runtime in openmp_runtimes():
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # loaded already; this makes its symbols visible to others
         self.level = level
+        self.name = path.stem  # of the sources, the flags and the compiler too
         self._library = ctypes.CDLL(str(path))
         if self._library.roseinfer_init():
             raise OSError(f"the system does not let this process use {level}")

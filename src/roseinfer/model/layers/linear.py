@@ -12,13 +12,13 @@ measured in tests/unit/model/test_quantization.py.
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
-from roseinfer.model.device import DTYPES, FOURS, TILES, Placement, dtype_name
+from roseinfer.model.device import DTYPES, FOURS, TILES, Parts, Placement, dtype_name
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation, activated
 from roseinfer.model.layers.int4 import GROUP, KERNEL, grouped_piece
 
@@ -35,8 +35,7 @@ _PACKED_ATTRIBUTES = {
     "silu": ("swish", ""),
 }
 _PIECE_ROWS = 32
-
-Parts = Sequence[torch.Tensor]  # of a weight [outputs, inputs], one below the other; each of any dtype and strides
+_COUNT_BYTES = 16  # of the two numbers of a GroupCount
 
 
 def _pieces(parts: Parts) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -223,6 +222,7 @@ class PackedLinear:
     descriptor_type: ClassVar[type[ctypes.Structure]]
     outputs_multiple: ClassVar[int]  # the number of outputs is packed up to a multiple of it
     bytes_multiple: ClassVar[int]  # and the bytes of each output's weights
+    further_bytes: ClassVar[tuple[int, ...]] = ()  # of what int8 needs beside weights and scales, for each output
     type_names: ClassVar[dict[torch.dtype, str]]  # of weights, in the names of the kernels' functions
 
     def __init__(
@@ -239,8 +239,8 @@ class PackedLinear:
         self._num_padding = 0  # numbers that rows of x lack
         is_quantized = placement.quantization == "int8"
         stored = torch.int8 if is_quantized else placement.dtype
-        self._scales = torch.empty(self._num_outputs) if is_quantized else None
-        self._weight = self._packed(weight, stored, placement)
+        self._weight, *further = self._packed(weight, stored, placement)
+        self._scales = further[0].view(torch.float32) if is_quantized else None
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._descriptor = self.descriptor_type(
             weight=self._weight.data_ptr(),
@@ -250,7 +250,7 @@ class PackedLinear:
             num_inputs=self._num_inputs,
             activation=ACTIVATIONS.index(activation),
             is_output_float32=dtype == torch.float32,
-            **self._further_fields(stored),
+            **self._further_fields(stored, further),
         )
         self._address = ctypes.addressof(self._descriptor)
         source = f"_of_{dtype_name(placement.dtype)}" if is_quantized else ""
@@ -260,27 +260,32 @@ class PackedLinear:
         )
         self._unpack = placement.kernels.function(f"roseinfer_linear_rows_{name}", _POINTER, _POINTER, _SIZE, _POINTER)
 
-    def _packed(self, weight: Parts, stored: torch.dtype, placement: Placement) -> torch.Tensor:
-        """The weight in the kernels' order, as bytes; its scales are filled in."""
+    def _packed(self, weight: Parts, stored: torch.dtype, placement: Placement) -> list[torch.Tensor]:
+        """The weight in the kernels' order, as bytes; of int8 also the scales, and what the subclass needs beside."""
         assert placement.kernels is not None
         num_row_bytes = self._num_row_bytes(stored)
         num_rows = -(-self._num_outputs // self.outputs_multiple) * self.outputs_multiple
-        packed = placement.memory.allocate(num_rows * num_row_bytes)
+        of_each = (4, *self.further_bytes) if stored == torch.int8 else ()
+        sizes = (num_rows * num_row_bytes, *(num_bytes * self._num_outputs for num_bytes in of_each))
         name = f"roseinfer_linear_pack_{self.type_names[stored]}"
         pack = placement.kernels.function(name, _POINTER, *(_SIZE,) * 4, _POINTER)
-        for rows, floats in _pieces(weight):
-            if self._scales is None:
-                piece = floats.to(stored)
-            else:
-                piece, self._scales[rows] = quantized_piece(floats, placement)
-                self._note(rows, piece)
-            pack(piece.data_ptr(), *piece.stride(), *piece.shape, packed.data_ptr() + rows.start * num_row_bytes)
-        return packed
 
-    def _note(self, rows: slice, piece: torch.Tensor) -> None:
-        """Take what the subclass needs of int8 rows."""
+        def pack_all(pieces: list[torch.Tensor]) -> None:
+            packed, *further = pieces
+            for rows, floats in _pieces(weight):
+                piece = floats.to(stored) if not further else self._quantized(floats, rows, further, placement)
+                pack(piece.data_ptr(), *piece.stride(), *piece.shape, packed.data_ptr() + rows.start * num_row_bytes)
 
-    def _further_fields(self, stored: torch.dtype) -> dict[str, int]:  # noqa: ARG002 - of the subclasses
+        return placement.memory.packed(name, weight, sizes, pack_all)
+
+    def _quantized(
+        self, floats: torch.Tensor, rows: slice, further: list[torch.Tensor], placement: Placement
+    ) -> torch.Tensor:
+        """Some rows in int8; what else is known of them is written to its places in `further`."""
+        piece, further[0].view(torch.float32)[rows] = quantized_piece(floats, placement)
+        return piece
+
+    def _further_fields(self, stored: torch.dtype, further: list[torch.Tensor]) -> dict[str, int]:  # noqa: ARG002
         """Fields of the descriptor that only this kind has."""
         return {}
 
@@ -317,17 +322,22 @@ class RegisterLinear(PackedLinear):
     descriptor_type = _RegisterDescriptor
     outputs_multiple = 48  # at every level a multiple of the panel's width
     bytes_multiple = 4  # a word
+    further_bytes = (4,)  # the surplus of its outputs
     type_names: ClassVar = {torch.float32: "float32", torch.bfloat16: "bfloat16_pairs", torch.int8: "int8_fours"}
 
-    def _note(self, rows: slice, piece: torch.Tensor) -> None:
-        if rows.start == 0:
-            self._surplus = torch.empty(self._num_outputs, dtype=torch.int32)
+    def _quantized(
+        self, floats: torch.Tensor, rows: slice, further: list[torch.Tensor], placement: Placement
+    ) -> torch.Tensor:
+        piece = super()._quantized(floats, rows, further, placement)
         # Sums in float32 are exact up to 2**24, the sum of 132,104 inputs. The product may wrap around, as sums do.
-        self._surplus[rows] = torch.mv(piece.float(), torch.ones(self._num_inputs)).int() * _UNSIGNED
+        sums = torch.mv(piece.float(), torch.ones(self._num_inputs))
+        further[1].view(torch.int32)[rows] = sums.int() * _UNSIGNED
+        return piece
 
-    def _further_fields(self, stored: torch.dtype) -> dict[str, int]:
+    def _further_fields(self, stored: torch.dtype, further: list[torch.Tensor]) -> dict[str, int]:
         num_words = self._num_row_bytes(stored) // self.bytes_multiple
         if stored == torch.int8:
+            self._surplus = further[1]
             return {"num_words": num_words, "surplus": self._surplus.data_ptr()}
         # Rows are read where they lie, so they need whole words there; those that become int8 are written elsewhere.
         self._num_padding = num_words * self.bytes_multiple // stored.itemsize - self._num_inputs
@@ -373,12 +383,16 @@ class IntegerLinear:
         dtype: torch.dtype,
         placement: Placement,
     ) -> None:
-        num_outputs = sum(map(len, weight))
-        quantized = torch.empty(num_outputs, weight[0].shape[1], dtype=torch.int8)
-        self._scales = torch.empty(num_outputs)
-        for rows, piece in _pieces(weight):
-            quantized[rows], self._scales[rows] = quantized_piece(piece, placement)
-        self._weight = quantized.t()
+        num_outputs, num_inputs = sum(map(len, weight)), weight[0].shape[1]
+
+        def pack(pieces: list[torch.Tensor]) -> None:
+            quantized, scales = pieces[0].view(torch.int8).view(num_outputs, -1), pieces[1].view(torch.float32)
+            for rows, piece in _pieces(weight):
+                quantized[rows], scales[rows] = quantized_piece(piece, placement)
+
+        numbers, scales = placement.memory.packed("int8", weight, (num_outputs * num_inputs, 4 * num_outputs), pack)
+        self._weight = numbers.view(torch.int8).view(num_outputs, num_inputs).t()
+        self._scales = scales.view(torch.float32)
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._activation = activation
         self._dtype = dtype
@@ -424,16 +438,20 @@ class GroupedLinear:
         self._input_dtype, self._dtype = placement.dtype, dtype
         multiple, num_groups = RegisterLinear.outputs_multiple, -(-self._num_inputs // GROUP)
         num_rows = -(-self._num_outputs // multiple) * multiple
-        self._weight = placement.memory.allocate(num_rows * num_groups * GROUP // 2)
-        self._scales = placement.memory.allocate(num_rows * num_groups * 2)
-        pack = placement.kernels.function(
-            "roseinfer_linear_pack_int4", *(_POINTER,) * 2, *(_SIZE,) * 2, *(_POINTER,) * 2
-        )
-        for rows, piece in _pieces(weight):
-            numbers, scales, num_exact = grouped_piece(piece, placement)
-            placement.groups.count(scales.numel(), num_exact)
-            to = (each.data_ptr() + rows.start * len(each) // num_rows for each in (self._weight, self._scales))
-            pack(numbers.data_ptr(), scales.data_ptr(), *numbers.shape, *to)
+        name = "roseinfer_linear_pack_int4"
+        pack = placement.kernels.function(name, *(_POINTER,) * 2, *(_SIZE,) * 2, *(_POINTER,) * 2)
+
+        def pack_all(pieces: list[torch.Tensor]) -> None:
+            *packed, count = pieces
+            for rows, piece in _pieces(weight):
+                numbers, scales, num_exact = grouped_piece(piece, placement)
+                count.view(torch.int64).add_(torch.tensor([scales.numel(), num_exact]))
+                to = (each.data_ptr() + rows.start * len(each) // num_rows for each in packed)
+                pack(numbers.data_ptr(), scales.data_ptr(), *numbers.shape, *to)
+
+        sizes = (num_rows * num_groups * GROUP // 2, num_rows * num_groups * 2, _COUNT_BYTES)
+        self._weight, self._scales, count = placement.memory.packed(name, weight, sizes, pack_all)
+        placement.groups.count(*count.view(torch.int64).tolist())
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._descriptor = _RegisterDescriptor(
             weight=self._weight.data_ptr(),
@@ -477,11 +495,20 @@ class TorchGroupedLinear:
         placement: Placement,
     ) -> None:
         num_outputs, num_inputs = sum(map(len, weight)), weight[0].shape[1]
-        self._numbers = torch.zeros(num_outputs, num_inputs, dtype=torch.int8)
-        self._scales = torch.zeros(num_outputs, -(-num_inputs // GROUP), dtype=torch.float16)
-        for rows, piece in _pieces(weight):
-            self._numbers[rows], self._scales[rows], num_exact = grouped_piece(piece, placement)
-            placement.groups.count(self._scales[rows].numel(), num_exact)
+        num_groups = -(-num_inputs // GROUP)
+
+        def pack(pieces: list[torch.Tensor]) -> None:
+            numbers, scales = pieces[0].view(torch.int8), pieces[1].view(torch.float16)
+            numbers, scales, count = numbers.view(num_outputs, -1), scales.view(num_outputs, -1), pieces[2]
+            for rows, piece in _pieces(weight):
+                numbers[rows], scales[rows], num_exact = grouped_piece(piece, placement)
+                count.view(torch.int64).add_(torch.tensor([scales[rows].numel(), num_exact]))
+
+        sizes = (num_outputs * num_inputs, 2 * num_outputs * num_groups, _COUNT_BYTES)
+        numbers, scales, count = placement.memory.packed("int4", weight, sizes, pack)
+        self._numbers = numbers.view(torch.int8).view(num_outputs, -1)
+        self._scales = scales.view(torch.float16).view(num_outputs, -1)
+        placement.groups.count(*count.view(torch.int64).tolist())
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._activation = activation
         self._dtype = dtype
