@@ -175,7 +175,7 @@ class Helm:
         record = _release(cluster.stored[0])
         hooks = [hook["manifest"] for hook in record.get("hooks", [])]
         texts = [record["manifest"], *hooks]
-        objects = [found for text in texts for found in yaml.safe_load_all(text) if found is not None]
+        objects = [found for text in texts for found in yaml.load_all(text, yaml.CSafeLoader) if found is not None]
         return {"objects": objects, "notes": record["info"].get("notes", "")}
 
     def lint(self, chart: str) -> list[Object]:

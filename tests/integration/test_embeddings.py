@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from roseinfer.config.options import DEMO_MODEL, CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
+from roseinfer.config.options import (
+    DEMO_MODEL,
+    CacheConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
 from roseinfer.errors import InvalidRequest, PromptTooLong
 from roseinfer.llm.llm import LLM
 from roseinfer.messages import EmbeddingInfo, Pooling, Request, SamplingParams, TokenOutput
@@ -56,8 +64,9 @@ def checkpoint(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFact
     return directory
 
 
-def open_llm(directory: Path, **scheduler: Any) -> LLM:
+def open_llm(directory: Path, transport: Literal["process", "thread"] = "thread", **scheduler: Any) -> LLM:
     config = Config(
+        engine=EngineConfig(transport=transport),
         model=ModelConfig(path=str(directory), dtype="float32"),
         cache=CacheConfig(num_blocks=256),
         runner=RunnerConfig(device="cpu", num_threads=1),
@@ -75,12 +84,12 @@ def expected(reference: PreTrainedModel, token_ids: list[int], pooling: Pooling)
 
 
 @pytest.mark.parametrize(
-    "scheduler", [{}, {"max_num_seqs": 8, "max_num_batched_tokens": 32}], ids=["whole", "in pieces"]
+    "options",
+    [{"transport": "process"}, {"max_num_seqs": 8, "max_num_batched_tokens": 32}],
+    ids=["whole, by a process", "in pieces, by a thread"],
 )
-def test_they_are_those_of_transformers(
-    reference: PreTrainedModel, checkpoint: Path, scheduler: dict[str, Any]
-) -> None:
-    with open_llm(checkpoint, **scheduler) as llm:
+def test_they_are_those_of_transformers(reference: PreTrainedModel, checkpoint: Path, options: dict[str, Any]) -> None:
+    with open_llm(checkpoint, **options) as llm:
         for pooling in POOLINGS:
             found = llm.embed(PROMPTS, pooling=pooling)
             again = llm.embed(PROMPTS, pooling=pooling)  # from the prefix cache, where that is allowed

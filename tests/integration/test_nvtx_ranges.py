@@ -37,9 +37,16 @@ def run_engine(library: Path | None, tape: Path, depth: int, marked: str = "mark
     return Tape(tape.read_text() if tape.exists() else ""), json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module", params=[0, 1])
-def run(request: pytest.FixtureRequest, recorder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_engine(recorder, tmp_path_factory.mktemp("tape") / "tape", request.param)
+@pytest.fixture(scope="module")
+def runs(recorder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Without a pipeline, and with one."""
+    return [run_engine(recorder, tmp_path_factory.mktemp("tape") / "tape", depth) for depth in (0, 1)]
+
+
+@pytest.fixture(params=[0, 1])
+def run(request: pytest.FixtureRequest, runs: list[Run]) -> Run:
+    depth: int = request.param
+    return runs[depth]
 
 
 def test_each_step_that_was_told_is_a_range_with_its_id(run: Run) -> None:
@@ -86,8 +93,8 @@ def test_texts_are_registered_once(run: Run) -> None:
     assert all(found.category == found.name for top in tape.ranges for found in top.within(top.name))
 
 
-def test_with_a_pipeline_a_step_starts_the_next_one(recorder: Path, tmp_path: Path) -> None:
-    tape, _ = run_engine(recorder, tmp_path / "tape", 1)
+def test_with_a_pipeline_a_step_starts_the_next_one(runs: list[Run]) -> None:
+    tape, _ = runs[1]
     second = [found for found in tape.ranges if found.name == "step"][1]
     assert [launch.step_id for launch in second.within("launch")] == [second.step_id + 1]
     assert [commit.step_id for commit in second.within("commit")] == [second.step_id]

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has imported transformers; that takes one of its own two seconds."""
+
+    def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        assert command[:3] == [sys.executable, "-m", tokenizer_files.__name__]
+        return subprocess.CompletedProcess(command, tokenizer_files._main(*command[3:]))
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("converted_here")
 @pytest.mark.parametrize("make", [llama, gemma, byte_level, tiktoken, word_pieces, word_ends])
 def test_it_is_what_transformers_makes_of_the_files(make: Callable[[Path], None], home: Path) -> None:
     make(home)
@@ -123,6 +137,15 @@ def test_it_is_what_transformers_makes_of_the_files(make: Callable[[Path], None]
         assert Vocabulary.load(home, SIZE, [2]).vocab_size == SIZE
 
 
+def test_a_process_of_its_own_makes_it(home: Path) -> None:
+    llama(home)
+    loaded = Tokenizer.load(home)
+    for text in TEXTS:
+        theirs = AutoTokenizer.from_pretrained(home)(text).input_ids
+        assert loaded.encode_here(text, add_special_tokens=True) == theirs
+
+
+@pytest.mark.usefixtures("converted_here")
 def test_it_is_kept_and_made_anew_when_damaged(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_level(home)
     first = tokenizer_file(home)
@@ -138,6 +161,7 @@ def test_it_is_kept_and_made_anew_when_damaged(home: Path, monkeypatch: pytest.M
     assert not list((home / ".cache").rglob("*.partial"))
 
 
+@pytest.mark.usefixtures("converted_here")
 def test_a_cache_that_cannot_be_written_is_no_reason(home: Path) -> None:
     byte_level(home)
     (home / ".cache").write_text("a file")
