@@ -64,6 +64,8 @@ def of_cpu(results: Results) -> list[Requirement]:
         *against_all_peers(results),
         *steady_streams(results),
         *memory(results),
+        *products(results),
+        *starts(results),
         *one_stream_and_eight(results),
         *prompts(results),
     ]
@@ -248,6 +250,34 @@ def one_stream_and_eight(results: Results) -> Iterator[Requirement]:
         bandwidth = Spread.of(results["qwen3"]["bandwidths"]["int8"])
         share = scaled(ratio(scaled(rate, QWEN3_WEIGHTS), bandwidth), 100)
     yield Requirement("Qwen3-0.6B's shape, S1, int8: share of the bandwidth roof", 80.0, True, "%", share)
+
+
+def products(results: Results) -> Iterator[Requirement]:
+    """Of integer products of many rows; int4 is told for comparison, with the bound of int8."""
+    for form in ("int8", "int4"):
+        found = results.get("linears", {}).get(f"{form}, 512 rows", {}).get("share of peak")
+        share = scaled(Spread(**found), 100) if found else None
+        measure = f"Qwen3-0.6B's shape, {form}, products of 512 rows: share of the instructions' peak"
+        yield Requirement(measure, 65.0, True, "%", share)
+
+
+def starts(results: Results) -> Iterator[Requirement]:
+    """Memory is the larger of both starts."""
+    found = results.get("start", {})
+    for precision, bound in (("int8", 1.25), ("int4", 0.95)):
+        peaks = [
+            figures["all_mb"] / 1e3
+            for name, rounds in found.items()
+            if name.startswith(f"{precision}, native")
+            for figures in rounds
+        ]
+        measured = Spread.of([max(peaks)]) if peaks else None
+        measure = f"Qwen3-0.6B's shape, {precision}: peak memory of all processes at start, 256 MiB of KV"
+        yield Requirement(measure, bound, False, "GB", measured)
+    for start, bound in (("first", 10.0), ("second", 5.0)):
+        rounds = found.get(f"int8, native, {start}", [])
+        measured = Spread.of([figures["ready_s"] for figures in rounds]) if rounds else None
+        yield Requirement(f"Qwen3-0.6B's shape, int8: {start} start until ready", bound, False, "s", measured)
 
 
 def prompts(results: Results) -> Iterator[Requirement]:

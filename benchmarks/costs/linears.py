@@ -1,6 +1,7 @@
 """Measures the linears of Qwen3-0.6B's shape in every form that the processor has, against what memory can deliver.
 
-    python -m benchmarks.costs.linears [--layers 8] [--rounds 15] [--rows 1,8,64,512] [--threads 1] [--forms int8]
+    python -m benchmarks.costs.linears [--quick] [--layers 8] [--rounds 15] [--rows 1,8,64,512] [--threads 1]
+        [--forms int8]
 
 Random weights; so many layers that no cache holds them, without the head. The forms compute the same steps in turn, and
 in each round the roofs are measured too: one array is read once, and registers are multiplied by the instructions that
@@ -17,11 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.figures import Spread
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_qwen3 import QWEN3_06B
 from benchmarks.roofs import read_patterns
@@ -50,13 +53,15 @@ PEAK_PRODUCTS = {"float32": 3 << 28, "int8": 3 << 29, "int4": 3 << 30}  # of a c
 
 
 def main() -> int:
-    parser = part_parser(__doc__, "bench/linears.json")
+    parser = part_parser(__doc__, "bench/linears.json", quick="three rounds of one layer")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", default="1,8,64,512")
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
+    if args.quick:
+        args.layers, args.rounds = 1, 3
     torch.set_num_threads(args.threads)
     kernels = load_kernels(RunnerConfig())
     sitting, results = Sitting("linears"), {}
@@ -75,24 +80,23 @@ def main() -> int:
             of_peak = [2 * num_weights * num_rows / time for time in times[name]]
             roofs = [(ROOF_MIB << 20) / time for time in read_s]
             tops = [2 * PEAK_PRODUCTS[name] * args.threads / time for time in times.get(f"peak {name}", [])]
-            results[f"{name}, {num_rows} rows"] = told = {
-                "ms": _told([time * 1e3 for time in times[name]]),
-                "gb_s": _told([rate / 1e9 for rate in of_memory]),
-                "gop_s": _told([rate / 1e9 for rate in of_peak]),
-                "share of memory": _told([rate / roof for rate, roof in zip(of_memory, roofs, strict=True)]),
-                **(
-                    {"share of peak": _told([rate / top for rate, top in zip(of_peak, tops, strict=True)])}
-                    if tops
-                    else {}
-                ),
+            figures = {
+                "ms": Spread.of([time * 1e3 for time in times[name]]),
+                "gb_s": Spread.of([rate / 1e9 for rate in of_memory]),
+                "gop_s": Spread.of([rate / 1e9 for rate in of_peak]),
+                "share of memory": Spread.of([rate / roof for rate, roof in zip(of_memory, roofs, strict=True)]),
             }
-            print(f"  {name:<15}" + ", ".join(f"{what} {value}" for what, value in told.items()), flush=True)
+            if tops:
+                shares = [rate / top for rate, top in zip(of_peak, tops, strict=True)]
+                figures["share of peak"] = Spread.of(shares)
+            results[f"{name}, {num_rows} rows"] = {what: asdict(spread) for what, spread in figures.items()}
+            print(f"  {name:<15}" + ", ".join(f"{what} {_cell(each)}" for what, each in figures.items()), flush=True)
     sitting.write(args.out, results)
     return 0
 
 
-def _told(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+def _cell(spread: Spread) -> str:
+    return f"{spread.median:.3g} ({spread.least:.3g} to {spread.most:.3g})"
 
 
 def _peaks(level: str, num_threads: int) -> dict[str, Callable[[], object]]:

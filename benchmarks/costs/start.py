@@ -1,6 +1,6 @@
 """Measures how long a server takes until it is ready, and the memory it takes meanwhile, by the path of its model.
 
-    python -m benchmarks.costs.start [--rounds 3] [--precisions float32,bfloat16,int8,int4]
+    python -m benchmarks.costs.start [--quick] [--rounds 3] [--precisions float32,bfloat16,int8,int4]
         [--paths native,transformers] [--model DIR] [--out FILE]
 
 The checkpoint is `random_qwen3`'s, read from the system's cache. In each round every precision and path starts
@@ -40,7 +40,7 @@ Figures = dict[str, float]
 def main() -> int:
     if sys.argv[1:2] and sys.argv[1] in _PATCHED:
         return run_patched(sys.argv[1:])
-    parser = part_parser(__doc__, "bench/start.json")
+    parser = part_parser(__doc__, "bench/start.json", quick="one round")
     parser.add_argument("--model", type=Path, default=default_directory(), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3)
     precisions = ",".join((*PRECISIONS, "int4"))
@@ -50,7 +50,7 @@ def main() -> int:
     require_kernels()
     sitting, model = Sitting("start"), make(args.model)
     taken: dict[str, list[Figures]] = {}
-    for _ in range(args.rounds):
+    for _ in range(1 if args.quick else args.rounds):
         for precision in args.precisions.split(","):
             for path in args.paths.split(","):
                 with tempfile.TemporaryDirectory() as cache:
