@@ -10,6 +10,7 @@ repeats little. Steps are counted as well as seconds, since other work on the ma
 import argparse
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from roseinfer.engine.core.batch import Launched, SampledTokens, ScheduledBatch,
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
+from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import Request, SamplingParams
 from roseinfer.model.runner import ModelRunner
@@ -79,13 +81,16 @@ def texts_of(kind: str, num_streams: int, vocab_size: int, seed: int) -> list[li
 
 def generate(runner: ModelRunner, texts: Texts, speculation: Literal["auto", "off"]) -> tuple[float, int, int, int]:
     """Seconds and steps of decoding all texts at once, and how many tokens were drafted and accepted."""
+    config, cache = SchedulerConfig(speculation=speculation), CacheConfig(prefix_caching=False)
+    pace = Pace.of(config, cache.block_size, is_cpu=True)
     scheduler = Scheduler(
-        SchedulerConfig(speculation=speculation),
-        CacheConfig(prefix_caching=False),
+        config,
+        cache,
         num_blocks=runner.info.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=(),
-        make_drafter=Speculation,
+        pacer=pace,
+        make_drafter=partial(Speculation, pace),
     )
     engine = Engine(scheduler, PlannedRunner(runner, texts), Phases(), runner.info)
     for index, text in enumerate(texts):

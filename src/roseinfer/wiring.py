@@ -30,6 +30,7 @@ from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.frames import EngineLink
 from roseinfer.engine.link.heartbeat import receive_heartbeat
 from roseinfer.engine.link.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
+from roseinfer.engine.pace import Pace
 from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, StartupProgress
@@ -91,6 +92,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     grammars = _build_grammars(runner.info)
     clock.stop()
     info = msgspec.structs.replace(runner.info, startup_s=clock.elapsed_s)
+    pace = Pace.of(config.scheduler, config.cache.block_size, is_cpu=info.device == "cpu")
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
@@ -98,7 +100,8 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
         max_model_len=info.max_model_len,
         eos_token_ids=tuple(info.eos_token_ids),
         grammars=grammars,
-        make_drafter=Speculation if _can_speculate(config, info) else None,
+        pacer=pace,
+        make_drafter=partial(Speculation, pace) if _can_speculate(config, info) else None,
     )
     phases = Phases(make_marker(enabled=config.observe.nvtx))
     profiler = TorchProfiler(info.device)

@@ -6,6 +6,7 @@ real scheduler.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
+from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import PromptLogprobs, Request, SamplingParams
 from roseinfer.model.runner import ModelRunner, load_runner
@@ -49,13 +51,16 @@ def make_engine(
     pool: str = "roomy",
     speculation: int | Literal["off", "auto"] = "off",
 ) -> Engine:
+    config = SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=budget, speculation=speculation)
+    pace = Pace.of(config, BLOCK_SIZE, is_cpu=False)
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=budget, speculation=speculation),
+        config,
         CacheConfig(block_size=BLOCK_SIZE, prefix_caching=prefix_caching),
         num_blocks=NUM_BLOCKS[pool],
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=tuple(runner.info.eos_token_ids),
-        make_drafter=None if depth else Speculation,
+        pacer=pace,
+        make_drafter=None if depth else partial(Speculation, pace),
     )
     return Engine(scheduler, runner, Phases(), runner.info, depth)
 

@@ -143,9 +143,18 @@ class SchedulerConfig:
     )
     max_prefill_tokens: int | None = option(
         None,
-        "Most prefill tokens in one step, which bounds how much a new request can slow the streams already running. "
-        "Default: all that the token budget leaves.",
+        "Most prefill tokens in one step. Default on a CPU, beside streams: as many as let a step take 30 ms, or twice "
+        "what its decoding rows take alone, by what steps took lately; more where more requests wait for their first "
+        "token than stream. Default on CUDA, and where nothing decodes: all that the token budget leaves.",
         ge=1,
+    )
+    target_itl_ms: float | None = option(
+        None,
+        "In place of `max_prefill_tokens`: the longest gap between two tokens of a stream, in milliseconds. A step has "
+        "as many prefill tokens as fit by what steps took lately, and one block at least. Where nothing decodes, a "
+        "step has all that the token budget leaves.",
+        gt=0,
+        le=60_000,
     )
     admission: Literal["fifo", "pack", "priority"] = option(
         "fifo",
@@ -528,6 +537,12 @@ def _check_relations(config: Config) -> None:
         raise ConfigError(
             "an engine in a thread cannot be started again: `restart` needs the transport `process`",
             param="engine.on_failure",
+        )
+    if scheduler.target_itl_ms is not None and scheduler.max_prefill_tokens is not None:
+        raise ConfigError(
+            f"{scheduler.target_itl_ms:g} cannot be kept beside scheduler.max_prefill_tokens "
+            f"{scheduler.max_prefill_tokens}: both say how many prompt tokens a step has, so give one of them",
+            param="scheduler.target_itl_ms",
         )
     for origin in server.allowed_origins:
         if not _ORIGIN.fullmatch(origin):

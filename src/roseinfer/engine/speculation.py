@@ -1,14 +1,15 @@
 """Drafts tokens that repeat what a sequence has said before, and decides how many a step verifies.
 
 A draft continues the earlier place that resembles the end of the text most. Nothing is kept of it: the search is a few
-comparisons over the token ids in the slot table. What is learned is how often drafts of a slot held, and what a further
-row adds to the time of a step.
+comparisons over the token ids in the slot table. What is learned is how often drafts of a slot held; what a further row
+adds to the time of a step is known from the steps before.
 """
 
 import numpy as np
 
 from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, Float64Array, IndexArray, Int32Array
 from roseinfer.engine.core.sequence import SlotTable
+from roseinfer.engine.pace import Pace
 
 MAX_DRAFT_TOKENS = 16  # of one row
 _MIN_MATCH, _MAX_MATCH = 3, 8  # tokens at the end of the text that the earlier place must share, and that are compared
@@ -17,7 +18,7 @@ _PRIOR = 0.5  # share of drafted tokens that hold, before anything is known
 _WEIGHT = 0.2  # of a newer token in that share
 _RECOVERY = 0.01  # by which it returns to the prior at each search, so that a slot is tried again now and then
 _LONGEST_REST = 16  # steps: a slot whose text repeats nothing is searched less and less often
-_ROWS_WORTH_A_STEP = 10.0  # before anything is known: the rows that cost as much as a step without any
+_LEAST_LIKELY = 0.03  # that a drafted token holds: below, none is worth its row, however little rows cost
 
 
 def find_draft(token_ids: Int32Array, most: int) -> Int32Array:
@@ -43,52 +44,18 @@ def find_draft(token_ids: Int32Array, most: int) -> Int32Array:
     return np.resize(token_ids[ends[-1] :], most)
 
 
-class StepCost:
-    """What a step takes, as a line over its rows, of the steps seen lately."""
-
-    def __init__(self) -> None:
-        self._num = 0.0
-        self._rows = self._ns = 0.0  # means
-        self._variance = self._covariance = 0.0  # of rows, and of rows and nanoseconds
-
-    def learn(self, num_rows: int, duration_ns: int) -> None:
-        """Note how long a step of decoding rows took; one that took many times as long was interrupted."""
-        if self._num > 8 and duration_ns > 4 * max(self._ns, self._predict(num_rows)):
-            return
-        self._num = min(self._num + 1, 64.0)
-        share = 1 / self._num
-        rows, duration = num_rows - self._rows, duration_ns - self._ns
-        self._rows += share * rows
-        self._ns += share * duration
-        self._variance += share * ((1 - share) * rows * rows - self._variance)
-        self._covariance += share * ((1 - share) * rows * duration - self._covariance)
-
-    def _row_ns(self) -> float:
-        """What a row adds; what is assumed counts as one row of spread."""
-        assumed = self._ns / (_ROWS_WORTH_A_STEP + self._rows)
-        return max((self._covariance + assumed) / (self._variance + 1), 0.2 * assumed)
-
-    def _predict(self, num_rows: int) -> float:
-        return max(self._ns + self._row_ns() * (num_rows - self._rows), num_rows * self._row_ns())
-
-    def least_share(self, num_rows: int) -> float:
-        """How likely a drafted token must hold to be worth its row beside `num_rows` that yield a token each."""
-        return num_rows * self._row_ns() / self._predict(num_rows) if self._num else 1.0
-
-
 class Speculation:
     """Chooses the drafts of each step. With `fixed` a row drafts so many whenever it can, whether it pays or not."""
 
-    def __init__(self, table: SlotTable, fixed: int | None = None) -> None:
+    def __init__(self, pace: Pace, table: SlotTable, fixed: int | None = None) -> None:
         self._table = table
+        self._pace = pace
         self._fixed = fixed
-        self._cost = StepCost()
         self._shares: Float64Array = np.full(len(table.owners), _PRIOR)
         self._num_steps = 0
         self._due: IndexArray = np.zeros(len(table.owners), np.intp)  # the step at which each slot is searched again
         self._rests = [1] * len(table.owners)  # the steps until then
         self.stale = set[int]()  # slots whose last token the runner does not hold
-        self._last = (0, 0)  # when the step before began and its rows, if it only decoded; 0 rows otherwise
 
     def bind(self, slot: int) -> None:
         """Forget the slot's last owner."""
@@ -96,26 +63,13 @@ class Speculation:
         self._due[slot], self._rests[slot] = 0, 1
         self.stale.discard(slot)
 
-    def begin_step(self, now_ns: int) -> None:
-        """Learn from the step before, which has just ended."""
-        start_ns, num_rows = self._last
-        if num_rows:
-            self._cost.learn(num_rows, now_ns - start_ns)
-        self._last = (now_ns, 0)
-
-    def note_step(self, num_rows: int) -> None:
-        """Note that the step that begins has so many rows, all of which decode."""
-        self._last = (self._last[0], num_rows)
-
-    def rest(self) -> None:
-        """Note that time passes between the step before and the next."""
-        self._last = (0, 0)
-
     def draft(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
         """Drafts by slot for some of the decoding slots `index`, of `budget` tokens at most in all."""
         budget, table, drafts = min(budget, MAX_STEP_DRAFTS), self._table, dict[int, Int32Array]()
         self._num_steps += 1
         num_rows = len(index)
+        if budget <= 0:
+            return drafts
         if self._fixed is None:
             index = index[self._due[index] <= self._num_steps]
             if not len(index):
@@ -140,7 +94,8 @@ class Speculation:
             return np.full(len(index), self._fixed)
         shares = self._shares[index]
         self._shares[index] += _RECOVERY * (_PRIOR - shares)
-        least = min(self._cost.least_share(num_rows), 0.99)
+        # A step of decoding rows has a token for each; a drafted one must be as likely as its row is dear.
+        least = min(max(num_rows * self._pace.row_share(num_rows), _LEAST_LIKELY), 0.99)
         lengths: IndexArray = (np.log(least) / np.log(shares)).astype(np.intp)
         return np.minimum(lengths, MAX_DRAFT_TOKENS)
 

@@ -31,7 +31,8 @@ _MANY_SHORT_PROMPTS = (
     "them in one step: every stream waits less for them, and they wait longer for their first token."
 )
 _MEANING_OF_NULL = {
-    "scheduler.max_prefill_tokens": "no limit but max_num_batched_tokens {max_num_batched_tokens}",
+    "scheduler.target_itl_ms": "on a CPU 30 ms, or twice what a step takes without prompts; else no limit but "
+    "max_num_batched_tokens {max_num_batched_tokens}",
     "scheduler.max_prefill_seqs": "as many as max_num_seqs {max_num_seqs}",
     "cache.num_blocks": "what the memory of cache.cpu_memory_mib or cache.memory_utilization holds",
 }
@@ -130,6 +131,9 @@ def _advice(cause: Cause, recording: Recording) -> OptionAdvice:
         option, advice = _MANY_SHORT_PROMPTS_OPTION, _MANY_SHORT_PROMPTS
     section, _, name = option.partition(".")
     options = recording.meta.config.get(section, {})
+    if option == Cause.PREFILL_OF_OTHERS.row.option and options.get("max_prefill_tokens") is not None:
+        name = "max_prefill_tokens"  # which stands in the place of the other
+        option = f"{section}.{name}"
     meaning = _MEANING_OF_NULL.get(option, "") if name in options and options[name] is None else ""
     return OptionAdvice(
         cause, option, options.get(name), advice, meaning.format_map(defaultdict(str, options)).rstrip()

@@ -35,7 +35,7 @@ def another_value(path: str) -> Any:
             return option.default + 1024 if option.default else 16
         case _:
             number = 4 if option.default == "auto" else 128
-            return number if "int" in str(option.type) else "another"
+            return number if "int" in str(option.type) else 50.0 if "float" in str(option.type) else "another"
 
 
 def text_of(value: Any) -> str:
@@ -122,6 +122,8 @@ def test_a_value_that_does_not_fit_is_named(path: str, text: str, sentence: str)
         (lambda: Config(cache=CacheConfig(block_size=64), scheduler=SchedulerConfig(max_num_batched_tokens=100)),
          "scheduler.max_num_batched_tokens"),
         (lambda: Config(scheduler=SchedulerConfig(max_num_seqs=8, max_active_seqs=7)), "scheduler.max_active_seqs"),
+        (lambda: Config(scheduler=SchedulerConfig(max_prefill_tokens=64, target_itl_ms=50)), "scheduler.target_itl_ms"),
+        (lambda: Config(scheduler=SchedulerConfig(target_itl_ms=0.0)), "scheduler.target_itl_ms"),
         (lambda: Config(scheduler=SchedulerConfig(max_num_seqs=8, max_prefill_seqs=32, max_active_seqs=31)),
          "scheduler.max_active_seqs"),
         (lambda: Config(server=ServerConfig(port=9, ops_port=9)), "server.ops_port"),

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from roseinfer.config.options import CacheConfig, Config, SchedulerConfig
@@ -11,6 +12,7 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
+from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput
 from roseinfer.records import FinishReason
@@ -46,13 +48,15 @@ def make_engine(
         scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}),
         cache=CacheConfig(block_size=block_size, prefix_caching=prefix_caching),
     )
+    pace = Pace.of(config.scheduler, block_size, is_cpu=False)
     made = Scheduler(
         config.scheduler,
         config.cache,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
-        make_drafter=Speculation if can_speculate else None,
+        pacer=pace,
+        make_drafter=partial(Speculation, pace) if can_speculate else None,
     )
     num_slots = made.limits.max_active_seqs
     runner = FakeRunner(

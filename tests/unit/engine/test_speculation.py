@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.sequence import SlotTable
+from roseinfer.engine.core.steps import StepCounts
 from roseinfer.engine.invariants import assert_invariants
-from roseinfer.engine.speculation import MAX_DRAFT_TOKENS, Speculation, StepCost, find_draft
+from roseinfer.engine.pace import Pace
+from roseinfer.engine.speculation import MAX_DRAFT_TOKENS, Speculation, find_draft
 from roseinfer.messages import Request
 from roseinfer.records import FinishReason
 from tests.unit.engine.harness import Transcript, make_engine, make_request, run_to_end
@@ -34,22 +36,12 @@ def test_a_draft_continues_the_place_most_like_the_end(text: list[int], draft: l
     assert find_draft(np.array(text, np.int32), 4).tolist() == draft
 
 
-def test_a_row_is_worth_what_steps_have_shown() -> None:
-    cost = StepCost()
-    assert cost.least_share(1) == 1.0  # nothing is known yet
-    for _ in range(40):
-        for num_rows in (1, 5, 9):
-            cost.learn(num_rows, 100 + 10 * num_rows)
-    assert cost.least_share(1) == pytest.approx(10 / 110, rel=0.2)
-    assert cost.least_share(8) == pytest.approx(80 / 180, rel=0.2)
-    cost.learn(1, 10**9)  # an interruption
-    assert cost.least_share(1) == pytest.approx(10 / 110, rel=0.2)
-
-
 def test_drafts_grow_where_they_hold_and_end_where_they_do_not() -> None:
     table = SlotTable(2, 256, 8)
-    speculation, index = Speculation(table), np.array([0, 1])
-    speculation._cost.learn(1, 1000)
+    pace = Pace(target_ns=None, least=16, cuts=True)
+    speculation, index = Speculation(pace, table), np.array([0, 1])
+    for _ in range(4):
+        pace.learn_step(StepCounts(num_decode_seqs=1), 1000)
     before = speculation._wanted(index, 2)
     assert 0 < before[0] < MAX_DRAFT_TOKENS
     for _ in range(20):

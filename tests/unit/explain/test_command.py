@@ -316,7 +316,7 @@ def test_flags_that_make_no_sense(flags: list[str], path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("limit", "num_prompt_tokens", "words"),
     [
-        (None, 500, "scheduler.max_prefill_tokens (now no limit but max_num_batched_tokens 512)"),
+        (None, 500, "scheduler.target_itl_ms (now on a CPU 30 ms, or twice what a step takes without prompts; else no"),
         (None, 20, "scheduler.max_prefill_seqs (now as many as max_num_seqs 64)"),
         (256, 20, "No prompt has more than 64 tokens, so there is little to cut."),
     ],
@@ -329,7 +329,13 @@ def test_advice_knows_defaults_and_short_prompts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recording = interfered()
-    options = {"max_prefill_tokens": limit, "max_num_seqs": 64, "max_num_batched_tokens": 512, "max_prefill_seqs": None}
+    options = {
+        "max_prefill_tokens": limit,
+        "target_itl_ms": None,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "max_prefill_seqs": None,
+    }
     requests = [
         msgspec.structs.replace(request, num_prompt_tokens=min(request.num_prompt_tokens, num_prompt_tokens))
         for request in recording.requests

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from roseinfer.errors import ConfigError
-from roseinfer.observe.gaps.step_costs import FloatArray, fit_costs
 from roseinfer.observe.recorder.recording import Recording, RequestRecord, StructArray
+from roseinfer.runtime.step_costs import FloatArray, fit_costs
 
 _MIN_STEPS = 16
 _OUTLIER = 5.0  # times the median residual: such a step was disturbed by something that no stamp names

@@ -24,6 +24,7 @@ from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
+from roseinfer.engine.pace import Pace
 from roseinfer.engine.prefix_digests import PrefixDigests
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput, TokenOutput
@@ -140,6 +141,7 @@ class Simulation:
             num_blocks=setup.num_blocks,
             max_model_len=setup.max_model_len,
             eos_token_ids=(),
+            pacer=Pace.of(setup.scheduler, setup.cache.block_size, is_cpu=not setup.is_asynchronous),
         )
         runner = VirtualRunner(
             self._clock,

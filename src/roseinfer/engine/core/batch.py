@@ -119,15 +119,6 @@ class Drafter(Protocol):
     def bind(self, slot: int) -> None:
         """Forget the slot's last owner."""
 
-    def begin_step(self, now_ns: int) -> None:
-        """Note that the step before has ended."""
-
-    def note_step(self, num_rows: int) -> None:
-        """Note that the step that begins has so many rows, all of which decode."""
-
-    def rest(self) -> None:
-        """Note that time passes between the step before and the next."""
-
     def draft(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
         """Drafts by slot for some of the decoding slots `index`, of `budget` tokens at most in all."""
 

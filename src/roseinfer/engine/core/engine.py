@@ -105,7 +105,7 @@ class Engine:
         gc_ns, self._read_gc_ns = self.gc_ns - self._read_gc_ns, self.gc_ns
         cpu_waits = self.look_for_waits(tokens_ns)
         with step.watch("commit"):
-            outcome = self.scheduler.commit(step.batch, sampled)
+            outcome = self.scheduler.commit(step.batch, sampled, tokens_ns)
         return self._build_output(outcome, step.watch, watch, tokens_ns, step.launched, state, gc_ns, cpu_waits)
 
     def _fill_pipeline(self) -> Stopwatch:

@@ -25,6 +25,7 @@ from roseinfer.engine.core.sequence import Sequence, SequenceStatus, SlotTable
 from roseinfer.engine.core.steps import (
     Chunk,
     Outcome,
+    Pacer,
     RowFailures,
     SampledRows,
     ScheduledStep,
@@ -52,6 +53,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         grammars: Grammars | None = None,
+        pacer: Pacer | None = None,
         make_drafter: Callable[[SlotTable, int | None], Drafter] | None = None,
     ) -> None:
         """With `make_drafter` a row has the same bits whatever its step holds, and no step is launched ahead."""
@@ -70,6 +72,8 @@ class Scheduler:
         self._window = max(config.lookahead, self.limits.max_prefill_seqs)
         self._admission_turn = 0
         self._now_ns = 0  # when the last scheduled step began
+        self._tokens_ns = 0  # of the last committed step; 0 when nothing was left to do after it
+        self._pacer = pacer
         self.sequences: dict[str, Sequence] = {}  # every unfinished one by request id
         self.deadlines = Deadlines()
         self.num_added = 0
@@ -118,8 +122,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """End a sequence in whatever stage it is. Unknown and finished ids are ignored."""
-        sequence = self.sequences.get(request_id)
-        if sequence is not None:
+        if (sequence := self.sequences.get(request_id)) is not None:
             self._end_early(sequence, FinishReason.ABORT)
 
     def _end_early(self, sequence: Sequence, reason: FinishReason, grammar_error: str = "") -> None:
@@ -186,18 +189,23 @@ class Scheduler:
                 self._end_early(sequence, FinishReason.TIMEOUT)
         if len(self.compiling):
             self._queue_compiled()
-        if self.speculation is not None:
-            self.speculation.begin_step(now_ns)
         decodes = self._select_decodes()
         if decodes is None:
             return None
-        budget = min(self.limits.max_num_batched_tokens - len(decodes), self.limits.max_prefill_tokens)
+        budget = self._prompt_budget(len(decodes)) if self.prefilling or self.waiting else 0
         chunks = self._continue_prefills(budget)
-        budget -= sum(length for _, length in chunks)
-        chunks += self._admit(budget)
+        chunks += self._admit(budget - sum(length for _, length in chunks))
         if not chunks and not len(decodes):
             return None
         return self._advance(step_id, decodes, chunks)
+
+    def _prompt_budget(self, num_rows: int) -> int:
+        """How many prompt tokens the step may have; all that it holds where no stream waits for it."""
+        budget = min(self.limits.max_num_batched_tokens - num_rows, self.limits.max_prefill_tokens)
+        if self._pacer is None or not num_rows:
+            return budget
+        num_waiting = len(self.prefilling) + min(len(self.waiting), self._table.num_free)
+        return min(budget, self._pacer.most_prompt_tokens(num_rows, num_waiting))
 
     def _select_decodes(self) -> DecodeRows | None:
         """The slots that decode in this step, each with a block for its token; None as of `_make_room`."""
@@ -237,20 +245,16 @@ class Scheduler:
                 kv_cache.grow([sequence.slot])
         return rows_of([slot for slot in rows.slots.tolist() if owners[slot] is not None])
 
-    def _draft(self, decodes: DecodeRows, *, is_alone: bool) -> dict[int, Int32Array]:
+    def _draft(self, decodes: DecodeRows, budget: int) -> dict[int, Int32Array]:
         """The slots whose tokens the batch brings along, each with its draft and the blocks for it.
 
-        Nothing is drafted beside prompts, whose rows cost what they compute. An empty draft is of a slot whose last
-        token the runner does not hold, since it sampled more in the step before than held.
+        An empty draft is of a slot whose last token the runner does not hold, since it sampled more in the step before
+        than held.
         """
-        speculation, drafts = self.speculation, dict[int, Int32Array]()
-        if speculation is None:
-            return drafts
-        if is_alone:
-            drafts = speculation.draft(decodes.index, self.limits.max_num_batched_tokens - len(decodes))
-            for slot in list(drafts):
-                drafts[slot] = drafts[slot][: self.kv_cache.reserve(slot, len(drafts[slot]))]
-            speculation.note_step(len(decodes) + sum(map(len, drafts.values())))
+        if (speculation := self.speculation) is None:
+            return {}
+        found = speculation.draft(decodes.index, budget)
+        drafts = {slot: draft[: self.kv_cache.reserve(slot, len(draft))] for slot, draft in found.items()}
         if speculation.stale:
             for slot in speculation.stale.intersection(decodes.slots.tolist()):
                 drafts.setdefault(slot, self._table.token_ids[slot, :0])
@@ -324,9 +328,8 @@ class Scheduler:
 
     def _waits_for_prefix(self, sequence: Sequence, num_matched: int) -> bool:
         """Whether to wait for a block that another sequence is computing; at most `MAX_PREFIX_WAIT_STEPS` times."""
-        if sequence.num_prefix_wait_steps >= MAX_PREFIX_WAIT_STEPS:
-            return False
-        if not self.kv_cache.is_prefix_pending(sequence, num_matched):
+        is_patient = sequence.num_prefix_wait_steps < MAX_PREFIX_WAIT_STEPS
+        if not is_patient or not self.kv_cache.is_prefix_pending(sequence, num_matched):
             return False
         sequence.num_prefix_wait_steps += 1
         return True
@@ -354,7 +357,8 @@ class Scheduler:
         table, counts = self._table, self.counts
         bindings, self._bindings = tuple(self._bindings), []
         counts.num_decode_seqs, counts.num_prefill_seqs = len(decodes), len(chunks)
-        drafts, drafted = self._draft(decodes, is_alone=not chunks), None
+        num_prompt_tokens, drafted = sum(length for _, length in chunks), None
+        drafts = self._draft(decodes, self.limits.max_num_batched_tokens - len(decodes) - num_prompt_tokens)
         if drafts:
             decodes = rows_of([slot for slot in decodes.slots.tolist() if slot not in drafts])
             drafted = [NO_TOKEN] * len(decodes)
@@ -364,7 +368,7 @@ class Scheduler:
         batch, index, ends = make_batch(step_id, table, decodes, drafts, chunks, bindings)
         first_chunk = batch.num_rows - len(chunks)
         counts.num_draft_tokens = sum(map(len, drafts.values()))
-        counts.num_prefill_tokens, counts.num_context_tokens = sum(length for _, length in chunks), int(ends.sum())
+        counts.num_prefill_tokens, counts.num_context_tokens = num_prompt_tokens, int(ends.sum())
         has_drafts = drafted is not None and counts.num_draft_tokens > 0
         known = np.flatnonzero(np.array(drafted) < 0) if has_drafts else slice(None)
         slots = index[known]  # one row each: what is drafted counts when it is accepted
@@ -380,9 +384,8 @@ class Scheduler:
             self._stop_running(sequence)
             sequence.status = SequenceStatus.ENDING
         has_last = bool(last_slots) or has_drafts
-        self.in_flight.append(
-            ScheduledStep(batch, index, ends, has_last, first_chunk, drafted if has_drafts else None, counts)
-        )
+        drafted = drafted if has_drafts else None
+        self.in_flight.append(ScheduledStep(batch, index, ends, has_last, first_chunk, drafted, counts))
         return batch
 
     def _begin_decoding(self, sequence: Sequence) -> None:
@@ -393,17 +396,16 @@ class Scheduler:
 
     # --- commit -----------------------------------------------------------------------------------------------------
 
-    def commit(self, batch: ScheduledBatch, sampled: SampledTokens) -> Outcome:
+    def commit(self, batch: ScheduledBatch, sampled: SampledTokens, tokens_ns: int) -> Outcome:
         """Commit the tokens of the oldest step in flight: keep ids, publish full blocks, end sequences.
 
-        Raises UnattributableFailure when rows failed and their requests cannot be the cause.
+        They were known at `tokens_ns`. Raises UnattributableFailure when rows failed and no request can be the cause.
         """
         step = self.in_flight.popleft()
         assert step.batch is batch, "steps are committed in the order of their launches"
         self.counts = step.counts
         rows = step.sampled_rows(sampled, {sequence.slot for sequence in self.leaving})
-        last = find_last_rows(rows, self._table, self.eos_token_ids)
-        accepted = list[int]()
+        last, accepted = find_last_rows(rows, self._table, self.eos_token_ids), list[int]()
         if step.drafted is not None:
             rows, last, accepted = drop_rejected(rows, last, step.drafted)
             self._accept(rows, accepted, step)
@@ -422,10 +424,10 @@ class Scheduler:
         for row in sorted(last):
             self._end(self._table.owner(rows.index[row]))
         self.counts.num_finished += len(last)
-        if self.leaving:
-            self._free_ended()
-        if self.speculation is not None and not self.sequences:
-            self.speculation.rest()
+        self._free_ended()
+        if self._pacer is not None and self._tokens_ns:
+            self._pacer.learn_step(step.counts, tokens_ns - self._tokens_ns)
+        self._tokens_ns = tokens_ns if self.sequences else 0
         return outcome
 
     def _accept(self, rows: SampledRows, accepted: list[int], step: ScheduledStep) -> None:

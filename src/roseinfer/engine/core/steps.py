@@ -3,6 +3,8 @@
 Structs of every step are msgspec's, since a frozen dataclass takes several times as long to make.
 """
 
+from typing import Protocol
+
 import msgspec
 import numpy as np
 from msgspec.structs import replace
@@ -47,6 +49,16 @@ class StepCounts(msgspec.Struct, gc=False):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     blocked_by: BlockedBy = BlockedBy.NOTHING
+
+
+class Pacer(Protocol):
+    """Learns what steps take: `engine/pace.py`."""
+
+    def learn_step(self, counts: StepCounts, duration_ns: int) -> None:
+        """Note the time between the tokens of the step before and those of this one."""
+
+    def most_prompt_tokens(self, num_rows: int, num_waiting: int) -> int:
+        """How many go beside so many decode rows, while so many requests wait for their first token."""
 
 
 class SampledRows(msgspec.Struct, frozen=True, gc=False):
@@ -233,7 +245,7 @@ def drop_rejected(
     A row of a drafted token holds if the row before it holds, sampled that very token and did not end its sequence.
     """
     token_ids, kept, accepted, holds = rows.sampled.token_ids.tolist(), list[int](), list[int](), True
-    for row, draft in enumerate(drafted):
+    for row, draft in enumerate(drafted[: len(token_ids)]):  # those after them are chunks that sample nothing
         holds = draft < 0 or (holds and row - 1 not in last and token_ids[row - 1] == draft)
         if holds:
             if draft >= 0:
@@ -241,7 +253,8 @@ def drop_rejected(
             kept.append(row)
     logprobs = rows.sampled.logprobs
     sampled = SampledTokens(rows.sampled.token_ids[kept], logprobs and [logprobs[row] for row in kept])
-    held = SampledRows(rows.index[kept], rows.ends[kept], sampled, range(0), rows.has_last, set())
+    first = range(len(kept) - len(rows.first), len(kept))  # chunks are the last rows, and all of them hold
+    held = SampledRows(rows.index[kept], rows.ends[kept], sampled, first, rows.has_last, set())
     return held, {row: last[old] for row, old in enumerate(kept) if old in last}, accepted
 
 

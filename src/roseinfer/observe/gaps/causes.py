@@ -61,7 +61,7 @@ class Cause(StrEnum):
     PREFILL_OF_OTHERS = Row(
         name="prefill_of_others",
         meaning="prompt tokens of other requests, computed in the same step",
-        option="scheduler.max_prefill_tokens",
+        option="scheduler.target_itl_ms",
         advice="A smaller value cuts the prompts of newcomers into shorter pieces: every stream waits less for them, "
         "and they wait longer for their first token.",
         story="prefill of request {names}, {step.num_prefill_tokens} tokens",

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.gaps.step_costs import StepCosts, rows_of
 from roseinfer.observe.recorder.recording import RequestRecord
 from roseinfer.records import PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.runtime.step_costs import StepCosts, StepSize, size_of
 
 Segments = tuple[tuple[Cause, int], ...]
 """Nanoseconds by cause, in the order of time; a cause may come more than once."""
@@ -57,7 +57,7 @@ class GapSplitter:
             segments = self._split(record, last, total_ns, compute_ns)
             gap = StepGap(last.tokens_ns, record.tokens_ns, record.step_id, segments)
             if record.kind == "decode" and not record.is_profiled and not self._is_graph_miss(record):
-                self.costs.learn(record, max(0, compute_ns - record.cpu_throttled_ns - record.cpu_wait_ns))
+                self.costs.learn(size_of(record), max(0, compute_ns - record.cpu_throttled_ns - record.cpu_wait_ns))
         return gap
 
     def _split(self, record: StepRecord, last: StepRecord, total_ns: int, compute_ns: int) -> Segments:
@@ -94,7 +94,7 @@ class GapSplitter:
 
     def _split_compute(self, record: StepRecord, last: StepRecord, compute_ns: int) -> list[tuple[Cause, int]]:
         """Splits the computing of a step into what is usual for its decode rows, and what made it different."""
-        expected = self.costs.expected_ns(rows_of(record), record.num_context_tokens)
+        expected = self.costs.expected_ns(size_of(record))
         if record.kind == "mixed":
             decode = self._decode_of_mixed(record, compute_ns)
             return [(Cause.DECODE, decode), (Cause.PREFILL_OF_OTHERS, compute_ns - decode)]
@@ -117,7 +117,7 @@ class GapSplitter:
         """Returns what the decode rows of a step with prompt tokens would have taken without them."""
         context = record.num_context_tokens * record.num_decode_seqs
         context //= record.num_decode_seqs + record.num_prefill_seqs
-        expected = self.costs.expected_ns(record.num_decode_seqs, context)
+        expected = self.costs.expected_ns(StepSize(record.num_decode_seqs, 0, context))
         if expected is None:  # no experience yet: by their share of the tokens
             num_tokens = record.num_decode_seqs + record.num_prefill_tokens
             expected = compute_ns * record.num_decode_seqs // num_tokens
@@ -128,12 +128,14 @@ class GapSplitter:
 
         With more rows than were ever seen, no expectation says how much longer; it cannot be more than in proportion.
         """
-        num_rows, num_before = rows_of(record), rows_of(last)
+        size, num_before = size_of(record), size_of(last).num_rows
+        num_rows = size.num_rows
         if not 0 < num_before < num_rows:
             return 0
-        before = self.costs.expected_ns(num_before, record.num_context_tokens * num_before // num_rows) or 0
+        context_before = record.num_context_tokens * num_before // num_rows
+        before = self.costs.expected_ns(StepSize(num_before, 0, context_before)) or 0
         growth = expected_ns - before
-        if not self.costs.knows(num_rows):
+        if not self.costs.knows(size):
             growth = max(growth, round(_NOISE * before * (num_rows - num_before) / num_before))
         return max(0, min(growth, compute_ns - before))
 

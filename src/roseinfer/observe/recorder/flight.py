@@ -192,7 +192,7 @@ def stage_of(timeline: RequestTimeline | RequestRecord) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The option that keeps requests waiting, and its value."""
+    """The option that keeps requests waiting, and its value; of a time, what that lets into a step."""
 
     option: str
     value: int
@@ -209,6 +209,12 @@ def limit_of(step: StepRecord, config: Config) -> Limit | None:
         case BlockedBy.TOKEN_BUDGET if limits.max_prefill_tokens < left:
             option, value = "scheduler.max_prefill_tokens", limits.max_prefill_tokens
             reason = f"the prompts before it took the {value} prompt tokens that a step may compute"
+        case BlockedBy.TOKEN_BUDGET if step.num_prefill_tokens < left:
+            option, value = "scheduler.target_itl_ms", step.num_prefill_tokens
+            reason = (
+                f"the prompts before it took the {value} prompt tokens that fit beside {step.num_decode_seqs} decoding "
+                f"sequences"
+            )
         case BlockedBy.TOKEN_BUDGET:
             option, value = "scheduler.max_num_batched_tokens", limits.max_num_batched_tokens
             reason = (

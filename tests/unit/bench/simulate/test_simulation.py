@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from roseinfer.bench.simulate.cost_model import CostModel, fit
 from roseinfer.bench.simulate.simulate import without
 from roseinfer.bench.simulate.simulation import Decision, Setup, Simulated, Simulation
 from roseinfer.config.options import CacheConfig, SchedulerConfig
+from roseinfer.engine.core.steps import StepCounts
 from roseinfer.engine.invariants import assert_invariants
+from roseinfer.engine.pace import Pace
 from roseinfer.errors import ConfigError
 from roseinfer.messages import StepOutput
 from roseinfer.observe.gaps.attribution import Attribution
@@ -269,3 +272,50 @@ def check_fairness(setup: Setup, planned: Sequence[PlannedRequest], decisions: S
         bound = total + num_preempted * setup.max_model_len + MAX_PREFIX_WAIT_STEPS
         for name in decision.admitted:
             assert number - arrived.pop(name, number) <= bound
+
+
+STREAMS_AND_PROMPTS = [asked(offset, 4, 300) for offset in (0, 1, 2, 3)] + [
+    asked(60 + 250 * i, 20 + 90 * (i % 7), 8) for i in range(25)
+]
+
+
+def mixed_gaps_ms(**scheduler: Any) -> list[float]:
+    """The gaps that steps with prompts ended beside streams, once the costs have been learnt."""
+    setup = make_setup(num_blocks=1024, **{"max_num_batched_tokens": 2048, "max_num_seqs": 16} | scheduler)
+    setup = setup._replace(max_model_len=1024, costs=CostModel(20 * MS, 2 * MS, 0.5 * MS, 0.001 * MS, 0.5 * MS))
+    steps = Simulation(setup).run(STREAMS_AND_PROMPTS).steps
+    gaps = [(later.tokens_ns - earlier.tokens_ns) / MS for earlier, later in pairwise(steps)]
+    mixed = [step.num_prefill_tokens > 0 < step.num_decode_seqs for step in steps[1:]]
+    return [gap for gap, is_mixed in zip(gaps, mixed, strict=True) if is_mixed][8:]
+
+
+@pytest.mark.parametrize("target_ms", [50, 80, 150])
+def test_prompts_fill_the_time_that_the_target_leaves_and_no_more(target_ms: float) -> None:
+    gaps = sorted(mixed_gaps_ms(target_itl_ms=target_ms))
+    assert gaps[-1] <= 1.2 * target_ms
+    assert gaps[len(gaps) // 2] >= 0.8 * target_ms
+
+
+def test_without_options_a_step_with_prompts_takes_no_more_than_twice_the_time() -> None:
+    assert max(mixed_gaps_ms(max_prefill_tokens=2048)) > 250
+    assert max(mixed_gaps_ms()) < 2.4 * (20 + 2 * 8)
+
+
+def test_what_a_step_takes_is_learnt_again_when_the_machine_slows_down() -> None:
+    pace = Pace(target_ns=100 * MS, least=16, cuts=True)
+
+    def live(slowness: float, num_steps: int) -> float:
+        for turn in range(num_steps):
+            tokens = pace.most_prompt_tokens(8, 1) if turn % 3 else 0
+            duration = slowness * (30 + 0.5 * tokens)
+            pace.learn_step(StepCounts(num_decode_seqs=8, num_prefill_tokens=tokens), round(duration * MS))
+        return slowness * (30 + 0.5 * pace.most_prompt_tokens(8, 1))
+
+    assert live(1.0, 40) == pytest.approx(100, rel=0.1)
+    assert live(1.6, 20) == pytest.approx(100, rel=0.2)
+
+
+def test_a_prompt_that_delays_nobody_is_not_cut() -> None:
+    setup = make_setup(num_blocks=1024, max_num_batched_tokens=512, target_itl_ms=1.0)
+    [first, *_] = Simulation(setup._replace(max_model_len=1024)).run([asked(0, 500, 2)]).steps
+    assert first.num_prefill_tokens == 500

@@ -43,6 +43,13 @@ def test_the_smaller_of_the_two_token_limits_is_named() -> None:
     assert (limit.option, limit.value) == ("scheduler.max_prefill_tokens", 64)
 
 
+def test_prompts_that_fill_the_time_of_a_step_leave_tokens_of_the_budget() -> None:
+    step = blocked(BlockedBy.TOKEN_BUDGET, num_decode_seqs=8, num_prefill_tokens=48)
+    limit = limit_of(step, Config(scheduler=SchedulerConfig(max_num_batched_tokens=512)))
+    assert limit is not None
+    assert (limit.option, limit.value) == ("scheduler.target_itl_ms", 48)
+
+
 @pytest.mark.parametrize(
     ("given", "of_slots", "of_prefills"),
     [

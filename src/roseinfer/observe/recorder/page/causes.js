@@ -1,7 +1,7 @@
 // Generated from src/roseinfer/observe/gaps/causes.py by `make docs`.
 export const CAUSES = {
   decode: ["decode", "computing a step of decoding rows, up to one and a half times what recent steps of that size took", "scheduler.max_num_seqs: Fewer sequences in a step make it shorter, and throughput smaller. A faster device, a smaller model.dtype and model.quantization make it shorter too."],
-  prefill_of_others: ["prefill of others", "prompt tokens of other requests, computed in the same step", "scheduler.max_prefill_tokens: A smaller value cuts the prompts of newcomers into shorter pieces: every stream waits less for them, and they wait longer for their first token."],
+  prefill_of_others: ["prefill of others", "prompt tokens of other requests, computed in the same step", "scheduler.target_itl_ms: A smaller value cuts the prompts of newcomers into shorter pieces: every stream waits less for them, and they wait longer for their first token."],
   batch_growth: ["batch growth", "more decoding rows than in the step before; with more than were ever seen, at most in proportion", "scheduler.max_num_seqs: A smaller value bounds how much a step can grow when more sequences decode; the others wait for a row."],
   graph_capture: ["graph capture", "capturing a CUDA graph while streams waited", "runner.cuda_graphs: startup captures every size before the port is ready, so that no stream waits for a capture."],
   graph_miss: ["graph miss", "a decode step that no CUDA graph could hold, as far as it took longer than usual", "runner.cuda_graphs: startup captures all sizes that a step of decoding rows can have. Steps with prompt tokens, and rows that ask for log-probabilities, run without a graph whatever this says."],

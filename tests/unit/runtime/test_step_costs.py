@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from roseinfer.observe.gaps.step_costs import FloatArray, StepCosts, fit_costs
+from roseinfer.runtime.step_costs import FloatArray, StepCosts, StepSize, fit_costs, size_of
 from tests.unit.observe.facts import make_step
 
 NUM_STEPS = 200
@@ -42,8 +42,23 @@ def test_what_never_changes_or_changes_together_is_no_trouble() -> None:
 
 def test_experience_comes_with_steps_and_ends_at_its_rows() -> None:
     costs = StepCosts()
-    assert costs.expected_ns(4, 400) is None
+    assert costs.expected_ns(StepSize(4, 0, 400)) is None
     for rows in (1, 2, 3, 4, 3, 2):
-        costs.learn(make_step(num_decode_seqs=rows, num_context_tokens=100 * rows), 1_000_000 + 50_000 * rows)
-    assert costs.expected_ns(4, 400) == pytest.approx(1_200_000, rel=1e-3)
-    assert (costs.knows(4), costs.knows(5)) == (True, False)
+        step = make_step(num_decode_seqs=rows, num_context_tokens=100 * rows)
+        costs.learn(size_of(step), 1_000_000 + 50_000 * rows)
+    assert costs.expected_ns(StepSize(4, 0, 400)) == pytest.approx(1_200_000, rel=1e-3)
+    assert (costs.knows(StepSize(4, 0, 400)), costs.knows(StepSize(5, 0, 500))) == (True, False)
+    assert not costs.knows(StepSize(4, 16, 400))
+
+
+def test_a_row_and_a_prompt_token_cost_what_steps_have_shown() -> None:
+    costs = StepCosts()
+    assert costs.row_ns(1000.0, 10) == costs.prompt_token_ns(1000.0, 10) == 50  # assumed: nothing is known yet
+    for _ in range(20):
+        costs.learn(StepSize(4, 0, 0), 1_200_000)
+    assert costs.prompt_token_ns(1_200_000, 4) == pytest.approx(1_200_000 / 14)  # what never changed tells nothing
+    for prompt_tokens in (0, 32, 64, 128) * 10:
+        for rows in (1, 8):
+            costs.learn(StepSize(rows, prompt_tokens, 0), 1_000_000 + 50_000 * rows + 7_000 * prompt_tokens)
+    assert costs.row_ns(1_200_000, 4) == pytest.approx(50_000, rel=0.1)
+    assert costs.prompt_token_ns(1_200_000, 4) == pytest.approx(7_000, rel=0.1)

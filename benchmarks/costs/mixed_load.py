@@ -1,0 +1,91 @@
+"""Measures streams while prompts of others come in, in turn: each way of cutting prompts into steps.
+
+    python -m benchmarks.costs.mixed_load [--model DIR] [--rate 4] [--seconds 20] [--rounds 2] [--target-itl-ms MS]
+        [--set NAME=OPTION=VALUE] [--only NAME,NAME]
+
+Requests come as a Poisson process, with prompts of 16 to 400 tokens and 128 new ones, over HTTP. `whole steps` is a
+fixed budget, which holds a prompt of any length; `default` has no option; with a target there is a third. Each setting
+is a server of its own; all but the one that is measured are paused, and a round has the same requests for each. ITL are
+those of all streams; medians over the rounds, and their ranges in brackets.
+"""
+
+import argparse
+import random
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.figures import Spread, summarise
+from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.rotation import WARM_UP
+from benchmarks.servers import Server, start_roseinfer
+from benchmarks.tables import print_head, print_row
+from benchmarks.workloads import PlannedRequest, Words, requests_of
+
+PROMPT_TOKENS, NEW_TOKENS = (16, 400), 128
+SETTINGS: dict[str, dict[str, str]] = {"whole steps": {"scheduler.max_prefill_tokens": "512"}, "default": {}}
+FIGURES = ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "p99/p50")
+
+
+def mixed_requests(words: Words, rate: float, seconds: float, seed: int) -> list[PlannedRequest]:
+    """The requests of one round."""
+    generator, planned, moment = random.Random(f"mixed {seed}"), list[PlannedRequest](), 0.0
+    while (moment := moment + generator.expovariate(rate)) < seconds:
+        planned.append(PlannedRequest(moment, words.draw(generator, generator.randint(*PROMPT_TOKENS)), [], NEW_TOKENS))
+    return planned
+
+
+def figures_of(server: Server, requests: list[PlannedRequest]) -> dict[str, float]:
+    """One turn of one setting."""
+    server.resume()
+    try:
+        figures = summarise(server.drive(requests))
+    finally:
+        server.pause()
+    return figures | {"p99/p50": figures["itl_p99_ms"] / figures["itl_p50_ms"]}
+
+
+def settings_of(arguments: argparse.Namespace) -> Mapping[str, dict[str, str]]:
+    settings = dict(SETTINGS)
+    if arguments.target_itl_ms is not None:
+        settings[f"target {arguments.target_itl_ms:g} ms"] = {"scheduler.target_itl_ms": str(arguments.target_itl_ms)}
+    for words in arguments.set:
+        name, option, value = words.split("=")
+        settings.setdefault(name, {})[option] = value
+    return {name: settings[name] for name in arguments.only.split(",")} if arguments.only else settings
+
+
+def parser_of() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=default_directory(), help="default: random GPT-2 small")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=20.0, help="in which requests come; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--target-itl-ms", type=float, help="of a third setting")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=OPTION=VALUE", help="of one setting more")
+    parser.add_argument("--only", metavar="NAME,NAME", help="of the settings")
+    return parser
+
+
+def main() -> None:
+    arguments = parser_of().parse_args()
+    model, log = make(arguments.model), Path("build") / "mixed_load.log"
+    words, rounds = Words(model / "tokenizer.json"), dict[str, list[dict[str, float]]]()
+    with ExitStack() as stack:
+        servers = dict[str, Server]()
+        for name, options in settings_of(arguments).items():
+            servers[name] = stack.enter_context(start_roseinfer(name, model, options, log))
+            servers[name].drive(requests_of(WARM_UP, words, repeat=-1))
+            servers[name].pause()
+        for turn in range(arguments.rounds):
+            requests = mixed_requests(words, arguments.rate, arguments.seconds, turn)
+            for name, server in servers.items():
+                rounds.setdefault(name, []).append(figures_of(server, requests))
+    print_head("setting", *FIGURES)
+    for name, figures in rounds.items():
+        spreads = (Spread.of([each[figure] for each in figures]) for figure in FIGURES)
+        print_row(name, *(f"{each.median:.4g} ({each.least:.4g} to {each.most:.4g})" for each in spreads))
+
+
+if __name__ == "__main__":
+    main()

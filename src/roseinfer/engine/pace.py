@@ -1,0 +1,68 @@
+"""Chooses how many prompt tokens a step computes beside decoding rows, from what recent steps took.
+
+Prompts lengthen the gap between two tokens of every stream that decodes. With a target the gap is held to it. Without
+one a step takes 30 ms, which no reader notices, or twice what its decoding rows take alone, whichever is longer. It
+takes more where more requests wait for their first token than stream, so that all have the same share of the machine.
+"""
+
+from roseinfer.config.options import SchedulerConfig
+from roseinfer.engine.core.steps import StepCounts
+from roseinfer.runtime.step_costs import StepCosts, StepSize
+
+_WEIGHT = 0.1  # of a newer step in how much longer than by the fit steps take now
+_UNNOTICED_NS = 30_000_000
+_PROMPT_TIME = 1.0  # that a step has for prompts, over the time that its decoding rows take alone
+_ALL = 1 << 30  # prompt tokens: more than any step holds
+_MOST_DRIFT = 2.0  # of that, either way: what takes longer was interrupted
+
+
+class Pace:
+    """What steps take. Prompts are cut only where it `cuts`, into no less than `least` tokens."""
+
+    def __init__(self, *, target_ns: float | None, least: int, cuts: bool) -> None:
+        """`target_ns` is of the gap between two tokens."""
+        self._target_ns = target_ns
+        self._least = least
+        self._cuts = cuts
+        self._costs = StepCosts()
+        self._drift = 1.0  # of steps that decoded, over what the fit said of them
+        self._num_context_tokens = 0  # of the last step
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, block_size: int, *, is_cpu: bool) -> "Pace":
+        """The pace of an engine with this scheduler. Without options only a CPU cuts: of others nothing is measured."""
+        target_ns = None if config.target_itl_ms is None else config.target_itl_ms * 1e6
+        cuts = target_ns is not None or (is_cpu and config.max_prefill_tokens is None)
+        return cls(target_ns=target_ns, least=block_size, cuts=cuts)
+
+    def learn_step(self, counts: StepCounts, duration_ns: int) -> None:
+        """See Pacer."""
+        num_rows = counts.num_decode_seqs + counts.num_draft_tokens
+        size = StepSize(num_rows, counts.num_prefill_tokens, counts.num_context_tokens)
+        if num_rows and (expected_ns := self._costs.expected_ns(size)):
+            drift = min(max(duration_ns / expected_ns, 1 / _MOST_DRIFT), _MOST_DRIFT)
+            self._drift += _WEIGHT * (drift - self._drift)
+        self._costs.learn(size, duration_ns)
+        self._num_context_tokens = counts.num_context_tokens
+
+    def most_prompt_tokens(self, num_rows: int, num_waiting: int) -> int:
+        """See Pacer."""
+        if not self._cuts:
+            return _ALL
+        decode_ns = self._decode_ns(num_rows)
+        if not decode_ns:
+            return self._least
+        if self._target_ns is None:
+            left_ns = max(_UNNOTICED_NS - decode_ns, decode_ns * max(_PROMPT_TIME, num_waiting / num_rows))
+        else:
+            left_ns = self._target_ns / self._drift - decode_ns
+        return max(self._least, int(left_ns / self._costs.prompt_token_ns(decode_ns, num_rows)))
+
+    def row_share(self, num_rows: int) -> float:
+        """What one more row adds to the time of a step of so many that only decodes; 1 before that is known."""
+        decode_ns = self._decode_ns(num_rows)
+        return self._costs.row_ns(decode_ns, num_rows) / decode_ns if decode_ns else 1.0
+
+    def _decode_ns(self, num_rows: int) -> int:
+        """Of a step of so many rows and no prompt tokens; 0 while nothing is known."""
+        return self._costs.expected_ns(StepSize(num_rows, 0, self._num_context_tokens)) or 0
