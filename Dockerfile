@@ -42,11 +42,10 @@ COPY src src
 RUN --mount=type=bind,from=wheels,target=/wheels \
     if [ -n "$(ls /wheels)" ]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
     && /build/bin/pip --python /opt/roseinfer/bin/python install --no-deps --prefix /program .
-# All levels, since nobody knows on which processor the image will run; it takes the highest that is there. They are
-# of x86-64: elsewhere the server runs in plain torch.
-RUN mkdir /program/kernels && if [ "$(uname -m)" = x86_64 ]; then \
-        PYTHONPATH=src /opt/roseinfer/bin/python -m roseinfer kernels build --level all \
-            --runner.kernels-dir /program/kernels; fi
+# All levels of the platform, x86-64 or arm64, since nobody knows on which processor the image will run; it takes the
+# highest that is there.
+RUN mkdir /program/kernels \
+    && PYTHONPATH=src /opt/roseinfer/bin/python -m roseinfer kernels build --level all --runner.kernels-dir /program/kernels
 
 FROM ${BASE_IMAGE}
 ARG DEVICE=cpu

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from roseinfer.errors import ConfigError
-from roseinfer.model.kernels.library import LEVELS, Level, build_kernels, find_built, find_compiler, kernels_directory
+from roseinfer.model.kernels.library import (
+    LEVELS,
+    Level,
+    build_kernels,
+    find_built,
+    find_compiler,
+    kernels_directory,
+    machine,
+)
 
 # Sockets, processes and clocks: a machine that stands still for a second can fail what is right.
 _TESTS = Path(__file__).parent
@@ -78,13 +86,18 @@ def built_kernels(kernels_dir: Path) -> BuiltKernels:
             with (kernels_dir / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may want the same, and compiling takes all cores
                 _take_over(LEVELS[level], kernels_dir)
-                build_kernels(LEVELS[level], kernels_dir, find_compiler(require_tool("g++")))
+                build_kernels(LEVELS[level], kernels_dir, find_compiler(compiler_of(LEVELS[level].machine)))
         except ConfigError as error:
             refusals[level] = error
             raise
         return kernels_dir
 
     return build
+
+
+def compiler_of(target: str) -> str:
+    """The path of a compiler for an architecture."""
+    return require_tool("g++" if target == machine() else f"{target}-linux-gnu-g++")
 
 
 def _take_over(level: Level, kernels_dir: Path) -> None:

@@ -209,7 +209,19 @@ class RunnerConfig:
         "plain torch; on CUDA it takes `flashinfer` where that is installed, else `triton`. `reference` is slow and "
         "simple.",
     )
-    kernels: Literal["auto", "off", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"] = option(
+    kernels: Literal[
+        "auto",
+        "off",
+        "avx2",
+        "avx2_vnni",
+        "avx512",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx",
+        "neon",
+        "neon_dotprod",
+        "neon_i8mm",
+    ] = option(
         "auto",
         "Level of the compiled CPU kernels (`roseinfer kernels build`). `auto`: the highest that this processor has "
         "and that was built; without one, plain torch.",
@@ -239,7 +251,8 @@ class RunnerConfig:
     num_threads: int | None = option(
         None,
         "Threads of the model on a CPU. Default: one for each 16 MiB of weights, up to the cores that this process "
-        "may use; in bfloat16 without kernels that multiply it (levels `avx512_bf16` and `amx`) at most 8, since with "
+        "may use; in bfloat16 without kernels that multiply it (levels `avx512_bf16` and `amx`, and those of Arm) at "
+        "most 8, since with "
         "more a row could depend on its neighbours.",
         ge=1,
     )

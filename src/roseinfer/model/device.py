@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from roseinfer.errors import ConfigError
-from roseinfer.model.kernels.library import Kernels
+from roseinfer.model.kernels.library import Kernels, machine
 from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 
 LinearKind = Literal["torch", "onednn", "amx", "registers", "int8", "int4"]
@@ -212,6 +212,8 @@ class Placement:
             return "amx"
         if self.kernels is not None and (self.dtype == torch.float32 or self.has_kernel(PAIRS)):
             return "registers"
+        if machine() != "x86_64":  # elsewhere nobody has measured that oneDNN keeps rows exact
+            return "torch"
         has_type = self.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
         return "onednn" if has_type and hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"
 

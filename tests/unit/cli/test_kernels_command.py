@@ -10,6 +10,8 @@ from roseinfer.model.kernels import library
 from roseinfer.model.kernels.library import LEVELS, find_built
 from tests.conftest import require_tool
 
+NAMES_HERE = [level.name for level in library.levels_of(library.machine())]
+
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +44,7 @@ def test_build_makes_the_named_levels_once(
         paths = {name: find_built(LEVELS[name], tmp_path / "out") for name in ("avx2", "avx512")}
         assert lines == [f"{name}: {told}: {path}" for name, path in paths.items()]
     assert main(["kernels", "build", *flags[:2], "--level", "all"]) == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [*LEVELS]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == NAMES_HERE
 
 
 def test_build_takes_the_highest_level_of_the_processor(
@@ -67,7 +69,7 @@ def test_list_tells_what_is_here_and_what_is_built(
     capsys.readouterr()
     assert main(["kernels", "list", *flags]) == 0
     told = capsys.readouterr().out.splitlines()
-    lines = dict(zip(LEVELS, told[: len(LEVELS)], strict=True))
+    lines = dict(zip(NAMES_HERE, told[: len(NAMES_HERE)], strict=True))
     flags_here = library.processor_flags()
     for name, line in lines.items():
         lacking = LEVELS[name].lacking(flags_here)
@@ -105,7 +107,30 @@ def test_list_tells_what_is_used_and_what_would_be_faster(
     capsys.readouterr()
     monkeypatch.setattr("roseinfer.cli.main.processor_flags", lambda: frozenset(flags.split()))
     assert main(["kernels", "list", *arguments]) == 0
-    assert capsys.readouterr().out.splitlines()[len(LEVELS) :] == expected
+    assert capsys.readouterr().out.splitlines()[len(NAMES_HERE) :] == expected
+
+
+@pytest.mark.parametrize("target", library.MACHINES)
+def test_list_tells_of_the_levels_of_this_architecture(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setattr("roseinfer.cli.main.machine", lambda: target)
+    monkeypatch.setattr("roseinfer.cli.main.processor_flags", lambda: frozenset({"asimd"}))
+    assert main(["kernels", "list", "--runner.kernels-dir", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [level.name for level in library.levels_of(target)]
+    assert [line.split(maxsplit=1)[0] for line in lines[: len(names)]] == names
+    if target == "aarch64":
+        assert lines[0] == "neon          this processor has it  not built"
+        assert lines[1] == "neon_dotprod  this processor lacks asimddp  not built"
+        assert lines[-1] == "neon would be faster: run `roseinfer kernels build`."
+
+
+def test_list_where_there_are_no_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roseinfer.cli.main.machine", lambda: "riscv64")
+    assert main(["kernels", "list"]) == 0
+    told = "There are kernels for x86_64 and aarch64, and this is riscv64: plain torch serves, slower.\n"
+    assert capsys.readouterr().out == told
 
 
 def test_without_a_compiler_build_says_so(

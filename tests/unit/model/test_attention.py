@@ -10,31 +10,28 @@ import numpy as np
 import pytest
 import torch
 
-from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionBackend, AttentionSpec, PackedTokens
 from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.device import Placement
-from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
+from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.kv_cache import KVCache
 from tests.conftest import BuiltKernels
+from tests.unit.model.setups import TESTED_LEVELS, kernels_at
 
 CPU = torch.device("cpu")
-BACKENDS = ["reference", "gathered", *(f"native-{level.name}" for level in levels_here())]
+LEVELS = [level for level in TESTED_LEVELS if level != "neon_dotprod"]  # which has other products of integers only
+BACKENDS = ["reference", "gathered", *(f"native-{level}" for level in LEVELS)]
 MakeBackend = Callable[[KVCache, AttentionSpec], AttentionBackend]
 Sequence3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v of all positions of one sequence
-
-
-def load_at(level: str, built_kernels: BuiltKernels) -> Kernels | None:
-    return load_kernels(RunnerConfig(kernels=level, kernels_dir=str(built_kernels(level))))  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=BACKENDS)
 def make_backend(request: pytest.FixtureRequest, built_kernels: BuiltKernels) -> MakeBackend:
     """One backend a test run, over a given cache."""
     name, _, level = request.param.partition("-")
-    kernels = load_at(level, built_kernels) if level else None
+    kernels = kernels_at(level, built_kernels) if level else None
     return lambda cache, spec: choose_attention(name, cache, spec, kernels)
 
 
@@ -287,7 +284,7 @@ def test_auto_takes_the_compiled_kernel_where_it_is_built_and_can_compute(built_
     if not levels_here():
         pytest.skip("this processor has no level of the kernels")
     spec, odd = spec_of(2, 2, 16), spec_of(2, 2, 12)
-    kernels = load_at(levels_here()[0].name, built_kernels)
+    kernels = kernels_at(levels_here()[0].name, built_kernels)
     assert choose_attention("auto", make_cache(spec, 2, 16), spec, kernels).name == "native"
     assert choose_attention("auto", make_cache(spec, 2, 16), spec, None).name == "gathered"
     assert choose_attention("auto", make_cache(odd, 2, 16), odd, kernels).name == "gathered"

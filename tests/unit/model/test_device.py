@@ -9,7 +9,8 @@ from roseinfer.errors import ConfigError
 from roseinfer.model import device
 from roseinfer.model.device import LinearKind, Placement, Scratch, resolve_device, resolve_dtype
 from tests.conftest import BuiltKernels
-from tests.unit.model.setups import LEVELS_HERE, Setup
+from tests.emulated_kernels import EMULATED_LEVELS
+from tests.unit.model.setups import LEVELS_HERE, TESTED_LEVELS, Setup
 
 MIB = 2**20
 LARGE = 2**40
@@ -95,9 +96,9 @@ def test_more_threads_than_keep_a_row_exact_are_refused() -> None:
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("level", ["off", *LEVELS_HERE])
+@pytest.mark.parametrize("level", ["off", *TESTED_LEVELS])
 def test_compiled_linears_serve_where_there_are_any(built_kernels: BuiltKernels, level: str) -> None:
-    bfloat16: dict[str, LinearKind] = {"amx": "amx", "avx512_bf16": "registers"}
+    bfloat16: dict[str, LinearKind] = {"amx": "amx", **dict.fromkeys(("avx512_bf16", *EMULATED_LEVELS), "registers")}
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     expected: dict[str, LinearKind] = {
         "float32-none": "onednn" if level == "off" else "registers",
@@ -110,6 +111,11 @@ def test_compiled_linears_serve_where_there_are_any(built_kernels: BuiltKernels,
         "bfloat16-int8": Setup("bfloat16", "int8", level).placement(built_kernels),
     }
     assert {name: placement.linears for name, placement in placements.items()} == expected
+
+
+def test_onednn_serves_where_its_rows_were_measured_to_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "machine", lambda: "aarch64")
+    assert Placement(CPU, torch.float32).linears == "torch"
 
 
 def test_int8_is_refused_on_a_gpu() -> None:

@@ -21,7 +21,9 @@ from roseinfer.model.kernels.library import (
     find_compiler,
     kernels_directory,
     levels_here,
+    levels_of,
     load_kernels,
+    machine,
     processor_flags,
 )
 from tests.conftest import BuiltKernels, require_tool
@@ -59,6 +61,45 @@ def processor_with(flags: str, tmp_path: Path) -> frozenset[str]:
     return processor_flags(tmp_path / "cpuinfo")
 
 
+ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: {}\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
+CORTEX_A72 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
+NEOVERSE_N1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
+NEOVERSE_V1 = (
+    "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3 "
+    "sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs paca pacg dcpodp svei8mm svebf16 i8mm bf16 dgh rng"
+)
+
+
+@pytest.mark.parametrize(
+    ("features", "names"),
+    [
+        ("fp", []),
+        (CORTEX_A72, ["neon"]),
+        (NEOVERSE_N1, ["neon", "neon_dotprod"]),
+        (NEOVERSE_V1.replace(" i8mm", ""), ["neon", "neon_dotprod"]),
+        (NEOVERSE_V1, ["neon", "neon_dotprod", "neon_i8mm"]),
+    ],
+)
+def test_levels_of_arm(features: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text(ARM.format(features))
+    flags = processor_flags(tmp_path / "cpuinfo")
+    monkeypatch.setattr(library, "machine", lambda: "aarch64")
+    monkeypatch.setattr(library, "processor_flags", lambda: flags)
+    assert [level.name for level in levels_here()] == names
+
+
+def test_a_level_of_another_architecture_needs_its_compiler(sources: Path, tmp_path: Path) -> None:
+    level = next(level for level in LEVELS.values() if level.machine != machine())
+    with pytest.raises(
+        ConfigError, match=rf"^g\+\+ compiles for {machine()}, and {level.name} is .* CXX, for instance"
+    ):
+        build_kernels(level, tmp_path / "out", find_compiler(require_tool("g++")))
+    cross_compiler = require_tool(f"{level.machine}-linux-gnu-g++")
+    path, _ = build_kernels(level, tmp_path / "out", cross_compiler)
+    with pytest.raises(OSError, match=path.name):
+        Kernels(level.name, path)
+
+
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
@@ -74,7 +115,7 @@ def processor_with(flags: str, tmp_path: Path) -> frozenset[str]:
         ),
         (
             f"avx_vnni avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni {AMX}",
-            [*LEVELS],
+            [level.name for level in levels_of("x86_64")],
         ),
     ],
 )

@@ -24,7 +24,7 @@ from roseinfer.model.families.registry import build_model
 from roseinfer.model.layers.linear import IntegerLinear, Linear, quantized_piece, quantized_rows
 from tests.conftest import BuiltKernels
 from tests.unit.model.quantised import Method, methods
-from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
+from tests.unit.model.setups import LEVELS_HERE, SETUPS, TESTED_LEVELS, Setup
 
 DEMO = Path(roseinfer.__file__).parent / "demo"
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)
@@ -66,7 +66,7 @@ def rows_of_every_size(dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)
 
 
-@pytest.mark.parametrize("level", LEVELS_HERE)
+@pytest.mark.parametrize("level", TESTED_LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_rows_are_those_of_torch(
     built_kernels: BuiltKernels, dtype: Literal["float32", "bfloat16"], level: str

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels for the levels of instructions that processors have, finds what is built, and loads it.
 
 A level is a set of instructions that the compiler may use everywhere in one shared object, so the processor must have
-all of them. Levels are in the order of their speed; `avx2_vnni` is of processors without AVX-512.
+all of them. Levels of one architecture are in the order of their speed; `avx2_vnni` is of processors without AVX-512.
 
 The object is in the user's cache, named by its level, a digest of sources and flags, and a digest of the compiler's
 version. It gets that name when it is complete: two builders at once make the same file twice, and a reader never sees
@@ -12,6 +12,7 @@ threads on the same cores would wait for each other. So import torch before load
 import ctypes
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -39,11 +40,15 @@ _COMMON_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
 )
+_X86_64, _AARCH64 = "x86_64", "aarch64"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_VNNI = (*_AVX512, "avx512vnni")
 _AVX512_BF16 = (*_AVX512_VNNI, "avx512bf16")
 _AMX = (*_AVX512_BF16, "amx-tile", "amx-bf16", "amx-int8")
+_NEON = ("simd",)
+_NEON_DOTPROD = (*_NEON, "dotprod")
+_NEON_I8MM = (*_NEON_DOTPROD, "i8mm", "bf16")  # Armv8.6 brings both
 
 
 OnProgress = Callable[[int], None]  # takes the number of files compiled so far
@@ -56,9 +61,13 @@ class Level:
     name: str
     instructions: tuple[str, ...]
     further_flags: tuple[str, ...] = ()  # of the compiler
+    machine: str = _X86_64  # whose instructions they are
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
+        if self.machine == _AARCH64:
+            revision = "armv8-a" if self.instructions == _NEON else "armv8.2-a"  # the first that may have the others
+            return (*_COMMON_FLAGS, f"-march={revision}+{'+'.join(self.instructions)}", *self.further_flags)
         wide = ("-mprefer-vector-width=512",) if "avx512f" in self.instructions else ()
         return (*_COMMON_FLAGS, *(f"-m{name}" for name in self.instructions), *wide, *self.further_flags)
 
@@ -77,11 +86,22 @@ LEVELS = {  # lowest first
         Level("avx512_vnni", _AVX512_VNNI),
         Level("avx512_bf16", _AVX512_BF16),
         Level("amx", _AMX),
+        Level("neon", _NEON, machine=_AARCH64),
+        Level("neon_dotprod", _NEON_DOTPROD, machine=_AARCH64),
+        Level("neon_i8mm", _NEON_I8MM, machine=_AARCH64),
     )
 }
 
+MACHINES = tuple(dict.fromkeys(level.machine for level in LEVELS.values()))
+
 # Instruction sets whose names in /proc/cpuinfo differ from the compiler's by more than a hyphen.
-_LINUX_NAMES = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni"}
+_LINUX_NAMES = {
+    "avx512bf16": "avx512_bf16",
+    "avx512vnni": "avx512_vnni",
+    "avxvnni": "avx_vnni",
+    "simd": "asimd",
+    "dotprod": "asimddp",
+}
 
 
 def processor_flags(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
@@ -90,13 +110,24 @@ def processor_flags(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
         lines = cpu_info.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    told = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(told, "").split())
+
+
+def machine() -> str:
+    """The architecture of this processor, as compilers call it."""
+    return platform.machine()
+
+
+def levels_of(machine: str) -> list[Level]:
+    """The levels of an architecture, lowest first; none where there are no kernels for it."""
+    return [level for level in LEVELS.values() if level.machine == machine]
 
 
 def levels_here() -> list[Level]:
     """The levels that this processor can run, lowest first."""
     flags = processor_flags()
-    return [level for level in LEVELS.values() if not level.lacking(flags)]
+    return [level for level in levels_of(machine()) if not level.lacking(flags)]
 
 
 def sources() -> list[Path]:
@@ -135,13 +166,24 @@ def find_compiler(named: str | None = None) -> str:
     return path
 
 
+def compiled_machine(compiler: str) -> str:
+    """The architecture that a compiler compiles for."""
+    return _run([compiler, "-dumpmachine"]).partition("-")[0]
+
+
 def build_kernels(
     level: Level, kernels_dir: Path, compiler: str, on_progress: OnProgress = lambda *_: None
 ) -> tuple[Path, bool]:
     """The shared object of the present sources at this level, and whether it was compiled now.
 
-    Raises ConfigError when compilation fails, or the directory cannot be written.
+    Raises ConfigError when the compiler is one for another architecture, when it fails, or when the directory cannot be
+    written.
     """
+    if (compiled := compiled_machine(compiler)) != level.machine:
+        raise ConfigError(
+            f"{Path(compiler).name} compiles for {compiled}, and {level.name} is a level of {level.machine}: name a "
+            f"cross-compiler in CXX, for instance {level.machine}-linux-gnu-g++."
+        )
     # Another version of the compiler may fuse other products.
     version = hashlib.sha256(_run([compiler, "--version"]).encode()).hexdigest()[:8]
     target = kernels_dir / f"{level.name}-{digest(level)}-{version}.so"

@@ -252,13 +252,12 @@ class PackedLinear:
             is_output_float32=dtype == torch.float32,
             **self._further_fields(stored, further),
         )
-        self._address = ctypes.addressof(self._descriptor)
+        self._reference = ctypes.byref(self._descriptor)
         source = f"_of_{dtype_name(placement.dtype)}" if is_quantized else ""
         name = self.type_names[stored]
-        self._multiply = placement.kernels.function(
-            f"roseinfer_linear_{name}{source}", _POINTER, _POINTER, _SIZE, _POINTER
-        )
-        self._unpack = placement.kernels.function(f"roseinfer_linear_rows_{name}", _POINTER, _POINTER, _SIZE, _POINTER)
+        argtypes = ctypes.POINTER(self.descriptor_type), _POINTER, _SIZE, _POINTER
+        self._multiply = placement.kernels.function(f"roseinfer_linear_{name}{source}", *argtypes)
+        self._unpack = placement.kernels.function(f"roseinfer_linear_rows_{name}", *argtypes)
 
     def _packed(self, weight: Parts, stored: torch.dtype, placement: Placement) -> list[torch.Tensor]:
         """The weight in the kernels' order, as bytes; of int8 also the scales, and what the subclass needs beside."""
@@ -295,7 +294,7 @@ class PackedLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.contiguous()
         out = torch.empty(len(ids), self._num_inputs)
-        self._unpack(self._address, ids.data_ptr(), len(ids), out.data_ptr())
+        self._unpack(self._reference, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -303,7 +302,7 @@ class PackedLinear:
         assert x.shape[1] == self._num_inputs
         x = functional.pad(x, (0, self._num_padding)) if self._num_padding else x.contiguous()
         out = x.new_empty(x.shape[0], self._num_outputs, dtype=self._dtype)
-        self._multiply(self._address, x.data_ptr(), x.shape[0], out.data_ptr())
+        self._multiply(self._reference, x.data_ptr(), x.shape[0], out.data_ptr())
         return out
 
 
@@ -317,7 +316,7 @@ class TileLinear(PackedLinear):
 
 
 class RegisterLinear(PackedLinear):
-    """float32 on AVX2 or AVX-512, which gives float32; pairs of bfloat16 and fours of int8 where AVX-512 has them."""
+    """float32 and fours of int8 at every level of the kernels; pairs of bfloat16 where AVX-512 has them, and on Arm."""
 
     descriptor_type = _RegisterDescriptor
     outputs_multiple = 48  # at every level a multiple of the panel's width
@@ -463,23 +462,23 @@ class GroupedLinear:
             activation=ACTIVATIONS.index(activation),
             is_output_float32=dtype == torch.float32,
         )
-        self._address = ctypes.addressof(self._descriptor)
-        name = f"roseinfer_linear_int4_of_{dtype_name(placement.dtype)}"
-        self._multiply = placement.kernels.function(name, _POINTER, _POINTER, _SIZE, _POINTER)
-        self._unpack = placement.kernels.function("roseinfer_linear_rows_int4", _POINTER, _POINTER, _SIZE, _POINTER)
+        self._reference = ctypes.byref(self._descriptor)
+        name, argtypes = dtype_name(placement.dtype), (ctypes.POINTER(_RegisterDescriptor), _POINTER, _SIZE, _POINTER)
+        self._multiply = placement.kernels.function(f"roseinfer_linear_int4_of_{name}", *argtypes)
+        self._unpack = placement.kernels.function("roseinfer_linear_rows_int4", *argtypes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == self._input_dtype
         assert x.shape[1] == self._num_inputs
         x = x.contiguous()
         out = x.new_empty(x.shape[0], self._num_outputs, dtype=self._dtype)
-        self._multiply(self._address, x.data_ptr(), x.shape[0], out.data_ptr())
+        self._multiply(self._reference, x.data_ptr(), x.shape[0], out.data_ptr())
         return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.contiguous()
         out = torch.empty(len(ids), self._num_inputs)
-        self._unpack(self._address, ids.data_ptr(), len(ids), out.data_ptr())
+        self._unpack(self._reference, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
 

@@ -41,7 +41,8 @@ class Norm:
         if placement.kernels is not None:
             pointer = ctypes.c_void_p
             self._compiled = placement.kernels.function(
-                "roseinfer_add_norm", pointer, pointer, pointer, ctypes.c_int32, ctypes.c_int64, pointer
+                "roseinfer_add_norm",
+                *(ctypes.POINTER(_Descriptor), pointer, pointer, ctypes.c_int32, ctypes.c_int64, pointer),
             )
             self._descriptor = _Descriptor(
                 weight=self._weight.data_ptr(),
@@ -50,7 +51,7 @@ class Norm:
                 epsilon=epsilon,
                 is_output_float32=self._dtype == torch.float32,
             )
-            self._address = ctypes.addressof(self._descriptor)
+            self._reference = ctypes.byref(self._descriptor)
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to x [rows, width] float32, in place -> norms of the sums, in the placement's dtype."""
@@ -67,7 +68,7 @@ class Norm:
             assert delta.is_contiguous()
             assert delta.numel() == x.numel()
             delta_address, is_delta_float32 = delta.data_ptr(), delta.dtype == torch.float32
-        self._compiled(self._address, x.data_ptr(), delta_address, is_delta_float32, x.shape[0], out.data_ptr())
+        self._compiled(self._reference, x.data_ptr(), delta_address, is_delta_float32, x.shape[0], out.data_ptr())
         return out
 
     def _by_torch(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:

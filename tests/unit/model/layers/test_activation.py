@@ -3,25 +3,21 @@
 import pytest
 import torch
 
-from roseinfer.config.options import RunnerConfig
 from roseinfer.model.device import Placement
-from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
+from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.activation import SiluGate
 from tests.conftest import BuiltKernels
+from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, kernels_at
 
 CPU = torch.device("cpu")
-LEVELS = [level.name for level in levels_here()]
 every_dtype = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype).removeprefix("torch.")
 )
 
 
-@pytest.fixture(params=["torch", *LEVELS])
-def kernels(request: pytest.FixtureRequest) -> Kernels | None:
-    if request.param == "torch":
-        return None
-    built: BuiltKernels = request.getfixturevalue("built_kernels")
-    return load_kernels(RunnerConfig(kernels=request.param, kernels_dir=str(built(request.param))))
+@pytest.fixture(params=["torch", *LEVELS_WITHOUT_PRODUCTS])
+def kernels(request: pytest.FixtureRequest, built_kernels: BuiltKernels) -> Kernels | None:
+    return None if request.param == "torch" else kernels_at(request.param, built_kernels)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

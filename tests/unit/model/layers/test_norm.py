@@ -6,9 +6,9 @@ from torch.nn import functional
 
 from roseinfer.model.layers.norm import Norm
 from tests.conftest import BuiltKernels
-from tests.unit.model.setups import LEVELS_HERE, Setup
+from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, Setup
 
-LEVELS = ["off", *LEVELS_HERE]
+LEVELS = ["off", *LEVELS_WITHOUT_PRODUCTS]
 EPSILON = 1e-5
 
 

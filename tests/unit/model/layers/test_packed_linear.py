@@ -1,7 +1,8 @@
-"""The linears in registers, at every type and level of them that this processor has."""
+"""The linears in registers, at every type and level of them that this processor has, or that are emulated."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import pytest
@@ -14,19 +15,19 @@ from roseinfer.model.layers.activation import ACTIVATIONS
 from roseinfer.model.layers.linear import IntegerLinear, RegisterLinear
 from tests.conftest import BuiltKernels
 from tests.unit.model.layers.test_linear import random, reference
-from tests.unit.model.setups import LEVELS_HERE, Setup
+from tests.unit.model.setups import LEVELS_HERE, TESTED_LEVELS, Setup
 
-pytestmark = pytest.mark.skipif(not LEVELS_HERE, reason="no level of the kernels runs on this processor")
 Dtype = Literal["float32", "bfloat16"]
-PAIR_LEVELS = ("avx512_bf16", "amx")  # of bfloat16; `amx` has tiles too, and prefers them
+PAIR_LEVELS = ("avx512_bf16", "amx", "neon", "neon_dotprod", "neon_i8mm")  # of bfloat16; `amx` prefers its tiles
 KINDS: list[tuple[Dtype, str]] = [
-    *(("float32", level) for level in LEVELS_HERE),
-    *(("bfloat16", level) for level in LEVELS_HERE if level in PAIR_LEVELS),
+    *(("float32", level) for level in TESTED_LEVELS),
+    *(("bfloat16", level) for level in TESTED_LEVELS if level in PAIR_LEVELS),
 ]
 every_kind = pytest.mark.parametrize(("dtype", "level"), KINDS)
 
 # Inputs and outputs: less than a piece, less than a panel, edges of both, odd rows, several chunks, a vocabulary.
 SHAPES = [(3, 1), (8, 17), (100, 48), (763, 49), (1543, 95), (3072, 145), (37, 50257)]
+EMULATED_SHAPES = [(3, 1), (8, 17), (100, 48), (1543, 25), (3100, 13)]
 
 
 def linear_of(
@@ -38,6 +39,10 @@ def linear_of(
     return RegisterLinear([weight], bias if has_bias else None, "none", torch.float32, placement)
 
 
+def shapes_of(level: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> Sequence[tuple[int, int]]:
+    return shapes if level in LEVELS_HERE else EMULATED_SHAPES
+
+
 def rows_of(num_rows: int, num_inputs: int, dtype: Dtype, seed: int = 3) -> torch.Tensor:
     return random(num_rows, num_inputs, seed=seed).to(DTYPES[dtype])
 
@@ -46,7 +51,7 @@ def rows_of(num_rows: int, num_inputs: int, dtype: Dtype, seed: int = 3) -> torc
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_sums_are_near_those_in_float64(built_kernels: BuiltKernels, dtype: Dtype, level: str, has_bias: bool) -> None:
     """Products of bfloat16 are exact in float32, so both types' sums have the roundings of float32."""
-    for num_inputs, num_outputs in SHAPES:
+    for num_inputs, num_outputs in shapes_of(level):
         linear = linear_of(built_kernels, (dtype, level), num_inputs, num_outputs, has_bias=has_bias)
         weight = random(num_outputs, num_inputs, seed=1).to(DTYPES[dtype]).double()
         bias = random(num_outputs, seed=2).double()
@@ -82,12 +87,13 @@ def test_a_row_is_the_same_alone_and_among_others(
     built_kernels: BuiltKernels, dtype: Dtype, level: str, num_threads: int
 ) -> None:
     torch.set_num_threads(num_threads)
-    for num_inputs, num_outputs in SHAPES[:-1]:
+    most = 513 if level in LEVELS_HERE else 140
+    for num_inputs, num_outputs in shapes_of(level, SHAPES[:-1]):
         linear = linear_of(built_kernels, (dtype, level), num_inputs, num_outputs)
-        x = rows_of(513, num_inputs, dtype)
+        x = rows_of(most, num_inputs, dtype)
         whole = linear(x)
         for num_rows in (1, 2, 7, 64):
-            for first in (0, 130, 513 - num_rows):
+            for first in (0, most // 4, most - num_rows):
                 rows = slice(first, first + num_rows)
                 assert torch.equal(linear(x[rows]), whole[rows]), (num_inputs, num_outputs, num_rows)
 
@@ -106,18 +112,18 @@ def test_what_is_not_finite_stays_in_its_row(built_kernels: BuiltKernels, dtype:
 
 def test_every_level_sums_in_the_same_order(built_kernels: BuiltKernels) -> None:
     """One chain over the inputs, in ascending order, whatever the width of a register."""
-    for num_inputs, num_outputs in SHAPES[:-1]:
+    for num_inputs, num_outputs in EMULATED_SHAPES:
         x = random(21, num_inputs)
-        sums = [linear_of(built_kernels, ("float32", level), num_inputs, num_outputs)(x) for level in LEVELS_HERE]
+        sums = [linear_of(built_kernels, ("float32", level), num_inputs, num_outputs)(x) for level in TESTED_LEVELS]
         assert all(torch.equal(of_level, sums[0]) for of_level in sums)
 
 
-@pytest.mark.parametrize("level", LEVELS_HERE)
+@pytest.mark.parametrize("level", TESTED_LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_has_the_bits_that_it_has_by_torchs_product(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
     """Sums of integers are exact in any order, and what stands around them is computed in the same order."""
     placement = Setup(dtype, "int8", level).placement(built_kernels)
-    for num_inputs, num_outputs in (*SHAPES[:-1], (70_000, 3)):  # in the last, sums wrap around
+    for num_inputs, num_outputs in (*shapes_of(level, SHAPES[:-1]), (70_000, 3)):  # in the last, sums wrap around
         weight = random(num_outputs, num_inputs, seed=1)
         weight[-1] = 1.0  # 127 everywhere
         x = rows_of(70, num_inputs, dtype)
@@ -152,6 +158,6 @@ def test_nothing_but_the_outputs_is_written(built_kernels: BuiltKernels, dtype: 
     linear = linear_of(built_kernels, (dtype, level), 30, 50)
     guarded = torch.full((9, 50), 7.0)
     x = rows_of(5, 30, dtype)
-    linear._multiply(linear._address, x.data_ptr(), 5, guarded[2:].data_ptr())
+    linear._multiply(linear._reference, x.data_ptr(), 5, guarded[2:].data_ptr())
     assert torch.equal(guarded[2:7], linear(x))
     assert (guarded[[0, 1, 7, 8]] == 7.0).all()

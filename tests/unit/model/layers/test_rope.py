@@ -10,11 +10,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from roseinfer.config.options import RunnerConfig
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
 from roseinfer.model.families.llama import LlamaSpec
-from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
+from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.rope import (
     DynamicRope,
     Llama3Rope,
@@ -26,6 +25,7 @@ from roseinfer.model.layers.rope import (
     normalise_rope,
 )
 from tests.conftest import BuiltKernels
+from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, kernels_at
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 8,
@@ -170,18 +170,14 @@ def test_a_quarter_turn() -> None:
 
 
 CPU = torch.device("cpu")
-LEVELS = [level.name for level in levels_here()]
 # The kernel rounds once, torch between norm and rotation too: a unit in bfloat16's last place, of numbers up to 4.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.04}
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-@pytest.fixture(params=["torch", *LEVELS])
-def kernels(request: pytest.FixtureRequest) -> Kernels | None:
-    if request.param == "torch":
-        return None
-    built: BuiltKernels = request.getfixturevalue("built_kernels")
-    return load_kernels(RunnerConfig(kernels=request.param, kernels_dir=str(built(request.param))))
+@pytest.fixture(params=["torch", *LEVELS_WITHOUT_PRODUCTS])
+def kernels(request: pytest.FixtureRequest, built_kernels: BuiltKernels) -> Kernels | None:
+    return None if request.param == "torch" else kernels_at(request.param, built_kernels)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

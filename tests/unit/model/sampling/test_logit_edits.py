@@ -14,25 +14,23 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
-from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
+from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.logit_edits import GROUP, Penalties
 from roseinfer.model.sampling.sampler import Sampler
 from tests.conftest import BuiltKernels
+from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, kernels_at
 
 CPU = torch.device("cpu")
 VOCAB = 300
 PROMPT = [5, 9, 9, 17, 200, 9]
 
 
-@pytest.fixture(params=["torch", *(level.name for level in levels_here())])
+@pytest.fixture(params=["torch", *LEVELS_WITHOUT_PRODUCTS])
 def kernels(request: pytest.FixtureRequest, built_kernels: BuiltKernels) -> Kernels | None:
-    if request.param == "torch":
-        return None
-    return load_kernels(RunnerConfig(kernels=request.param, kernels_dir=str(built_kernels(request.param))))
+    return None if request.param == "torch" else kernels_at(request.param, built_kernels)
 
 
 def random_logits(rows: int, seed: int = 5) -> torch.Tensor:

@@ -13,21 +13,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
-from roseinfer.model.kernels.library import Kernels, levels_here, load_kernels
+from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.sampler import Sampler
 from tests.conftest import BuiltKernels
+from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, kernels_at
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["torch", *(level.name for level in levels_here())])
+@pytest.fixture(params=["torch", *LEVELS_WITHOUT_PRODUCTS])
 def kernels(request: pytest.FixtureRequest, built_kernels: BuiltKernels) -> Kernels | None:
-    if request.param == "torch":
-        return None
-    return load_kernels(RunnerConfig(kernels=request.param, kernels_dir=str(built_kernels(request.param))))
+    return None if request.param == "torch" else kernels_at(request.param, built_kernels)
 
 
 Draw = Callable[..., tuple[list[int], list[TokenLogprobs | None]]]

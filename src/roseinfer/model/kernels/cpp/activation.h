@@ -30,16 +30,7 @@ static inline Floats load(const int32_t* from) {
     return (Floats)__builtin_convertvector(integers, Floats);
 }
 
-// Rounds as to_bfloat16 does; numbers below the smallest normal one become 0 where the processor has an instruction.
-static inline void store(bfloat16* to, Floats x) {
-#ifdef HAS_BFLOAT16_PRODUCTS
-    store_bfloat16(to, x);
-#else
-    Several<float> all;
-    store(all.values, x);
-    for (int i = 0; i < LANES; ++i) to[i] = to_bfloat16(all.values[i]);
-#endif
-}
+static inline void store(bfloat16* to, Floats x) { store_bfloat16(to, x); }
 
 // The first `count` of LANES numbers; the others are 0.
 template <typename T>

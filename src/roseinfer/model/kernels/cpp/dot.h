@@ -1,11 +1,15 @@
 // Products of integers in registers. The sums are the same with every family of instructions.
 //
 // A family's header has the type Integers, of the words of a register, and either HAS_FOURS and
-//     add_fours(sum, x, weight)       sum + the four products of bytes in each word, those of x unsigned
+//     add_fours(sum, x, weight)       sum + the four products of bytes in each word, those of x unsigned on x86
 // or what it is made of here:
 //     pair_products(a, b)             of each word, the sum of its two products of signed 16 bits
 //     odd_bytes(x), even_bytes(x)     the second and fourth byte of each word, or the first and third, in 16 bits each
 //     add_byte_pairs(sum, a, b)       16 bits each: sum + two products of bytes, those of a unsigned
+// With HAS_EIGHTS there is an instruction for the products of two rows with two outputs, see row_pairs.h:
+//     add_eights(sum, x, weight)      sum + the eight products of signed bytes of each half of x and each of weight
+//     join_eights(a, b)               eight bytes each
+//     lower_words(a, b), upper_words, lower_halves, upper_halves   the words, or eights, of both in turn, of one half
 // Sums wrap around.
 
 #pragma once
@@ -17,6 +21,13 @@
 constexpr bool kHasFours = true;
 #else
 constexpr bool kHasFours = false;
+#endif
+
+// Whether rows of int8 have 128 added, since the instruction takes their bytes unsigned.
+#ifdef __ARM_NEON
+constexpr bool kRowsAreUnsigned = false;
+#else
+constexpr bool kRowsAreUnsigned = kHasFours;
 #endif
 
 #ifndef HAS_FOURS

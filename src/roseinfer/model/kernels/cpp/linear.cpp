@@ -14,10 +14,9 @@
 // Packed weight: panels of kPanel outputs, one below the other; in a panel, for each word, those of its outputs.
 // Outputs past the weight's edge, and inputs that fill up a row's last word, are 0.
 //
-// The instruction for int8 takes x unsigned, so 128 is added to x, and each sum is too large by 128 times the sum of its
-// weights. Sums may wrap around on the way: subtracting this surplus wraps them back, and for up to 133,144 inputs the
-// result fits. Levels without the instruction multiply pairs of 16 bits and have no surplus; the sums are the same.
-
+// The instruction for int8 on x86 takes x unsigned, so 128 is added to x, and each sum is too large by 128 times the sum
+// of its weights. Sums may wrap around on the way: subtracting this surplus wraps them back, and for up to 133,144 inputs
+// the result fits. Other levels multiply pairs of 16 bits, or signed bytes, and have no surplus; the sums are the same.
 //
 // Words of int4 have eight inputs, those of two words of x: in the low and in the high halves of its bytes. Four words are a
 // group; its sum of integers is exact, becomes a float, and its product with the scale is added to the output's, fused, in
@@ -32,6 +31,12 @@
 #include "common.h"
 #include "dot.h"
 #include "quantize.h"
+#include "row_pairs.h"
+
+// On x86 without its instruction torch has the faster product of bfloat16; on Arm nobody has one that keeps rows exact.
+#if defined(HAS_BFLOAT16_PRODUCTS) || defined(__ARM_NEON)
+#define HAS_BFLOAT16_LINEARS
+#endif
 
 namespace {
 
@@ -106,7 +111,11 @@ template <typename T>
 constexpr int64_t kRowWords = kIsInt8<T> && !kHasFours ? 2 : 1;
 template <typename T>
 constexpr int64_t row_words(int64_t num_words) {
-    return kIsInt4<T> ? num_words / kGroupWords * kGroupRowWords : num_words * kRowWords<T>;
+    if constexpr (kIsInt4<T>) return num_words / kGroupWords * kGroupRowWords;
+#ifdef HAS_EIGHTS
+    if constexpr (kIsInt8<T>) return (num_words + 1) / 2 * 2;
+#endif
+    return num_words * kRowWords<T>;
 }
 
 // Rows at once. In int4 each output has a sum of its group and one of all groups; in int8 without an instruction for
@@ -123,7 +132,7 @@ inline __attribute__((always_inline)) Sums<T> add_product(Sums<T> sum, Floats x,
         return multiply_add(x, weight, sum);
     } else if constexpr (kIsInt8<T>) {
         return add_fours(sum, (Integers)x, (Integers)weight);
-#ifdef HAS_BFLOAT16_PRODUCTS
+#ifdef HAS_BFLOAT16_LINEARS
     } else if constexpr (sizeof(T) == 2) {
         return add_bfloat16_pairs(sum, (Words)x, (Words)weight);
 #endif
@@ -203,6 +212,62 @@ inline __attribute__((always_inline)) void each(const Call& call) {
     each(call, std::make_integer_sequence<int, count>());
 }
 
+#ifdef HAS_EIGHTS
+
+// The same for int8 with an instruction for eight products.
+template <int num_rows>
+__attribute__((noinline)) void multiply_row_pairs(const Block& block) {
+    RowPairs<num_rows, kVectors> pairs;
+    for (int i = 0; i < kVectors; ++i) {
+        pairs.start(i, [&](int row) {
+            return block.is_first ? Integers{} : (Integers)load(block.sums + row * kPanel + i * LANES);
+        });
+    }
+    const float *x = block.x, *weight = block.weight;
+    Ahead ahead(block);
+    int64_t word = 0;
+    for (; word + 2 <= block.num_words; word += 2, x += 2, weight += 2 * kPanel) {
+        ahead.step(2);
+        for (int i = 0; i < kVectors; ++i) {
+            const float* words = weight + i * LANES;
+            pairs.add(i, x, block.row_step, (Integers)load(words), (Integers)load(words + kPanel));
+        }
+    }
+    if (word < block.num_words) {
+        for (int i = 0; i < kVectors; ++i) {
+            pairs.add(i, x, block.row_step, (Integers)load(weight + i * LANES), Integers{});
+        }
+    }
+    for (int row = 0; row < num_rows; ++row) {
+        for (int i = 0; i < kVectors; ++i) store(block.sums + row * kPanel + i * LANES, (Floats)pairs.row(i, row));
+    }
+}
+
+// sums + the groups of rows times those of the weight.
+template <int num_rows>
+inline __attribute__((always_inline)) void multiply_group(const float* x, int64_t row_step, const float* weight,
+                                                          const uint16_t* scales, Floats (&sums)[num_rows][kVectors]) {
+    RowPairs<num_rows, kVectors> of_group;
+    for (int i = 0; i < kVectors; ++i) {
+        of_group.start(i, [&](int row) { return (Integers)splat(x[row * row_step]); });
+    }
+#pragma GCC unroll 4
+    for (int word = 0; word < kGroupWords; ++word) {
+        for (int i = 0; i < kVectors; ++i) {
+            const Integers words = (Integers)load(weight + word * kPanel + i * LANES);
+            of_group.add(i, x + 1 + 2 * word, row_step, low_nibbles(words), high_nibbles(words));
+        }
+    }
+    each<kVectors>([&](auto i) __attribute__((always_inline)) {
+        const Floats scale = load_halves(scales + i * LANES);
+        each<num_rows>([&](auto row) __attribute__((always_inline)) {
+            sums[row][i] = multiply_add(total_of_group(of_group.row(i, row)), scale, sums[row][i]);
+        });
+    });
+}
+
+#else
+
 // sums + the groups of rows times those of the weight.
 template <int num_rows>
 inline __attribute__((always_inline)) void multiply_group(const float* x, int64_t row_step, const float* weight,
@@ -231,6 +296,8 @@ inline __attribute__((always_inline)) void multiply_group(const float* x, int64_
         });
     });
 }
+
+#endif
 
 template <int num_rows>
 __attribute__((noinline)) void multiply_groups(const Block& block) {
@@ -261,8 +328,11 @@ void multiply_block(int64_t num_rows, const Block& block) {
     if constexpr (at_most > 1) {
         if (num_rows < at_most) return multiply_block<T, at_most - 1>(num_rows, block);
     }
-    if constexpr (kIsInt4<T>) multiply_groups<at_most>(block);
-    else multiply_rows<T, at_most>(block);
+    if constexpr (kIsInt4<T>) return multiply_groups<at_most>(block);
+#ifdef HAS_EIGHTS
+    if constexpr (kIsInt8<T>) return multiply_row_pairs<at_most>(block);
+#endif
+    if constexpr (!kIsInt4<T>) multiply_rows<T, at_most>(block);
 }
 
 // The integers whose bits are in `sums`, less the surplus.
@@ -284,7 +354,7 @@ void finish_rows(const Linear& linear, const float* sums, const float* scales, i
     if (linear.bias) std::memcpy(bias, linear.bias + column, count * sizeof(float));
     if constexpr (kIsInt8<T>) {
         std::memcpy(column_scales, static_cast<const float*>(linear.scales) + column, count * sizeof(float));
-        if constexpr (kHasFours) std::memcpy(surplus, linear.surplus + column, count * sizeof(int32_t));
+        if constexpr (kRowsAreUnsigned) std::memcpy(surplus, linear.surplus + column, count * sizeof(int32_t));
     }
     with_activation(linear.activation, [&](auto activation) {
         for (int64_t row = 0; row < num_rows; ++row) {
@@ -479,10 +549,12 @@ void unpack_int4_rows(const Linear& linear, const int64_t* ids, int64_t num_ids,
 thread_local Buffer quantized_rows;  // of the calling thread; those of its team read it
 thread_local Buffer row_scales;
 
-// A piece of an int8 row as words of x: bytes with 128 added, or, for each word of the weight, the first and third number
-// in 16 bits and then the second and fourth.
+// A piece of an int8 row as words of x: bytes, perhaps with 128 added, or, for each word of the weight, the first and
+// third number in 16 bits and then the second and fourth.
 void write_piece(const int8_t* values, int64_t count, uint8_t* to) {
-    if constexpr (kHasFours) {
+    if constexpr (kHasFours && !kRowsAreUnsigned) {
+        std::memcpy(to, values, count);
+    } else if constexpr (kHasFours) {
         for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(values[i]) ^ 0x80;
     } else {
         for (int64_t i = 0; i < count; i += 4) {
@@ -539,7 +611,7 @@ EXPORT void roseinfer_linear_rows_float32(const Linear* linear, const int64_t* i
     unpack_rows<float>(*linear, ids, num_ids, out);
 }
 
-#ifdef HAS_BFLOAT16_PRODUCTS
+#ifdef HAS_BFLOAT16_LINEARS
 
 // The same in bfloat16; rows of `packed` are of an even number of inputs.
 EXPORT void roseinfer_linear_pack_bfloat16_pairs(const bfloat16* weight, int64_t output_step, int64_t input_step,

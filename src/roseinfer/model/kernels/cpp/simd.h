@@ -14,17 +14,32 @@
 //     store_bytes(to, x)              whole numbers from -128 to 127
 //     lower_bfloat16, upper_bfloat16  those of each word, widened
 //     load_halves, half_to_float, to_half   float16; rounded to nearest, ties to even
-// With HAS_BFLOAT16_PRODUCTS there are
+// With HAS_BFLOAT16_PRODUCTS there are instructions for
 //     add_bfloat16_pairs(sum, a, b)   sum + the two products of bfloat16 in each word
-//     store_bfloat16(to, x)           rounded as to_bfloat16 does, but for numbers below the smallest normal one
+// and with HAS_BFLOAT16_STORE one, or a few, for
+//     store_bfloat16(to, x)           rounded as to_bfloat16 does; on x86, numbers below the smallest normal one become 0
 // dot.h tells what is there for integers.
 
 #pragma once
 
+#include "common.h"
+
 #if defined(__AVX512F__)
 #include "simd_avx512.h"
-#else
+#elif defined(__AVX2__)
 #include "simd_avx2.h"
+#else
+#include "simd_neon.h"
+#endif
+
+#ifndef HAS_BFLOAT16_STORE
+
+static inline void store_bfloat16(bfloat16* to, Floats x) {
+    float all[LANES];
+    store(all, x);
+    for (int i = 0; i < LANES; ++i) to[i] = to_bfloat16(all[i]);
+}
+
 #endif
 
 // e^x for x <= 0, to 2 units in the last place; 0 below -87 and for -infinity, exactly 1 for 0, NaN for NaN.

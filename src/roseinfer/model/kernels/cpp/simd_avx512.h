@@ -76,6 +76,7 @@ static inline Floats upper_bfloat16(Words x) {
 #ifdef __AVX512BF16__
 
 #define HAS_BFLOAT16_PRODUCTS
+#define HAS_BFLOAT16_STORE
 
 static inline Words splat_word(int32_t x) { return _mm512_set1_epi32(x); }
 
