@@ -25,8 +25,9 @@ from roseinfer.model.kernels.library import (
 _TESTS = Path(__file__).parent
 ON_REAL_CLOCKS = {_TESTS / "deploy", _TESTS / "e2e", _TESTS / "integration", _TESTS / "chart" / "test_start.py"}
 
-# Building the image takes as long as a third of all other tests, and cannot be divided.
-LONGEST_FIRST = {_TESTS / name: rank for rank, name in enumerate(("deploy", "e2e", "integration"))}
+# Building the image takes longest and cannot be divided. The file would be the last one, with nothing beside it.
+_LONGEST = ("deploy", "e2e", "integration", "unit/text/test_tool_calls_cost.py")
+LONGEST_FIRST = {_TESTS / name: rank for rank, name in enumerate(_LONGEST)}
 
 # A thread that has nothing to do sleeps. By default it spins, which with more threads than cores, as where two workers
 # test, is most of what tests would compute. Read when a library of OpenMP is loaded: here, before torch is.
@@ -110,11 +111,11 @@ def _take_over(level: Level, kernels_dir: Path) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Retries a test on a real clock once; begins with the folders that take longest, so that workers end together."""
+    """Retries a test on a real clock once; begins with what takes longest, so that workers end together."""
     for item in items:
         if {item.path, item.path.parent} & ON_REAL_CLOCKS:
             item.add_marker(pytest.mark.flaky(reruns=1))
-    items.sort(key=lambda item: LONGEST_FIRST.get(item.path.parent, len(LONGEST_FIRST)))
+    items.sort(key=lambda item: min(LONGEST_FIRST.get(path, len(_LONGEST)) for path in (item.path, item.path.parent)))
 
 
 def _refuse_skip(report: Report) -> Report:
