@@ -14,6 +14,7 @@ import argparse
 import gc
 import platform
 import time
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.link.frames import encode_frame
+from roseinfer.engine.pace import Pace
+from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, Request, SamplingParams
 
 VOCAB_SIZE = 50257
@@ -35,12 +38,16 @@ PARTS = ("schedule", "commit", "record", "encode", "total")
 
 
 def make_engine(num_rows: int, pipeline_depth: int, evicted_mib: int) -> Engine:
+    config, cache = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=4 * MAX_MODEL_LEN), CacheConfig()
+    pace = Pace.of(config, cache.block_size, is_cpu=True)
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=4 * MAX_MODEL_LEN),
-        CacheConfig(),
+        config,
+        cache,
         num_blocks=num_rows * MAX_MODEL_LEN // CacheConfig().block_size,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=(VOCAB_SIZE - 1,),
+        pacer=pace,
+        make_drafter=None if pipeline_depth else partial(Speculation, pace),
     )
     block_size = CacheConfig().block_size
     info = EngineInfo(

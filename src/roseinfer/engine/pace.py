@@ -12,6 +12,7 @@ from roseinfer.runtime.step_costs import StepCosts, StepSize
 _WEIGHT = 0.1  # of a newer step in how much longer than by the fit steps take now
 _UNNOTICED_NS = 30_000_000
 _PROMPT_TIME = 1.0  # that a step has for prompts, over the time that its decoding rows take alone
+_MOST_AT_ONCE = 16  # steps
 _ALL = 1 << 30  # prompt tokens: more than any step holds
 _MOST_DRIFT = 2.0  # of that, either way: what takes longer was interrupted
 
@@ -27,6 +28,8 @@ class Pace:
         self._costs = StepCosts()
         self._drift = 1.0  # of steps that decoded, over what the fit said of them
         self._num_context_tokens = 0  # of the last step
+        self._unlearned: list[tuple[StepCounts, int]] = []
+        self._num_at_once = 0  # grows, so that what the first steps took is known at once
 
     @classmethod
     def of(cls, config: SchedulerConfig, block_size: int, *, is_cpu: bool) -> "Pace":
@@ -37,18 +40,28 @@ class Pace:
 
     def learn_step(self, counts: StepCounts, duration_ns: int) -> None:
         """See Pacer."""
-        num_rows = counts.num_decode_seqs + counts.num_draft_tokens
-        size = StepSize(num_rows, counts.num_prefill_tokens, counts.num_context_tokens)
-        if num_rows and (expected_ns := self._costs.expected_ns(size)):
-            drift = min(max(duration_ns / expected_ns, 1 / _MOST_DRIFT), _MOST_DRIFT)
-            self._drift += _WEIGHT * (drift - self._drift)
-        self._costs.learn(size, duration_ns)
-        self._num_context_tokens = counts.num_context_tokens
+        self._unlearned.append((counts, duration_ns))
+        if len(self._unlearned) > self._num_at_once:
+            self._num_at_once = min(self._num_at_once + 1, _MOST_AT_ONCE)
+            self._learn()
+
+    def _learn(self) -> None:
+        """Learn from the steps noted since the last time: together, since the model has the caches in between."""
+        for counts, duration_ns in self._unlearned:
+            num_rows = counts.num_decode_seqs + counts.num_draft_tokens
+            size = StepSize(num_rows, counts.num_prefill_tokens, counts.num_context_tokens)
+            if num_rows and (expected_ns := self._costs.expected_ns(size)):
+                drift = min(max(duration_ns / expected_ns, 1 / _MOST_DRIFT), _MOST_DRIFT)
+                self._drift += _WEIGHT * (drift - self._drift)
+            self._costs.learn(size, duration_ns)
+            self._num_context_tokens = counts.num_context_tokens
+        self._unlearned.clear()
 
     def most_prompt_tokens(self, num_rows: int, num_waiting: int) -> int:
         """See Pacer."""
         if not self._cuts:
             return _ALL
+        self._learn()
         decode_ns = self._decode_ns(num_rows)
         if not decode_ns:
             return self._least

@@ -4,6 +4,7 @@ A step takes a constant, so much for each decode row, for each prompt token, and
 from the KV cache; none of them can be negative.
 """
 
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -82,8 +83,7 @@ class StepCosts:
     """What recent steps say of the next one."""
 
     def __init__(self) -> None:
-        self._features: FloatArray = np.ones((_WINDOW, 1 + len(StepSize._fields)))
-        self._times_ns: FloatArray = np.zeros(_WINDOW)
+        self._steps: deque[tuple[int, ...]] = deque(maxlen=_WINDOW)  # 1, size and nanoseconds of each
         self._num_learned = 0
         self._coefficients: list[float] | None = None
         self._variances: list[float] = []  # of the features
@@ -91,9 +91,7 @@ class StepCosts:
 
     def learn(self, size: StepSize, duration_ns: int) -> None:
         """Learns how long a step took. One that took many times as long as the fit says is left out of it."""
-        at = self._num_learned % _WINDOW
-        self._features[at, 1:] = size
-        self._times_ns[at] = duration_ns
+        self._steps.append((1, *size, duration_ns))
         self._num_learned += 1
         is_new = not self.knows(size)
         if is_new or self._num_learned < 2 * _MIN_STEPS or self._num_learned % _REFIT_EVERY == 0:
@@ -129,13 +127,13 @@ class StepCosts:
         return (variance * self._coefficients[1 + feature] + assumed) / (variance + 1)
 
     def _fit(self) -> None:
-        count = min(self._num_learned, _WINDOW)
-        if count < _MIN_STEPS:
+        if self._num_learned < _MIN_STEPS:
             return
-        features = self._features[:count]
+        steps: FloatArray = np.array(self._steps, np.float64)
+        features = steps[:, :-1]
         self._largest = StepSize(*features[:, 1:].max(axis=0).astype(int).tolist())
         self._variances = features[:, 1:].var(axis=0).tolist()
-        self._coefficients = fit_costs(features, self._times_ns[:count], _OUTLIER, _CLOSE).coefficients.tolist()
+        self._coefficients = fit_costs(features, steps[:, -1], _OUTLIER, _CLOSE).coefficients.tolist()
 
 
 def size_of(record: StepRecord) -> StepSize:

@@ -40,7 +40,7 @@ def test_drafts_grow_where_they_hold_and_end_where_they_do_not() -> None:
     table = SlotTable(2, 256, 8)
     pace = Pace(target_ns=None, least=16, cuts=True)
     speculation, index = Speculation(pace, table), np.array([0, 1])
-    for _ in range(4):
+    for _ in range(16):
         pace.learn_step(StepCounts(num_decode_seqs=1), 1000)
     before = speculation._wanted(index, 2)
     assert 0 < before[0] < MAX_DRAFT_TOKENS

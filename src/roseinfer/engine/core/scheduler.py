@@ -373,8 +373,7 @@ class Scheduler:
         known = np.flatnonzero(np.array(drafted) < 0) if has_drafts else slice(None)
         slots = index[known]  # one row each: what is drafted counts when it is accepted
         table.num_computed[slots] = ends[known]
-        num_tokens = table.num_tokens[slots] + batch.samples[known]
-        table.num_tokens[slots] = num_tokens
+        table.num_tokens[slots] = num_tokens = table.num_tokens[slots] + batch.samples[known]
         for row, (sequence, _) in enumerate(chunks, first_chunk):
             if batch.samples[row]:
                 self._begin_decoding(sequence)

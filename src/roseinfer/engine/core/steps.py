@@ -31,8 +31,6 @@ Chunk = tuple[Sequence, int]
 
 MAX_FAILURES_IN_A_ROW = 4  # of one prompt each: one client may send it again and again
 
-_NO_TOKENS: Int32Array = np.zeros(0, np.int32)
-
 
 class StepCounts(msgspec.Struct, gc=False):
     """The scheduler's counts of one step; part of its `StepRecord`."""
@@ -67,6 +65,7 @@ class SampledRows(msgspec.Struct, frozen=True, gc=False):
     index: IndexArray  # slots
     ends: Int32Array  # position of the sampled token
     sampled: SampledTokens
+    token_ids: list[int]  # the same as `sampled` has, which are few enough to be looked through faster so
     first: range  # rows whose token is the first one after a prefill
     has_last: bool  # some row sampled the last token that its request allows
     surplus: set[int]  # rows of sequences that ended after the step was scheduled
@@ -93,7 +92,8 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
         if len(sampled.token_ids) < len(index):
             index, ends = index[self.batch.samples], ends[self.batch.samples]
         surplus = {row for row, slot in enumerate(index.tolist()) if slot in ended} if ended else set()
-        return SampledRows(index, ends, sampled, range(self.first_chunk, len(index)), self.has_last, surplus)
+        token_ids = sampled.token_ids.tolist()
+        return SampledRows(index, ends, sampled, token_ids, range(self.first_chunk, len(index)), self.has_last, surplus)
 
     def keep_scores(self, sampled: SampledTokens, table: SlotTable) -> None:
         """Keep the scores of prompt tokens with their sequences."""
@@ -126,10 +126,10 @@ class RowFailures:
 
     def judge(self, rows: SampledRows, table: SlotTable) -> list[int]:
         """Return the rows that failed, surplus ones included. Raises UnattributableFailure."""
-        token_ids = rows.sampled.token_ids
-        if not len(token_ids):  # no row sampled: no evidence
+        if not rows.token_ids:  # no row sampled: no evidence
             return []
-        if np.minimum.reduce(token_ids) >= 0:
+        token_ids = rows.sampled.token_ids
+        if min(rows.token_ids) >= 0:
             self._prompts.clear()
             return []
         failed: list[int] = (token_ids < 0).nonzero()[0].tolist()
@@ -200,7 +200,7 @@ def make_batch(
 def _known_tokens(table: SlotTable, drafts: dict[int, Int32Array], chunks: list[Chunk]) -> Int32Array:
     """The tokens that the rows compute whose tokens are known or drafted, row after row."""
     if not drafts and not chunks:
-        return _NO_TOKENS
+        return table.num_tokens[:0]
     pieces = []
     for slot, draft in drafts.items():
         pieces += [table.known_tokens(slot)[-1:], draft]
@@ -220,17 +220,17 @@ def _masks(table: SlotTable, slots: Int32Array, samples: BoolArray) -> TokenMask
 
 def find_last_rows(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
     """Find rows whose token ends their sequence: the last one allowed, an eos id they heed, or a stop id."""
-    index, token_ids, last = rows.index, rows.sampled.token_ids, dict[int, FinishReason]()
+    index, token_ids, last = rows.index, rows.token_ids, dict[int, FinishReason]()
     if rows.has_last:
         at_limit = (rows.ends + 1 == table.max_tokens[index]).nonzero()[0].tolist()
         last = dict.fromkeys(at_limit, FinishReason.LENGTH)
     for eos_token_id in eos_token_ids:
-        for row in (token_ids == eos_token_id).nonzero()[0].tolist():
-            if not table.ignores_eos[index[row]]:
-                last[row] = FinishReason.STOP
+        if eos_token_id in token_ids:
+            found = (row for row, token_id in enumerate(token_ids) if token_id == eos_token_id)
+            last |= {row: FinishReason.STOP for row in found if not table.ignores_eos[index[row]]}
     if table.stop_token_ids:
         for row, slot in enumerate(index.tolist()):
-            if slot in table.stop_token_ids and int(token_ids[row]) in table.stop_token_ids[slot]:
+            if slot in table.stop_token_ids and token_ids[row] in table.stop_token_ids[slot]:
                 last[row] = FinishReason.STOP
     for row in rows.surplus:
         last.pop(row, None)
@@ -244,7 +244,7 @@ def drop_rejected(
 
     A row of a drafted token holds if the row before it holds, sampled that very token and did not end its sequence.
     """
-    token_ids, kept, accepted, holds = rows.sampled.token_ids.tolist(), list[int](), list[int](), True
+    token_ids, kept, accepted, holds = rows.token_ids, list[int](), list[int](), True
     for row, draft in enumerate(drafted[: len(token_ids)]):  # those after them are chunks that sample nothing
         holds = draft < 0 or (holds and row - 1 not in last and token_ids[row - 1] == draft)
         if holds:
@@ -254,8 +254,9 @@ def drop_rejected(
     logprobs = rows.sampled.logprobs
     sampled = SampledTokens(rows.sampled.token_ids[kept], logprobs and [logprobs[row] for row in kept])
     first = range(len(kept) - len(rows.first), len(kept))  # chunks are the last rows, and all of them hold
-    held = SampledRows(rows.index[kept], rows.ends[kept], sampled, first, rows.has_last, set())
-    return held, {row: last[old] for row, old in enumerate(kept) if old in last}, accepted
+    held = [token_ids[row] for row in kept]
+    rows = SampledRows(rows.index[kept], rows.ends[kept], sampled, held, first, rows.has_last, set())
+    return rows, {row: last[old] for row, old in enumerate(kept) if old in last}, accepted
 
 
 def advance_grammars(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> None:
@@ -264,7 +265,7 @@ def advance_grammars(rows: SampledRows, table: SlotTable, last: dict[int, Finish
         constraint = table.constraints.get(slot)
         if constraint is None or row in rows.surplus or last.get(row) in {FinishReason.STOP, FinishReason.ERROR}:
             continue
-        constraint.accept(int(rows.sampled.token_ids[row]))
+        constraint.accept(rows.token_ids[row])
         if constraint.has_failed:
             last[row] = FinishReason.ERROR
         elif constraint.is_over:
@@ -292,7 +293,7 @@ def build_outcome(rows: SampledRows, table: SlotTable, last: dict[int, FinishRea
 
 
 def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: FinishReason | None) -> TokenOutput:
-    slot, token_id = int(rows.index[row]), int(rows.sampled.token_ids[row])
+    slot, token_id = int(rows.index[row]), rows.token_ids[row]
     sequence, is_first = table.owner(slot), row in rows.first
     logprobs = None if rows.sampled.logprobs is None else rows.sampled.logprobs[row]
     has_failed, constraint = finish_reason is FinishReason.ERROR, sequence.constraint
