@@ -5,9 +5,10 @@
 The runner is the simulator's and answers at once, so what is left is the host's part of a step: schedule, commit,
 record (the rest of `Engine.step`: stamps, counts, the step's record) and encode (the message as it goes to the front
 end). Prompts have different lengths, so in every step some sequences need a new block and some publish a full one, as
-they do after requests have come one by one. Medians, with the 10th and the 90th percentile in brackets. At depth 1 a
-call of `Engine.step` holds parts of two steps, so the percentiles of record mean nothing there; its median does. With
-`--evict-mib` a step reads so much memory as a model would, and the caches are as cold afterwards.
+they do after requests have come one by one. At depth 0 rows look for drafts, as on a CPU. Medians, with the 10th and
+the 90th percentile in brackets. At depth 1 a call of `Engine.step` holds parts of two steps, so the percentiles of
+record mean nothing there; its median does. With `--evict-mib` a step reads so much memory as a model would, and the
+caches are as cold afterwards.
 """
 
 import argparse

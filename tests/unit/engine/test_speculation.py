@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.sequence import SlotTable
@@ -15,7 +16,7 @@ from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import MAX_DRAFT_TOKENS, Speculation, find_draft
 from roseinfer.messages import Request
 from roseinfer.records import FinishReason
-from tests.unit.engine.harness import Transcript, make_engine, make_request, run_to_end
+from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
 
 
 @pytest.mark.parametrize(
@@ -157,3 +158,25 @@ def test_rejected_tokens_are_never_in_the_prefix_cache() -> None:
     alone.add_request(second)
     assert transcript.tokens["second"] == run_to_end(alone).tokens["second"]
     assert transcript.steps[0].record.num_prefix_hit_tokens > 20
+
+
+def test_rows_draft_beside_chunks_of_prompts() -> None:
+    requests = [make_request("stream", [1, 2, 3], max_tokens=80), make_request("prompt", [4] * 90, max_tokens=5)]
+    config: dict[str, Any] = {"repeats": True, "max_prefill_tokens": 5}
+    off = live(make_engine(**config), requests, [40, 0], {})
+    on = live(make_engine(can_speculate=True, speculation=8, **config), requests, [10, 0], {})
+    assert on.tokens == off.tokens
+    assert any(step.record.num_prefill_tokens and step.record.num_draft_tokens for step in on.steps)
+
+
+def test_a_deadline_ends_a_stream_that_drafts_between_two_steps() -> None:
+    engine, now = make_engine(repeats=True, can_speculate=True, speculation=8), iter(range(10**6))
+    engine.phases.clock = lambda: next(now)
+    engine.add_request(replace(make_request("late", [1, 2, 3], max_tokens=100), deadline_ns=200))
+    engine.add_request(make_request("other", [1, 2, 4], max_tokens=40))
+    told = run_to_end(engine)
+    alone = run_alone(make_request("alone", [1, 2, 3], max_tokens=100), repeats=True)
+    assert told.reasons == {"late": FinishReason.TIMEOUT, "other": FinishReason.LENGTH}
+    assert 3 < len(told.tokens["late"]) < 100
+    assert told.tokens["late"] == alone[: len(told.tokens["late"])]
+    assert engine.scheduler.kv_cache.pool.num_used == 0
