@@ -90,7 +90,7 @@ async def test_a_click_on_the_widest_gap_tells_its_cause(chromium: str) -> None:
         await browser.click(*await position_of_widest(browser))
         assert await browser.evaluate(CAUSE) == "prefill of request long-prompt: 38.0 of 40.4 ms"
         detail = await browser.evaluate("document.getElementById('detail').innerText")
-        for words in ("scheduler.max_prefill_tokens", "decoding rows", "500 of 1 request", "stream-"):
+        for words in ("scheduler.target_itl_ms", "decoding rows", "500 of 1 request", "stream-"):
             assert words in detail
         shares = await browser.evaluate(
             "[...document.querySelectorAll('.bar span')].map((s) => parseFloat(s.style.width))"
