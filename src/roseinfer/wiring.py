@@ -84,12 +84,12 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     from roseinfer.model.runner import load_runner
 
     runner = load_runner(config, limits.max_active_seqs, clock.enter)
-    memory.give_back()  # what only loading needed
+    clock.enter(LifecycleState.WARMUP, "grammar", "reading the vocabulary for structured output")
+    grammars = _build_grammars(runner.info)
+    memory.give_back()  # what only loading and reading needed
     memory.keep_freed_memory()
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
     runner.warm_up(limits.max_num_batched_tokens)
-    clock.enter(LifecycleState.WARMUP, "grammar", "reading the vocabulary for structured output")
-    grammars = _build_grammars(runner.info)
     clock.stop()
     info = msgspec.structs.replace(runner.info, startup_s=clock.elapsed_s)
     pace = Pace.of(config.scheduler, config.cache.block_size, is_cpu=info.device == "cpu")

@@ -8,6 +8,7 @@ name. Every other token is text, whatever it looks like: `<tool_call>` and `<thi
 answer contains as they are written.
 """
 
+import dataclasses
 import json
 import re
 import time
@@ -58,6 +59,9 @@ _LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,  # they would put the client's grammar into our messages
 )
+# Sets of characters whose tokens the library looks at all at once. The other two of its four for JSON cost 13 MB each
+# for 150,000 tokens, and gain no mask anything that could be measured (docs/log.md, 2026-11-24).
+_SLICES = [r'[^"\\\x00-\x1F\x7F]{1,30}', r'[^"\\\x00-\x1F\x7F]+']
 # No free whitespace, in which a small model can go on for ever: a blank after a comma and a colon, or none.
 _JSON_OPTIONS = {
     "whitespace_flexible": False,
@@ -163,10 +167,11 @@ class Vocabulary:
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         file = TokenizerFile.read(tokenizer_file(checkpoint_dir).read_text(encoding="utf-8"), eos)
         tokens = _Tokens(file, vocab_size, eos)
-        tokenizer = llguidance.LLTokenizer(cast("llguidance.TokenizerWrapper", tokens), eos_token=eos or None)
+        wrapper = cast("llguidance.TokenizerWrapper", tokens)
+        tokenizer = llguidance.LLTokenizer(wrapper, eos_token=eos or None, slices=_SLICES)
         texts = TokenTexts(b"" if token_id in file.control else text for token_id, text in enumerate(tokens.tokens))
         tokens.tokens = []  # the library has its own
-        return cls(tokenizer, vocab_size, file, texts)
+        return cls(tokenizer, vocab_size, dataclasses.replace(file, spelling_control=""), texts)
 
     def thought_tokens(self, thought: Thought) -> ThoughtTokens:
         """What thoughts between these tags are made of: any text, and the tags also where they are control."""
