@@ -255,7 +255,7 @@ class Cause(StrEnum):
         story="the CPU quota of its control group stopped {process} for {part}",
         column="cpu_throttled_ns",
         place="host",
-        colors=("#c2255c", "#f06595"),
+        colors=("#0ca030", "#2fe05c"),
     )
     CPU_WAIT = Row(
         name="cpu_wait",
