@@ -49,7 +49,9 @@ FORMS: dict[str, tuple[Quantization, bool, float]] = {
     "int4": ("int4", True, 0.5625),
 }
 ROOF_MIB = 256
-PEAK_PRODUCTS = {"float32": 3 << 28, "int8": 3 << 29, "int4": 3 << 30}  # of a call, some hundredths of a second
+# Of a call, some hundredths of a second; and those of one lane in one instruction, where they are not four.
+PEAK_PRODUCTS = {"float32": 3 << 28, "bfloat16": 3 << 29, "int8": 3 << 29, "int4": 3 << 30}
+PEAK_DEPTHS = {"float32": 1, "bfloat16": 2}
 
 
 def main() -> int:
@@ -69,22 +71,22 @@ def main() -> int:
     num_weights = args.layers * sum(inputs * outputs for inputs, outputs in LAYER)
     print(f"kernels {kernels.level if kernels else 'off'}, {torch.get_num_threads()} threads, {num_weights:,} weights")
     reads = read_patterns(ROOF_MIB << 20)
-    peaks = _peaks(kernels.level, args.threads) if kernels else {}
+    roofs = peaks(kernels.level, args.threads) if kernels else {}
     for num_rows in map(int, args.rows.split(",")):
         calls = {name: _step(each, num_rows) for name, each in linears.items()}
-        times = _in_turn(calls | reads | peaks, args.rounds)
+        times = in_turn(calls | reads | roofs, args.rounds)
         read_s = list(map(min, zip(*(times[name] for name in reads), strict=True)))
         print(f"\n{num_rows} rows; memory is read at {(ROOF_MIB << 20) / statistics.median(read_s) / 1e9:.1f} GB/s")
         for name in calls:
             of_memory = [num_weights * FORMS[name][2] / time for time in times[name]]
             of_peak = [2 * num_weights * num_rows / time for time in times[name]]
-            roofs = [(ROOF_MIB << 20) / time for time in read_s]
+            rates = [(ROOF_MIB << 20) / time for time in read_s]
             tops = [2 * PEAK_PRODUCTS[name] * args.threads / time for time in times.get(f"peak {name}", [])]
             figures = {
                 "ms": Spread.of([time * 1e3 for time in times[name]]),
                 "gb_s": Spread.of([rate / 1e9 for rate in of_memory]),
                 "gop_s": Spread.of([rate / 1e9 for rate in of_peak]),
-                "share of memory": Spread.of([rate / roof for rate, roof in zip(of_memory, roofs, strict=True)]),
+                "share of memory": Spread.of([rate / roof for rate, roof in zip(of_memory, rates, strict=True)]),
             }
             if tops:
                 shares = [rate / top for rate, top in zip(of_peak, tops, strict=True)]
@@ -99,8 +101,8 @@ def _cell(spread: Spread) -> str:
     return f"{spread.median:.3g} ({spread.least:.3g} to {spread.most:.3g})"
 
 
-def _peaks(level: str, num_threads: int) -> dict[str, Callable[[], object]]:
-    """The loops of peak.cpp on all threads, by the forms they are the roof of."""
+def peaks(level: str, num_threads: int) -> dict[str, Callable[[], object]]:
+    """The loops of peak.cpp on all threads, by the forms they are the roof of; those that the level has."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "peak.so"
         flags = (*LEVELS[level].compiler_flags, "-I", str(SOURCE_DIR))
@@ -110,12 +112,12 @@ def _peaks(level: str, num_threads: int) -> dict[str, Callable[[], object]]:
     pool = ThreadPoolExecutor(num_threads)
 
     def call(name: str) -> None:
-        count = PEAK_PRODUCTS[name] // (12 * lanes * (1 if name == "float32" else 4))
+        count = PEAK_PRODUCTS[name] // (12 * lanes * PEAK_DEPTHS.get(name, 4))
         outs = [(ctypes.c_float * 16)() for _ in range(num_threads)]
         list(pool.map(lambda out: library[f"peak_{name}"](ctypes.c_int64(count), out), outs))
 
     lanes = 16 if "avx512f" in LEVELS[level].instructions else 8
-    return {f"peak {name}": partial(call, name) for name in PEAK_PRODUCTS}
+    return {f"peak {name}": partial(call, name) for name in PEAK_PRODUCTS if hasattr(library, f"peak_{name}")}
 
 
 def _linears(name: str, kernels: Kernels | None, num_layers: int) -> list[Linear]:
@@ -135,7 +137,7 @@ def _step(linears: list[Linear], num_rows: int) -> Callable[[], object]:
     return step
 
 
-def _in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each call in each round; the first round is not counted."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}

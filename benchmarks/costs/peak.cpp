@@ -1,4 +1,4 @@
-// Multiplies registers that stay registers: the most that a level's instructions can do, for benchmarks/costs/linears.py.
+// Multiplies registers that stay registers: the most that a level's instructions can do, for benchmarks/costs.
 
 #include <utility>
 
@@ -22,7 +22,7 @@ static inline __attribute__((always_inline)) void repeat(int64_t count, float* o
     store(out, (zeros() + ... + (Floats)sums[I]));
 }
 
-// Each does count * 12 * LANES * (1 for float32, else 4) multiply-adds.
+// Each does count * 12 * LANES * (1 for float32, 2 for bfloat16, else 4) multiply-adds.
 EXPORT void peak_float32(int64_t count, float* out) {
     repeat<Floats>(count, out, [](Floats sum, Floats x) { return multiply_add(x, x, sum); }, kChains);
 }
@@ -40,3 +40,11 @@ EXPORT void peak_int8(int64_t count, float* out) {
 EXPORT void peak_int4(int64_t count, float* out) {
     repeat<Integers>(count, out, [](Integers sum, Integers x) { return add_nibbles(sum, x, x); }, kChains);
 }
+
+#if defined(__AVX512BF16__)
+EXPORT void peak_bfloat16(int64_t count, float* out) {
+    repeat<Floats>(count, out, [](Floats sum, Floats x) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)x);
+    }, kChains);
+}
+#endif

@@ -16,6 +16,8 @@ from roseinfer.model.device import Scratch, dtype_name
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.kv_cache import KVCache
 
+_ITEM_FIELDS = 5  # of `Item` of kernels/cpp/attention.cpp
+
 
 class _Call(Structure):
     """`Call` of kernels/cpp/attention.cpp."""
@@ -67,7 +69,7 @@ class NativeAttention:
             "attention_plan", c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64)
         )
         self._scratch = Scratch(torch.device("cpu"))
-        self._items = np.empty((0, 4), np.int32)
+        self._items = np.empty((0, _ITEM_FIELDS), np.int32)
         self._sinks = spec.sinks_on(torch.device("cpu"))
         self._layers = [
             (keys.data_ptr(), values.data_ptr(), window or 0, None if sinks is None else sinks.data_ptr())
@@ -92,7 +94,7 @@ class NativeAttention:
         slots, positions, query_starts = (array.ctypes.data for array in arrays)
         num_most = int(tokens.query_starts[-1]) * self._spec.num_heads
         if len(self._items) < num_most:
-            self._items = np.empty((num_most, 4), np.int32)
+            self._items = np.empty((num_most, _ITEM_FIELDS), np.int32)
         results = (c_int64 * 2)()
         self._plan(
             query_starts,

@@ -28,7 +28,10 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 32;  // of queries times heads that one thread takes through the keys together
+// Rows are queries times heads. So many of them one thread takes through the keys together: a tile of keys and values
+// is read from memory once for all of them, and from the second cache once.
+constexpr int MAX_ROWS = 128;
+constexpr int MAX_HEADS = 32;  // whose rows are taken together, where a head has few
 constexpr float HIDDEN = -__builtin_inff();
 
 // Rows `first_row..` of a sequence's new queries, which are token after token, and heads of a group within each; and
@@ -36,6 +39,7 @@ constexpr float HIDDEN = -__builtin_inff();
 struct Item {
     int32_t sequence;
     int32_t first_row;
+    int32_t num_rows;  // of each head
     int32_t first_kv_head;
     int32_t num_kv_heads;
 };
@@ -133,8 +137,9 @@ struct Rows {
     Operand* q;   // [rows, head_dim]
     float* sums;  // [rows, padded head_dim]
 
+    int num_all() const { return num_rows * num_heads; }
     Span span(const Call& call, int64_t tile_start, int row) const {
-        return visible_keys(tile_start, positions[row % num_rows], call.window);
+        return visible_keys(tile_start, positions[row], call.window);
     }
 };
 
@@ -190,7 +195,7 @@ void attend_tile(const Call& call, const Tile<typename Products::Number>* heads,
             rows.corrections[row] = rows.maxima[row] == so_far ? 0.0f : so_far - rows.maxima[row];
         }
     }
-    for (int row = 0; row < MAX_ROWS; row += LANES)
+    for (int row = 0; row < rows.num_all(); row += LANES)
         store(rows.corrections + row, exponential(load(rows.corrections + row)));
     for (int i = 0; i < num_blocks; i++)
         for (int row = blocks[i].first; row < blocks[i].first + blocks[i].num_rows; row++)
@@ -210,7 +215,7 @@ void attend_tile(const Call& call, const Tile<typename Products::Number>* heads,
 // Takes the rows through all keys that one of them sees; heads side by side, as they lie in memory.
 template <class Products>
 void attend_rows(const Call& call, const Item& item, const int32_t* blocks, Rows<Products>& rows) {
-    Tile<typename Products::Number> heads[MAX_ROWS + 1];
+    Tile<typename Products::Number> heads[MAX_HEADS + 1];
     const int64_t page_size = call.block_size * call.head_dim, last_position = rows.positions[rows.num_rows - 1];
     const int64_t first_seen = call.window ? std::max<int64_t>(0, rows.positions[0] - call.window + 1) : 0;
     int64_t start = first_seen / KEY_TILE * KEY_TILE;
@@ -236,15 +241,16 @@ void attend_item(const Call& call, const Item& item) {
     const int64_t group = call.num_heads / call.num_kv_heads;
     const int64_t first_token = call.query_starts[item.sequence], last_token = call.query_starts[item.sequence + 1];
     Rows<Products> rows;
-    rows.num_rows = int(std::min<int64_t>(MAX_ROWS, (last_token - first_token) * group - item.first_row));
+    rows.num_rows = item.num_rows;
     rows.num_heads = item.num_kv_heads;
-    rows.q = static_cast<typename Products::Operand*>(alloca(MAX_ROWS * head_dim * sizeof *rows.q));
-    rows.sums = static_cast<float*>(alloca(MAX_ROWS * row_size * sizeof *rows.sums));
+    const int64_t num_all = rows.num_all(), num_allocated = (num_all + 15) / 16 * 16;  // tiles have 16 rows
+    rows.q = static_cast<typename Products::Operand*>(alloca(num_allocated * head_dim * sizeof *rows.q));
+    rows.sums = static_cast<float*>(alloca(num_allocated * row_size * sizeof *rows.sums));
     if (!call.appends_first)
         for (int head = 0; head < item.num_kv_heads; head++)
             prefetch_place<Products>(call, first_token, item.first_kv_head + head);
     const auto each_row = [&](const auto& visit) {
-        for (int row = 0; row < rows.num_rows * rows.num_heads; row++) {
+        for (int row = 0; row < num_all; row++) {
             const int64_t flat = item.first_row + row % rows.num_rows;
             visit(row, first_token + flat / group, (item.first_kv_head + row / rows.num_rows) * group + flat % group);
         }
@@ -252,12 +258,12 @@ void attend_item(const Call& call, const Item& item) {
     each_row([&](int row, int64_t token, int64_t head) {
         const Number* from = static_cast<const Number*>(call.q) + token * call.q_strides[0] + head * call.q_strides[1];
         for (int64_t dim = 0; dim < head_dim; dim++) rows.q[row * head_dim + dim] = Products::to_operand(from[dim]);
-        rows.positions[row % rows.num_rows] = call.positions[token];
+        rows.positions[row] = call.positions[token];
         rows.maxima[row] = HIDDEN;
         std::memset(rows.sums + row * row_size, 0, row_size * sizeof *rows.sums);
     });
-    std::memset(rows.lane_totals, 0, sizeof rows.lane_totals);
-    std::memset(rows.corrections, 0, sizeof rows.corrections);
+    std::memset(rows.lane_totals, 0, num_all * LANES * sizeof *rows.lane_totals);
+    std::memset(rows.corrections, 0, num_allocated * sizeof *rows.corrections);
 
     if (!call.appends_first)
         for (int64_t token = first_token; token < last_token; token++)
@@ -295,33 +301,38 @@ void attend(const Call& call) {
 
 }  // namespace
 
-// Cuts a step's rows into items, the most expensive first. Writes them to `items` [tokens * heads, 4], their number to
+// Cuts a step's rows into items, the most expensive first. Writes them to `items` [tokens * heads, 5], their number to
 // results[0], and to results[1] whether keys must be appended first.
 EXPORT void attention_plan(const int32_t* query_starts, const int32_t* positions, int64_t num_sequences,
                            int64_t num_heads, int64_t num_kv_heads, int32_t* items, int64_t* results) {
-    const int64_t group = num_heads / num_kv_heads;
-    int64_t num_pieces = 0, is_cut = 0;
-    for (int64_t sequence = 0; sequence < num_sequences; sequence++) {
-        const int64_t num_rows = (query_starts[sequence + 1] - query_starts[sequence]) * group;
-        num_pieces += (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-        is_cut |= num_rows > MAX_ROWS;
-    }
-    // Heads that lie side by side in memory are read as one stream, as long as every thread has several items.
-    const int64_t wanted = std::max<int64_t>(1, num_pieces * num_kv_heads / (8 * omp_get_max_threads()));
+    const int64_t group = num_heads / num_kv_heads, num_threads = omp_get_max_threads();
+    const auto rows_of = [&](int64_t sequence) { return (query_starts[sequence + 1] - query_starts[sequence]) * group; };
+    const auto count_pieces = [&](int64_t num_rows) {
+        int64_t num_pieces = 0;
+        for (int64_t sequence = 0; sequence < num_sequences; sequence++)
+            num_pieces += (rows_of(sequence) + num_rows - 1) / num_rows;
+        return num_pieces;
+    };
+    // Items are as large as they can be while every thread has several. Heads that lie side by side in memory are read
+    // as one stream.
+    int64_t max_rows = MAX_ROWS;
+    while (max_rows > MAX_HEADS && count_pieces(max_rows) * num_kv_heads < 8 * num_threads) max_rows /= 2;
+    const int64_t num_pieces = count_pieces(max_rows);
+    const int64_t wanted = std::max<int64_t>(1, num_pieces * num_kv_heads / (8 * num_threads));
     Item* made = reinterpret_cast<Item*>(items);
-    int64_t num_items = 0;
-    for (int64_t sequence = 0; sequence < num_sequences; sequence++) {
-        const int64_t num_rows = (query_starts[sequence + 1] - query_starts[sequence]) * group;
-        for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
-            const int64_t fitting = MAX_ROWS / std::min<int64_t>(MAX_ROWS, num_rows - row);
-            const int64_t step = std::min({wanted, fitting, num_kv_heads});
+    int64_t num_items = 0, is_cut = 0;
+    for (int64_t sequence = 0; sequence < num_sequences; sequence++)
+        for (int64_t row = 0; row < rows_of(sequence); row += max_rows) {
+            const int64_t num_rows = std::min(max_rows, rows_of(sequence) - row);
+            is_cut |= row > 0;
+            const int64_t step = std::min({wanted, std::max<int64_t>(1, MAX_HEADS / num_rows), num_kv_heads});
             for (int64_t head = 0; head < num_kv_heads; head += step)
-                made[num_items++] = {int32_t(sequence), int32_t(row), int32_t(head),
+                made[num_items++] = {int32_t(sequence), int32_t(row), int32_t(num_rows), int32_t(head),
                                      int32_t(std::min(step, num_kv_heads - head))};
         }
-    }
     const auto cost = [&](const Item& item) {
-        return int64_t(positions[query_starts[item.sequence]] + item.first_row / group + 1) * item.num_kv_heads;
+        return int64_t(positions[query_starts[item.sequence]] + item.first_row / group + 1) * item.num_rows *
+               item.num_kv_heads;
     };
     std::stable_sort(made, made + num_items, [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
     results[0] = num_items;

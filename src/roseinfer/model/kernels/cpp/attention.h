@@ -18,7 +18,7 @@ struct Call {
     const int32_t* positions;     // [tokens]
     const int32_t* query_starts;  // [rows + 1] first token of each row
     const int32_t* block_table;   // [slots, block_table_stride]
-    const int32_t* items;         // [num_items, 4], see Item
+    const int32_t* items;         // [num_items, 5], see Item
     int64_t block_table_stride;
     int64_t num_items;
     int64_t num_tokens;
