@@ -81,8 +81,9 @@ def test_what_does_not_fit_is_counted() -> None:
     assert placement.groups.num_exact < 200 * 8
 
 
-@every_level
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(
+    ("level", "num_threads"), [*((level, 3) for level in TESTED_LEVELS), *((level, 1) for level in LEVELS_HERE)]
+)
 def test_the_bits_are_those_of_torch_alone_and_among_others(
     built_kernels: BuiltKernels, level: str, num_threads: int
 ) -> None:

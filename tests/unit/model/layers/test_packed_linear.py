@@ -123,7 +123,7 @@ def test_every_level_sums_in_the_same_order(built_kernels: BuiltKernels) -> None
 def test_int8_has_the_bits_that_it_has_by_torchs_product(built_kernels: BuiltKernels, dtype: Dtype, level: str) -> None:
     """Sums of integers are exact in any order, and what stands around them is computed in the same order."""
     placement = Setup(dtype, "int8", level).placement(built_kernels)
-    for num_inputs, num_outputs in (*shapes_of(level, SHAPES[:-1]), (70_000, 3)):  # in the last, sums wrap around
+    for num_inputs, num_outputs in shapes_of(level, (*SHAPES[:-1], (70_000, 3))):  # in the last, sums wrap around
         weight = random(num_outputs, num_inputs, seed=1)
         weight[-1] = 1.0  # 127 everywhere
         x = rows_of(70, num_inputs, dtype)
