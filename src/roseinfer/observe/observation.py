@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy.ma  # noqa: F401 - np.median imports it when first called: 20 ms, on the event loop
 from prometheus_client import CollectorRegistry
 
 from roseinfer.config.options import Config

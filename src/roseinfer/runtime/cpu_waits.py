@@ -108,10 +108,14 @@ class _WatchedSelector(selectors.DefaultSelector):
 
 
 def computing_threads(tasks: Path = TASKS) -> list[int]:
-    """The other threads of this process that have computed a good part of what the calling one has."""
+    """The other threads of this process that have computed a good part of what the main one has.
+
+    None for a caller that is not the main thread: in its process others compute for themselves.
+    """
     own = threading.get_native_id()
+    is_main = threading.current_thread() is threading.main_thread()
     ran_ns = {}
-    for task in tasks.iterdir() if tasks.is_dir() else ():
+    for task in tasks.iterdir() if is_main and tasks.is_dir() else ():
         try:
             ran_ns[int(task.name)] = int((task / "schedstat").read_bytes().split()[0])
         except OSError:  # it has just ended, or the system counts nothing

@@ -8,6 +8,7 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import numpy.ma
 import numpy.typing as npt
 
 from roseinfer.records import StepRecord

@@ -1,6 +1,7 @@
 """Waits for a core, from the kernel's files: whose they are, how much of them a quota took, and what a look costs."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,8 @@ def test_threads_that_computed_are_found_by_their_processor_time(kernel: Kernel)
     for thread, ran in ((kernel.own, 100), (11, 90), (12, 5), (13, 95)):
         kernel.set_thread(thread, ran=ran)
     assert computing_threads(kernel.tasks) == [11, 13]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(computing_threads, kernel.tasks).result() == [], "it is not the engine's own process"
     assert computing_threads(kernel.tasks / "missing") == []
 
 
