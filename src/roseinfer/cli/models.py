@@ -23,7 +23,7 @@ TYPES = {
     "float32": (4, torch.float32),
     "bfloat16": (2, torch.bfloat16),
     "int8": (1, torch.bfloat16),
-    "int4": (0.5625, torch.bfloat16),  # with the scales; the head is in int8
+    "int4": (0.5625, torch.bfloat16),  # with the scales
 }
 """Of weights: the bytes of a number in a linear, and the type of everything else."""
 
@@ -99,8 +99,7 @@ def _types(model: Any, attention: AttentionSpec) -> list[dict[str, Any]]:
     available = _available_bytes()
     rows = []
     for name, (linear_bytes, dtype) in TYPES.items():
-        head_bytes = head.numel() * max(1, linear_bytes)
-        linears = int((in_linears - head.numel()) * linear_bytes + head_bytes)
+        linears = int(in_linears * linear_bytes)
         weights = linears + in_tables * dtype.itemsize + in_vectors * 4
         token = attention.bytes_per_token(dtype)
         tokens = max(0, available - weights) // token

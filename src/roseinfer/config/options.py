@@ -62,8 +62,8 @@ class ModelConfig:
     quantization: Literal["none", "int8", "int4"] = option(
         "none",
         "`int8`: weights of linears in int8, a scale for each output, and activations in int8, a scale for each "
-        "token. `int4`: weights of four bits, a scale for each 32 inputs of an output, but for the head, which is in "
-        "int8; activations as in int8. On a CPU only. An option, not a default: it changes the model's answers.",
+        "token. `int4`: weights of four bits, the head's too, a scale for each 32 inputs of an output; activations as "
+        "in int8. On a CPU only. An option, not a default: it changes the model's answers.",
         flag="--quantization",
     )
     packed_cache: str = option(

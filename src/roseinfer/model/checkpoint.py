@@ -23,7 +23,7 @@ import torch
 from roseinfer.config.options import DEMO_MODEL
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingDefaults
-from roseinfer.model.dequantize import CONFIG_FILES, UNUSED_SUFFIXES, Quantization
+from roseinfer.model.dequantize import CONFIG_FILES, UNUSED_SUFFIXES, Quantization, input_order
 
 _DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -162,6 +162,21 @@ class Checkpoint:
                 f"config.json asks for floating point{'' if shape is None else f' {list(shape)}'}."
             )
         return tensor
+
+    def input_order(self, *names: str) -> torch.Tensor | None:
+        """The order of inputs [inputs] in which those that share a scale lie together, if all these weights have it.
+
+        None where it is the order in the file, where some have another, and where 32 inputs would not share a scale.
+        """
+        orders = []
+        for name in names:
+            parts = {
+                part: self._mapped(stored) for part, stored in self._parts_of(name).items() if part.endswith("g_idx")
+            }
+            orders.append(input_order(parts))
+        first = orders[0]
+        same = first is not None and all(each is not None and torch.equal(each, first) for each in orders)
+        return first if same else None
 
     def _dequantised(self, name: str, parts: Mapping[str, str], path: Path) -> torch.Tensor:
         assert self.quantization is not None

@@ -148,6 +148,15 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         return [self.quant_method]
 
 
+def input_order(parts: Parts) -> torch.Tensor | None:
+    """The inputs of a weight, one group after the other; None if they lie so, or if 32 would not be of one group."""
+    group_of = parts.get("g_idx", parts.get("weight_g_idx"))
+    if group_of is None or -1 in group_of or bool((group_of.diff() >= 0).all()):
+        return None
+    sizes = torch.unique(group_of, return_counts=True)[1]
+    return group_of.argsort(stable=True) if bool((sizes % 32 == 0).all()) else None
+
+
 def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
     """FP8 or int8 in the place of the float weight, or packed numbers with half their range added."""
     scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]

@@ -61,6 +61,10 @@ class LayerReader:
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._counted(self.checkpoint.tensor(self.prefix + name, shape))
 
+    def order(self, *modules: str) -> torch.Tensor | None:
+        """See `Checkpoint.input_order`: that of the weights of these modules."""
+        return self.checkpoint.input_order(*(f"{self.prefix}{module}.weight" for module in modules))
+
     def embedding_and_head(self, name: str, shape: tuple[int, int], *, is_tied: bool) -> tuple[Embedding, Linear]:
         """The embedding called `name`, and the linear of logits.
 

@@ -75,7 +75,8 @@ class _Reader(LayerReader):
     def linear(self, name: str, num_inputs: int, num_outputs: int, activation: Activation = "none") -> Linear:
         # GPT-2 was written with one-dimensional convolutions, whose weights are [inputs, outputs].
         weight = self.tensor(f"{name}.weight", num_inputs, num_outputs).t()
-        return Linear(weight, self.tensor(f"{name}.bias", num_outputs), self.placement, activation)
+        bias = self.tensor(f"{name}.bias", num_outputs)
+        return Linear(weight, bias, self.placement, activation, order=self.order(name))
 
 
 class GPT2:

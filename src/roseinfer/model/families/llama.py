@@ -297,7 +297,7 @@ class _Reader(LayerReader):
         """One linear of the modules that `num_outputs` names, one below the other."""
         weights = [self.tensor(f"{name}.weight", rows, num_inputs) for name, rows in num_outputs.items()]
         biases = [self.tensor(f"{name}.bias", rows) for name, rows in num_outputs.items()] if has_bias else []
-        return Linear(weights, torch.cat(biases) if has_bias else None, self.placement)
+        return Linear(weights, torch.cat(biases) if has_bias else None, self.placement, order=self.order(*num_outputs))
 
 
 class Llama:

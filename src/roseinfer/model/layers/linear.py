@@ -5,9 +5,9 @@ construction, oneDNN when it is called in a way that was measured (docs/log.md).
 nor on a CPU that has nothing else.
 
 Int8 weights have a scale for each output, and rows of activations a scale for each row. Both are symmetric and exact
-at the largest number: w is about q * max|w| / 127. Int4 weights, of layers/int4.py, have a scale for each 32 inputs of
-an output; activations are as with int8. The products are sums of integers. What it does to a model's answers is
-measured in tests/unit/model/test_quantization.py.
+at the largest number: w is about q * max|w| / 127. Int4 weights, of layers/int4.py, have a scale and a zero for each 32
+inputs of an output; activations are as with int8. The products are sums of integers. What it does to a model's answers
+is measured in tests/unit/model/test_quantization.py.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from roseinfer.model.device import DTYPES, FOURS, TILES, Parts, Placement, dtype_name
+from roseinfer.model.device import DTYPES, FOURS, TILES, GroupCount, Parts, Placement, dtype_name
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation, activated
-from roseinfer.model.layers.int4 import GROUP, KERNEL, grouped_piece
+from roseinfer.model.layers.int4 import GROUP, KERNEL, MIDDLE, grouped_rows
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _PIECE_NUMBERS = 1 << 20  # of a weight, so that what it is on the way to its packed form stays in a processor's caches
@@ -35,7 +35,7 @@ _PACKED_ATTRIBUTES = {
     "silu": ("swish", ""),
 }
 _PIECE_ROWS = 32
-_COUNT_BYTES = 16  # of the two numbers of a GroupCount
+_COUNT_BYTES = 24  # of the numbers of a GroupCount, and of zeros that are not in the middle
 
 
 def _pieces(parts: Parts) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -73,19 +73,22 @@ class Linear:
         *,
         is_mapped: bool = True,  # the weight is a piece of a mapped file and must be copied; else it may be shared
         dtype: torch.dtype | None = None,  # of the result, where the kind has a choice; else the placement's
+        order: torch.Tensor | None = None,  # of the inputs, so that those with one scale in the file lie together
     ) -> None:
         parts = [weight] if isinstance(weight, torch.Tensor) else weight
         self.num_outputs, self.num_inputs = sum(map(len, parts)), parts[0].shape[1]
         self.activation = activation
         self._placement = placement
-        if placement.linears == "int4" and dtype is not None:  # the head: four bits change what it says most
-            placement = dataclasses.replace(placement, quantization="int8")
+        if (
+            dtype is not None
+        ):  # the head, which quantised files seldom have in four bits: it is not what they are asked for
+            placement = dataclasses.replace(placement, groups=GroupCount())
         dtype = dtype or placement.dtype
         self._multiply: PackedLinear | IntegerLinear | GroupedLinear | TorchGroupedLinear | OneDnnLinear | TorchLinear
         match placement.linears:
             case "int4":
                 grouped = GroupedLinear if placement.has_kernel(KERNEL) else TorchGroupedLinear
-                self._multiply = grouped(parts, bias, activation, dtype, placement)
+                self._multiply = grouped(parts, bias, activation, dtype, placement, order)
             case "int8":
                 has_tiles, has_fours = placement.has_kernel(TILES), placement.has_kernel(FOURS)
                 fast = TileLinear if has_tiles else RegisterLinear if has_fours else IntegerLinear
@@ -204,6 +207,8 @@ class _RegisterDescriptor(ctypes.Structure):
         ("weight", _POINTER),
         ("scales", _POINTER),
         ("surplus", _POINTER),
+        ("zeros", _POINTER),
+        ("order", _POINTER),
         ("bias", _POINTER),
         ("num_outputs", _SIZE),
         ("num_inputs", _SIZE),
@@ -431,34 +436,23 @@ class GroupedLinear:
         activation: Activation,
         dtype: torch.dtype,
         placement: Placement,
+        order: torch.Tensor | None = None,
     ) -> None:
         assert placement.kernels is not None
         self._num_outputs, self._num_inputs = sum(map(len, weight)), weight[0].shape[1]
         self._input_dtype, self._dtype = placement.dtype, dtype
-        multiple, num_groups = RegisterLinear.outputs_multiple, -(-self._num_inputs // GROUP)
-        num_rows = -(-self._num_outputs // multiple) * multiple
-        name = "roseinfer_linear_pack_int4"
-        pack = placement.kernels.function(name, *(_POINTER,) * 2, *(_SIZE,) * 2, *(_POINTER,) * 2)
-
-        def pack_all(pieces: list[torch.Tensor]) -> None:
-            *packed, count = pieces
-            for rows, piece in _pieces(weight):
-                numbers, scales, num_exact = grouped_piece(piece, placement)
-                count.view(torch.int64).add_(torch.tensor([scales.numel(), num_exact]))
-                to = (each.data_ptr() + rows.start * len(each) // num_rows for each in packed)
-                pack(numbers.data_ptr(), scales.data_ptr(), *numbers.shape, *to)
-
-        sizes = (num_rows * num_groups * GROUP // 2, num_rows * num_groups * 2, _COUNT_BYTES)
-        self._weight, self._scales, count = placement.memory.packed(name, weight, sizes, pack_all)
-        placement.groups.count(*count.view(torch.int64).tolist())
+        self._order = None if order is None else order.to(torch.int32, copy=True)
+        self._pack(weight, placement)
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._descriptor = _RegisterDescriptor(
             weight=self._weight.data_ptr(),
             scales=self._scales.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
+            zeros=_address(self._zeros),
+            order=_address(self._order),
+            bias=_address(self._bias),
             num_outputs=self._num_outputs,
             num_inputs=self._num_inputs,
-            num_words=num_groups * GROUP // 8,
+            num_words=-(-self._num_inputs // GROUP) * GROUP // 8,
             activation=ACTIVATIONS.index(activation),
             is_output_float32=dtype == torch.float32,
         )
@@ -466,6 +460,46 @@ class GroupedLinear:
         name, argtypes = dtype_name(placement.dtype), (ctypes.POINTER(_RegisterDescriptor), _POINTER, _SIZE, _POINTER)
         self._multiply = placement.kernels.function(f"roseinfer_linear_int4_of_{name}", *argtypes)
         self._unpack = placement.kernels.function("roseinfer_linear_rows_int4", *argtypes)
+
+    def _pack(self, weight: Parts, placement: Placement) -> None:
+        multiple, num_groups = RegisterLinear.outputs_multiple, -(-self._num_inputs // GROUP)
+        num_rows = -(-self._num_outputs // multiple) * multiple
+        zeros = torch.full((num_rows * num_groups,), MIDDLE, dtype=torch.uint8)
+        kind, sizes = "roseinfer_linear_pack_int4", (len(zeros) * GROUP // 2, len(zeros) * 2, _COUNT_BYTES)
+        is_packed = False
+
+        def pack_all(pieces: list[torch.Tensor]) -> None:
+            nonlocal is_packed
+            is_packed = True
+            words, scales, counts = pieces
+            for rows, piece in _pieces(weight):
+                to = [each.data_ptr() + rows.start * len(each) // num_rows for each in (words, scales, zeros)]
+                counts.view(torch.int64).add_(
+                    torch.tensor([len(piece) * num_groups, *self._packed(piece, to, placement)])
+                )
+
+        def pack_zeros(pieces: list[torch.Tensor]) -> None:
+            if not is_packed:
+                pack_all([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+            pieces[0].copy_(zeros)
+
+        self._weight, self._scales, counts = placement.memory.packed(kind, weight, sizes, pack_all)
+        *of_groups, num_moved = counts.view(torch.int64).tolist()
+        placement.groups.count(*of_groups)
+        self._zeros: torch.Tensor | None = None  # of which most weights need none
+        if num_moved:
+            [self._zeros] = placement.memory.packed(f"{kind} zeros", weight, [len(zeros)], pack_zeros)
+
+    def _packed(self, piece: torch.Tensor, to: list[int], placement: Placement) -> list[int]:
+        """How many groups of some rows are exact, and how many of their zeros are not in the middle."""
+        assert placement.kernels is not None
+        piece = (piece if piece.dtype in DTYPES.values() else piece.float()).contiguous()
+        name = f"roseinfer_linear_pack_int4_of_{dtype_name(piece.dtype)}"
+        pack = placement.kernels.function(name, *(_POINTER,) * 2, *(_SIZE,) * 2, *(_POINTER,) * 4)
+        counts = torch.zeros(2, dtype=torch.int64)
+        pack(piece.data_ptr(), _address(self._order), *piece.shape, *to, counts.data_ptr())
+        found: list[int] = counts.tolist()
+        return found
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == self._input_dtype
@@ -492,28 +526,31 @@ class TorchGroupedLinear:
         activation: Activation,
         dtype: torch.dtype,
         placement: Placement,
+        order: torch.Tensor | None = None,
     ) -> None:
         num_outputs, num_inputs = sum(map(len, weight)), weight[0].shape[1]
-        num_groups = -(-num_inputs // GROUP)
+        self._order = torch.arange(num_inputs) if order is None else order
 
         def pack(pieces: list[torch.Tensor]) -> None:
             numbers, scales = pieces[0].view(torch.int8), pieces[1].view(torch.float16)
-            numbers, scales, count = numbers.view(num_outputs, -1), scales.view(num_outputs, -1), pieces[2]
+            numbers, scales, counts = numbers.view(num_outputs, -1), scales.view(num_outputs, -1), pieces[2]
             for rows, piece in _pieces(weight):
-                numbers[rows], scales[rows], num_exact = grouped_piece(piece, placement)
-                count.view(torch.int64).add_(torch.tensor([scales[rows].numel(), num_exact]))
+                found = grouped_rows(piece[:, self._order])
+                numbers[rows] = found.numbers.to(torch.int8) - _of_inputs(found.zeros, num_inputs).to(torch.int8)
+                scales[rows] = found.scales
+                counts.view(torch.int64).add_(torch.tensor([found.scales.numel(), found.num_exact, 0]))
 
-        sizes = (num_outputs * num_inputs, 2 * num_outputs * num_groups, _COUNT_BYTES)
-        numbers, scales, count = placement.memory.packed("int4", weight, sizes, pack)
-        self._numbers = numbers.view(torch.int8).view(num_outputs, -1)
+        sizes = (num_outputs * num_inputs, 2 * num_outputs * -(-num_inputs // GROUP), _COUNT_BYTES)
+        numbers, scales, counts = placement.memory.packed("int4", weight, sizes, pack)
+        self._numbers = numbers.view(torch.int8).view(num_outputs, -1)  # less their zeros
         self._scales = scales.view(torch.float16).view(num_outputs, -1)
-        placement.groups.count(*count.view(torch.int64).tolist())
+        placement.groups.count(*counts.view(torch.int64).tolist()[:2])
         self._bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._activation = activation
         self._dtype = dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        quantized, row_scales = quantized_rows(x)
+        quantized, row_scales = quantized_rows(x[:, self._order])
         y = torch.zeros(len(x), len(self._numbers))
         # Sums of a group are whole numbers below 2^24: exact in float32 in any order.
         of_groups = (torch.split(each, GROUP, 1) for each in (quantized.float(), self._numbers))
@@ -527,8 +564,17 @@ class TorchGroupedLinear:
         return activated(y, self._activation).to(self._dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        scales = self._scales[ids].float().repeat_interleave(GROUP, 1)[:, : self._numbers.shape[1]]
-        return self._numbers[ids].float() * scales
+        out = torch.empty(len(ids), len(self._order))
+        out[:, self._order] = self._numbers[ids].float() * _of_inputs(self._scales[ids].float(), len(self._order))
+        return out
+
+
+def _of_inputs(of_groups: torch.Tensor, num_inputs: int) -> torch.Tensor:
+    return of_groups.repeat_interleave(GROUP, 1)[:, :num_inputs]
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class Embedding:

@@ -3,18 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from roseinfer.model.device import DTYPES, Placement
+from roseinfer.model.checkpoint import Checkpoint
+from roseinfer.model.device import DTYPES, GroupCount, Placement
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.layers.int4 import GROUP, grouped_piece, grouped_rows
-from roseinfer.model.layers.linear import GroupedLinear, Linear, RegisterLinear, TorchGroupedLinear
+from roseinfer.model.layers.int4 import GROUP, Grouped, grouped_rows
+from roseinfer.model.layers.linear import GroupedLinear, Linear, TorchGroupedLinear
 from tests.conftest import BuiltKernels
 from tests.unit.model.layers.test_linear import random
-from tests.unit.model.quantised import awq, compressed_packed, gptq
+from tests.unit.model.quantised import awq, methods, of_module, write
 from tests.unit.model.setups import LEVELS_HERE, TESTED_LEVELS, Setup
 
 TORCH = Placement(torch.device("cpu"), torch.float32, "int4")
@@ -23,62 +24,121 @@ SHAPES = [(3, 1), (8, 17), (32, 48), (100, 48), (763, 49), (1543, 95), (3072, 14
 every_level = pytest.mark.parametrize("level", TESTED_LEVELS)
 
 
-def meant(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return numbers.float() * scales.float().repeat_interleave(GROUP, 1)[:, : numbers.shape[1]]
+def meant(found: Grouped) -> torch.Tensor:
+    zeros, scales = (each.float().repeat_interleave(GROUP, 1) for each in (found.zeros, found.scales))
+    width = found.numbers.shape[1]
+    return (found.numbers.float() - zeros[:, :width]) * scales[:, :width]
+
+
+def of_every_kind() -> torch.Tensor:
+    """Rows of 100 inputs: of all sizes, not finite, and with whole numbers around each zero."""
+    weight = random(1000, 100)
+    sizes = (1.0, 3e38, 1e-3, 5e-7, 4e-7, 1e-38, 1e-45, 0.0, 6e5, 5e5)
+    weight[: len(sizes)] *= torch.tensor(sizes)[:, None]
+    weight[10, 3], weight[11, 99], weight[12] = math.nan, -math.inf, 0.25
+    whole = (random(50, 100) * 5).round()
+    for zero in range(16):
+        rows = slice(100 + 50 * zero, 150 + 50 * zero)
+        weight[rows] = whole.clamp(-zero, 15 - zero) * torch.logspace(-24, 11, 50, 2).half().float()[:, None]
+    return weight
 
 
 @every_level
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_compiled_numbers_are_those_of_torch(built_kernels: BuiltKernels, level: str, dtype: str) -> None:
-    weight = random(3000 if level in LEVELS_HERE else 300, 100)
-    sizes = (1.0, 3e38, 1e-3, 5e-7, 4e-7, 1e-38, 1e-45, 0.0, 6e5, 5e5)
-    weight[: len(sizes)] *= torch.tensor(sizes)[:, None]
-    weight[10, 3], weight[11, 99], weight[12] = math.nan, -math.inf, 0.25
-    weight = weight.to({**DTYPES, "float16": torch.float16}[dtype])
-    placement = Setup("float32", "int4", level).placement(built_kernels)
-    numbers, scales, num_exact = grouped_piece(weight, placement)
-    expected_numbers, expected_scales, expected_exact = grouped_rows(weight)
-    assert torch.equal(numbers, expected_numbers)
-    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
-    assert num_exact == expected_exact > 0
-    assert scales[10, 0].isnan()
-    assert scales[11, 3].isnan()
-    assert torch.equal(meant(numbers, scales)[12], weight[12].float())
+def test_compiled_weights_are_those_of_torch(built_kernels: BuiltKernels, level: str, dtype: str) -> None:
+    torch.set_num_threads(1)  # of many small steps
+    weight = of_every_kind().to({**DTYPES, "float16": torch.float16}[dtype])
+    placements = (
+        Setup("float32", "int4", level).placement(built_kernels),
+        dataclasses.replace(TORCH, groups=GroupCount()),
+    )
+    ids = torch.arange(1000)
+    rows = [
+        GroupedLinear([weight], None, "none", torch.float32, placements[0]).rows(ids),
+        TorchGroupedLinear([weight], None, "none", torch.float32, placements[1]).rows(ids),
+    ]
+    torch.testing.assert_close(*rows, rtol=0, atol=0, equal_nan=True)
+    counts = [(placement.groups.num_groups, placement.groups.num_exact) for placement in placements]
+    assert counts[0] == counts[1]
+    assert counts[0][1] > (3200 if dtype == "float32" else 100)
+    assert rows[0][10, :32].isnan().all()
+    assert rows[0][11, 96:].isnan().all()
+    assert rows[0][10:12].isnan().sum() == 36
+    assert torch.equal(rows[0][12], weight[12].float())
+
+
+def test_whole_numbers_stay_what_they_are_around_every_zero() -> None:
+    weight = of_every_kind()[100:900]
+    found = grouped_rows(weight)
+    assert torch.equal(meant(found), weight)
+    assert found.num_exact == found.scales.numel()
+    assert set(found.zeros.flatten().tolist()) == set(range(16)) - {7}  # which a negative scale makes 8
 
 
 def test_the_search_is_better_than_the_largest_number_alone() -> None:
     weight = random(500, 256)
-    numbers, scales, _ = grouped_rows(weight)
+    found = grouped_rows(weight)
     groups = weight.view(-1, GROUP)
     plain = groups.abs().amax(1, keepdim=True) / 7
     rounded = ((groups / plain).round() * plain).view_as(weight)
-    error, plain_error = ((each - weight).square().mean() for each in (meant(numbers, scales), rounded))
+    error, plain_error = ((each - weight).square().mean() for each in (meant(found), rounded))
     assert error < 0.85 * plain_error
-    assert numbers.min() == -8
-    assert numbers.max() == 7
+    assert found.numbers.min() == 0
+    assert found.numbers.max() == 15
+    assert (found.zeros == 8).all()
 
 
-STORES = {
-    "gptq": partial(gptq, num_bits=4, group_size=64, kind="autogptq", has_zeros=False),
-    "gptq, one group": partial(gptq, num_bits=4, group_size=-1, kind="autogptq", has_zeros=False),
-    "compressed-tensors": partial(compressed_packed, num_bits=4, group_size=32),
-}
+@every_level
+def test_checkpoints_of_four_bits_keep_their_numbers(built_kernels: BuiltKernels, level: str, tmp_path: Path) -> None:
+    """Of every format, with zeros and with groups in any order, and in two parts."""
+    stored = [method for method in methods(group=64, block=64) if method.name in FOUR_BITS]
+    assert len(stored) == len(FOUR_BITS)
+    for method in stored:
+        parts: dict[str, torch.Tensor] = {}
+        for name in ("a", "b"):
+            weight = random(200, 256, seed=ord(name)) * 0.02 + 0.005
+            parts |= of_module(name, method.store(weight)[0])
+        write(tmp_path, parts, method.config)
+        placement = Setup("float32", "int4", level).placement(built_kernels)
+        with Checkpoint(tmp_path) as checkpoint:
+            weights = [checkpoint.tensor(f"{name}.weight") for name in ("a", "b")]
+            order = checkpoint.input_order("a.weight", "b.weight")
+        assert ("order" in method.name) == (order is not None), method.name
+        linear = Linear(weights, None, placement, order=order)
+        assert torch.equal(linear.rows(torch.arange(400)), torch.cat(weights).float()), method.name
+        assert placement.groups.num_exact == placement.groups.num_groups == 400 * 8
+        x = random(5, 256)
+        expected = TorchGroupedLinear(weights, None, "none", torch.float32, placement, order)(x)
+        assert torch.equal(linear(x), expected), method.name
 
 
-@pytest.mark.parametrize("name", STORES)
-def test_symmetric_formats_keep_their_numbers(name: str) -> None:
-    _, weight = STORES[name](random(200, 256) * 0.02)
-    numbers, scales, num_exact = grouped_rows(weight)
-    assert torch.equal(meant(numbers, scales), weight)
-    assert num_exact == scales.numel()
+FOUR_BITS = (
+    *("gptq", "gptq, zeros", "gptq, zeros of GPTQModel", "gptq_v2", "gptq, order", "awq"),
+    *(f"compressed-tensors, W4A16{what}" for what in ("", ", zeros", ", order")),
+)
+
+
+def test_parts_in_different_orders_are_quantised_again(tmp_path: Path) -> None:
+    """As are groups that are no multiple of 32."""
+    [method] = [method for method in methods(group=64, block=64) if method.name == "gptq, order"]
+    parts = of_module("a", method.store(random(64, 256))[0]) | of_module("b", method.store(random(64, 256))[0])
+    parts["b.g_idx"] = parts["b.g_idx"].flip(0)
+    write(tmp_path, parts, method.config)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.input_order("a.weight") is not None
+        assert checkpoint.input_order("a.weight", "b.weight") is None
+    [small] = [method for method in methods(group=16, block=64) if method.name == "gptq, order"]
+    write(tmp_path, of_module("a", small.store(random(64, 256))[0]), small.config)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.input_order("a.weight") is None
 
 
 def test_what_does_not_fit_is_counted() -> None:
-    placement = dataclasses.replace(TORCH)
-    _, weight = awq(random(200, 256) * 0.02 + 0.01, group_size=64)  # with zeros elsewhere than in the middle
+    placement = dataclasses.replace(TORCH, groups=GroupCount())
+    _, weight = awq(random(200, 256) * 0.02, group_size=16)
     Linear(weight, None, placement)
     assert placement.groups.num_groups == 200 * 8
-    assert placement.groups.num_exact < 200 * 8
+    assert placement.groups.num_exact < 200
 
 
 @pytest.mark.parametrize(
@@ -105,11 +165,15 @@ def check_bits(
     for num_inputs, num_outputs in shapes:
         weight, bias = random(num_outputs, num_inputs, seed=1), random(num_outputs, seed=2)
         weight[-1] = -1.0  # -8 everywhere
+        order = None
+        if num_outputs > 48:
+            weight[3::2] = (weight[3::2] * 6 + 4).round().clamp(-2, 13) / 64  # with zeros elsewhere than in the middle
+            order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(4))
         x = random(num_rows, num_inputs, seed=3).to(placement.dtype)
         x[1], x[2, 0], x[3], x[4, 2] = 0.0, math.nan, 1.0, -math.inf  # the ones give the largest sums there are
         for dtype in (torch.float32, placement.dtype):
             ours, torchs = (
-                kind([weight], bias, "none", dtype, placement) for kind in (GroupedLinear, TorchGroupedLinear)
+                kind([weight], bias, "none", dtype, placement, order) for kind in (GroupedLinear, TorchGroupedLinear)
             )
             out = ours(x)
             torch.testing.assert_close(out, torchs(x), rtol=0, atol=0, equal_nan=True)
@@ -131,11 +195,8 @@ def test_nothing_but_the_outputs_is_written(built_kernels: BuiltKernels, level: 
 
 
 @every_level
-def test_the_head_is_in_int8(built_kernels: BuiltKernels, level: str) -> None:
-    weight, x = random(300, 64), random(4, 64)
-    placement = Setup("float32", "int4", level).placement(built_kernels)
-    head = Linear(weight, None, placement, dtype=torch.float32)
-    as_int8 = dataclasses.replace(placement, quantization="int8")
-    assert torch.equal(head(x), Linear(weight, None, as_int8)(x))
-    if not placement.has_kernel("linear_int8_of_float32"):  # no tiles
-        assert isinstance(head._multiply, RegisterLinear)
+def test_the_head_is_in_int4_too(built_kernels: BuiltKernels, level: str) -> None:
+    placement = Setup("bfloat16", "int4", level).placement(built_kernels)
+    head = Linear(random(300, 64), None, placement, dtype=torch.float32)
+    assert isinstance(head._multiply, GroupedLinear)
+    assert head(random(4, 64).bfloat16()).dtype == torch.float32

@@ -51,9 +51,9 @@ static inline __attribute__((always_inline)) Integers add_fours(Integers sum, In
 
 #endif
 
-// int4: weights are 0 to 15, 8 too many each; x is signed, 32 inputs are a group, and sums of one fit in 16 bits. A sum
-// begins with a word of x that takes away what is too many, in the form that the level sums in: a whole word, or a
-// half for the first two bytes of each word and one for the last two.
+// int4: weights are numbers from 0 to 15 less a zero; x is signed, 32 inputs are a group, and sums of one fit in 16 bits.
+// A sum begins with a word that takes the zeros away, in the form that the level sums in: a whole word, or a half for the
+// first two bytes of each word and one for the last two.
 
 static inline __attribute__((always_inline)) Integers low_nibbles(Integers words) { return words & 0x0f0f0f0f; }
 static inline __attribute__((always_inline)) Integers high_nibbles(Integers words) { return (words >> 4) & 0x0f0f0f0f; }
@@ -81,12 +81,26 @@ static inline __attribute__((always_inline)) Floats total_of_group(Integers sum)
 
 #endif
 
-// Of 32 numbers of x.
-static inline int32_t first_of_group(const int8_t* values) {
+// Of 32 numbers of x, where the weights have this zero.
+static inline int32_t first_of_group(const int8_t* values, int zero) {
     int32_t first = 0, last = 0;
     for (int i = 0; i < 32; i += 4) {
-        first -= 8 * (values[i] + values[i + 1]);
-        last -= 8 * (values[i + 2] + values[i + 3]);
+        first -= zero * (values[i] + values[i + 1]);
+        last -= zero * (values[i + 2] + values[i + 3]);
     }
     return kHasFours ? first + last : int32_t((uint32_t(last) << 16) | (uint32_t(first) & 0xffff));
+}
+
+static inline __attribute__((always_inline)) Integers load_zeros(const uint8_t* from) {
+    typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Integers);
+}
+
+// The first word of a group for zeros of 1, for the zeros of the outputs.
+static inline __attribute__((always_inline)) Integers times_zeros(Integers first, Integers zeros) {
+    typedef int16_t Halves __attribute__((vector_size(sizeof(Floats))));
+    if (!kHasFours) return (Integers)((Halves)first * (Halves)(zeros | zeros << 16));
+    return first * zeros;
 }

@@ -18,9 +18,9 @@
 // of its weights. Sums may wrap around on the way: subtracting this surplus wraps them back, and for up to 133,144 inputs
 // the result fits. Other levels multiply pairs of 16 bits, or signed bytes, and have no surplus; the sums are the same.
 //
-// Words of int4 have eight inputs, those of two words of x: in the low and in the high halves of its bytes. Four words are a
-// group; its sum of integers is exact, becomes a float, and its product with the scale is added to the output's, fused, in
-// ascending order, from 0.
+// In int4 the integers of a group, of which panels.h tells, are summed exactly; the sum becomes a float, and its product
+// with the scale is added to the output's, fused, in ascending order, from 0. Its zeros are taken away at the beginning: x
+// has the sum of each group's numbers, times a zero that all have.
 
 #include <omp.h>
 
@@ -30,6 +30,7 @@
 #include "buffer.h"
 #include "common.h"
 #include "dot.h"
+#include "panels.h"
 #include "quantize.h"
 #include "row_pairs.h"
 
@@ -42,9 +43,8 @@ namespace {
 
 constexpr int64_t kLineWords = 16;  // a cache line
 
-constexpr int kVectors = 3;                   // registers of outputs side by side: 8 rows of 3 sums, 3 weights and a
-constexpr int kBlockRows = REGISTERS / 4;       // number of x fill 28 of AVX-512's 32 registers; 4 rows AVX2's 16
-constexpr int64_t kPanel = kVectors * LANES;  // packed_linear.py rounds up to 48
+constexpr int kBlockRows = REGISTERS / 4;     // 8 rows of 3 sums, 3 weights and a number of x fill 28 of AVX-512's 32
+                                              // registers; 4 rows AVX2's 16
 constexpr int64_t kChunk = 768;               // words of a panel, at most, that rows pass before the next one does:
                                               // 144 KiB in the second cache, and as much on its way there
 constexpr int64_t kNear = 2048;               // words ahead of its own that a single block prefetches: 8 KiB
@@ -57,8 +57,6 @@ constexpr int64_t kWorthQuantizing = 16384;   // numbers, of which the same is t
 struct Int4 {
     uint8_t numbers;  // two of them
 };
-constexpr int64_t kGroup = 32;           // inputs of int4 with one scale
-constexpr int64_t kGroupWords = 4;       // of the weight
 constexpr int64_t kGroupRowWords = 1 + kGroup / 4;  // of x, the first of which sums begin with
 
 // A linear layer: _RegisterDescriptor of layers/linear.py. A word is the float32 that has its bits.
@@ -66,6 +64,8 @@ struct Linear {
     const float* weight;     // packed words
     const void* scales;      // float32 [num_outputs] of an int8 weight; float16 [panel][group][kPanel] of int4
     const int32_t* surplus;  // [num_outputs], of its sums
+    const uint8_t* zeros;    // of int4, or null
+    const int32_t* order;    // [num_inputs] of int4: which inputs lie one after the other, or null
     const float* bias;       // [num_outputs], or null
     int64_t num_outputs;
     int64_t num_inputs;
@@ -80,6 +80,7 @@ struct Block {
     int64_t row_step;
     const float* weight;
     const uint16_t* scales;  // of int4
+    const uint8_t* zeros;
     int64_t num_words;
     bool is_first;        // chunk of the panel: sums begin at 0
     bool is_last;         // outputs come next
@@ -244,12 +245,16 @@ __attribute__((noinline)) void multiply_row_pairs(const Block& block) {
 }
 
 // sums + the groups of rows times those of the weight.
-template <int num_rows>
+template <int num_rows, bool has_zeros>
 inline __attribute__((always_inline)) void multiply_group(const float* x, int64_t row_step, const float* weight,
-                                                          const uint16_t* scales, Floats (&sums)[num_rows][kVectors]) {
+                                                          const uint16_t* scales, const uint8_t* zeros,
+                                                          Floats (&sums)[num_rows][kVectors]) {
     RowPairs<num_rows, kVectors> of_group;
     for (int i = 0; i < kVectors; ++i) {
-        of_group.start(i, [&](int row) { return (Integers)splat(x[row * row_step]); });
+        of_group.start(i, [&](int row) {
+            const Integers first = (Integers)splat(x[row * row_step]);
+            return has_zeros ? times_zeros(first, load_zeros(zeros + i * LANES)) : first;
+        });
     }
 #pragma GCC unroll 4
     for (int word = 0; word < kGroupWords; ++word) {
@@ -269,12 +274,16 @@ inline __attribute__((always_inline)) void multiply_group(const float* x, int64_
 #else
 
 // sums + the groups of rows times those of the weight.
-template <int num_rows>
+template <int num_rows, bool has_zeros>
 inline __attribute__((always_inline)) void multiply_group(const float* x, int64_t row_step, const float* weight,
-                                                          const uint16_t* scales, Floats (&sums)[num_rows][kVectors]) {
+                                                          const uint16_t* scales, const uint8_t* zeros,
+                                                          Floats (&sums)[num_rows][kVectors]) {
     Integers of_group[num_rows][kVectors];
     for (int row = 0; row < num_rows; ++row) {
-        for (int i = 0; i < kVectors; ++i) of_group[row][i] = (Integers)splat(x[row * row_step]);
+        const Integers first = (Integers)splat(x[row * row_step]);
+        for (int i = 0; i < kVectors; ++i) {
+            of_group[row][i] = has_zeros ? times_zeros(first, load_zeros(zeros + i * LANES)) : first;
+        }
     }
 #pragma GCC unroll 8
     for (int half = 0; half < 2 * kGroupWords; ++half) {
@@ -299,22 +308,24 @@ inline __attribute__((always_inline)) void multiply_group(const float* x, int64_
 
 #endif
 
-template <int num_rows>
+template <int num_rows, bool has_zeros>
 __attribute__((noinline)) void multiply_groups(const Block& block) {
     Floats sums[num_rows][kVectors];
     each<num_rows>([&](auto row) __attribute__((always_inline)) {
         each<kVectors>([&](auto i) __attribute__((always_inline)) {
-            sums[row][i] = block.is_first ? zeros() : load(block.sums + row * kPanel + i * LANES);
+            sums[row][i] = block.is_first ? Floats{} : load(block.sums + row * kPanel + i * LANES);
         });
     });
     const float *x = block.x, *weight = block.weight;
     const uint16_t* scales = block.scales;
+    const uint8_t* zeros = block.zeros;
     const int64_t row_step = block.row_step;
     Ahead ahead(block);
     for (int64_t word = 0; word < block.num_words; word += kGroupWords) {
         ahead.step(kGroupWords);
-        multiply_group<num_rows>(x, row_step, weight, scales, sums);
+        multiply_group<num_rows, has_zeros>(x, row_step, weight, scales, zeros, sums);
         x += kGroupRowWords, weight += kGroupWords * kPanel, scales += kPanel;
+        if constexpr (has_zeros) zeros += kPanel;
     }
     each<num_rows>([&](auto row) __attribute__((always_inline)) {
         each<kVectors>([&](auto i) __attribute__((always_inline)) {
@@ -328,11 +339,15 @@ void multiply_block(int64_t num_rows, const Block& block) {
     if constexpr (at_most > 1) {
         if (num_rows < at_most) return multiply_block<T, at_most - 1>(num_rows, block);
     }
-    if constexpr (kIsInt4<T>) return multiply_groups<at_most>(block);
+    if constexpr (kIsInt4<T>) {
+        return block.zeros ? multiply_groups<at_most, true>(block) : multiply_groups<at_most, false>(block);
 #ifdef HAS_EIGHTS
-    if constexpr (kIsInt8<T>) return multiply_row_pairs<at_most>(block);
+    } else if constexpr (kIsInt8<T>) {
+        multiply_row_pairs<at_most>(block);
 #endif
-    if constexpr (!kIsInt4<T>) multiply_rows<T, at_most>(block);
+    } else {
+        multiply_rows<T, at_most>(block);
+    }
 }
 
 // The integers whose bits are in `sums`, less the surplus.
@@ -420,6 +435,7 @@ void multiply_panels(const Linear& linear, const float* x, const float* scales, 
             if constexpr (kIsInt4<T>) {
                 const int64_t group = (panel + index) * (num_words / kGroupWords) + word / kGroupWords;
                 block.scales = static_cast<const uint16_t*>(linear.scales) + group * kPanel;
+                block.zeros = linear.zeros ? linear.zeros + group * kPanel : nullptr;
             }
             block.sums = sums + index * num_rows * kPanel;
             block.ahead = index + 1 < num_panels ? block.weight + panel_step : next;
@@ -508,46 +524,31 @@ void run(const Linear& linear, const float* x, const float* scales, int64_t num_
     }
 }
 
-// numbers [num_outputs, num_inputs], of -8 to 7, into words of panels, and scales [num_outputs, groups] beside them.
-void pack_int4(const int8_t* numbers, const uint16_t* scales, int64_t num_outputs, int64_t num_inputs, uint8_t* packed,
-               uint16_t* packed_scales) {
-    const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel, num_groups = (num_inputs + kGroup - 1) / kGroup;
-#pragma omp parallel for
-    for (int64_t panel = 0; panel < num_panels; ++panel) {
-        const auto at = [&](int64_t output, int64_t input) {
-            const bool is_inside = output < num_outputs && input < num_inputs;
-            return is_inside ? numbers[output * num_inputs + input] + 8 : 8;
-        };
-        uint8_t* to = packed + panel * kPanel * num_groups * kGroup / 2;
-        uint16_t* scales_to = packed_scales + panel * kPanel * num_groups;
-        for (int64_t first = 0; first < num_groups * kGroup; first += 8) {
-            for (int64_t output = panel * kPanel; output < (panel + 1) * kPanel; ++output) {
-                if (first % kGroup == 0) {
-                    *scales_to++ = output < num_outputs ? scales[output * num_groups + first / kGroup] : 0;
-                }
-                for (int64_t i = first; i < first + 4; ++i) *to++ = uint8_t(at(output, i) | at(output, i + 4) << 4);
-            }
-        }
-    }
-}
-
 void unpack_int4_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, float* out) {
     const int64_t num_groups = linear.num_words / kGroupWords;
     const uint8_t* packed = reinterpret_cast<const uint8_t*>(linear.weight);
+#pragma omp parallel for if (num_ids * linear.num_inputs > kWorthQuantizing)
     for (int64_t i = 0; i < num_ids; ++i) {
         const int64_t panel = ids[i] / kPanel, output = ids[i] % kPanel;
+        float scale = 0.0f;
+        int zero = kMiddle;
         for (int64_t input = 0; input < linear.num_inputs; ++input) {
+            if (input % kGroup == 0) {
+                const int64_t at = (panel * num_groups + input / kGroup) * kPanel + output;
+                scale = half_to_float(static_cast<const uint16_t*>(linear.scales)[at]);
+                if (linear.zeros) zero = linear.zeros[at];
+            }
             const int64_t word = panel * linear.num_words + input / 8;
             const uint8_t both = packed[(word * kPanel + output) * 4 + input % 4];
-            const int64_t group = panel * num_groups + input / kGroup;
-            const float scale = half_to_float(static_cast<const uint16_t*>(linear.scales)[group * kPanel + output]);
-            out[i * linear.num_inputs + input] = float((input % 8 < 4 ? both & 15 : both >> 4) - 8) * scale;
+            const int64_t to = linear.order ? linear.order[input] : input;
+            out[i * linear.num_inputs + to] = float((input % 8 < 4 ? both & 15 : both >> 4) - zero) * scale;
         }
     }
 }
 
 thread_local Buffer quantized_rows;  // of the calling thread; those of its team read it
 thread_local Buffer row_scales;
+thread_local Buffer ordered_row;  // of each thread
 
 // A piece of an int8 row as words of x: bytes, perhaps with 128 added, or, for each word of the weight, the first and
 // third number in 16 bits and then the second and fourth.
@@ -564,13 +565,21 @@ void write_piece(const int8_t* values, int64_t count, uint8_t* to) {
     }
 }
 
-// The same for int4: in each group first the word that its sum begins with.
-void write_groups(const int8_t* values, int64_t count, uint8_t* to) {
+// The same for int4: in each group first the word that its sum begins with, where all zeros are `zero`.
+void write_groups(const int8_t* values, int64_t count, int zero, uint8_t* to) {
     for (int64_t i = 0; i < count; i += kGroup, to += kGroupRowWords * sizeof(float)) {
-        const int32_t first = first_of_group(values + i);
+        const int32_t first = first_of_group(values + i, zero);
         std::memcpy(to, &first, sizeof first);
         std::memcpy(to + sizeof first, values + i, kGroup);
     }
+}
+
+// The numbers of a row in another order.
+template <typename In>
+const In* put_in_order(const In* x, int64_t num_inputs, const int32_t* order) {
+    In* ordered = reinterpret_cast<In*>(ordered_row.take(num_inputs * sizeof(In)));
+    for (int64_t i = 0; i < num_inputs; ++i) ordered[i] = x[order[i]];
+    return ordered;
 }
 
 // Rows into int8 first. T is the weight's.
@@ -583,10 +592,12 @@ void quantize_and_run(const Linear& linear, const In* x, int64_t num_rows, void*
     float* scales = reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float)));
 #pragma omp parallel for if (num_rows * num_inputs > kWorthQuantizing)
     for (int64_t row = 0; row < num_rows; ++row) {
-        scales[row] = quantize_row(x + row * num_inputs, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
+        const In* from = x + row * num_inputs;
+        if (linear.order) from = put_in_order(from, num_inputs, linear.order);
+        scales[row] = quantize_row(from, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
             const int64_t first = piece * kQuantizedPiece, end = std::min(width, first + kQuantizedPiece);
             uint8_t* to = rows + row * row_bytes + row_words<T>(first / kPerWord) * sizeof(float);
-            if constexpr (kIsInt4<T>) write_groups(values, end - first, to);
+            if constexpr (kIsInt4<T>) write_groups(values, end - first, linear.zeros ? 1 : kMiddle, to);
             else write_piece(values, end - first, to);
         });
     }
@@ -652,12 +663,7 @@ EXPORT void roseinfer_linear_rows_int8_fours(const Linear* linear, const int64_t
     unpack_rows<int8_t>(*linear, ids, num_ids, out);
 }
 
-// An int4 weight: see pack_int4. The scales too have room for ceil(outputs / kPanel) * kPanel rows.
-EXPORT void roseinfer_linear_pack_int4(const int8_t* numbers, const uint16_t* scales, int64_t num_outputs,
-                                       int64_t num_inputs, uint8_t* packed, uint16_t* packed_scales) {
-    pack_int4(numbers, scales, num_outputs, num_inputs, packed, packed_scales);
-}
-
+// The same for an int4 weight, which quantize_int4.cpp packs.
 EXPORT void roseinfer_linear_int4_of_bfloat16(const Linear* linear, const bfloat16* x, int64_t num_rows, void* out) {
     quantize_and_run<Int4>(*linear, x, num_rows, out);
 }

@@ -13,7 +13,7 @@
 //     reciprocal(x)                   1 / x to 2 units in the last place, for x in 1..2^20
 //     store_bytes(to, x)              whole numbers from -128 to 127
 //     lower_bfloat16, upper_bfloat16  those of each word, widened
-//     load_halves, half_to_float, to_half   float16; rounded to nearest, ties to even
+//     load_halves, store_halves, half_to_float, to_half   float16; rounded to nearest, ties to even
 // With HAS_BFLOAT16_PRODUCTS there are instructions for
 //     add_bfloat16_pairs(sum, a, b)   sum + the two products of bfloat16 in each word
 // and with HAS_BFLOAT16_STORE one, or a few, for

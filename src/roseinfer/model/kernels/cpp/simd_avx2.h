@@ -77,6 +77,9 @@ static inline Floats upper_bfloat16(Words x) {
 static inline Floats load_halves(const uint16_t* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
+static inline void store_halves(uint16_t* to, Floats x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, 0));
+}
 static inline float half_to_float(uint16_t half) { return _cvtsh_ss(half); }
 static inline uint16_t to_half(float x) { return uint16_t(_cvtss_sh(x, 0)); }
 

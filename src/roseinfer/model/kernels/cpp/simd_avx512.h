@@ -96,6 +96,9 @@ static inline void store_bfloat16(uint16_t* to, Floats x) {
 static inline Floats load_halves(const uint16_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
+static inline void store_halves(uint16_t* to, Floats x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, 0));
+}
 static inline float half_to_float(uint16_t half) { return _cvtsh_ss(half); }
 static inline uint16_t to_half(float x) { return uint16_t(_cvtss_sh(x, 0)); }
 

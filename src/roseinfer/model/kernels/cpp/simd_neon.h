@@ -93,6 +93,7 @@ static inline void store_bfloat16(uint16_t* to, Floats x) {
 // ---- float16
 
 static inline Floats load_halves(const uint16_t* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
+static inline void store_halves(uint16_t* to, Floats x) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 static inline float half_to_float(uint16_t half) {
     __fp16 x;
     __builtin_memcpy(&x, &half, sizeof x);
