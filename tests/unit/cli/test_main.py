@@ -49,7 +49,7 @@ def error_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize("option", [o for o in options().values() if o.type is not bool], ids=lambda o: o.path)
 def test_every_option_is_a_flag_of_serve(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     value = option.choices[-1] if option.choices else {"int": 70, "float": 0.5}.get(type(option.default).__name__)
-    value = value or (70 if "int" in str(option.type) else "text")
+    value = value or (70 if any(name in str(option.type) for name in ("int", "float")) else "text")
     bounded = {
         "server.max_body_bytes": 1024,
         "scheduler.max_num_batched_tokens": 1024,
