@@ -72,10 +72,10 @@ class Pace:
         return max(self._least, int(left_ns / self._costs.prompt_token_ns(decode_ns, num_rows)))
 
     def row_share(self, num_rows: int) -> float:
-        """What one more row adds to the time of a step of so many that only decodes; 1 before that is known."""
+        """The time that one more row adds to a step of `num_rows` decode rows, as a share of it; 1 at first."""
         decode_ns = self._decode_ns(num_rows)
         return self._costs.row_ns(decode_ns, num_rows) / decode_ns if decode_ns else 1.0
 
     def _decode_ns(self, num_rows: int) -> int:
-        """Of a step of so many rows and no prompt tokens; 0 while nothing is known."""
+        """The expected nanoseconds of a step of `num_rows` rows without prompt tokens; 0 before the first fit."""
         return self._costs.expected_ns(StepSize(num_rows, 0, self._num_context_tokens)) or 0

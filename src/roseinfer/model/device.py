@@ -90,7 +90,7 @@ class KeptWeights(Protocol):
         """The pieces uint8 of a weight that was packed in this way; None if it is to be packed."""
 
     def keep(self, kind: str, parts: Parts, pieces: list[torch.Tensor]) -> None:
-        """Keep the pieces of a packed weight, to which nobody writes any more."""
+        """Keep the pieces of a packed weight, which is complete."""
 
 
 class WeightMemory:
@@ -212,7 +212,7 @@ class Placement:
             return "amx"
         if self.kernels is not None and (self.dtype == torch.float32 or self.has_kernel(PAIRS)):
             return "registers"
-        if machine() != "x86_64":  # elsewhere nobody has measured that oneDNN keeps rows exact
+        if machine() != "x86_64":  # elsewhere it is not measured whether oneDNN keeps rows exact
             return "torch"
         has_type = self.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
         return "onednn" if has_type and hasattr(torch.ops.mkldnn, "_linear_pointwise") else "torch"

@@ -94,11 +94,11 @@ def _list_files(repo_id: str, revision: str | None) -> dict[str, _File | None]:
         repo_id, revision=revision, files_metadata=True, timeout=float(constants.HF_HUB_ETAG_TIMEOUT)
     )
     files = dict[str, _File | None]()
-    for told in info.siblings or ():
-        digest = told.lfs.sha256 if told.lfs else told.blob_id or ""
-        is_known = info.sha is not None and told.size is not None and _DIGEST.fullmatch(digest)
-        file = _File(told.rfilename, info.sha or "", told.size or 0, digest, has_digest=True)
-        files[told.rfilename] = file if is_known else None
+    for listed in info.siblings or ():
+        digest = listed.lfs.sha256 if listed.lfs else listed.blob_id or ""
+        is_known = info.sha is not None and listed.size is not None and _DIGEST.fullmatch(digest)
+        file = _File(listed.rfilename, info.sha or "", listed.size or 0, digest, has_digest=True)
+        files[listed.rfilename] = file if is_known else None
     return files
 
 
@@ -163,14 +163,14 @@ class _Fetch:
                 content = (self._blobs / file.tag).read_bytes() if (file := self._files[index]) else b""
                 named = set(json.loads(content)["weight_map"].values())
             except (ValueError, KeyError, AttributeError, TypeError):
-                return offered  # its tag is not known; or whoever reads the checkpoint says what is wrong with it
+                return offered  # its tag is not known, or reading the checkpoint says what is wrong with it
             return [name for name in offered if name in named]
         return [_WEIGHTS_FILE] if _WEIGHTS_FILE in offered else offered
 
     def fetch(self, names: Sequence[str]) -> None:
         """Fetch what is not in the cache. A file that no answer tells enough of is left to huggingface_hub."""
-        untold = [name for name in names if self._files[name] is None]
-        self._files.update(zip(untold, self._threads.map(self._ask, untold), strict=True))
+        unknown = [name for name in names if self._files[name] is None]
+        self._files.update(zip(unknown, self._threads.map(self._ask, unknown), strict=True))
         files = [file for name in names if (file := self._files[name]) and not (self._blobs / file.tag).exists()]
         if not files:
             return
@@ -183,11 +183,11 @@ class _Fetch:
     def _ask(self, name: str) -> _File | None:
         """What the server tells of one file: its tag may be no digest, and then its size is all that is compared."""
         url = hf_hub_url(self._repo_id, name, revision=self._revision)
-        told = get_hf_file_metadata(url, timeout=float(constants.HF_HUB_ETAG_TIMEOUT))
-        if not (told.commit_hash and told.size is not None and told.etag and _TAG.fullmatch(told.etag)):
+        found = get_hf_file_metadata(url, timeout=float(constants.HF_HUB_ETAG_TIMEOUT))
+        if not (found.commit_hash and found.size is not None and found.etag and _TAG.fullmatch(found.etag)):
             return None
-        has_digest = _SHA256.fullmatch(told.etag) is not None
-        return _File(name, told.commit_hash, told.size, told.etag, has_digest)
+        has_digest = _SHA256.fullmatch(found.etag) is not None
+        return _File(name, found.commit_hash, found.size, found.etag, has_digest)
 
     def _fetch_file(self, file: _File) -> None:
         blob, partial = self._blobs / file.tag, self._blobs / f"{file.tag}.partial"

@@ -56,7 +56,7 @@ class Pacer(Protocol):
         """Note the time between the tokens of the step before and those of this one."""
 
     def most_prompt_tokens(self, num_rows: int, num_waiting: int) -> int:
-        """How many go beside so many decode rows, while so many requests wait for their first token."""
+        """The most prompt tokens beside `num_rows` decode rows, while `num_waiting` requests have no token yet."""
 
 
 class SampledRows(msgspec.Struct, frozen=True, gc=False):
