@@ -12,6 +12,7 @@ finds nothing computed in advance.
 import hashlib
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -31,6 +32,7 @@ from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import Pooling, TokenLogprobs
 
 POOLED_SIZE = 8  # of an embedding
+Drawn = tuple[int, Int32Array, int, bool]  # of a row: its slot, what it read, its token, whether its last was drafted
 
 
 class _FakeLaunched:
@@ -97,13 +99,14 @@ class FakeRunner:
             self._said[binding.slot] = [] if binding.token_ids is None else binding.token_ids.tolist()
         token_ids = np.concatenate([self._last_token[batch.slots[: batch.num_device_rows]], batch.token_ids])
         sampled: list[int] = []
+        drawn: list[Drawn] = []
         logprobs: list[TokenLogprobs | None] = []
         scores: list[Scores] = []
         scored = {row.row: row for row in batch.scored}
         pooled: list[Pooled] = []
         poolings = {row.row: row.pooling for row in batch.pooled}
         offset = 0
-        masks = {} if batch.masks is None else dict(zip(batch.masks.constraints, batch.masks.bits(), strict=True))
+        masks = {} if batch.masks is None else dict(zip(batch.masks.rows, batch.masks.bits(), strict=True))
         for row, (slot, start, count, samples) in enumerate(
             zip(batch.slots.tolist(), batch.starts.tolist(), batch.num_new_tokens.tolist(), batch.samples, strict=True)
         ):
@@ -118,13 +121,16 @@ class FakeRunner:
                 logprobs += [None] * bool(samples)
             elif samples:
                 token_id = self._next_token(self._memory[places], self._bindings[slot])
-                while slot in masks and not masks[slot][token_id // 32] >> (token_id % 32) & 1:
+                mask = masks.get((slot, start + count))
+                while mask is not None and not mask[token_id // 32] >> (token_id % 32) & 1:
                     token_id = (token_id + 1) % self._vocab_size
-                self._note(slot, self._memory[places], token_id)
+                is_drafted = batch.drafted is not None and bool(batch.drafted[row] >= 0)
+                drawn.append((slot, self._memory[places], token_id, is_drafted))
                 self._last_token[slot] = token_id
                 sampled.append(token_id)
                 is_asked = self._bindings[slot].params.num_logprobs is not None
                 logprobs.append(TokenLogprobs(-1.0, 1, [token_id], [-1.0]) if is_asked else None)
+        self._note(drawn)
         has_logprobs = any(entry is not None for entry in logprobs)
         return SampledTokens(
             np.array(sampled, np.int32), logprobs if has_logprobs else None, tuple(scores), tuple(pooled)
@@ -156,11 +162,15 @@ class FakeRunner:
         pooled: Pooled = rows[0].astype(np.float32) if pooling == "last" else rows.sum(0) * round(1 / POOLED_UNIT)
         return pooled
 
-    def _note(self, slot: int, history: Int32Array, token_id: int) -> None:
-        """Count what was said, as a sampler does: the ids of the slot's binding, and those drawn since."""
-        if said := self._said[slot]:
-            assert said == history.tolist(), "the counts of a penalty are not those of the text"
-            said.append(token_id)
+    def _note(self, drawn: Sequence[Drawn]) -> None:
+        """Count what was said, as a sampler does: the ids of the slot's binding, drafted ones, and then those drawn."""
+        drawn = [row for row in drawn if self._said[row[0]]]
+        for slot, history, _, is_drafted in drawn:
+            if is_drafted:
+                self._said[slot][len(history) - 1 :] = history[-1:].tolist()
+            assert self._said[slot][: len(history)] == history.tolist(), "a penalty counts what is not the text"
+        for slot, history, token_id, _ in drawn:
+            self._said[slot][len(history) : len(history) + 1] = [token_id]
 
     def _next_token(self, history: Int32Array, binding: SlotBinding) -> int:
         assert (history >= 0).all(), "a KV entry was read before it was written"

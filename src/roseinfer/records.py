@@ -145,7 +145,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pipeline_depth: int  # steps that may be launched before the one before them has been read
     phases: PhaseTimes
     ahead: PhaseTimes  # with a pipeline, those of the step that was launched while this one was computed
-    num_draft_tokens: int = 0  # drafted from what was said before, and computed beside the known ones
+    num_draft_tokens: int = 0  # drafted: repeated, or forced by a grammar; computed beside the known ones
     num_accepted_tokens: int = 0  # of those, the ones that would have been sampled: tokens without a step of their own
     cpu_throttled_ns: int = 0  # between the tokens of the step before and its own, that a CPU quota stopped the engine
     cpu_wait_ns: int = 0  # likewise, that the engine was ready to run and other processes had its core

@@ -236,6 +236,8 @@ def _add_simulator(parser: Parser) -> None:
     _add(group, "--cost-model", str, "FILE", costs)
     decisions = "write a line of JSON for each step; one seed gives the same bytes"
     _add(group, "--decision-log", Path, "FILE", decisions)
+    share = "of an answer's tokens, those that drafts foretell; default: those that held in the recording, else none"
+    _add(group, "--draft-share", _SHARE, "SHARE", share)
     group.add_argument(
         "--without",
         type=Cause,

@@ -163,8 +163,9 @@ class SchedulerConfig:
     )
     speculation: int | Literal["auto", "off"] = option(
         "auto",
-        "Tokens that a row drafts from what its text said before; each is checked in the same step, so the answer is "
-        "the same. `auto`: as many as pay, by the time of steps and by what has held. On CUDA every value means `off`.",
+        "Tokens that a row drafts from what its text said before, or what its grammar forces; each is checked in the "
+        "same step, so the answer is the same. `auto`: as many as pay, by the time of steps and by what has held. On "
+        "CUDA every value means `off`.",
         ge=1,
         le=16,
     )

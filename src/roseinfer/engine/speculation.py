@@ -1,23 +1,29 @@
-"""Drafts tokens that repeat what a sequence has said before, and decides how many a step verifies.
+"""Drafts tokens that a grammar forces, or that repeat what a sequence has said, and decides how many a step verifies.
 
-A draft continues the earlier place that resembles the end of the text most. Nothing is kept of it: the search is a few
-comparisons over the token ids in the slot table. What is learned is how often drafts of a slot held; what a further row
-adds to the time of a step is known from the steps before.
+A repeating draft continues the earlier place that resembles the end of the text most. Nothing is kept of it: the search
+is a few comparisons over the token ids in the slot table. What is learned is how often drafts of a slot held; what a
+further row adds to the time of a step is known from the steps before.
 """
+
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
-from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, Float64Array, IndexArray, Int32Array
+from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, Float64Array, IndexArray, Int32Array, SampledTokens
 from roseinfer.engine.core.sequence import SlotTable
+from roseinfer.engine.core.steps import SampledRows, ScheduledStep
 from roseinfer.engine.pace import Pace
+from roseinfer.records import FinishReason
 
 MAX_DRAFT_TOKENS = 16  # of one row
 _MIN_MATCH, _MAX_MATCH = 3, 8  # tokens at the end of the text that the earlier place must share, and that are compared
-_NOTHING: Int32Array = np.zeros(0, np.int32)
-_PRIOR = 0.5  # share of drafted tokens that hold, before anything is known
+_REPEATED, _FORCED = range(2)  # where a draft comes from
+_PRIORS = (0.5, 0.9)  # share of drafted tokens of each kind that hold, before anything is known
 _WEIGHT = 0.2  # of a newer token in that share
 _RECOVERY = 0.01  # by which it returns to the prior at each search, so that a slot is tried again now and then
 _LONGEST_REST = 16  # steps: a slot whose text repeats nothing is searched less and less often
+_NOTHING: Int32Array = np.zeros(0, np.int32)
 _LEAST_LIKELY = 0.03  # that a drafted token holds: below, none is worth its row, however little rows cost
 
 
@@ -44,74 +50,141 @@ def find_draft(token_ids: Int32Array, most: int) -> Int32Array:
     return np.resize(token_ids[ends[-1] :], most)
 
 
+def drop_rejected(
+    rows: SampledRows, last: dict[int, FinishReason], drafted: list[int]
+) -> tuple[SampledRows, dict[int, FinishReason], list[int]]:
+    """Return the rows that hold, those of them that end their sequences, and those that were of drafted tokens.
+
+    A row of a drafted token holds if the row before it holds, sampled that very token and did not end its sequence.
+    """
+    token_ids, kept, accepted, holds = rows.token_ids, list[int](), list[int](), True
+    for row, draft in enumerate(drafted[: len(token_ids)]):  # those after them are chunks that sample nothing
+        holds = draft < 0 or (holds and row - 1 not in last and token_ids[row - 1] == draft)
+        if holds:
+            if draft >= 0:
+                accepted.append(len(kept))
+            kept.append(row)
+    logprobs = rows.sampled.logprobs
+    sampled = SampledTokens(rows.sampled.token_ids[kept], logprobs and [logprobs[row] for row in kept])
+    first = range(len(kept) - len(rows.first), len(kept))  # chunks are the last rows, and all of them hold
+    held = [token_ids[row] for row in kept]
+    rows = SampledRows(rows.index[kept], rows.ends[kept], sampled, held, first, rows.has_last, set())
+    return rows, {row: last[old] for row, old in enumerate(kept) if old in last}, accepted
+
+
 class Speculation:
     """Chooses the drafts of each step. With `fixed` a row drafts so many whenever it can, whether it pays or not."""
 
-    def __init__(self, pace: Pace, table: SlotTable, fixed: int | None = None) -> None:
+    def __init__(
+        self,
+        pace: Pace,
+        table: SlotTable,
+        fixed: int | None = None,
+        find: Callable[[Int32Array, int], Int32Array] = find_draft,
+    ) -> None:
+        """`find` continues a text by so many tokens at most."""
         self._table = table
         self._pace = pace
         self._fixed = fixed
-        self._shares: Float64Array = np.full(len(table.owners), _PRIOR)
+        self._find = find
+        self._shares: list[Float64Array] = [np.full(len(table.owners), prior) for prior in _PRIORS]
         self._num_steps = 0
         self._due: IndexArray = np.zeros(len(table.owners), np.intp)  # the step at which each slot is searched again
         self._rests = [1] * len(table.owners)  # the steps until then
-        self.stale = set[int]()  # slots whose last token the runner does not hold
+        self._drafting = dict[int, int]()  # by slot, the kind of its draft in the step under way
+        self._stale = set[int]()  # slots whose last token the runner does not hold
 
     def bind(self, slot: int) -> None:
-        """Forget the slot's last owner."""
-        self._shares[slot] = _PRIOR
+        """See Drafter."""
+        for shares, prior in zip(self._shares, _PRIORS, strict=True):
+            shares[slot] = prior
         self._due[slot], self._rests[slot] = 0, 1
-        self.stale.discard(slot)
+        self._stale.discard(slot)
+        self._drafting.pop(slot, None)
 
     def draft(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
-        """Drafts by slot for some of the decoding slots `index`, of `budget` tokens at most in all."""
-        budget, table, drafts = min(budget, MAX_STEP_DRAFTS), self._table, dict[int, Int32Array]()
+        """See Drafter."""
+        budget, table, num_rows = min(budget, MAX_STEP_DRAFTS), self._table, len(index)
         self._num_steps += 1
-        num_rows = len(index)
-        if budget <= 0:
-            return drafts
+        drafts = dict[int, Int32Array]()
+        if budget > 0:
+            if table.constraints:
+                drafts = self._draft_forced(index, budget)
+                budget -= sum(map(len, drafts.values()))
+                index = index[[slot not in drafts for slot in index.tolist()]] if drafts else index
+            drafts |= self._draft_repeated(index, num_rows, budget)
+        if self._stale:
+            stale = self._stale.intersection(index.tolist()).difference(drafts)
+            drafts |= {slot: table.token_ids[slot, :0] for slot in stale}
+            self._stale.difference_update(drafts)
+        return drafts
+
+    def _draft_forced(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
+        """Drafts of the slots whose grammars leave no choice, in which a token may still be spelled otherwise."""
+        constraints, drafts, num_rows = self._table.constraints, dict[int, Int32Array](), len(index)
+        index = index[[slot in constraints for slot in index.tolist()]]
+        for slot, wanted in zip(index.tolist(), self._wanted(_FORCED, index, num_rows).tolist(), strict=True):
+            if (length := min(wanted, budget)) > 0:
+                forced = constraints[slot].matcher.copy().forced()[:length]
+                if draft := forced[: constraints[slot].look_ahead(forced)] if forced else forced:
+                    drafts[slot] = np.array(draft, np.int32)
+                    budget -= len(draft)
+                    self._drafting[slot] = _FORCED
+        return drafts
+
+    def _draft_repeated(self, index: IndexArray, num_rows: int, budget: int) -> dict[int, Int32Array]:
+        """Drafts of the slots whose texts repeat themselves, as far as their grammars allow."""
+        constraints, drafts = self._table.constraints, dict[int, Int32Array]()
         if self._fixed is None:
             index = index[self._due[index] <= self._num_steps]
-            if not len(index):
-                return drafts
-        most = np.minimum(self._wanted(index, num_rows), table.max_tokens[index] - table.num_tokens[index] - 1)
-        for slot, wanted in zip(index.tolist(), most.tolist(), strict=True):
+        if not len(index):
+            return drafts
+        for slot, wanted in zip(index.tolist(), self._wanted(_REPEATED, index, num_rows).tolist(), strict=True):
             length = min(wanted, budget)
-            can_draft = length > 0 and self._can_draft(slot)
-            draft = find_draft(table.known_tokens(slot), length) if can_draft else _NOTHING
+            draft = self._find(self._table.known_tokens(slot), length) if length > 0 else _NOTHING
+            if len(draft) and slot in constraints:
+                draft = draft[: constraints[slot].look_ahead(draft.tolist())]
             if len(draft):
                 drafts[slot] = draft
                 budget -= len(draft)
                 self._rests[slot] = 1
+                self._drafting[slot] = _REPEATED
             else:
                 self._due[slot] = self._num_steps + self._rests[slot]
                 self._rests[slot] = min(2 * self._rests[slot], _LONGEST_REST)
         return drafts
 
-    def _wanted(self, index: IndexArray, num_rows: int) -> IndexArray:
-        """How many tokens each of these should draft, of `num_rows` in all: as many as are likely enough to hold."""
+    def _wanted(self, kind: int, index: IndexArray, num_rows: int) -> IndexArray:
+        """How many tokens each of these may draft, of `num_rows` in all: as many as are likely enough to hold."""
+        most: IndexArray = self._table.max_tokens[index] - self._table.num_tokens[index] - 1
         if self._fixed is not None:
-            return np.full(len(index), self._fixed)
-        shares = self._shares[index]
-        self._shares[index] += _RECOVERY * (_PRIOR - shares)
+            return np.minimum(most, self._fixed)
+        shares = self._shares[kind][index]
+        self._shares[kind][index] += _RECOVERY * (_PRIORS[kind] - shares)
         # A step of decoding rows has a token for each; a drafted one must be as likely as its row is dear.
         least = min(max(num_rows * self._pace.row_share(num_rows), _LEAST_LIKELY), 0.99)
         lengths: IndexArray = (np.log(least) / np.log(shares)).astype(np.intp)
-        return np.minimum(lengths, MAX_DRAFT_TOKENS)
+        return np.minimum(np.minimum(lengths, MAX_DRAFT_TOKENS), most)
 
-    def _can_draft(self, slot: int) -> bool:
-        """Whether each row of the slot sees the state that it would see alone.
-
-        Masks of grammars, and the counts of penalties, are of the last token that is known, one for each slot.
-        """
-        return slot not in self._table.constraints and not self._table.owner(slot).request.params.has_penalties
+    def judge(
+        self, step: ScheduledStep, rows: SampledRows, last: dict[int, FinishReason]
+    ) -> tuple[SampledRows, dict[int, FinishReason], list[int]]:
+        """See Drafter. What held is learned."""
+        drafted = step.batch.drafted
+        assert drafted is not None
+        rows, last, accepted = drop_rejected(rows, last, drafted.tolist())
+        held = Counter(rows.index[accepted].tolist())
+        for slot, num_drafted in Counter(step.index[drafted >= 0].tolist()).items():
+            self.learn(slot, num_drafted, held[slot])
+        return rows, last, accepted
 
     def learn(self, slot: int, num_drafted: int, num_accepted: int) -> None:
         """Note how many of a slot's drafted tokens held. The first one that did not is the last that tells anything."""
-        share = self._shares[slot]
+        shares = self._shares[self._drafting.pop(slot, _REPEATED)]
+        share = shares[slot]
         for _ in range(num_accepted):
             share += _WEIGHT * (1 - share)
         if num_accepted < num_drafted:
             share -= _WEIGHT * share
-        self._shares[slot] = min(max(share, 0.01), 0.98)
-        self.stale.add(slot)
+        shares[slot] = min(max(share, 0.01), 0.98)
+        self._stale.add(slot)

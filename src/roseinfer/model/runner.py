@@ -219,7 +219,8 @@ class ModelRunner:
                 return self._results.fetch(self._ends(step, hidden), None, scores=scores, pooled=pooled)
             logits = self._logits(step, hidden)
         with watch("sample"):
-            tokens, logprobs = self._sampler.sample(logits, slots, next_positions, batch.masks)
+            drafted = None if batch.drafted is None else batch.drafted[batch.samples]
+            tokens, logprobs = self._sampler.sample(logits, slots, next_positions, batch.masks, drafted)
             self._last_token.index_copy_(0, step.sampled_slots, tokens.clamp(min=0))  # a failed row's is never used
             return self._results.fetch(tokens, logprobs, scores=scores, pooled=pooled)
 
@@ -439,7 +440,7 @@ def masked_draw(num_slots: int, vocab_size: int) -> ScheduledBatch:
     matcher.set_result(_AnyToken())
     constraint = Constraint(matcher, params, (), vocab_size)
     batch = decode_batch(num_rows, bindings=tuple(SlotBinding(slot, params, 1, ()) for slot in range(num_rows)))
-    return msgspec.structs.replace(batch, masks=TokenMasks(dict.fromkeys(range(num_rows), constraint)))
+    return msgspec.structs.replace(batch, masks=TokenMasks({(slot, 1): (constraint, 0) for slot in range(num_rows)}))
 
 
 class _AnyToken:
@@ -453,3 +454,9 @@ class _AnyToken:
         allowed[:] = 0xFFFFFFFF
 
     def accept(self, token_id: int) -> None: ...
+
+    def copy(self) -> "_AnyToken":
+        return self
+
+    def forced(self) -> list[int]:
+        return []

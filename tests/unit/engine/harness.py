@@ -14,7 +14,7 @@ from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import Speculation
-from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput
+from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput, TokenLogprobs
 from roseinfer.records import FinishReason
 from tests.fake_runner import FakeRunner
 
@@ -90,6 +90,7 @@ class Transcript:
     steps: list[StepOutput] = field(default_factory=list)
     slots: dict[int, str] = field(default_factory=dict)  # of the requests that the columns tell of
     scores: dict[str, PromptLogprobs] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
 
     def take(self, step: StepOutput) -> StepOutput:
         self.steps.append(step)
@@ -102,6 +103,7 @@ class Transcript:
                 assert not self.tokens[output.request_id], "a prompt is scored once, and told with the first token"
                 self.scores[output.request_id] = output.prompt_logprobs
             self.tokens[output.request_id] += output.token_ids
+            self.logprobs[output.request_id] += output.logprobs or []
             if output.slot is not None:
                 self.slots[output.slot] = output.request_id
             if output.finish_reason is not None:

@@ -1,5 +1,7 @@
 """Drafts change how many steps an answer takes, and nothing of the answer."""
 
+import copy
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -8,15 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.sequence import SlotTable
 from roseinfer.engine.core.steps import StepCounts
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import MAX_DRAFT_TOKENS, Speculation, find_draft
-from roseinfer.messages import Request
+from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.records import FinishReason
-from tests.unit.engine.harness import Transcript, make_engine, make_request, run_alone, run_to_end
+from tests.unit.engine.harness import (
+    EOS,
+    VOCAB_SIZE,
+    Transcript,
+    make_engine,
+    make_request,
+    run_alone,
+    run_to_end,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,20 +50,21 @@ def test_a_draft_continues_the_place_most_like_the_end(text: list[int], draft: l
 
 def test_drafts_grow_where_they_hold_and_end_where_they_do_not() -> None:
     table = SlotTable(2, 256, 8)
+    table.max_tokens[:] = 200
     pace = Pace(target_ns=None, least=16, cuts=True)
     speculation, index = Speculation(pace, table), np.array([0, 1])
     for _ in range(16):
         pace.learn_step(StepCounts(num_decode_seqs=1), 1000)
-    before = speculation._wanted(index, 2)
+    before = speculation._wanted(0, index, 2)
     assert 0 < before[0] < MAX_DRAFT_TOKENS
     for _ in range(20):
         speculation.learn(0, 4, 4)
         speculation.learn(1, 4, 0)
-    after = speculation._wanted(index, 2)
+    after = speculation._wanted(0, index, 2)
     assert after[0] == MAX_DRAFT_TOKENS
     assert after[1] == 0
     for _ in range(600):
-        recovered = speculation._wanted(index, 2)
+        recovered = speculation._wanted(0, index, 2)
     assert recovered[1] > 0  # it is tried again
 
 
@@ -73,9 +85,80 @@ REQUESTS = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([(), (7, 8, 9), tuple(range(40, 60))]),
         "num_logprobs": st.sampled_from([None, 1]),
         "frequency_penalty": st.sampled_from([0.0, 0.0, 0.5]),
-        "min_tokens": st.sampled_from([0, 1]),
+        "min_tokens": st.sampled_from([0, 1, 9]),
+        "grammar": st.none()
+        | st.builds(Grammar, st.just("lark"), st.from_regex(r"[0-9]{1,2} [0-9]{1,2}", fullmatch=True)),
     }
 )
+
+
+class Whims:
+    """A grammar that leaves one token, a few or nearly all, by what was said; it may end, end there, or break.
+
+    Its source is a seed, and how many tokens it has at most.
+    """
+
+    error = ""
+
+    def __init__(self, source: str) -> None:
+        seed, limit = map(int, source.split())
+        self._state, self._left, self._breaks = seed, limit, seed % 7 == 0
+        self.has_failed = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._left == 0 and not self._breaks
+
+    def _allowed(self) -> list[int]:
+        if not self._left:
+            return [] if self._breaks else [EOS]
+        match self._state % 5:
+            case 0 | 1:
+                return [self._state % 90]
+            case 2:
+                return [self._state % 90, EOS]
+            case 3:
+                return [*range(5)]
+            case _:
+                return [*range(VOCAB_SIZE)]
+
+    def fill(self, allowed: MaskArray) -> None:
+        allowed[:] = 0
+        for token_id in self._allowed():
+            allowed[token_id // 32] |= np.uint32(1 << (token_id % 32))
+
+    def accept(self, token_id: int) -> None:
+        self.has_failed |= token_id not in self._allowed()
+        self._left = 0 if token_id == EOS else self._left - 1
+        self._breaks &= token_id != EOS
+        self._state = (self._state * 7 + token_id * 3) % 101
+
+    def copy(self) -> "Whims":
+        return copy.copy(self)
+
+    def forced(self) -> list[int]:
+        ahead, forced = self.copy(), list[int]()
+        while len(allowed := ahead._allowed()) == 1 and len(forced) < 9:
+            forced += allowed
+            ahead.accept(allowed[0])
+        return [*forced[:-1], 1] if len(forced) % 4 == 3 else forced  # now and then it spells the last one otherwise
+
+
+class WhimsicalGrammars:
+    """Compiles at once."""
+
+    vocab_size = VOCAB_SIZE
+
+    def open(self, grammar: Grammar) -> Future[Matcher]:
+        future: Future[Matcher] = Future()
+        future.set_result(Whims(grammar.source))
+        return future
+
+
+def engine_of(**config: Any) -> Engine:
+    engine = make_engine(repeats=True, **config)
+    engine.scheduler.compiling._grammars = WhimsicalGrammars()
+    return engine
 
 
 def live(engine: Engine, requests: list[Request], pauses: list[int], aborted: dict[str, int]) -> Transcript:
@@ -115,8 +198,8 @@ def test_answers_are_those_without(
     requests = [make_request(f"r{i}", **each) for i, each in enumerate(asked)]
     pauses = [data.draw(st.integers(0, 6)) for _ in requests]
     aborted = data.draw(st.dictionaries(st.sampled_from([each.request_id for each in requests]), st.integers(1, 20)))
-    off = live(make_engine(repeats=True, **config), requests, pauses, aborted)
-    engine = make_engine(repeats=True, can_speculate=True, speculation=speculation, **config)
+    off = live(engine_of(**config), requests, pauses, aborted)
+    engine = engine_of(can_speculate=True, speculation=speculation, **config)
     on = live(engine, requests, pauses, aborted)
     for request in requests:
         name = request.request_id
@@ -127,6 +210,7 @@ def test_answers_are_those_without(
             continue
         assert on.tokens[name] == off.tokens[name]
         assert on.reasons[name] is off.reasons[name]
+        assert on.logprobs[name] == off.logprobs[name]
     assert engine.scheduler.kv_cache.pool.num_used == 0
     assert sum(step.record.num_generated_tokens for step in on.steps) == sum(map(len, on.tokens.values()))
 
@@ -143,6 +227,26 @@ def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
     accepted = sum(record.num_accepted_tokens for record in records)
     assert 0 < accepted < sum(record.num_draft_tokens for record in records)
     assert len(without.steps) - len(with_drafts.steps) == accepted
+
+
+def test_what_a_grammar_forces_takes_no_step_of_its_own() -> None:
+    request = make_request("r", [1, 2, 3], max_tokens=60, grammar=Grammar("lark", "45 50"))
+    off, on = engine_of(), engine_of(can_speculate=True, speculation=16)
+    for engine in (off, on):
+        engine.add_request(request)
+    without, with_drafts = run_to_end(off), run_to_end(on)
+    assert without.tokens == with_drafts.tokens
+    assert without.reasons == with_drafts.reasons
+    assert len(with_drafts.steps) < 0.3 * len(without.steps)
+
+
+def test_drafts_end_where_the_grammar_does() -> None:
+    """Of a draft only what may come is computed, and nothing behind a token that may be the last."""
+    constraint = Constraint(WhimsicalGrammars().open(Grammar("lark", "45 3")), SamplingParams(), (EOS,), VOCAB_SIZE)
+    assert Whims("45 9").forced()[:4] == [45, 46, 56, 55]
+    assert constraint.look_ahead([45, 46, 56, 55]) == 2  # the third token is the last
+    assert constraint.look_ahead([45, 47, 56]) == 1
+    assert constraint.look_ahead([]) == 0
 
 
 def test_rejected_tokens_are_never_in_the_prefix_cache() -> None:

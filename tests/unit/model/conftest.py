@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, SlotBinding
-from roseinfer.engine.core.constraint import TokenMasks
+from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.runner import ModelRunner, load_runner
 
@@ -115,13 +114,11 @@ class Player:
         self.logits = torch.empty(0)  # of the rows that sampled last
         sample = runner._sampler.sample
 
-        def recording(
-            logits: torch.Tensor, slots: Int32Array, positions: Int32Array, masks: TokenMasks | None = None
-        ) -> Any:
+        def recording(logits: torch.Tensor, *others: Any) -> Any:
             self.logits = logits
-            return sample(logits, slots, positions, masks)
+            return sample(logits, *others)
 
-        runner._sampler.sample = recording  # type: ignore[method-assign]
+        runner._sampler.sample = recording  # type: ignore[assignment, method-assign]
 
     def admit(
         self, slot: int, prompt: list[int], params: SamplingParams = GREEDY, eos: tuple[int, ...] = ()

@@ -89,10 +89,19 @@ def setup_of(
         is_asynchronous=is_gpu,
         delays=tuple(arguments.inject),
         seed=arguments.seed,
+        draft_share=draft_share_of(arguments, recording),
     )
     for cause in arguments.without:
         setup = without(setup, cause)
     return setup
+
+
+def draft_share_of(arguments: argparse.Namespace, recording: Recording | None) -> float:
+    """The share of an answer's tokens that drafts foretell: by the flag, or those of the recording that held."""
+    if arguments.draft_share is not None or recording is None:
+        return arguments.draft_share or 0.0
+    num_accepted = int(recording.steps["num_accepted_tokens"].sum())
+    return num_accepted / max(num_accepted + int(recording.steps["num_decode_seqs"].sum()), 1)
 
 
 def config_of(loaded: LoadedConfig, recording: Recording | None) -> Config:
@@ -190,6 +199,8 @@ def report(
         "Prefix cache": f"{hit} of {queried} prompt tokens hit",
         "Preemptions": sum(step.num_preemptions for step in steps),
     }
+    if num_drafted := sum(step.num_draft_tokens for step in steps):
+        facts["Drafts"] = f"{sum(step.num_accepted_tokens for step in steps)} of {num_drafted} tokens held"
     say(*lines_of(measured, {**header, **facts}, title))
     if arguments.recording is not None:
         with writing(arguments.recording, "--recording"):

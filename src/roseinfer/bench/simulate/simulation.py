@@ -8,6 +8,7 @@ same time for each request and none for a token. So the outcome follows from pla
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +19,7 @@ from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load.plan import PlannedRequest, Tokens
 from roseinfer.bench.options import Delay
 from roseinfer.bench.simulate.cost_model import CostModel
-from roseinfer.bench.simulate.virtual_runner import VirtualClock, VirtualRunner
+from roseinfer.bench.simulate.virtual_runner import VirtualClock, VirtualRunner, foretell
 from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.batch import ScheduledBatch
 from roseinfer.engine.core.engine import Engine
@@ -26,6 +27,7 @@ from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.pace import Pace
 from roseinfer.engine.prefix_digests import PrefixDigests
+from roseinfer.engine.speculation import Speculation
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, Request, SamplingParams, StepOutput, TokenOutput
 from roseinfer.observe.recorder.recording import (
@@ -52,6 +54,7 @@ class Setup(NamedTuple):
     is_asynchronous: bool = False  # the device computes while the host goes on, as a GPU does
     delays: tuple[Delay, ...] = ()
     seed: int = 0
+    draft_share: float = 0.0  # of the tokens of answers, which drafts foretell where there may be any
 
     def check_pool(self) -> None:
         """Raise ConfigError unless the longest sequence could run alone."""
@@ -135,13 +138,17 @@ class Simulation:
 
     def _make_engine(self) -> Engine:
         setup = self._setup
+        pace = Pace.of(setup.scheduler, setup.cache.block_size, is_cpu=not setup.is_asynchronous)
+        find = partial(foretell, share=setup.draft_share, vocab_size=setup.vocab_size)
+        can_draft = setup.draft_share > 0 and not setup.is_asynchronous and not setup.pipeline_depth
         scheduler = Scheduler(
             setup.scheduler,
             setup.cache,
             num_blocks=setup.num_blocks,
             max_model_len=setup.max_model_len,
             eos_token_ids=(),
-            pacer=Pace.of(setup.scheduler, setup.cache.block_size, is_cpu=not setup.is_asynchronous),
+            pacer=pace,
+            make_drafter=partial(Speculation, pace, find=find) if can_draft else None,
         )
         runner = VirtualRunner(
             self._clock,

@@ -1,10 +1,12 @@
 """A `Runner` without a model, on a virtual clock: a batch takes as long as the cost model says.
 
-A token follows from its sequence's seed and its position, so it does not depend on slots, batches or preemptions.
+A token follows from its sequence's seed and its position, so it does not depend on slots, batches or preemptions. It is
+the one after the token before it, so drafts need no text that repeats itself: `foretell` knows a share of all tokens.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from hashlib import blake2b
 
 import numpy as np
 
@@ -30,6 +32,16 @@ class VirtualClock:
     def advance_to(self, moment_ns: int) -> None:
         """Does nothing when the moment has passed."""
         self.now_ns = max(self.now_ns, moment_ns)
+
+
+def foretell(token_ids: Int32Array, most: int, *, share: float, vocab_size: int) -> Int32Array:
+    """A draft of `most` tokens that goes on as `VirtualRunner` does, but for tokens that no text foretells."""
+    num_ids = vocab_size - FIRST_TOKEN_ID
+    draft: Int32Array = (int(token_ids[-1]) - FIRST_TOKEN_ID + 1 + np.arange(most, dtype=np.int32)) % num_ids
+    draft += FIRST_TOKEN_ID
+    chances = [blake2b(token.to_bytes(4, "little"), digest_size=4).digest() for token in draft.tolist()]
+    draft[np.frombuffer(b"".join(chances), "<u4") >= share * 2**32] = 0  # no text has this one
+    return draft
 
 
 class VirtualLaunched:
@@ -76,6 +88,7 @@ class VirtualRunner:
         self._collect = collect
         self._on_launch = on_launch
         self._seeds = np.zeros(num_slots, np.int64)
+        self._num_prompt_tokens = np.zeros(num_slots, np.int32)
         self._ready_ns = 0  # of the batch launched last
 
     def launch(self, batch: ScheduledBatch, watch: Watch) -> VirtualLaunched:
@@ -83,11 +96,16 @@ class VirtualRunner:
         self._on_launch(batch)
         for binding in batch.bindings:
             self._seeds[binding.slot] = (binding.params.seed or 0) % 2**62  # to which a position is added
+            self._num_prompt_tokens[binding.slot] = binding.num_prompt_tokens
         for delay in self._delays:
             if batch.step_id % delay.every == 0:
                 self._delay(delay, watch)
         ends = batch.starts + batch.num_new_tokens
-        compute_ns = self._costs.compute_ns(batch.num_device_rows, len(batch.token_ids), self._context(batch, ends))
+        # Of the rows that bring their tokens along, those behind their prompts decode: with drafts, and after some.
+        decodes = (batch.num_new_tokens == 1) & (batch.starts >= self._num_prompt_tokens[batch.slots])
+        num_rows = int(decodes.sum())
+        num_context_tokens = int(ends[decodes].sum() if self._costs.prefill_is_free else ends.sum())
+        compute_ns = self._costs.compute_ns(num_rows, batch.num_tokens - num_rows, num_context_tokens)
         self._ready_ns = max(self._ready_ns, self._clock.now_ns) + compute_ns
         with watch("forward"):
             if not self._is_asynchronous:
@@ -95,10 +113,6 @@ class VirtualRunner:
         numbers = self._seeds[batch.slots[batch.samples]] + ends[batch.samples]
         token_ids = numbers % (self._vocab_size - FIRST_TOKEN_ID) + FIRST_TOKEN_ID
         return VirtualLaunched(self._clock, self._ready_ns, SampledTokens(token_ids.astype(np.int32), None))
-
-    def _context(self, batch: ScheduledBatch, ends: Int32Array) -> int:
-        counted = ends[: batch.num_device_rows] if self._costs.prefill_is_free else ends
-        return int(counted.sum())
 
     def _delay(self, delay: Delay, watch: Watch) -> None:
         if delay.cause is Cause.GC:

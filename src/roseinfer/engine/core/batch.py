@@ -89,6 +89,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, gc=False):
     token_ids: Int32Array  # [sum(num_new_tokens[num_device_rows:])] of the other rows, row after row
     block_table: Int32Array  # [slots, max_blocks] block ids of every slot, valid up to the row's last new token
     bindings: tuple[SlotBinding, ...]  # to be applied, in order, before the rows
+    drafted: Int32Array | None = None  # [rows] the drafted token that a row computes, or `NO_TOKEN`; None without any
     scored: tuple[ScoredRow, ...] = ()
     masks: TokenMasks | None = None  # for the rows that sample under a grammar
     pooled: tuple[PooledRow, ...] = ()
@@ -109,21 +110,6 @@ class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs | None] | None  # None when no row asked
     scores: tuple[Scores, ...] = ()
     pooled: tuple[Pooled, ...] = ()  # [width] for each `pooled` row
-
-
-class Drafter(Protocol):
-    """Guesses tokens that a step verifies beside the known ones: `engine/speculation.py`."""
-
-    stale: set[int]  # slots whose last token the runner does not hold
-
-    def bind(self, slot: int) -> None:
-        """Forget the slot's last owner."""
-
-    def draft(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
-        """Drafts by slot for some of the decoding slots `index`, of `budget` tokens at most in all."""
-
-    def learn(self, slot: int, num_drafted: int, num_accepted: int) -> None:
-        """Note how many of a slot's drafted tokens held; the slot becomes stale."""
 
 
 class Launched(Protocol):

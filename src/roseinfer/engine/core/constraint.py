@@ -1,7 +1,7 @@
 """Masks over the vocabulary: which tokens a sequence's grammar allows next.
 
 A sequence with a grammar owns a `Constraint`, which keeps its state over a preemption. A mask depends on the token
-before it, so such a sequence is in at most one launched step at a time.
+before it, so such a sequence is in at most one launched step at a time; drafted tokens are followed on a copy.
 """
 
 from collections.abc import Iterable
@@ -38,6 +38,12 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> None:
         """Advance over the token that was sampled."""
 
+    def copy(self) -> "Matcher":
+        """One at the same place, to look ahead with."""
+
+    def forced(self) -> list[int]:
+        """Tokens that spell what must come next; others may spell it too. Empty where there is a choice."""
+
 
 class Grammars(Protocol):
     """Compiles grammars outside the engine's thread: `text/grammar/compiler.py`."""
@@ -63,6 +69,7 @@ class Constraint:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._allows_nothing = False
+        self._ahead: list[MaskArray] = []  # of the next token and of those behind drafted ones, until a token comes
 
     @property
     def matcher(self) -> Matcher:
@@ -83,19 +90,45 @@ class Constraint:
         """Why it has failed, in one line for the log; empty while it has not."""
         return self.matcher.error or ("no token is allowed" if self._allows_nothing else "")
 
-    def fill(self, allowed: MaskArray) -> None:
-        """Write the mask of the next token. Where there can be none, all are allowed and `has_failed` holds."""
-        matcher = self.matcher
-        matcher.fill(allowed)
-        self._allows_nothing = not allowed.any()
-        if matcher.has_failed or self._allows_nothing:
+    def fill(self, allowed: MaskArray, num_drafted: int = 0) -> None:
+        """Write the mask of the next token, or of that behind so many drafted ones, which `look_ahead` has followed.
+
+        Where there can be no token, all are allowed and `has_failed` holds.
+        """
+        if self._ahead:
+            allowed[:] = self._ahead[num_drafted]
+        elif not self._fill(self.matcher, allowed, self._num_tokens):
+            self._allows_nothing = not allowed.any()
             allowed[:] = 0xFFFFFFFF
-        else:
-            _bar(self._barred_at_first if self._num_tokens < self._min_tokens else self._barred, allowed)
+
+    def _fill(self, matcher: Matcher, allowed: MaskArray, num_tokens: int) -> bool:
+        """Write the mask behind so many tokens. Returns whether the sequence can go on."""
+        matcher.fill(allowed)
+        if matcher.has_failed or not allowed.any():
+            return False
+        _bar(self._barred_at_first if num_tokens < self._min_tokens else self._barred, allowed)
+        return True
+
+    def look_ahead(self, draft: list[int]) -> int:
+        """How many of the drafted tokens may come, none of them the last; the masks behind each are kept."""
+        matcher, masks = self.matcher.copy(), list[MaskArray]()
+        for token_id in [*draft, None]:
+            allowed: MaskArray = np.zeros(-(-self.vocab_size // 32), np.uint32)
+            if not self._fill(matcher, allowed, self._num_tokens + len(masks)):
+                break  # a step without drafts finds it there
+            masks.append(allowed)
+            if token_id is None or not allowed[token_id // 32] >> (token_id % 32) & 1:
+                break
+            matcher.accept(token_id)
+            if matcher.is_over:
+                break
+        self._ahead = masks
+        return max(len(masks) - 1, 0)
 
     def accept(self, token_id: int) -> None:
         """Advance over the token that was sampled."""
         self._num_tokens += 1
+        self._ahead = []
         self.matcher.accept(token_id)
 
 
@@ -112,15 +145,15 @@ def _bar(token_ids: list[int], allowed: MaskArray) -> None:
 class TokenMasks:
     """The masks of a batch's rows that have grammars, computed on first use, when the forward pass is under way."""
 
-    def __init__(self, constraints: dict[int, Constraint]) -> None:
-        self.constraints = constraints  # at least one, by the slot of its row
+    def __init__(self, rows: dict[tuple[int, int], tuple[Constraint, int]]) -> None:
+        self.rows = rows  # by slot and position of the token to be drawn: the constraint, and drafted tokens before it
         self._bits: MaskArray | None = None
 
     def bits(self) -> MaskArray:
-        """[constraints, ceil(vocab_size / 32)], in their order; the same array on each call."""
+        """[rows, ceil(vocab_size / 32)], in their order; the same array on each call."""
         if self._bits is None:
-            constraints = list(self.constraints.values())
-            self._bits = np.zeros((len(constraints), -(-constraints[0].vocab_size // 32)), np.uint32)
-            for constraint, allowed in zip(constraints, self._bits, strict=True):
-                constraint.fill(allowed)
+            (first, _), *_ = rows = list(self.rows.values())
+            self._bits = np.zeros((len(rows), -(-first.vocab_size // 32)), np.uint32)
+            for (constraint, num_drafted), allowed in zip(rows, self._bits, strict=True):
+                constraint.fill(allowed, num_drafted)
         return self._bits

@@ -9,14 +9,14 @@ sequence's row in the next step is surplus, and the commit drops it.
 """
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 
 from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.admission import make_policy
-from roseinfer.engine.core.batch import NO_TOKEN, Drafter, Int32Array, SampledTokens, ScheduledBatch, SlotBinding
+from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.deadlines import Deadlines
 from roseinfer.engine.core.decode_ring import DecodeRing, DecodeRows, rows_of
@@ -24,15 +24,14 @@ from roseinfer.engine.core.kv_cache_manager import KVCacheManager
 from roseinfer.engine.core.sequence import Sequence, SequenceStatus, SlotTable
 from roseinfer.engine.core.steps import (
     Chunk,
+    Drafter,
     Outcome,
     Pacer,
     RowFailures,
-    SampledRows,
     ScheduledStep,
     StepCounts,
     advance_grammars,
     build_outcome,
-    drop_rejected,
     find_last_rows,
     make_batch,
 )
@@ -246,20 +245,9 @@ class Scheduler:
         return rows_of([slot for slot in rows.slots.tolist() if owners[slot] is not None])
 
     def _draft(self, decodes: DecodeRows, budget: int) -> dict[int, Int32Array]:
-        """The slots whose tokens the batch brings along, each with its draft and the blocks for it.
-
-        An empty draft is of a slot whose last token the runner does not hold, since it sampled more in the step before
-        than held.
-        """
-        if (speculation := self.speculation) is None:
-            return {}
-        found = speculation.draft(decodes.index, budget)
-        drafts = {slot: draft[: self.kv_cache.reserve(slot, len(draft))] for slot, draft in found.items()}
-        if speculation.stale:
-            for slot in speculation.stale.intersection(decodes.slots.tolist()):
-                drafts.setdefault(slot, self._table.token_ids[slot, :0])
-        speculation.stale.difference_update(drafts)
-        return drafts
+        """The slots whose tokens the batch brings along, each with its draft and the blocks for it."""
+        drafts = {} if self.speculation is None else self.speculation.draft(decodes.index, budget)
+        return {slot: draft[: self.kv_cache.reserve(slot, len(draft))] for slot, draft in drafts.items()}
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the sequence's blocks; it computes its tokens again later, except those in the prefix cache."""
@@ -357,20 +345,15 @@ class Scheduler:
         table, counts = self._table, self.counts
         bindings, self._bindings = tuple(self._bindings), []
         counts.num_decode_seqs, counts.num_prefill_seqs = len(decodes), len(chunks)
-        num_prompt_tokens, drafted = sum(length for _, length in chunks), None
+        num_prompt_tokens = sum(length for _, length in chunks)
         drafts = self._draft(decodes, self.limits.max_num_batched_tokens - len(decodes) - num_prompt_tokens)
         if drafts:
             decodes = rows_of([slot for slot in decodes.slots.tolist() if slot not in drafts])
-            drafted = [NO_TOKEN] * len(decodes)
-            for draft in drafts.values():
-                drafted += [NO_TOKEN, *draft.tolist()]
-            drafted += [NO_TOKEN] * len(chunks)
         batch, index, ends = make_batch(step_id, table, decodes, drafts, chunks, bindings)
         first_chunk = batch.num_rows - len(chunks)
         counts.num_draft_tokens = sum(map(len, drafts.values()))
         counts.num_prefill_tokens, counts.num_context_tokens = num_prompt_tokens, int(ends.sum())
-        has_drafts = drafted is not None and counts.num_draft_tokens > 0
-        known = np.flatnonzero(np.array(drafted) < 0) if has_drafts else slice(None)
+        known = slice(None) if batch.drafted is None else np.flatnonzero(batch.drafted < 0)
         slots = index[known]  # one row each: what is drafted counts when it is accepted
         table.num_computed[slots] = ends[known]
         table.num_tokens[slots] = num_tokens = table.num_tokens[slots] + batch.samples[known]
@@ -382,9 +365,8 @@ class Scheduler:
             sequence = table.owner(slot)
             self._stop_running(sequence)
             sequence.status = SequenceStatus.ENDING
-        has_last = bool(last_slots) or has_drafts
-        drafted = drafted if has_drafts else None
-        self.in_flight.append(ScheduledStep(batch, index, ends, has_last, first_chunk, drafted, counts))
+        has_last = bool(last_slots) or batch.drafted is not None
+        self.in_flight.append(ScheduledStep(batch, index, ends, has_last, first_chunk, counts))
         return batch
 
     def _begin_decoding(self, sequence: Sequence) -> None:
@@ -405,9 +387,12 @@ class Scheduler:
         self.counts = step.counts
         rows = step.sampled_rows(sampled, {sequence.slot for sequence in self.leaving})
         last, accepted = find_last_rows(rows, self._table, self.eos_token_ids), list[int]()
-        if step.drafted is not None:
-            rows, last, accepted = drop_rejected(rows, last, step.drafted)
-            self._accept(rows, accepted, step)
+        if self.speculation is not None and batch.drafted is not None:
+            rows, last, accepted = self.speculation.judge(step, rows, last)
+            # What was drafted and held counts as known, and its keys and values as computed.
+            np.add.at(self._table.num_computed, rows.index[accepted], 1)
+            np.add.at(self._table.num_tokens, rows.index[accepted], 1)
+            step.counts.num_accepted_tokens = len(accepted)
         if failed := self._failures.judge(rows, self._table):
             last |= {row: FinishReason.ERROR for row in failed if row not in rows.surplus}
             for row in failed:
@@ -428,16 +413,3 @@ class Scheduler:
             self._pacer.learn_step(step.counts, tokens_ns - self._tokens_ns)
         self._tokens_ns = tokens_ns if self.sequences else 0
         return outcome
-
-    def _accept(self, rows: SampledRows, accepted: list[int], step: ScheduledStep) -> None:
-        """Count the drafted tokens that held as known, and their keys and values as computed."""
-        assert self.speculation is not None
-        assert step.drafted is not None
-        slots = rows.index[accepted]
-        np.add.at(self._table.num_computed, slots, 1)
-        np.add.at(self._table.num_tokens, slots, 1)
-        step.counts.num_accepted_tokens = len(accepted)
-        held = Counter(slots.tolist())
-        drafting = Counter(step.index[np.array(step.drafted) >= 0].tolist())
-        for slot, num_drafted in drafting.items():
-            self.speculation.learn(slot, num_drafted, held[slot])

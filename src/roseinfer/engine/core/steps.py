@@ -10,9 +10,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from roseinfer.engine.core.batch import (
+    NO_TOKEN,
     OWN_FAULT,
     POOLED_UNIT,
-    BoolArray,
     IndexArray,
     Int32Array,
     Pooled,
@@ -79,7 +79,6 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
     ends: Int32Array  # tokens in the row's KV cache after the step: the position of its sampled token
     has_last: bool  # some row may sample the last token that its request allows
     first_chunk: int  # rows from here on are chunks of prompts
-    drafted: list[int] | None  # for each row the drafted token that it computes, or `NO_TOKEN`; None without drafts
     counts: StepCounts
 
     def holds(self, slot: int) -> bool:
@@ -107,6 +106,24 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
         for row, part in zip(self.batch.pooled, sampled.pooled, strict=True):
             sequence = table.owner(self.index[row.row])
             sequence.pooled = part if sequence.pooled is None else sequence.pooled + part
+
+
+class Drafter(Protocol):
+    """Guesses tokens that a step verifies beside the known ones: `engine/speculation.py`."""
+
+    def bind(self, slot: int) -> None:
+        """Forget the slot's last owner."""
+
+    def draft(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
+        """Drafts by slot for some of the decoding slots `index`, of `budget` tokens at most in all.
+
+        An empty one is of a slot whose last token the runner does not hold: it drew more in the step before than held.
+        """
+
+    def judge(
+        self, step: ScheduledStep, rows: SampledRows, last: dict[int, FinishReason]
+    ) -> tuple[SampledRows, dict[int, FinishReason], list[int]]:
+        """Return the rows that hold, those of them that end their sequences, and those that were of drafted tokens."""
 
 
 class UnattributableFailure(Exception):
@@ -174,10 +191,14 @@ def make_batch(
         slots = np.concatenate([slots, np.array([*drafting, *(sequence.slot for sequence, _ in chunks)], np.int32)])
         lengths = np.array([1] * len(drafting) + [length for _, length in chunks], np.int32)
         index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
-    starts = table.num_computed[index]
+    starts, drafted = table.num_computed[index], None
     if drafts:
         places = [place for draft in drafts.values() for place in range(1 + len(draft))]
         starts[len(decodes) : first_chunk] += np.array(places, np.int32)
+        tokens = [token for draft in drafts.values() for token in (NO_TOKEN, *draft.tolist())]
+        if len(tokens) > len(drafts):
+            drafted = np.full(len(slots), NO_TOKEN, np.int32)
+            drafted[len(decodes) : first_chunk] = tokens
     ends = starts + num_new_tokens
     samples = ends >= table.num_tokens[index]
     batch = ScheduledBatch(
@@ -190,8 +211,9 @@ def make_batch(
         token_ids=_known_tokens(table, drafts, chunks),
         block_table=table.block_ids,
         bindings=bindings,
+        drafted=drafted,
         scored=table.scored_rows(chunks, first_chunk),
-        masks=_masks(table, slots, samples),
+        masks=_masks(table, slots[samples], ends[samples]) if table.constraints else None,
         pooled=table.pooled_rows(slots, samples, first_chunk),
     )
     return batch, index, ends
@@ -210,11 +232,12 @@ def _known_tokens(table: SlotTable, drafts: dict[int, Int32Array], chunks: list[
     return np.concatenate(pieces)
 
 
-def _masks(table: SlotTable, slots: Int32Array, samples: BoolArray) -> TokenMasks | None:
+def _masks(table: SlotTable, slots: Int32Array, ends: Int32Array) -> TokenMasks | None:
     """The masks of the rows that sample under a grammar; None when there are none."""
-    if not table.constraints:
-        return None
-    found = {slot: table.constraints[slot] for slot in slots[samples].tolist() if slot in table.constraints}
+    found = {}
+    for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+        if (constraint := table.constraints.get(slot)) is not None:
+            found[slot, end] = constraint, end - table.num_tokens.item(slot)
     return TokenMasks(found) if found else None
 
 
@@ -235,28 +258,6 @@ def find_last_rows(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int
     for row in rows.surplus:
         last.pop(row, None)
     return last
-
-
-def drop_rejected(
-    rows: SampledRows, last: dict[int, FinishReason], drafted: list[int]
-) -> tuple[SampledRows, dict[int, FinishReason], list[int]]:
-    """Return the rows that hold, those of them that end their sequences, and those that were of drafted tokens.
-
-    A row of a drafted token holds if the row before it holds, sampled that very token and did not end its sequence.
-    """
-    token_ids, kept, accepted, holds = rows.token_ids, list[int](), list[int](), True
-    for row, draft in enumerate(drafted[: len(token_ids)]):  # those after them are chunks that sample nothing
-        holds = draft < 0 or (holds and row - 1 not in last and token_ids[row - 1] == draft)
-        if holds:
-            if draft >= 0:
-                accepted.append(len(kept))
-            kept.append(row)
-    logprobs = rows.sampled.logprobs
-    sampled = SampledTokens(rows.sampled.token_ids[kept], logprobs and [logprobs[row] for row in kept])
-    first = range(len(kept) - len(rows.first), len(kept))  # chunks are the last rows, and all of them hold
-    held = [token_ids[row] for row in kept]
-    rows = SampledRows(rows.index[kept], rows.ends[kept], sampled, held, first, rows.has_last, set())
-    return rows, {row: last[old] for row, old in enumerate(kept) if old in last}, accepted
 
 
 def advance_grammars(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason]) -> None:

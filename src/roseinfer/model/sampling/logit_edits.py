@@ -41,7 +41,8 @@ class Penalties:
     """Adds `logit_bias` and subtracts the penalties.
 
     Each slot's tokens are kept on the device, where a drawn one is known before the host has seen it: so the counts
-    are right with a step in flight.
+    are right with a step in flight. A drafted token stands in its place until the row before it has drawn one: so a row
+    counts what it would count alone, if the drafted tokens before it hold.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,19 +117,19 @@ class GrammarMasks:
         self._device = device
         self._places = torch.arange(8, dtype=torch.uint8, device=device)
         self._bits: MaskArray = np.zeros((0, 0), np.uint32)
-        self._rows: dict[int, int] = {}  # of the bits, by slot
+        self._rows: dict[tuple[int, int], int] = {}  # of the bits, by slot and position
 
     def stage(self, masks: TokenMasks | None) -> None:
         """Set the masks of the rows that are drawn next."""
         if masks is not None:
             self._bits = masks.bits()
-            self._rows = {slot: row for row, slot in enumerate(masks.constraints)}
+            self._rows = {place: row for row, place in enumerate(masks.rows)}
 
     def bind(self, binding: SlotBinding) -> bool:
         return binding.params.grammar is not None
 
-    def apply(self, logits: torch.Tensor, slots: Int32Array, _positions: Int32Array) -> None:
-        bits = self._bits[[self._rows[slot] for slot in slots.tolist()]]
+    def apply(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
+        bits = self._bits[[self._rows[place] for place in zip(slots.tolist(), positions.tolist(), strict=True)]]
         packed = to_device(bits.view(np.uint8), self._device)
         unpacked = packed.unsqueeze(-1).bitwise_right_shift(self._places).bitwise_and_(1).view(len(slots), -1)
         logits.masked_fill_(unpacked[:, : logits.shape[1]] == 0, -torch.inf)
@@ -138,8 +139,9 @@ class LogitsEdits:
     """The edits of all slots, in the order in which they are made.
 
     Each edit's `bind` forgets the slot's last owner and returns whether the new one's rows want it; `apply` changes
-    logits [rows, vocab_size] float32 of different slots in place. Positions are those of the tokens to be drawn, which
-    is also the number of known tokens of each row; the last of them may be known on the device only.
+    logits [rows, vocab_size] float32 in place, of one row a slot or, behind drafted tokens, of several. Positions are
+    those of the tokens to be drawn, which is also the number of known or drafted tokens of each row; the last of them
+    may be known on the device only.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -185,7 +187,7 @@ class LogitsEdits:
         return changed
 
     def note_tokens(self, tokens: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
-        """Keep the tokens [rows] int64, on the device, that were drawn for rows which want an edit."""
+        """Keep the tokens [rows] int64, on the device, that were drawn or drafted for rows which want an edit."""
         mine = self._wanted[slots, 0]
         if mine.any():
             of_these = tokens if mine.all() else tokens[self._tensor(np.flatnonzero(mine))]

@@ -54,14 +54,24 @@ class Sampler:
         self._edits.bind(binding)
 
     def sample(
-        self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array, masks: TokenMasks | None = None
+        self,
+        logits: torch.Tensor,
+        slots: Int32Array,
+        positions: Int32Array,
+        masks: TokenMasks | None = None,
+        drafted: Int32Array | None = None,
     ) -> tuple[torch.Tensor, LogprobRows | None]:
         """Logits [rows, vocab_size] and the positions of the tokens to draw -> ids [rows] int64 on the device.
 
-        Logits of barred tokens are overwritten for a while. `masks` are those of every row with a grammar. A row whose
-        largest logit is not finite has `NO_TOKEN` if the model computed it so, `OWN_FAULT` if its edits did.
+        Logits of barred tokens are overwritten for a while. `masks` are those of every row with a grammar; `drafted`
+        [rows] are the tokens at the positions before, or negative where those are known. A row whose largest logit is
+        not finite has `NO_TOKEN` if the model computed it so, `OWN_FAULT` if its edits did.
         """
         self._edits.masks.stage(masks)
+        if drafted is not None:
+            rows = np.flatnonzero(drafted >= 0)
+            tokens = to_device(drafted[rows].astype(np.int64), self._device)
+            self._edits.note_tokens(tokens, slots[rows], positions[rows] - 1)
         with self._barred(logits, slots, positions):
             tokens = self._tokens(logits, slots, positions)
         counts = self._table.host["num_logprobs"][slots]

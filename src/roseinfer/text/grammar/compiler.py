@@ -433,6 +433,14 @@ class LibraryMatcher:
         if not self._inner.consume_token(token_id):
             self._compiled.has_failed |= self._inner.is_error()
 
+    def copy(self) -> "LibraryMatcher":
+        copied = LibraryMatcher(self._compiled)
+        copied._inner = self._inner.deep_copy()  # half a microsecond
+        return copied
+
+    def forced(self) -> list[int]:
+        return self._inner.compute_ff_tokens()
+
     def try_out(self, allowed: MaskArray, end_token_ids: Sequence[int]) -> int:
         """Follow the grammar some way, since limits are often met late. Returns the longest run of forced tokens.
 

@@ -4,6 +4,7 @@ The library of grammars sees none of the thoughts: what it keeps would grow with
 """
 
 import codecs
+import copy
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -87,6 +88,21 @@ class ThoughtMatcher:
             allowed[:] = self._tokens.allowed_in_tag if is_in_tag else self._tokens.allowed
         else:
             self._matcher.fill(allowed)
+
+    def copy(self) -> "ThoughtMatcher":
+        made = copy.copy(self)
+        made.__dict__ |= {
+            "_parser": copy.deepcopy(self._parser),
+            "_decoder": copy.copy(self._decoder),
+            "_matcher": self._matcher and self._matcher.copy(),
+            "_behind": self._behind and self._behind.copy(),
+        }
+        return made
+
+    def forced(self) -> list[int]:
+        if self._is_thinking:
+            return [] if self._num_left != 0 else self._tokens.encode(self._parser.missing)
+        return [] if self._matcher is None else self._matcher.forced()
 
     def accept(self, token_id: int) -> None:
         if self._is_thinking:

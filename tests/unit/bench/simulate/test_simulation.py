@@ -60,6 +60,22 @@ def test_one_request_takes_what_the_cost_model_says() -> None:
     assert timeline.finish_reason is FinishReason.LENGTH
 
 
+def test_drafts_that_hold_take_no_step_of_their_own_and_cost_a_row_each() -> None:
+    setup, planned = make_setup(speculation=4), [asked(0, 8, 61)]
+    without_drafts, all_held, none_held = (
+        Simulation(setup._replace(draft_share=share)).run(planned) for share in (0.0, 1.0, 1e-9)
+    )
+    assert len(without_drafts.steps) == len(none_held.steps) == 61
+    assert len(all_held.steps) == 1 + 60 // 5
+    decode_ns = [step.tokens_ns - step.start_ns for step in all_held.steps[1:-1]]
+    assert decode_ns == [2 * MS + 5 * 0.1 * MS] * len(decode_ns)
+    assert sum(step.num_accepted_tokens for step in none_held.steps) == 0
+    half = Simulation(setup._replace(draft_share=0.5)).run([asked(0, 8, 100)])
+    held = sum(step.num_accepted_tokens for step in half.steps)
+    assert 0.3 < held / (held + len(half.steps)) < 0.65
+    assert [len(timeline.token_ns) for timeline in half.timelines] == [100]
+
+
 def test_nothing_happens_between_a_request_and_the_next() -> None:
     simulated = Simulation(make_setup()).run([asked(0, 4, 2), asked(60_000, 4, 2)])
     first, second = simulated.timelines

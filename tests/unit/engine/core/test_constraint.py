@@ -4,6 +4,7 @@ The fake grammar counts: the next token is one more than the last, modulo ten, u
 that comes too late, twice, or from another sequence's state shows at once.
 """
 
+import copy
 from concurrent.futures import Future
 from typing import Any
 
@@ -49,6 +50,13 @@ class Counting:
         if token_id != BASE + self.num_tokens % 10:
             self.has_failed = True
         self.num_tokens += 1
+
+    def copy(self) -> "Counting":
+        return copy.copy(self)
+
+    def forced(self) -> list[int]:
+        count = 0 if self.may_end else self.limit - self.num_tokens
+        return [BASE + (self.num_tokens + i) % 10 for i in range(count)]
 
 
 class CountingGrammars:

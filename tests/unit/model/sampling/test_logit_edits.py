@@ -271,6 +271,12 @@ class Fixed:
 
     def accept(self, token_id: int) -> None: ...
 
+    def copy(self) -> "Fixed":
+        return self
+
+    def forced(self) -> list[int]:
+        return []
+
 
 def masks() -> TokenMasks:
     made = {}
@@ -278,7 +284,7 @@ def masks() -> TokenMasks:
         pending: Future[Matcher] = Future()
         pending.set_result(Fixed(allowed))
         made[slot] = Constraint(pending, SamplingParams(), (), VOCAB)
-    return TokenMasks(made)
+    return TokenMasks({(slot, int(POSITIONS[slot])): (constraint, 0) for slot, constraint in made.items()})
 
 
 def sampler(kernels: Kernels | None, params: SamplingParams) -> Sampler:
@@ -296,6 +302,30 @@ def sampler(kernels: Kernels | None, params: SamplingParams) -> Sampler:
         )
         made.bind(SlotBinding(slot, of_slot, 5, (), np.arange(5, dtype=np.int32)))
     return made
+
+
+@pytest.mark.parametrize("held", [0, 1, 40])
+def test_rows_behind_drafted_tokens_are_edited_as_they_would_be_alone(kernels: Kernels | None, held: int) -> None:
+    """As long as the drafts hold: what the first `held` of them are. More rows than are edited at a time."""
+    num_rows = GROUP + 9
+    params = SamplingParams(
+        seed=1, frequency_penalty=0.3, repetition_penalty=1.2, min_tokens=20, stop_token_ids=(9,), max_tokens=64
+    )
+    logits = random_logits(1).repeat(num_rows + 1, 1)
+    positions = np.arange(len(PROMPT), len(PROMPT) + num_rows + 1, dtype=np.int32)
+    slots = np.zeros(num_rows + 1, np.int32)
+    single, drafting = Sampler(1, VOCAB, CPU, kernels), Sampler(1, VOCAB, CPU, kernels)
+    for made in (single, drafting):
+        made.bind(binding(0, params, []))
+    alone = [
+        int(single.sample(logits[row : row + 1].clone(), slots[:1], positions[row : row + 1])[0])
+        for row in range(num_rows + 1)
+    ]
+    drafted = np.array([NO_TOKEN, *alone[:held], *(token + 1 for token in alone[held : num_rows - 1])], np.int32)
+    tokens, _ = drafting.sample(logits[:-1].clone(), slots[:-1], positions[:-1], None, drafted)
+    assert tokens[: held + 1].tolist() == alone[: held + 1]
+    last = slice(held + 1, held + 2)  # the next step begins behind the last token that holds
+    assert int(drafting.sample(logits[last].clone(), slots[last], positions[last])[0]) == alone[held + 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

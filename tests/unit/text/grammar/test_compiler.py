@@ -50,11 +50,17 @@ def allowed(matcher: Matcher) -> set[int]:
 
 
 def follow(vocabulary: Vocabulary, grammar: Grammar, text: str) -> Matcher:
-    """The matcher behind a text, each byte of which was allowed."""
+    """The matcher behind a text, each byte of which was allowed, and forced where nothing else was."""
     matcher = vocabulary.compile(grammar).matcher()
     for byte in text.encode():
-        assert byte in allowed(matcher), (text, chr(byte))
+        ahead, forced, may = matcher.copy(), matcher.copy().forced(), allowed(matcher)
+        assert byte in may, (text, chr(byte))
+        assert may == {byte} or not forced
+        assert not forced or forced[0] == byte
         matcher.accept(byte)
+        assert allowed(ahead) == may, "a copy goes its own way"
+        ahead.accept(byte)
+        assert allowed(ahead) == allowed(matcher)
     return matcher
 
 

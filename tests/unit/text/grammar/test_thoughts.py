@@ -66,8 +66,13 @@ class Model:
         """The matcher behind texts, each token of which was allowed."""
         matcher = self.compiler.open(grammar).result()
         for token_id in (token_id for text in texts for token_id in self.ids(text)):
-            assert token_id in self.allowed(matcher), (texts, self.tokenizer.spell(token_id))
+            ahead, may = matcher.copy(), self.allowed(matcher)
+            assert token_id in may, (texts, self.tokenizer.spell(token_id))
+            assert may.issuperset(ahead.copy().forced()[:1])
             matcher.accept(token_id)
+            assert self.allowed(ahead) == may, "a copy goes its own way"
+            ahead.accept(token_id)
+            assert self.allowed(ahead) == self.allowed(matcher)
         return matcher
 
 
