@@ -21,7 +21,7 @@ from benchmarks.requirements import PRECISIONS, REFERENCE, Results, decode_ms, s
 from benchmarks.workloads import GPT2_WORKLOADS, QWEN3_WORKLOADS
 
 PARTS = {
-    "cpu": ("roofs", "decode", "served", "peers", "linears", "start", "qwen3"),
+    "cpu": ("roofs", "decode", "served", "peers", "linears", "start", "speculation", "mixed", "qwen3"),
     "gpu": ("roofs", "block_info", "streams", "decode", "bursts"),
 }
 STREAM_FIGURES = [

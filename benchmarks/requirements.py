@@ -66,6 +66,8 @@ def of_cpu(results: Results) -> list[Requirement]:
         *memory(results),
         *products(results),
         *starts(results),
+        *drafts(results),
+        *mixed_load(results),
         *one_stream_and_eight(results),
         *prompts(results),
     ]
@@ -278,6 +280,29 @@ def starts(results: Results) -> Iterator[Requirement]:
         rounds = found.get(f"int8, native, {start}", [])
         measured = Spread.of([figures["ready_s"] for figures in rounds]) if rounds else None
         yield Requirement(f"Qwen3-0.6B's shape, int8: {start} start until ready", bound, False, "s", measured)
+
+
+def drafts(results: Results) -> Iterator[Requirement]:
+    for load, bound in (("copy, 1", 1.8), *((f"chat, {streams}", 0.98) for streams in (1, 8, 64))):
+        found = results.get("speculation", {}).get(load)
+        measure = f"Qwen3-0.6B's shape, int8, {load} at once: tokens/s with speculation against off"
+        yield Requirement(measure, bound, True, "×", Spread(**found) if found else None)
+
+
+def mixed_load(results: Results) -> Iterator[Requirement]:
+    """Of GPT-2 small; against steps that hold whole prompts."""
+    rounds = results.get("mixed", {})
+    for figure, bound, is_least, name in (
+        ("p99/p50", 2.5, False, "ITL p99 / p50"),
+        ("tokens_per_s", 0.92, True, "tokens/s against whole prompts"),
+        ("ttft_p50_ms", 1.3, False, "TTFT p50 against whole prompts"),
+    ):
+        own, whole = (
+            Spread.of([each[figure] for each in rounds[setting]]) if setting in rounds else None
+            for setting in ("default", "whole steps")
+        )
+        measured = own if figure == "p99/p50" else ratio(own, whole)
+        yield Requirement(f"mixed load, float32, defaults: {name}", bound, is_least, "×", measured)
 
 
 def prompts(results: Results) -> Iterator[Requirement]:

@@ -4,10 +4,11 @@
     python -m benchmarks.suite gpu [--quick] [--parts roofs,decode] [--device cuda]            (`make bench-gpu`)
 
 On two cores with all peers set up: models 1 minute once, roofs 1, decode 4, served 12, peers 7, linears and start 3,
-qwen3 20, so about 48 minutes; without peers about 21. `--quick` is a check of the benchmarks and not of the engine: 5
-minutes. On an H200 with 16 cores about 15 minutes, estimated and not yet run: roofs 1/2, block_info 1/10, streams 7,
-decode 4, bursts 3. There nothing is fetched and nothing installed: the Python that runs this has torch, Triton and the
-packages of `pyproject.toml`, or finds them by PYTHONPATH. `gpu --device cpu --quick` shows that its scripts work.
+speculation and mixed 6, qwen3 20, so about 54 minutes; without peers about 27. `--quick` is a check of the benchmarks
+and not of the engine: 5 minutes. On an H200 with 16 cores about 15 minutes, estimated and not yet run: roofs 1/2,
+block_info 1/10, streams 7, decode 4, bursts 3. There nothing is fetched and nothing installed: the Python that runs
+this has torch, Triton and the packages of `pyproject.toml`, or finds them by PYTHONPATH. `gpu --device cpu --quick`
+shows that its scripts work.
 
 A finished part leaves DIR/PART.json, and the page is made of those that are there; `--resume` runs only the others.
 """
@@ -41,6 +42,8 @@ SUITES = {
         "peers": Part("benchmarks.api_peers", 900, ("model", "peers")),
         "linears": Part("benchmarks.costs.linears", 300, (), ("--forms", "int8,int4")),
         "start": Part("benchmarks.costs.start", 600, (), ("--precisions", "int8,int4", "--paths", "native")),
+        "speculation": Part("benchmarks.costs.speculation", 480),
+        "mixed": Part("benchmarks.costs.mixed_load", 480, ("model",)),
         "qwen3": Part("benchmarks.qwen3", 2400, ("peers",)),
     },
     "gpu": {

@@ -1,7 +1,7 @@
 """Measures streams while prompts of others come in, in turn: each way of cutting prompts into steps.
 
-    python -m benchmarks.costs.mixed_load [--model DIR] [--rate 4] [--seconds 20] [--rounds 2] [--target-itl-ms MS]
-        [--set NAME=OPTION=VALUE] [--only NAME,NAME]
+    python -m benchmarks.costs.mixed_load [--quick] [--model DIR] [--rate 4] [--seconds 20] [--rounds 3]
+        [--target-itl-ms MS] [--set NAME=OPTION=VALUE] [--only NAME,NAME] [--out FILE]
 
 Requests come as a Poisson process, with prompts of 16 to 400 tokens and 128 new ones, over HTTP. `whole steps` is a
 fixed budget, which holds a prompt of any length; `default` has no option; with a target there is a third. Each setting
@@ -16,7 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.figures import Spread, summarise
-from benchmarks.random_gpt2 import default_directory, make
+from benchmarks.machine import Sitting, part_parser
+from benchmarks.random_gpt2 import make
 from benchmarks.rotation import WARM_UP
 from benchmarks.servers import Server, start_roseinfer
 from benchmarks.tables import print_head, print_row
@@ -56,20 +57,21 @@ def settings_of(arguments: argparse.Namespace) -> Mapping[str, dict[str, str]]:
 
 
 def parser_of() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=default_directory(), help="default: random GPT-2 small")
+    parser = part_parser(__doc__, "bench/mixed.json", quick="one round of 5 seconds", model=True)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=20.0, help="in which requests come; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--target-itl-ms", type=float, help="of a third setting")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=OPTION=VALUE", help="of one setting more")
     parser.add_argument("--only", metavar="NAME,NAME", help="of the settings")
     return parser
 
 
-def main() -> None:
+def main() -> int:
     arguments = parser_of().parse_args()
-    model, log = make(arguments.model), Path("build") / "mixed_load.log"
+    if arguments.quick:
+        arguments.rounds, arguments.seconds = 1, 5.0
+    model, log, sitting = make(arguments.model), Path("build") / "mixed_load.log", Sitting("mixed")
     words, rounds = Words(model / "tokenizer.json"), dict[str, list[dict[str, float]]]()
     with ExitStack() as stack:
         servers = dict[str, Server]()
@@ -85,7 +87,9 @@ def main() -> None:
     for name, figures in rounds.items():
         spreads = (Spread.of([each[figure] for each in figures]) for figure in FIGURES)
         print_row(name, *(f"{each.median:.4g} ({each.least:.4g} to {each.most:.4g})" for each in spreads))
+    sitting.write(arguments.out, rounds)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -72,6 +72,17 @@ def test_host_work_is_schedule_and_commit_in_microseconds() -> None:
     assert float32.is_reached is True
 
 
+def test_drafts_and_mixed_loads_are_held_against_their_bounds() -> None:
+    found = {"median": 1.01, "least": 0.97, "most": 1.02, "num_repeats": 5}
+    copy, one, *others = r.drafts({"speculation": {"chat, 1": found, "chat, 64": found | {"median": 0.9}}})
+    assert (copy.measured, one.is_reached, [each.is_reached for each in others]) == (None, True, [None, False])
+    default = {"p99/p50": 2.4, "tokens_per_s": 95.0, "ttft_p50_ms": 130.0}
+    whole = {"p99/p50": 6.0, "tokens_per_s": 100.0, "ttft_p50_ms": 90.0}
+    rows = list(r.mixed_load({"mixed": {"default": [default], "whole steps": [whole]}}))
+    assert [row.is_reached for row in rows] == [True, True, False]
+    assert rows[1].measured == Spread(0.95, 0.95, 0.95, 1)
+
+
 def test_the_served_share_is_of_the_same_precision() -> None:
     rows = [
         row("roseinfer bfloat16", "W2", 800.0, 900.0, 700.0),
