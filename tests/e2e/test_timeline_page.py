@@ -216,6 +216,24 @@ async def test_no_two_colours_are_alike(chromium: str, scheme: str) -> None:
     assert alike == []
 
 
+@pytest.mark.parametrize("width", [390, 1400])
+async def test_each_slow_gap_is_a_line_with_its_whole_cause(chromium: str, width: int) -> None:
+    lines = (
+        "[...document.querySelectorAll('.slow-list button')].map((one) => {"
+        " const [, , cause, who] = one.children, range = document.createRange(); range.selectNodeContents(cause);"
+        " return [range.getClientRects().length, cause.scrollWidth - cause.clientWidth, who.clientWidth > 20]; })"
+    )
+    async with page(make_flight(), chromium, width) as browser:
+        await browser.evaluate(
+            "for (const one of timeline.data.requests.values()) one.id = 'completion-7f3c9a-' + one.id; 0"
+        )
+        await browser.press("n")
+        await settle(browser)
+        found = await browser.evaluate(lines)
+    assert len(found) > 3
+    assert all(one == [1, 0, True] for one in found), found
+
+
 async def test_a_lane_with_nobody_in_sight_says_who_is_beside_it(chromium: str) -> None:
     async with page(make_flight(), chromium) as browser:
         left, right = await browser.evaluate(
