@@ -28,10 +28,6 @@ def script() -> str:
 
 
 def style() -> str:
-    """The page's colours, in its light scheme and in its dark one."""
-    light, dark = (
-        "".join(f"{indent}--c-{cause}: {cause.row.colors[place]};\n" for cause in CAUSES if cause.row.colors[place:])
-        for place, indent in ((0, "  "), (1, "    "))
-    )
-    scheme = f"@media (prefers-color-scheme: dark) {{\n  :root {{\n{dark}  }}\n}}\n"
-    return f"/* Generated from {SOURCE} by `make docs`. */\n:root {{\n{light}}}\n{scheme}"
+    """The page's colours of causes, the same in its light scheme and in its dark one."""
+    colors = "".join(f"  --c-{cause}: {cause.row.color};\n" for cause in CAUSES)
+    return f"/* Generated from {SOURCE} by `make docs`. */\n:root {{\n{colors}}}\n"

@@ -304,5 +304,8 @@ class Observer:
     def on_finish(self, timeline: RequestTimeline) -> None:
         """A request ended; its timeline will not change any more."""
 
+    def on_stall(self, since_ns: int) -> None:
+        """The engine has had work and made no step since then; 0: it goes on."""
+
     def on_rest(self, violations: Sequence[Violation]) -> None:
         """The engine was idle, and the invariants were checked: these did not hold."""

@@ -1,5 +1,6 @@
 """The rules of a release as Prometheus reads them: its own series, its own objectives, and promtool's verdict."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -59,6 +60,39 @@ def test_a_long_start_and_a_long_drain_are_told_before_kubernetes_ends_them(helm
     assert rules["RoseinferStuckStarting"]["for"] == "600s", "of 1200"
     assert rules["RoseinferStuckDraining"]["for"] == "45s", "of 90"
     assert release.pod["spec"]["terminationGracePeriodSeconds"] > 90
+
+
+def test_a_release_has_its_objectives_and_its_knee_on_its_dashboards(helm: HelmProcess) -> None:
+    slo = {"ttft": {"thresholdSeconds": 2.5, "objective": 0.95}, "availability": {"objective": 0.9995}}
+    values = {
+        "dashboards": {"enabled": True},
+        "prometheusRule": {"slo": slo},
+        "autoscaling": {"kneeConcurrency": 96, "targetShare": 1},
+    }
+    release = helm.render(values)
+    boards = {
+        kind: json.loads(next(iter(release.one("ConfigMap", f"-dashboard-{kind}")["data"].values())))
+        for kind in ("service", "rollout")
+    }
+    panels = {panel["title"]: panel for board in boards.values() for panel in board["panels"]}
+
+    def steps_of(title: str) -> list[float]:
+        return [step["value"] for step in panels[title]["fieldConfig"]["defaults"]["thresholds"]["steps"][1:]]
+
+    assert steps_of("Time to first token: good") == [pytest.approx(1 - 14.4 * 0.05), 0.95]
+    assert steps_of("Inter-token latency: good") == [pytest.approx(1 - 14.4 * 0.01), 0.99]
+    assert steps_of("Availability: good") == [pytest.approx(1 - 14.4 * 0.0005), 0.9995]
+    assert steps_of("Demand of a replica") == [96]
+    chosen = {each["name"]: each.get("current") for each in boards["service"]["templating"]["list"]}
+    assert chosen["ttft"]["value"] == "2.5"
+
+
+@pytest.mark.parametrize(("timeout_s", "stalled"), [(None, "5"), (240, "40"), (1.5, "0.25")])
+def test_a_stall_is_a_share_of_what_a_step_may_take(helm: HelmProcess, timeout_s: float | None, stalled: str) -> None:
+    engine = {} if timeout_s is None else {"step_timeout_s": timeout_s}
+    release = helm.render({"prometheusRule": {"enabled": True}, "config": {"engine": engine}})
+    expression = rules_of(release.one("PrometheusRule")["spec"])["RoseinferEngineStalled"]["expr"]
+    assert expression.endswith(f"> {stalled}")
 
 
 def test_every_rule_is_about_this_release(spec: Object) -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -56,6 +58,16 @@ class TroubledEngine:
 def process(model: str = "", *options: str) -> ProcessTransport:
     """An engine of its own, so that what happens to the front end does not happen to it."""
     return ProcessTransport(Config(model=ModelConfig(path=model)), ("-m", "tests.integration.faulty_engine", *options))
+
+
+def hang(engine_pid: int) -> None:
+    """The engine of a real server makes no step any more, and its process is there."""
+    os.kill(engine_pid, signal.SIGSTOP)
+
+
+def die(engine_pid: int) -> None:
+    """The engine of a real server is gone between two instructions, as the kernel does it when memory is short."""
+    os.kill(engine_pid, signal.SIGKILL)
 
 
 Strike = Callable[[LiveServer], Any]

@@ -10,6 +10,8 @@ from monitoring.objectives import OBJECTIVES, Objective
 SERVICE = {"namespace": "demo", "job": "roseinfer", "model_name": "tiny"}
 POD = {**SERVICE, "instance": "10.0.0.7:8001", "pod": "roseinfer-0"}
 TARGET = {"job": "roseinfer", "namespace": "demo", "instance": "10.0.0.7:8001", "pod": "roseinfer-0"}
+OTHER_TARGET = {**TARGET, "instance": "10.0.0.8:8001", "pod": "roseinfer-1"}
+KUBELET = {"namespace": "demo", "pod": "roseinfer-0", "container": "server", "probe_type": "Liveness"}
 GPU = {"Hostname": "node-1", "gpu": "3"}
 
 MINUTES = {"Fast": 8, "Slow": 25, "Ticket": 75}  # a little longer than what each is held for
@@ -96,13 +98,6 @@ def _kept(usage: str, preemptions: str) -> History:
     }
 
 
-def _stepped(last: str, running: str) -> History:
-    return {
-        series("roseinfer_engine_last_step_timestamp_seconds", POD): last,
-        series("roseinfer_num_requests_running", POD): running,
-    }
-
-
 def _queued(waiting: str, wait_s: str) -> History:
     return {series("roseinfer_num_requests_waiting", POD): waiting, **_quantile("queue_wait:p95", wait_s)}
 
@@ -114,11 +109,33 @@ def _state(**values: str) -> History:
 OTHERS = (
     AlertCase(
         alert="RoseinferEngineStalled",
-        fires=_stepped("0+60x10 600x20", "3x60"),
-        silent=_stepped("0+60x10 600x20", "3x10 0x20"),  # idle, which is no stall
+        fires={series("roseinfer_engine_stalled_seconds", POD): "0x10 27 stale"},  # and the process ended
+        silent={series("roseinfer_engine_stalled_seconds", POD): "0x10 4 0x20"},  # a long step
+        at=12,
+        labels=POD,
+        told="The engine of 10.0.0.7:8001 roseinfer-0 had work and made no step for 27s.",
+    ),
+    AlertCase(
+        alert="RoseinferEngineRestarted",
+        fires={series("roseinfer_start_time_seconds", POD): "100x10 _ 760x20"},
+        silent={  # a rollout: another pod, with a start of its own
+            series("roseinfer_start_time_seconds", POD): "100x10 stale",
+            series("roseinfer_start_time_seconds", {**POD, "pod": "roseinfer-1"}): "_x9 640x20",
+        },
         at=14,
         labels=POD,
-        told="The last step of 10.0.0.7:8001 roseinfer-0 was 4m 0s ago, and requests are running.",
+        told="10.0.0.7:8001 roseinfer-0 was started again within the last 10 minutes; its requests were lost.",
+    ),
+    AlertCase(
+        alert="RoseinferLivezFailing",
+        fires={series("prober_probe_total", KUBELET, result="failed"): "0x10 1+1x10"},
+        silent={
+            series("prober_probe_total", KUBELET, result="failed"): "3x30",
+            series("prober_probe_total", KUBELET, result="successful"): "0+6x30",
+        },
+        at=12,
+        labels={"namespace": "demo", "pod": "roseinfer-0"},
+        told="/livez of demo roseinfer-0 failed within the last 3 minutes.",
     ),
     AlertCase(
         alert="RoseinferQueueGrowing",
@@ -188,6 +205,15 @@ OTHERS = (
         at=5,
         labels={**POD, "state": "draining"},
         told="10.0.0.7:8001 roseinfer-0 has been draining for more than 60 s, half of what a drain may take.",
+    ),
+    AlertCase(
+        alert="RoseinferTargetsVanished",
+        fires={series("up", TARGET): "1x10 stale", series("up", OTHER_TARGET): "1x10 0x20"},
+        silent={series("up", TARGET): "1x10 stale", series("up", OTHER_TARGET): "1x30"},  # an autoscaler took one away
+        at=14,
+        labels={"namespace": "demo", "job": "roseinfer"},
+        told="100% of the servers of job roseinfer that answered within the last 10 minutes do not answer, or are no "
+        "targets any more.",
     ),
     AlertCase(
         alert="RoseinferTargetMissing",

@@ -34,11 +34,13 @@ SCALING = [(ROOT / FOLDER / name).read_text() for name in ("autoscaling.promql",
 OF_TARGET = {"namespace", "pod", "instance", "job"}  # labels that whoever scrapes adds
 OF_RECORDED = {"namespace", "job", "model_name", "objective"}
 BUILT_IN = {"__rate_interval", "__range"}
-FOREIGN = {"up": OF_TARGET, "ALERTS": {"alertname", "alertstate", "severity", "namespace", "pod"}} | {
+FOREIGN = {"up": OF_TARGET, "ALERTS": {*OF_TARGET, "alertname", "alertstate", "severity", "model_name"}}
+for sample in SAMPLES:
     # With honorLabels a GPU's workload is in `pod` and `namespace`, without in `exported_pod` and `exported_namespace`.
-    sample.name: {*sample.labels, *(label.removeprefix("exported_") for label in sample.labels)}
-    for sample in SAMPLES
-}
+    FOREIGN[sample.name] = FOREIGN.get(sample.name, set()) | {
+        *sample.labels,
+        *(label.removeprefix("exported_") for label in sample.labels),
+    }
 
 
 def data_panels() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -147,7 +149,7 @@ def test_variables_that_are_used_are_defined(name: str) -> None:
 @pytest.mark.parametrize(("where", "expression"), expressions().items())
 def test_names_and_labels_are_those_of_a_registry(where: str, expression: str) -> None:
     found = selectors(expression)
-    assert found or expression == "vector(1)"
+    assert found or re.fullmatch(r"vector\([\d.]+\)", expression)
     available: set[str] = set()
     for selector in found:
         available |= labels_of(selector.name)
@@ -202,6 +204,34 @@ def test_the_jitter_dashboard_leads_from_a_jump_to_a_cause_a_trace_and_the_timel
     assert "sum by (cause)" in panels["Slow gaps by cause"]["targets"][0]["expr"]
     advice = panels["What changes it"]["options"]["content"]
     assert all(f"| `{cause}` | {cause.row.remedy} |" in advice for cause in Cause)
+
+
+def overrides_of(panel: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each series that has properties of its own, those."""
+    return {
+        each["matcher"]["options"]: {one["id"]: one["value"] for one in each["properties"]}
+        for each in panel["fieldConfig"].get("overrides", ())
+    }
+
+
+def test_a_cause_has_one_colour_in_every_panel() -> None:
+    panels = [panel for _, panel in data_panels() if set(overrides_of(panel)) & set(Cause)]
+    assert len(panels) >= 8
+    for panel in panels:
+        shown = {target["legendFormat"] for target in panel["targets"]}
+        causes = set(Cause) if "{{cause}}" in shown else shown
+        colours = {name: of["color"]["fixedColor"] for name, of in overrides_of(panel).items()}
+        assert colours == {cause: Cause(cause).row.color for cause in causes}, panel["title"]
+
+
+def test_the_service_page_begins_with_what_fires_and_shows_the_worst_pod_and_the_objective() -> None:
+    panels = {panel["title"]: panel for panel in queries.panels(BOARDS["service"])}
+    assert [*panels][:2] == ["Alerts that fire", "Which, and whose"]
+    for title, objective in (("Time to first token", "$ttft"), ("Inter-token latency", "$itl")):
+        shown = {target["legendFormat"]: target["expr"] for target in panels[title]["targets"]}
+        assert {"p50", "p99", "p99 of the worst pod"} <= set(shown)
+        assert shown["objective"] == f"vector({objective})"
+        assert overrides_of(panels[title])["objective"]["color"]["fixedColor"] == "red"
 
 
 def test_panels_of_a_closed_set_show_all_of_it() -> None:

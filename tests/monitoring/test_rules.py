@@ -21,9 +21,10 @@ ALERTS = {
 PromTest = dict[str, Any]
 
 
-def run(directory: Path, rule_files: list[str], tests: list[PromTest]) -> None:
+def run(directory: Path, rule_files: list[str], tests: list[PromTest], evaluation_interval: str = "1m") -> None:
     path = directory / "tests.json"
-    content = {"rule_files": [str(RULES / name) for name in rule_files], "evaluation_interval": "1m", "tests": tests}
+    files = [str(RULES / name) for name in rule_files]
+    content = {"rule_files": files, "evaluation_interval": evaluation_interval, "tests": tests}
     path.write_text(json.dumps(content))  # JSON is YAML
     done = subprocess.run(
         [require_tool("promtool"), "test", "rules", str(path)], capture_output=True, text=True, check=False

@@ -27,8 +27,10 @@ PLACEHOLDERS = {
     "@RECORDED_SELECTOR@": "",  # of the series that these rules record, by namespace, job and model_name
     "@TARGETS@": 'job=~".*roseinfer.*"',  # matchers of the targets that must be there
     "@GPU_SELECTOR@": "",  # matchers of the GPUs' series
+    "@KUBELET@": 'pod=~".*roseinfer.*"',  # matchers of the pods that the kubelet probes
     "@RUNBOOK@": "docs/operations.md",
     "@GRAFANA@": "",  # what stands before /d/roseinfer-…
+    "@STALL_SECONDS@": "5",  # a sixth of engine.step_timeout_s, after which the engine is ended
     "@START_SECONDS@": "300",  # half of what a start may take: after all of it the server is ended, and starts again
     "@DRAIN_SECONDS@": "60",  # half of what a drain may take
     **{f"@{each.key.upper()}_SECONDS@": each.threshold for each in OBJECTIVES if each.threshold},
@@ -78,10 +80,19 @@ def release_board(text: str) -> str:
                 word = f"@{key.upper()}_SECONDS@"
                 variable["current"] |= {"text": word, "value": word}
     for panel in board["panels"]:
+        _set_objective(panel)
         for step in panel.get("fieldConfig", {}).get("defaults", {}).get("thresholds", {}).get("steps", []):
             if panel["title"] == DEMAND_PANEL and step["value"] == DEMAND_THRESHOLD:
                 step["value"] = "@DEMAND@"
     return json.dumps(board, indent=1, ensure_ascii=False) + "\n"
+
+
+def _set_objective(panel: dict[str, Any]) -> None:
+    """Puts placeholders for one release's objective into the steps of a panel that shows a share of good events."""
+    for each in OBJECTIVES:
+        if panel["title"] == f"{each.title}: good":
+            _, orange, green = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+            orange["value"], green["value"] = f"@{each.key.upper()}_BURNING@", f"@{each.key.upper()}_OBJECTIVE@"
 
 
 def rule_groups(values: Mapping[str, str]) -> dict[str, list[Rule]]:

@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models import prometheus as formats
 
 from monitoring.objectives import OBJECTIVES
 from monitoring.promql import Selection
-from roseinfer.observe.gaps.causes import CAUSES, Place
+from roseinfer.observe.gaps.causes import CAUSES, Cause, Place
 
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 WIDTH = 24  # columns of a dashboard
@@ -24,6 +24,13 @@ TIMELINE_LINKS = {
     "Timeline of the server": "${operations}/debug/timeline",
     "Requests in flight": "${operations}/debug/requests",
 }
+
+OBJECTIVE = "objective"  # the name of a series that is what another should stay below
+_LINE_AT_THE_OBJECTIVE = [
+    models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": "red"}),
+    models.DynamicConfigValue(id_val="custom.lineStyle", value={"fill": "dash", "dash": [6, 6]}),
+    models.DynamicConfigValue(id_val="custom.fillOpacity", value=0),
+]
 
 SHOWN = Selection(
     pods='namespace=~"$namespace",pod=~"$pod"',
@@ -36,6 +43,7 @@ SHOWN = Selection(
     ),
 )
 
+FAST_BURN = 14.4  # times the allowed pace: a budget of 30 days is gone in two
 Number = int | float  # a number stays as its file writes it
 Step = tuple[Number | None, str]
 
@@ -90,6 +98,11 @@ def build_panel(panel: Panel) -> Any:
     if panel.has_links:
         links = [dashboard.DashboardLink(title).url(url).target_blank(True) for title, url in TIMELINE_LINKS.items()]
         built.data_links(links)
+    for cause in _causes_in(panel):
+        color = {"mode": models.FieldColorModeId.FIXED.value, "fixedColor": cause.row.color}
+        built.override_by_name(cause, [models.DynamicConfigValue(id_val="color", value=color)])
+    if OBJECTIVE in panel.queries:
+        built.override_by_name(OBJECTIVE, _LINE_AT_THE_OBJECTIVE)
     for index, (legend, expression) in enumerate(panel.targets().items()):
         target = prometheus.Dataquery().expr(expression).ref_id("ABCDEFGHIJ"[index]).datasource(DATASOURCE)
         target.editor_mode(formats.QueryEditorMode.CODE).exemplar(legend == panel.exemplar)
@@ -98,6 +111,11 @@ def build_panel(panel: Panel) -> Any:
             target.legend_format(legend or "{{le}}")
         built.with_target(target.instant() if panel.kind == "rows" else target.range())
     return built
+
+
+def _causes_in(panel: Panel) -> list[Cause]:
+    """The causes that are series of a panel: those of its place, or all where the label is the series' name."""
+    return [cause for cause in CAUSES if cause.row.place == panel.causes or "{{cause}}" in panel.queries]
 
 
 def _lines(panel: Panel) -> timeseries_builders.Panel:
@@ -128,7 +146,7 @@ def _number(panel: Panel) -> stat.Panel:
     for objective in OBJECTIVES:
         if objective.key == panel.objective:  # red is a budget of 30 days gone in two
             wanted = float(objective.wanted)
-            steps = [(None, "red"), (1 - 14.4 * (1 - wanted), "orange"), (wanted, "green")]
+            steps = [(None, "red"), (1 - FAST_BURN * (1 - wanted), "orange"), (wanted, "green")]
     built.thresholds(_thresholds(*(steps or [(None, "blue")])))
     if panel.decimals is not None:
         built.decimals(panel.decimals)

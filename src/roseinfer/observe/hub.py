@@ -32,7 +32,7 @@ MAX_DELAY_S = 0.2
 MAX_STEPS = 8  # that wait: delivering so many keeps the event loop for about a millisecond
 MAX_ENDS = 16  # that wait, for the same reason
 
-_FACTS = ("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish", "on_rest")
+_FACTS = ("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish", "on_stall", "on_rest")
 _FAULTS = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT})
 _Facts = list[tuple[str, tuple[Any, ...]]]
 _What = ParamSpec("_What")
@@ -190,6 +190,9 @@ class Hub(Observer):
             self.catch_up()
         else:
             self._catch_up_soon()
+
+    def on_stall(self, since_ns: int) -> None:
+        self._deliver([("on_stall", (since_ns,))])
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         self.catch_up()

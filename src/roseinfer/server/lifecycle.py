@@ -42,6 +42,7 @@ CONNECTIONS_CLOSE_S = 0.5  # each port
 ENGINE_CLOSE_S = 2.0
 
 LOOK_INTERVAL_S = 0.5
+STALL_NS = 1_000_000_000  # without a step, from which on observers hear of it
 RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two engines in succession will kill a third
 _LOOKS_BEFORE_THE_END = 2  # a single one may fall between two stamps
 
@@ -169,7 +170,7 @@ async def _live(
                 raise
             return EngineFailed(error.message)  # the checkpoint could be used before
         on_ready()
-        death = tasks.spawn(wait_for_death(service.client))
+        death = tasks.spawn(wait_for_death(service.client, service.observer))
         await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not death.done():
             await _drain(service, signals, death)
@@ -276,12 +277,19 @@ async def _port(
         await runner.cleanup()
 
 
-async def wait_for_death(client: EngineClient) -> EngineError:
-    """Return when the engine has died, with the reason. An engine that hangs at two looks in a row is ended."""
+async def wait_for_death(client: EngineClient, observer: Observer) -> EngineError:
+    """Return when the engine has died, with the reason. An engine that hangs at two looks in a row is ended.
+
+    Observers hear of one that has stood still for a second while it has work, and when it goes on.
+    """
     dead = asyncio.ensure_future(client.wait_dead())
-    num_looks = 0
+    num_looks = told_ns = 0
     try:
         while not (await asyncio.wait({dead}, timeout=LOOK_INTERVAL_S))[0]:
+            since_ns = client.stands_since_ns
+            since_ns = since_ns if since_ns and time.monotonic_ns() - since_ns > STALL_NS else 0
+            if since_ns != told_ns:
+                observer.on_stall(told_ns := since_ns)
             trouble = client.trouble
             num_looks = 0 if trouble is None else num_looks + 1
             if trouble is not None and num_looks >= _LOOKS_BEFORE_THE_END:

@@ -63,7 +63,12 @@ namespace="{{ .Release.Namespace }}",release="{{ include "roseinfer.fullname" . 
 
 {{- define "roseinfer.dashboard" -}}
 {{- $slo := .context.Values.prometheusRule.slo }}
-{{- .text
+{{- $text := .text }}
+{{- range $word, $objective := dict "TTFT" $slo.ttft.objective "ITL" $slo.itl.objective "AVAIL" $slo.availability.objective }}
+{{- $burning := subf 1 (mulf 14.4 (subf 1 ($objective | float64))) | toString }}
+{{- $text = $text | replace (printf "\"@%s_OBJECTIVE@\"" $word) (toString $objective) | replace (printf "\"@%s_BURNING@\"" $word) $burning }}
+{{- end }}
+{{- $text
   | replace "@RELEASE_ID@" (include "roseinfer.releaseId" .context)
   | replace "@RELEASE@" (include "roseinfer.fullname" .context)
   | replace "@NAMESPACE@" .context.Release.Namespace
@@ -84,6 +89,7 @@ The rules for this release. Only placeholders are replaced: what stands in doubl
 say whose it is in exported_namespace, or in namespace where labels are honoured and the other label is absent.
 */}}
 {{- define "roseinfer.rules" -}}
+{{- $step := include "roseinfer.option" (dict "context" . "section" "engine" "name" "step_timeout_s" "default" 30) | float64 }}
 {{- $slo := .Values.prometheusRule.slo }}
 {{- $text := .Files.Get "files/rules.yaml" }}
 {{- if .Values.dashboards.enabled }}
@@ -94,6 +100,8 @@ say whose it is in exported_namespace, or in namespace where labels are honoured
   | replace "@RECORDED_SELECTOR@" (include "roseinfer.recordedSelector" .)
   | replace "@TARGETS@" (include "roseinfer.targets" .)
   | replace "@GPU_SELECTOR@" (printf "exported_namespace=~\"%s|\"" .Release.Namespace)
+  | replace "@KUBELET@" (include "roseinfer.selector" .)
+  | replace "@STALL_SECONDS@" (divf $step 6 | toString)
   | replace "@RUNBOOK@" .Values.prometheusRule.runbook
   | replace "@GRAFANA@" (.Values.prometheusRule.grafana | trimSuffix "/")
   | replace "@START_SECONDS@" (div (include "roseinfer.startupSeconds" . | int) 2 | toString)

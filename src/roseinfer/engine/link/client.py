@@ -40,6 +40,7 @@ from roseinfer.messages import (
 from roseinfer.records import Advanced, Arrival, FinishReason, Invariant, Observer, RequestTimeline, Violation
 
 _MANY_PLACES = 1 << 20
+_PAUSES = frozenset({Activity.GC, Activity.CAPTURING, Activity.PROFILING})
 PAUSE_FACTOR = 10  # a collection, a graph's capture or a profile may take this many step timeouts
 _CODES = {FinishReason.ERROR: SequenceFailed.code or "", FinishReason.TIMEOUT: RequestTimeout.code or ""}
 MAX_TAKEN = 256  # outputs: with twenty log-probabilities each, some milliseconds of the event loop
@@ -162,12 +163,19 @@ class AsyncEngine:
         account = self._transport.heartbeat.read()
         if not self.num_unfinished:  # no request waits for it, so it may stand still
             return account
-        now_ns, limit_ns, since_ns = time.monotonic_ns(), self._step_timeout_ns, account.since_ns
-        if account.activity in {Activity.GC, Activity.CAPTURING, Activity.PROFILING}:
-            limit_ns *= PAUSE_FACTOR
-        elif account.activity is Activity.IDLE:  # though there is work, since the work came
-            since_ns = max(since_ns, self._last_progress_ns)
-        return Account(Activity.STUCK, account.since_ns) if now_ns - since_ns > limit_ns else account
+        limit_ns = self._step_timeout_ns * (PAUSE_FACTOR if account.activity in _PAUSES else 1)
+        is_stuck = time.monotonic_ns() - self._stands_since_ns(account) > limit_ns
+        return Account(Activity.STUCK, account.since_ns) if is_stuck else account
+
+    @property
+    def stands_since_ns(self) -> int:
+        account = self._transport.heartbeat.read()
+        return 0 if not self.num_unfinished or account.activity in _PAUSES else self._stands_since_ns(account)
+
+    def _stands_since_ns(self, account: Account) -> int:
+        """Returns since when an engine with work has made no progress; an idle one, at most since the work came."""
+        is_idle = account.activity is Activity.IDLE
+        return max(account.since_ns, self._last_progress_ns) if is_idle else account.since_ns
 
     async def start(self, on_progress: Callable[[StartupProgress], None]) -> EngineInfo:
         loop = asyncio.get_running_loop()

@@ -35,6 +35,10 @@ class EngineClient(Protocol):
     def account(self) -> Account:
         """What the engine is doing, and since when."""
 
+    @property
+    def stands_since_ns(self) -> int:
+        """Since when an engine that has work has made no step; 0 without work, and in a pause that has its reason."""
+
     async def wait_dead(self) -> EngineError:
         """Return once the engine has died, with the reason; pending for as long as it lives."""
 

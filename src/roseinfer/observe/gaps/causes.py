@@ -2,8 +2,9 @@
 
 To add a cause, add a row at the end, after UNKNOWN: a recording stores the row's number. Metrics, capture rules,
 `roseinfer explain`, the jitter dashboard, docs/causes.md and the timeline page take causes and words from here;
-`make docs dashboards` writes those that are files. Time is given to causes in `step_gaps.py` (the engine),
-`deliveries.py` (the way to the socket) and `observe/recorder/flight.py` (what interrupts the front end).
+`make docs dashboards` writes those that are files. Colours are one palette, in which any two causes stay apart for
+every reader; `tests/unit/observe/gaps/test_palette.py` says how far. Time is given to causes in `step_gaps.py` (the
+engine), `deliveries.py` (the way to the socket) and `observe/recorder/flight.py` (what interrupts the front end).
 """
 
 from enum import StrEnum
@@ -11,7 +12,7 @@ from typing import Literal, Self
 
 import msgspec
 
-Place = Literal["work", "prompts", "memory", "host", "delivery", "other"]
+Place = Literal["work", "prompts", "memory", "host", "cores", "delivery", "other"]
 """The panel of the jitter dashboard that shows a cause."""
 
 
@@ -28,7 +29,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     behind the gap, `part` the cause's time, `process` where an interpreter was interrupted."""
     column: str = ""  # of STEP_DTYPE, largest in the step that shows the cause; empty: the step that ended the gap
     place: Place
-    colors: tuple[str, ...]  # on the timeline page: in its light scheme, and in its dark one if that differs
+    color: str  # on the timeline page, in its light scheme and its dark one, and on the dashboards
 
     @property
     def remedy(self) -> str:
@@ -56,7 +57,7 @@ class Cause(StrEnum):
         "`model.dtype` and `model.quantization` make it shorter too.",
         story="decoding {step.num_decode_seqs} sequences took {part}",
         place="work",
-        colors=("#38a394", "#3fae9f"),
+        color="#aaccaa",
     )
     PREFILL_OF_OTHERS = Row(
         name="prefill_of_others",
@@ -67,7 +68,7 @@ class Cause(StrEnum):
         story="prefill of request {names}, {step.num_prefill_tokens} tokens",
         column="num_prefill_tokens",
         place="prompts",
-        colors=("#7048e8", "#9775fa"),
+        color="#8866aa",
     )
     BATCH_GROWTH = Row(
         name="batch_growth",
@@ -76,7 +77,7 @@ class Cause(StrEnum):
         advice="A smaller value bounds how much a step can grow when more sequences decode; the others wait for a row.",
         story="the step grew to {step.num_decode_seqs} decoding sequences",
         place="prompts",
-        colors=("#1c7ed6", "#4dabf7"),
+        color="#bb99cc",
     )
     GRAPH_CAPTURE = Row(
         name="graph_capture",
@@ -86,7 +87,7 @@ class Cause(StrEnum):
         story="a CUDA graph was captured, {part}",
         column="capture_ns",
         place="host",
-        colors=("#1864ab", "#0c8599"),
+        color="#eecc44",
     )
     GRAPH_MISS = Row(
         name="graph_miss",
@@ -96,7 +97,7 @@ class Cause(StrEnum):
         "rows that ask for log-probabilities, run without a graph whatever this says.",
         story="no CUDA graph could hold its {step.num_decode_seqs} decoding and {step.num_prefill_seqs} other rows",
         place="host",
-        colors=("#15aabf",),
+        color="#bb0055",
     )
     H2D_COPY = Row(
         name="h2d_copy",
@@ -107,7 +108,7 @@ class Cause(StrEnum):
         story="copies of {step.h2d_bytes} bytes to the device took {part}",
         column="h2d_ns",
         place="host",
-        colors=("#74c0fc",),
+        color="#2200ff",
     )
     SAMPLE_SYNC = Row(
         name="sample_sync",
@@ -119,7 +120,7 @@ class Cause(StrEnum):
         story="sampling took {part}",
         column="sample_ns",
         place="host",
-        colors=("#3548c8",),
+        color="#0099ff",
     )
     SCHEDULE = Row(
         name="schedule",
@@ -130,7 +131,7 @@ class Cause(StrEnum):
         "CPU it takes part of a millisecond.",
         story="the engine's own work between steps took {part}",
         place="host",
-        colors=("#91a7ff",),
+        color="#bb8877",
     )
     KV_WAIT = Row(
         name="kv_wait",
@@ -142,7 +143,7 @@ class Cause(StrEnum):
         story="request {names} had lost its blocks; {step.num_used_blocks} of {step.num_total_blocks} were in use",
         column="num_used_blocks",
         place="memory",
-        colors=("#e8590c", "#ff922b"),
+        color="#667700",
     )
     PREEMPTED = Row(
         name="preempted",
@@ -154,7 +155,7 @@ class Cause(StrEnum):
         story="request {names} was computed again, {step.num_prefill_tokens} tokens",
         column="num_prefill_tokens",
         place="memory",
-        colors=("#7f2704",),
+        color="#bbbb77",
     )
     NOT_SELECTED = Row(
         name="not_selected",
@@ -166,7 +167,7 @@ class Cause(StrEnum):
         story="{step.num_not_selected} sequences had no turn beside the {step.num_decode_seqs} that were decoded",
         column="num_not_selected",
         place="memory",
-        colors=("#c98a5e",),
+        color="#0066ff",
     )
     GC = Row(
         name="gc",
@@ -176,7 +177,7 @@ class Cause(StrEnum):
         "start-up, so look first at code of yours in the same process, such as an observer.",
         story="a garbage collection in {process} took {part}",
         place="host",
-        colors=("#e03131", "#ff6b6b"),
+        color="#778899",
     )
     ENGINE_OUTBOX = Row(
         name="engine_outbox",
@@ -186,7 +187,7 @@ class Cause(StrEnum):
         "`runner.num_threads` below the number of cores leaves it one.",
         story="{part} of engine_outbox between the engine and the front end",
         place="delivery",
-        colors=("#7d4a1e", "#a97142"),
+        color="#445544",
     )
     DETOKENIZE = Row(
         name="detokenize",
@@ -195,7 +196,7 @@ class Cause(StrEnum):
         advice="A larger value makes text for several tokens at once; streams advance in jumps.",
         story="{part} of detokenize in the front end",
         place="delivery",
-        colors=("#f783ac",),
+        color="#ffbbff",
     )
     EVENT_LOOP = Row(
         name="event_loop",
@@ -205,7 +206,7 @@ class Cause(StrEnum):
         "`server.max_inflight` admits fewer requests.",
         story="{part} of event_loop in the front end",
         place="delivery",
-        colors=("#be4bdb",),
+        color="#ee8800",
     )
     CLIENT_BACKPRESSURE = Row(
         name="client_backpressure",
@@ -215,7 +216,7 @@ class Cause(StrEnum):
         advice="Nothing in the server: look at the client, the network to it, and proxies that buffer.",
         story="{part} of client_backpressure at the socket",
         place="delivery",
-        colors=("#862e9c", "#e599f7"),
+        color="#bb5577",
     )
     SCRAPE = Row(
         name="scrape",
@@ -224,7 +225,7 @@ class Cause(StrEnum):
         advice="Let Prometheus scrape less often (`scrape_interval`).",
         story="a scrape of /metrics by {process} took {part}",
         place="delivery",
-        colors=("#74b816",),
+        color="#7733aa",
     )
     PROFILER = Row(
         name="profiler",
@@ -234,7 +235,7 @@ class Cause(StrEnum):
         "itself.",
         story="a profiler recorded the step, or began or ended beside it, {part}",
         place="other",
-        colors=("#495057",),
+        color="#ee4444",
     )
     UNKNOWN = Row(
         name="unknown",
@@ -243,7 +244,7 @@ class Cause(StrEnum):
         "pages that came from disk.",
         story="{part} of which nothing that is recorded says more",
         place="other",
-        colors=("#adb5bd",),
+        color="#999999",
     )
     CPU_THROTTLED = Row(
         name="cpu_throttled",
@@ -254,8 +255,8 @@ class Cause(StrEnum):
         "`runner.num_threads` use it up later.",
         story="the CPU quota of its control group stopped {process} for {part}",
         column="cpu_throttled_ns",
-        place="host",
-        colors=("#0ca030", "#2fe05c"),
+        place="cores",
+        color="#555511",
     )
     CPU_WAIT = Row(
         name="cpu_wait",
@@ -266,8 +267,8 @@ class Cause(StrEnum):
         "front end.",
         story="{process} was ready to run for {part}, and other processes had the cores",
         column="cpu_wait_ns",
-        place="host",
-        colors=("#5c940d", "#a9e34b"),
+        place="cores",
+        color="#990066",
     )
 
 

@@ -7,6 +7,7 @@ where a stamp is missing; nothing here is clamped, rounded or remembered.
 """
 
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class ServerState:
     last_step: StepRecord | None = None
     last_step_end_ns: int = 0
     last_step_unix_s: float = 0.0
+    stands_since_ns: int = 0  # an engine with work; 0 for one that goes on
+    stalled_s: float = 0.0
     num_received: int = 0
     num_finished: int = 0
     num_refusals: Counter[str] = field(default_factory=Counter)  # by code
@@ -76,6 +79,7 @@ class ServerState:
     observability_ns: int = 0
     num_dropped_spans: int = 0
     num_restarts: int = 0
+    start_unix_s: float = field(default_factory=time.time)
     num_drafts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFT_OUTCOMES, 0))
     num_violations: dict[Invariant, int] = field(default_factory=lambda: dict.fromkeys(Invariant, 0))
 
@@ -597,6 +601,12 @@ _ENGINE = (
         AtScrape(lambda state: {"": state.num_restarts}),
         "Starts of a new engine in the place of one that had died or hung (engine.on_failure).",
     ),
+    gauge(
+        "roseinfer_start_time_seconds",
+        "seconds",
+        lambda state: {"": state.start_unix_s},
+        "Unix time at which this server was started. Another value under the same labels is another process.",
+    ),
     counter(
         "roseinfer_invariant_violations_total",
         "",
@@ -610,6 +620,13 @@ _ENGINE = (
         "seconds",
         lambda state: {"": state.last_step_unix_s},
         "Unix time at which the last engine step ended; 0 before the first. While requests run it must move.",
+    ),
+    gauge(
+        "roseinfer_engine_stalled_seconds",
+        "seconds",
+        lambda state: {"": state.stalled_s},
+        "For how long an engine that has work has made no step, from a second on; else 0. It keeps growing while a "
+        "server that gave its engine up says so.",
     ),
     gauge(
         "roseinfer_startup_seconds",

@@ -118,6 +118,7 @@ class Metrics(Collector, WriteObserver):
         with self._lock:
             if state is LifecycleState.STARTING and self._state.lifecycle is not state:
                 self._state.num_restarts += 1
+                self._state.stands_since_ns = 0
             self._state.lifecycle = state
             if state in {LifecycleState.STARTING, LifecycleState.FAILED}:
                 self._state.last_step = None  # a dead engine runs nothing, whatever its last step said
@@ -129,6 +130,10 @@ class Metrics(Collector, WriteObserver):
     def on_refusal(self, code: str) -> None:
         with self._lock:
             self._state.num_refusals[code if code in REJECTION_CODES else OTHER] += 1
+
+    def on_stall(self, since_ns: int) -> None:
+        with self._lock:
+            self._state.stands_since_ns = since_ns
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         with self._lock:
@@ -209,8 +214,10 @@ class Metrics(Collector, WriteObserver):
             state.num_dropped_log_lines = self._num_dropped_log_lines()
             state.observability_ns = self._spent_ns() + self._render_ns
             state.num_dropped_spans = self.num_dropped_spans()
+            now_ns = time.monotonic_ns()
+            state.stalled_s = (now_ns - state.stands_since_ns) / NS_PER_S if state.stands_since_ns else 0.0
             if state.last_step_end_ns:
-                age_s = (time.monotonic_ns() - state.last_step_end_ns) / NS_PER_S
+                age_s = (now_ns - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s
             return [(row, self._values(row), self._exemplars(row)) for row in CATALOGUE]
 

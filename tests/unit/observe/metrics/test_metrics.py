@@ -30,7 +30,7 @@ ONCE_PER_REQUEST_MS = {
 def test_everything_exists_at_zero_before_the_first_request() -> None:
     metrics = make_metrics()
     page = Page(metrics)
-    state_of_the_server = {"roseinfer_lifecycle_state", "roseinfer_build_info"}
+    state_of_the_server = {"roseinfer_lifecycle_state", "roseinfer_build_info", "roseinfer_start_time_seconds"}
     assert {key for key, value in page.samples.items() if value and key[0] not in state_of_the_server} == set()
     for row in CATALOGUE:
         if row.kind == "info":
