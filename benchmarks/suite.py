@@ -41,7 +41,7 @@ SUITES = {
         "served": Part("benchmarks.served", 1500, ("model", "peers")),
         "peers": Part("benchmarks.api_peers", 900, ("model", "peers")),
         "linears": Part("benchmarks.costs.linears", 300, (), ("--forms", "int8,int4")),
-        "start": Part("benchmarks.costs.start", 600, (), ("--precisions", "int8,int4", "--paths", "native")),
+        "start": Part("benchmarks.costs.start", 900, (), ("--precisions", "float32,int8,int4")),
         "speculation": Part("benchmarks.costs.speculation", 480),
         "mixed": Part("benchmarks.costs.mixed_load", 480, ("model",)),
         "qwen3": Part("benchmarks.qwen3", 2400, ("peers",)),

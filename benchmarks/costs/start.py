@@ -8,7 +8,8 @@ The checkpoint is `random_qwen3`'s, read from the system's cache. In each round 
 with that. `transformers` serves the same file by the modelling code of transformers, as if there were no file of ours.
 Printed are the medians: seconds from the start of the process until `/readyz` says 200; processor seconds of all
 processes; and the peak of their proportional set sizes together, looked at ten times a second until the cache is
-written. `engine` is the engine's own peak (VmHWM), in which pages of mapped files count.
+written. `engine` is the engine's own peak (VmHWM), in which pages of mapped files count; `beside weights` is what it
+has beside the packed weights, which are as large as their file, and beside the KV pool.
 """
 
 import json
@@ -31,7 +32,8 @@ from roseinfer.bench.load.launcher import LaunchFailed, Server, free_port, serve
 
 PATHS = ("native", "transformers")
 STARTS = ("first", "second")
-OPTIONS = {"cache.cpu_memory_mib": "256", "model.max_model_len": "1024"}
+POOL_MIB = 256
+OPTIONS = {"cache.cpu_memory_mib": str(POOL_MIB), "model.max_model_len": "1024"}
 TIMEOUT_S = 300.0
 _PATCHED = ("serve", "engine")  # commands of roseinfer that `run_patched` runs
 Figures = dict[str, float]
@@ -58,8 +60,8 @@ def main() -> int:
                         _read_all(model)
                         figures = measure(model, precision, path, Path(cache))
                         taken.setdefault(f"{precision}, {path}, {start}", []).append(figures)
-    print("\n| | ready, s | of that weights | and warm-up | processor, s | all processes, MB | engine, MB |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| | ready, s | of that weights | and warm-up | processor, s | all, MB | engine, MB | beside weights, MB |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, rounds in taken.items():
         print(f"| {name} | " + " | ".join(_cell([figures[key] for figures in rounds]) for key in rounds[0]) + " |")
     sitting.write(args.out, taken)
@@ -100,7 +102,7 @@ def measure(model: Path, precision: str, path: str, cache: Path) -> Figures:
                 time.sleep(0.1)
             ready_s = time.monotonic() - began
             peak = max(peak, _proportional_mb(server.pid))
-            while not any(file.suffix == ".packed" for file in cache.iterdir()):
+            while not (packed := list(cache.glob("*.packed"))):
                 if time.monotonic() > began + TIMEOUT_S:
                     raise LaunchFailed(f"no weights were kept: {server.log()[-600:]}")
                 peak = max(peak, _proportional_mb(server.pid))
@@ -109,7 +111,9 @@ def measure(model: Path, precision: str, path: str, cache: Path) -> Figures:
             stages = _stages(server.log())
             figures = {"ready_s": ready_s, "weights_s": stages["weights"], "warmup_s": stages["warmup"]}
             figures |= {"processor_s": processor_s, "all_mb": peak}
-            return figures | {"engine_mb": resident_mb(server.engine_pid(), "VmHWM")}
+            engine_mb = resident_mb(server.engine_pid(), "VmHWM")
+            weights_mb = packed[0].stat().st_size / 1e6
+            return figures | {"engine_mb": engine_mb, "beside_mb": engine_mb - weights_mb - POOL_MIB * 2**20 / 1e6}
         finally:
             server.stop()
 

@@ -80,6 +80,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     clock = _StartupClock(on_progress)
     clock.enter(LifecycleState.LOADING, "import", "importing torch")
     memory.prefer_huge_pages()
+    memory.map_large_pieces()  # until `keep_freed_memory`
     from roseinfer.model.device_stream import TorchProfiler
     from roseinfer.model.runner import load_runner
 

@@ -19,8 +19,18 @@ def prefer_giving_back() -> None:
     """For the front end's process, and not for one with an engine in it, whose steps want their memory again."""
     if (libc := _glibc()) is not None:
         libc.mallopt(_M_ARENA_MAX, _NUM_HEAPS)
-        libc.mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    map_large_pieces()
+
+
+def map_large_pieces() -> None:
+    """Have malloc map each piece of 1 MiB or more by itself, and unmap it when it is freed.
+
+    Otherwise glibc takes pieces of up to 32 MiB from its heaps once one of that size was freed, and a heap that holds
+    anything behind a hole cannot shrink: loading weights leaves a hundred megabytes of holes.
+    """
+    if (libc := _glibc()) is not None:
+        libc.mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
 
 
 def give_back() -> None:
