@@ -285,6 +285,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     embedding: EmbeddingInfo = EmbeddingInfo()
     device: str
     dtype: str = "none"
+    kv_dtype: str = "none"  # of keys and values in the cache
     quantization: str = "none"  # of the weights in memory
     checkpoint_quantization: str = "none"  # the format that the weights were dequantised from
     kernels: str = ""  # level of the compiled CPU kernels; empty without them

@@ -64,11 +64,16 @@ def checkpoint(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFact
     return directory
 
 
-def open_llm(directory: Path, transport: Literal["process", "thread"] = "thread", **scheduler: Any) -> LLM:
+def open_llm(
+    directory: Path,
+    transport: Literal["process", "thread"] = "thread",
+    kv_dtype: Literal["auto", "int8"] = "auto",
+    **scheduler: Any,
+) -> LLM:
     config = Config(
         engine=EngineConfig(transport=transport),
         model=ModelConfig(path=str(directory), dtype="float32"),
-        cache=CacheConfig(num_blocks=256),
+        cache=CacheConfig(num_blocks=256, dtype=kv_dtype),
         runner=RunnerConfig(device="cpu", num_threads=1),
         scheduler=SchedulerConfig(**scheduler),
     )
@@ -109,12 +114,13 @@ def test_a_model_that_was_saved_without_a_head(reference: PreTrainedModel, check
         assert np.abs(vector - expected(reference, prompt, "last")).max() < 1e-4
 
 
-def test_they_are_the_same_in_company(checkpoint: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_they_are_the_same_in_company(checkpoint: Path, kv_dtype: Literal["auto", "int8"]) -> None:
     """Sixteen at once, in pieces, beside generations that decode; and each alone, whole."""
     prompts = [[(11 * i * (k + 1)) % 2000 + 1 for i in range(5 + 13 * k)] for k in range(16)]
-    with open_llm(checkpoint) as llm:
+    with open_llm(checkpoint, kv_dtype=kv_dtype) as llm:
         alone = [[llm.embed([prompt], pooling=pooling)[0] for prompt in prompts] for pooling in POOLINGS]
-    with open_llm(checkpoint, max_num_seqs=8, max_num_batched_tokens=48) as llm:
+    with open_llm(checkpoint, kv_dtype=kv_dtype, max_num_seqs=8, max_num_batched_tokens=48) as llm:
         busy = [llm.submit([5, 6, 7 + k], SamplingParams(max_tokens=150, temperature=0.0)) for k in range(4)]
         together = [llm.embed(prompts, pooling=pooling) for pooling in POOLINGS]
         texts = [llm.result(request_id).token_ids for request_id in busy]

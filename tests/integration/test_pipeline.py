@@ -101,12 +101,13 @@ def make_requests(vocab_size: int) -> list[Request]:
     ]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16, kv int8"])
 def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
     num_threads = torch.get_num_threads()
+    dtype, _, kv_dtype = request.param.partition(", kv ")
     config = Config(
-        model=ModelConfig(dtype=request.param, max_model_len=MAX_MODEL_LEN),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS["roomy"]),
+        model=ModelConfig(dtype=dtype, max_model_len=MAX_MODEL_LEN),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS["roomy"], dtype=kv_dtype or "auto"),
         runner=RunnerConfig(num_threads=1),
     )
     runner = load_runner(config, NUM_SLOTS, lambda *_: None)

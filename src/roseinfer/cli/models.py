@@ -86,6 +86,7 @@ def outline(directory: Path) -> dict[str, Any]:
 def _types(model: Any, attention: AttentionSpec) -> list[dict[str, Any]]:
     """The memory of weights and of a token's keys and values, and the tokens that this machine has room for.
 
+    Both for `cache.dtype` `auto` and for `int8`.
     A table that is the head's weight too is held once, as the head holds it.
     """
     tables = {id(child.weight): child.weight for child in model.modules() if isinstance(child, nn.Embedding)}
@@ -101,9 +102,17 @@ def _types(model: Any, attention: AttentionSpec) -> list[dict[str, Any]]:
     for name, (linear_bytes, dtype) in TYPES.items():
         linears = int(in_linears * linear_bytes)
         weights = linears + in_tables * dtype.itemsize + in_vectors * 4
-        token = attention.bytes_per_token(dtype)
-        tokens = max(0, available - weights) // token
-        rows.append({"type": name, "weight_bytes": weights, "kv_bytes_per_token": token, "tokens_here": tokens})
+        token, int8_token = attention.bytes_per_token(dtype), attention.bytes_per_token(torch.int8)
+        rows.append(
+            {
+                "type": name,
+                "weight_bytes": weights,
+                "kv_bytes_per_token": token,
+                "tokens_here": max(0, available - weights) // token,
+                "kv_int8_bytes_per_token": int8_token,
+                "tokens_here_with_kv_int8": max(0, available - weights) // int8_token,
+            }
+        )
     return rows
 
 
@@ -139,8 +148,13 @@ def _print(facts: dict[str, Any]) -> None:
         f"{facts['parameters']:,} parameters, {facts['layers']} layers, {facts['positions']:,} positions, "
         f"{facts['heads']} heads of {facts['head_dim']} over {facts['kv_heads']} of keys."
     )
-    table = Table("type", "weights", "KV a token", "tokens that fit this machine's memory", box=None)
+    table = Table("type", "weights", "KV a token", "tokens that fit here", "KV in int8", "tokens that fit", box=None)
     for row in facts["types"]:
-        token = f"{row['kv_bytes_per_token'] / 1024:.1f} KiB"
-        table.add_row(row["type"], _size(row["weight_bytes"]), token, f"{row['tokens_here']:,}")
+        tokens = []
+        for size, number in (
+            ("kv_bytes_per_token", "tokens_here"),
+            ("kv_int8_bytes_per_token", "tokens_here_with_kv_int8"),
+        ):
+            tokens += [f"{row[size] / 1024:.1f} KiB", f"{row[number]:,}"]
+        table.add_row(row["type"], _size(row["weight_bytes"]), *tokens)
     console.print(table)

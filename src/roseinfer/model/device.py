@@ -49,7 +49,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` or `bfloat16`."""
+    """`float32`, `bfloat16` or `int8`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -188,7 +188,7 @@ class Placement:
     """
 
     device: torch.device
-    dtype: torch.dtype  # of activations, of the KV cache, and of weights that are not quantised
+    dtype: torch.dtype  # of activations, and of weights and a KV cache that are not quantised
     quantization: Quantization = "none"
     kernels: Kernels | None = None
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False, repr=False)  # of packed weights

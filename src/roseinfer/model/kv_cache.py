@@ -1,4 +1,6 @@
-"""The paged KV cache: its tensors, and how many blocks fit into memory."""
+"""The paged KV cache: its tensors, their type, and how many blocks fit into memory."""
+
+from typing import Literal
 
 import torch
 
@@ -6,19 +8,54 @@ from roseinfer.config.options import CacheConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
+from roseinfer.model.layers.linear import quantized_rows
+
+CacheType = Literal["auto", "int8"]
 
 _STEP_BYTES = 1 << 30  # of a GPU's memory, left for a step's temporaries and the pool of the CUDA graphs
 
 
 class KVCache:
-    """Keys and values, one tensor of each a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+    """Keys and values, one tensor of each a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`.
 
-    def __init__(self, spec: AttentionSpec, num_blocks: int, block_size: int, placement: Placement) -> None:
+    In int8 a key, or value, of one token and head is scale * numbers, |numbers| <= 127. Every token has scales of its
+    own, so a later token changes no earlier one, and what a request reads does not depend on how it was cut into steps.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        num_blocks: int,
+        block_size: int,
+        placement: Placement,
+        cache_type: CacheType = "auto",
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype_of(cache_type, placement)
+        self.query_dtype = placement.dtype  # of queries, and of keys and values that are to be stored
         num_layers, layer = len(spec.windows), (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        zeros = [torch.zeros(layer, dtype=placement.dtype, device=placement.device) for _ in range(2 * num_layers)]
+        zeros = [torch.zeros(layer, dtype=self.dtype, device=placement.device) for _ in range(2 * num_layers)]
         self.keys, self.values = zeros[:num_layers], zeros[num_layers:]
+        # [num_blocks, num_kv_heads, block_size] float32 of each layer; none but in int8
+        num_scales = 2 * num_layers if self.is_quantized else 0
+        scales = [torch.zeros(layer[:-1], device=placement.device) for _ in range(num_scales)]
+        self.key_scales, self.value_scales = scales[:num_layers], scales[num_layers:]
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype == torch.int8
+
+
+def dtype_of(cache_type: CacheType, placement: Placement) -> torch.dtype:
+    """Of the keys and values that `cache.dtype` means."""
+    return torch.int8 if cache_type == "int8" else placement.dtype
+
+
+def quantized_heads(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys or values [tokens, kv_heads, head_dim] as an int8 cache holds them, and their scales [tokens, kv_heads]."""
+    quantized, scales = quantized_rows(rows.reshape(-1, rows.shape[-1]))
+    return quantized.view(rows.shape), scales.view(rows.shape[:-1])
 
 
 def plan_num_blocks(
@@ -32,7 +69,7 @@ def plan_num_blocks(
     if config.num_blocks is not None:
         num_blocks, cause = config.num_blocks, "cache.num_blocks"
     else:
-        block_bytes = config.block_size * spec.bytes_per_token(placement.dtype)
+        block_bytes = config.block_size * spec.bytes_per_token(dtype_of(config.dtype, placement))
         budget_bytes, cause = _budget_bytes(config, placement.device)
         num_blocks = min(blocks_per_seq * max_active_seqs, budget_bytes // block_bytes)
     if num_blocks < blocks_per_seq:

@@ -76,16 +76,14 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         is_auto = config.model.generation_config == "auto"
         sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
     max_model_len = _max_model_len(config.model.max_model_len, model)
-    num_blocks = plan_num_blocks(config.cache, model.attention_spec, placement, max_model_len, max_active_seqs)
-    on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {config.cache.block_size} tokens")
-    num_spare_blocks = 0 if device_name == "cpu" else 1  # for rows that fill up a CUDA graph
-    kv_cache = KVCache(model.attention_spec, num_blocks + num_spare_blocks, config.cache.block_size, placement)
+    spec, cache_config = model.attention_spec, config.cache
+    num_blocks = plan_num_blocks(cache_config, spec, placement, max_model_len, max_active_seqs)
+    on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {cache_config.block_size} tokens")
+    num_all = num_blocks + (device_name != "cpu")  # one for rows that fill up a CUDA graph
+    kv_cache = KVCache(spec, num_all, cache_config.block_size, placement, cache_config.dtype)
+    is_invariant = config.runner.batch_invariant
     attention = choose_attention(
-        config.runner.attention,
-        kv_cache,
-        model.attention_spec,
-        placement.kernels,
-        batch_invariant=config.runner.batch_invariant,
+        config.runner.attention, kv_cache, spec, placement.kernels, batch_invariant=is_invariant
     )
     info = EngineInfo(
         checkpoint_dir=str(directory),
@@ -98,6 +96,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         embedding=read_embedding(directory, model.head.num_inputs),
         device=device_name,
         dtype=type_name,
+        kv_dtype=dtype_name(kv_cache.dtype),
         quantization=placement.quantization,
         checkpoint_quantization=checkpoint.quantization.quant_method if checkpoint.quantization else "none",
         kernels=placement.kernels.level if placement.kernels else "",

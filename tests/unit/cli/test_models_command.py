@@ -44,7 +44,8 @@ def test_memory_of_each_type_without_weights(tmp_path: Path, capsys: pytest.Capt
         in_linears * 9 // 16 + 4 * in_norms,
     ]
     assert [row["kv_bytes_per_token"] for row in outline["types"]] == [2 * 2 * 2 * 16 * size for size in (4, 2, 2, 2)]
-    assert all(row["tokens_here"] > 1000 for row in outline["types"])
+    assert all(row["kv_int8_bytes_per_token"] == 2 * 2 * 2 * (16 + 4) for row in outline["types"])
+    assert all(1000 < row["tokens_here"] < row["tokens_here_with_kv_int8"] for row in outline["types"])
 
 
 @pytest.mark.parametrize(

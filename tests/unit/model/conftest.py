@@ -219,12 +219,13 @@ def make_player(tmp_path: Path) -> MakePlayer:
         num_slots: int = 8,
         block_size: int = 16,
         quantization: str = "none",
+        cache_type: str = "auto",
         **runner: object,
     ) -> Player:
         path = write_checkpoint(tmp_path / f"{shape.head_dim}x{shape.num_heads}", shape)
         config = Config(
             model=ModelConfig(path=str(path), dtype=dtype, quantization=quantization),  # type: ignore[arg-type]
-            cache=CacheConfig(block_size=block_size),  # type: ignore[arg-type]
+            cache=CacheConfig(block_size=block_size, dtype=cache_type),  # type: ignore[arg-type]
             runner=RunnerConfig(**{"device": "cpu", "num_threads": 1} | runner),  # type: ignore[arg-type]
         )
         return Player(load_runner(config, num_slots, lambda *_: None), num_slots, block_size)

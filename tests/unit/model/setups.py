@@ -8,6 +8,7 @@ import torch
 from roseinfer.config.options import RunnerConfig
 from roseinfer.model.device import DTYPES, Placement, Quantization
 from roseinfer.model.kernels.library import LEVELS, Kernels, find_built, levels_here, load_kernels
+from roseinfer.model.kv_cache import CacheType
 from tests.conftest import BuiltKernels
 from tests.emulated_kernels import EMULATED_LEVELS, EmulatedKernels
 
@@ -19,9 +20,11 @@ class Setup:
     dtype: Literal["float32", "bfloat16"]
     quantization: Quantization
     kernels: str  # a level, or "off"
+    cache_type: CacheType = "auto"
 
     def __str__(self) -> str:
-        return f"{self.dtype}-{self.quantization}-{self.kernels}"
+        cache = "" if self.cache_type == "auto" else f"-kv_{self.cache_type}"
+        return f"{self.dtype}-{self.quantization}-{self.kernels}{cache}"
 
     def placement(self, built_kernels: BuiltKernels) -> Placement:
         """Compiles the kernels unless that was done."""

@@ -1,5 +1,6 @@
 """A request's tokens and logits, bit for bit, whatever else happens in the engine."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,8 +20,10 @@ SHAPES = [
 # With the kernels that a user of this processor gets, and without any; each has its own attention and its own linears.
 SETUPS_HERE = [setup for setup in SETUPS if setup.kernels in {"off", *LEVELS_HERE[-1:]}]
 PLAIN, FASTEST = Setup("float32", "none", "off"), Setup("bfloat16", "none", SETUPS_HERE[-1].kernels)
+INT8_CACHES = [replace(setup, cache_type="int8") for setup in (PLAIN, FASTEST)]
+SETUPS_HERE += INT8_CACHES
 every_setup = pytest.mark.parametrize("setup", SETUPS_HERE, ids=str)
-both_ends = pytest.mark.parametrize("setup", [PLAIN, FASTEST], ids=str)
+both_ends = pytest.mark.parametrize("setup", [PLAIN, FASTEST, *INT8_CACHES], ids=str)
 every_shape = pytest.mark.parametrize(
     ("setup", "shape"),
     [
@@ -34,8 +37,8 @@ every_shape = pytest.mark.parametrize(
 @pytest.fixture
 def make_player(make_player: MakePlayer, setup: Setup, built_kernels: BuiltKernels) -> MakePlayer:
     """A player over a runner of the test's setup."""
-    options = {"dtype": setup.dtype, "quantization": setup.quantization, **setup.runner_options(built_kernels)}
-    return partial(make_player, **options)
+    types = {"dtype": setup.dtype, "quantization": setup.quantization, "cache_type": setup.cache_type}
+    return partial(make_player, **types, **setup.runner_options(built_kernels))
 
 
 LENGTHS = [1, 5, 8, 63, 64, 65, 75, 130]  # around the tiles of 8 and of 64
@@ -153,8 +156,11 @@ def test_what_blocks_held_before(make_player: MakePlayer, setup: Setup) -> None:
     expected = alone(player, prompt, 3)
     cache = player.runner._attention._cache  # type: ignore[attr-defined]
     for layer in range(2):
-        cache.keys[layer].fill_(torch.nan)
-        cache.values[layer].fill_(torch.finfo(cache.values[layer].dtype).max)
+        keys, values = cache.keys[layer], cache.values[layer]
+        if cache.is_quantized:
+            keys, values = cache.key_scales[layer], cache.value_scales[layer]
+        keys.fill_(torch.nan)
+        values.fill_(torch.finfo(values.dtype).max / 127)
     assert_same(alone(player, prompt, 3), expected)
 
 

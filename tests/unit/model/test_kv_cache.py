@@ -13,6 +13,17 @@ SPEC = AttentionSpec(8, 4, 32, scale=1.0, windows=(None, None))  # 2 KiB a token
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_has_a_scale_for_each_token_and_head(dtype: torch.dtype) -> None:
+    assert SPEC.bytes_per_token(torch.int8) == 2 * 2 * 4 * (32 + 4)
+    placement = Placement(torch.device("cpu"), dtype)
+    cache = KVCache(SPEC, 5, 16, placement, "int8")
+    tensors = (*cache.keys, *cache.values, *cache.key_scales, *cache.value_scales)
+    assert sum(x.nbytes for x in tensors) == 5 * 16 * SPEC.bytes_per_token(torch.int8)
+    config = CacheConfig(cpu_memory_mib=3, dtype="int8")
+    assert plan_num_blocks(config, SPEC, placement, 1000, 1000) == (3 << 20) // (16 * 2 * 2 * 4 * 36)
+
+
 def plan(config: CacheConfig, max_model_len: int = 1000, max_active_seqs: int = 4) -> int:
     return plan_num_blocks(config, SPEC, FLOAT32, max_model_len, max_active_seqs)
 

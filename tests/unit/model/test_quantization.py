@@ -1,4 +1,4 @@
-"""What int8 makes of weights and rows; what it, int4 and quantised checkpoints cost models in accuracy."""
+"""What int8 makes of weights and rows; what it, int4, an int8 cache and quantised checkpoints cost in accuracy."""
 
 import hashlib
 import importlib
@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,9 +19,12 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import roseinfer
+from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import DTYPES, Placement, Quantization
 from roseinfer.model.families.registry import build_model
+from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.layers.linear import IntegerLinear, Linear, quantized_piece, quantized_rows
 from tests.conftest import BuiltKernels
 from tests.unit.model.quantised import Method, methods
@@ -127,13 +131,28 @@ def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     return out.transpose(0, 1).flatten(1).to(q.dtype)
 
 
-def held_out_perplexity(placement: Placement, directory: Path = DEMO) -> float:
+def attend_by_cache(placement: Placement, spec: AttentionSpec, num_tokens: int) -> Attend:
+    """One whole sequence by the attention that serves it, over a cache in int8."""
+    cache = KVCache(spec, -(-num_tokens // 16), 16, placement, "int8")
+    tokens = PackedTokens(
+        slots=np.zeros(num_tokens, np.int32),
+        positions=np.arange(num_tokens, dtype=np.int32),
+        query_starts=np.array([0, num_tokens], np.int32),
+        block_table=np.arange(cache.num_blocks, dtype=np.int32)[None],
+        max_query_len=num_tokens,
+        max_context_len=num_tokens,
+    )
+    return choose_attention("auto", cache, spec, placement.kernels).prepare(tokens)
+
+
+def held_out_perplexity(placement: Placement, directory: Path = DEMO, *, has_int8_cache: bool = False) -> float:
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         model = build_model(checkpoint, placement)
         ids = held_out_ids()
         losses = []
+        attention = attend_by_cache(placement, model.attention_spec, WINDOW) if has_int8_cache else attend
         for window, targets in zip(ids[:-1].view(-1, WINDOW), ids[1:].view(-1, WINDOW), strict=True):
-            logits = model.logits(model.forward(window, torch.arange(WINDOW), attend))
+            logits = model.logits(model.forward(window, torch.arange(WINDOW), attention))
             losses.append(functional.cross_entropy(logits.float(), targets))
         return math.exp(torch.stack(losses).mean().item())
 
@@ -153,6 +172,13 @@ def test_held_out_perplexity_is_within_its_bound(
     for dtype in ("float32", "bfloat16"):
         quantized = held_out_perplexity(Setup(dtype, quantization, level).placement(built_kernels))
         assert abs(quantized / exact - 1) < bound, (dtype, quantized, exact)
+
+
+@pytest.mark.parametrize("level", ["off", *LEVELS_HERE[-1:]])
+def test_held_out_perplexity_with_an_int8_cache_is_within_a_thousandth(built_kernels: BuiltKernels, level: str) -> None:
+    setup = Setup("float32", "none", level)
+    quantized = held_out_perplexity(setup.placement(built_kernels), has_int8_cache=True)
+    assert 0 < abs(quantized / float_perplexity() - 1) < 0.001, quantized
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -178,9 +204,16 @@ def test_log_probabilities_of_random_models(tmp_path: Path, built_kernels: Built
         placement = Setup("float32", quantization, level).placement(built_kernels)
         with Checkpoint(tmp_path) as checkpoint, torch.inference_mode():
             model = build_model(checkpoint, placement)
-            found[quantization] = model.logits(model.forward(ids, torch.arange(128), attend)).float().log_softmax(-1)
-    int8, int4 = ((found[name] - found["none"]).abs().mean().item() for name in ("int8", "int4"))
+            attentions: dict[str, Attend] = {quantization: attend}
+            if quantization == "none":
+                attentions["int8 cache"] = attend_by_cache(placement, model.attention_spec, 128)
+            for name, attention in attentions.items():
+                found[name] = model.logits(model.forward(ids, torch.arange(128), attention)).float().log_softmax(-1)
+    int8_cache, int8, int4 = (
+        (found[name] - found["none"]).abs().mean().item() for name in ("int8 cache", "int8", "int4")
+    )
     assert 1.0 < found["none"].std() < 1.3
+    assert 0.0 < int8_cache < int8
     assert 0.0 < int8 < 0.08
     assert int8 < int4 < 0.5
 

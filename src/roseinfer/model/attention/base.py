@@ -41,8 +41,9 @@ class AttentionSpec:
         return tuple(sinks.to(device, torch.float32).contiguous() for sinks in self.sinks)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * len(self.windows) * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of one token's keys and values in all layers of a cache of this type, scales included."""
+        scale_bytes = torch.float32.itemsize if dtype == torch.int8 else 0
+        return 2 * len(self.windows) * self.num_kv_heads * (self.head_dim * dtype.itemsize + scale_bytes)
 
 
 class DeviceTokens(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
 from roseinfer.model.device import Scratch
-from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.kv_cache import KVCache, quantized_heads
 
 QUERY_TILE = 8
 KEY_TILE = 64
@@ -55,7 +55,10 @@ class _Plan:
 
 
 class GatheredAttention:
-    """Attention over a head-major cache `[blocks, kv_heads, block_size, head_dim]`; softmax and sums in float32."""
+    """Attention over a head-major cache `[blocks, kv_heads, block_size, head_dim]`; softmax and sums in float32.
+
+    Scales of an int8 cache multiply the scores of their keys, and the weights of their values.
+    """
 
     name = "gathered"
     is_capturable = False
@@ -163,16 +166,31 @@ class GatheredAttention:
         self, plans: dict[int | None, _Plan], layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         plan, head_dim = plans[self._spec.windows[layer]], self._head_dim
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys.view(-1, head_dim).index_copy_(0, plan.write_rows, k.reshape(-1, head_dim))
-        # A block keeps its former owner's values behind the mask, where their weight is 0: they must be finite.
-        values.view(-1, head_dim).index_copy_(0, plan.write_rows, v.nan_to_num().reshape(-1, head_dim))
+        self._write(plan, layer, k, v)
         scaled = q.float() * self._spec.scale
         plan.query_tiles.view(-1, head_dim).index_copy_(0, plan.query_rows, scaled.reshape(-1, head_dim))
-        self._score(plan, keys)
+        self._score(plan, layer)
         totals = self._softmax(plan, self._sinks[layer])
-        mixed = self._mix(plan, values).div_(totals.unsqueeze(-1))
+        mixed = self._mix(plan, layer).div_(totals.unsqueeze(-1))
         return mixed.view(-1, head_dim).index_select(0, plan.query_rows).to(q.dtype).view(q.shape[0], -1)
+
+    def _write(self, plan: _Plan, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        cache, head_dim = self._cache, self._head_dim
+        # A block keeps its former owner's values behind the mask, where their weight is 0: they must be finite.
+        v = v.nan_to_num()
+        if cache.is_quantized:
+            (k, key_scales), (v, value_scales) = quantized_heads(k), quantized_heads(v)
+            cache.key_scales[layer].view(-1).index_copy_(0, plan.write_rows, key_scales.view(-1))
+            cache.value_scales[layer].view(-1).index_copy_(0, plan.write_rows, value_scales.view(-1))
+        cache.keys[layer].view(-1, head_dim).index_copy_(0, plan.write_rows, k.reshape(-1, head_dim))
+        cache.values[layer].view(-1, head_dim).index_copy_(0, plan.write_rows, v.reshape(-1, head_dim))
+
+    def _gather_scales(self, scales: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Scales of a layer -> those of the given blocks [pairs * K, 1, 64], in scratch."""
+        shape = (blocks.shape[0], self._cache.block_size)
+        rows = self._scratch.buffer("scales", shape)
+        torch.index_select(scales.view(-1, shape[1]), 0, blocks, out=rows)
+        return rows.view(-1, 1, KEY_TILE)
 
     def _gather(self, pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Keys or values of a layer -> those of the given blocks [pairs * K, 64, head_dim] float32, in scratch."""
@@ -183,15 +201,19 @@ class GatheredAttention:
             rows = self._scratch.buffer("wide pages", shape).copy_(rows)
         return rows.view(-1, KEY_TILE, self._head_dim)
 
-    def _score(self, plan: _Plan, keys: torch.Tensor) -> None:
+    def _score(self, plan: _Plan, layer: int) -> None:
         """Products of queries and keys into the plan's scores, -inf where the query does not see the key."""
+        cache = self._cache
         num_tiles = plan.query_tiles.shape[0]
         tiles = plan.query_tiles.view(num_tiles, -1)
         for chunk in plan.chunks:
             queries = self._scratch.buffer("pair queries", (chunk.pair_tiles.shape[0], tiles.shape[1]))
             torch.index_select(tiles, 0, chunk.pair_tiles, out=queries)
-            tile_keys = self._gather(keys, chunk.blocks).transpose(1, 2)
-            torch.bmm(queries.view(-1, self._num_rows, self._head_dim), tile_keys, out=plan.scores[chunk.products])
+            tile_keys = self._gather(cache.keys[layer], chunk.blocks).transpose(1, 2)
+            scores = plan.scores[chunk.products]
+            torch.bmm(queries.view(-1, self._num_rows, self._head_dim), tile_keys, out=scores)
+            if cache.is_quantized:
+                scores.mul_(self._gather_scales(cache.key_scales[layer], chunk.blocks))
         if cap := self._spec.softcap:
             plan.scores.div_(cap).tanh_().mul_(cap)
         num_masked = plan.hidden.shape[0]
@@ -220,10 +242,14 @@ class GatheredAttention:
             totals += torch.exp(sinks - maxima)
         return totals
 
-    def _mix(self, plan: _Plan, values: torch.Tensor) -> torch.Tensor:
+    def _mix(self, plan: _Plan, layer: int) -> torch.Tensor:
         """The values of each query, weighted by its scores and summed [tiles, K, R, head_dim]."""
+        cache = self._cache
         for chunk in plan.chunks:
-            torch.bmm(plan.scores[chunk.products], self._gather(values, chunk.blocks), out=plan.parts[chunk.products])
+            weights = plan.scores[chunk.products]
+            if cache.is_quantized:
+                weights.mul_(self._gather_scales(cache.value_scales[layer], chunk.blocks))
+            torch.bmm(weights, self._gather(cache.values[layer], chunk.blocks), out=plan.parts[chunk.products])
         parts = plan.parts.view(-1, *plan.query_tiles.shape[1:])
         mixed = parts[: plan.query_tiles.shape[0]]
         for length, pairs in plan.runs:

@@ -45,6 +45,8 @@ class _Call(Structure):
         ("v", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("out", c_void_p),
         ("q_strides", c_int64 * 2),
         ("k_strides", c_int64 * 2),
@@ -64,17 +66,15 @@ class NativeAttention:
     def __init__(self, cache: KVCache, spec: AttentionSpec, kernels: Kernels) -> None:
         self._spec = spec
         self._cache = cache
-        self._run = kernels.function(f"attention_{dtype_name(cache.keys[0].dtype)}", POINTER(_Call))
+        types = [cache.query_dtype, cache.dtype] if cache.is_quantized else [cache.dtype]
+        self._run = kernels.function("_".join(["attention", *map(dtype_name, types)]), POINTER(_Call))
         self._plan = kernels.function(
             "attention_plan", c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64)
         )
         self._scratch = Scratch(torch.device("cpu"))
         self._items = np.empty((0, _ITEM_FIELDS), np.int32)
         self._sinks = spec.sinks_on(torch.device("cpu"))
-        self._layers = [
-            (keys.data_ptr(), values.data_ptr(), window or 0, None if sinks is None else sinks.data_ptr())
-            for keys, values, window, sinks in zip(cache.keys, cache.values, spec.windows, self._sinks, strict=True)
-        ]
+        self._layers = [self._fields_of(layer) for layer in range(len(spec.windows))]
         self._call = _Call(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -88,6 +88,16 @@ class NativeAttention:
     def can_compute(spec: AttentionSpec) -> bool:
         """Whether the kernel supports the shape."""
         return spec.head_dim % 8 == 0
+
+    def _fields_of(self, layer: int) -> tuple[int, int, int | None, int | None, int, int | None]:
+        """Keys, values, their scales, the window and the sinks of a call."""
+        cache, sinks = self._cache, self._sinks[layer]
+        scales = (cache.key_scales[layer], cache.value_scales[layer]) if cache.is_quantized else (None, None)
+        key_scales, value_scales = (None if x is None else x.data_ptr() for x in scales)
+        return (
+            *(cache.keys[layer].data_ptr(), cache.values[layer].data_ptr(), key_scales, value_scales),
+            *(self._spec.windows[layer] or 0, None if sinks is None else sinks.data_ptr()),
+        )
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         arrays = tuple(map(np.ascontiguousarray, (tokens.slots, tokens.positions, tokens.query_starts)))
@@ -113,7 +123,7 @@ class NativeAttention:
         call.num_items, call.appends_first = results
         call.num_tokens = int(tokens.query_starts[-1])
         shape = (len(tokens.slots), self._spec.num_heads * self._spec.head_dim)
-        out = self._scratch.buffer("out", shape, self._cache.keys[0].dtype)
+        out = self._scratch.buffer("out", shape, self._cache.query_dtype)
         call.out = out.data_ptr()
         return partial(self._attend, (arrays, tokens), ctypes.byref(call), out)
 
@@ -128,7 +138,7 @@ class NativeAttention:
         v: torch.Tensor,
     ) -> torch.Tensor:
         call = self._call
-        call.keys, call.values, call.window, call.sinks = self._layers[layer]
+        call.keys, call.values, call.key_scales, call.value_scales, call.window, call.sinks = self._layers[layer]
         call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         call.q_strides, call.k_strides, call.v_strides = q.stride()[:2], k.stride()[:2], v.stride()[:2]
         self._run(pointer)

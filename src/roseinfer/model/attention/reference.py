@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
-from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.kv_cache import KVCache, quantized_heads
 
 
 class ReferenceAttention:
@@ -43,15 +43,30 @@ class ReferenceAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        keys, values, block_size = self._cache.keys[layer], self._cache.values[layer], self._cache.block_size
+        cache, block_size = self._cache, self._cache.block_size
+        written = [(cache.keys[layer], k), (cache.values[layer], v)]
+        if cache.is_quantized:
+            (keys, key_scales), (values, value_scales) = quantized_heads(k), quantized_heads(v)
+            written = [(cache.keys[layer], keys), (cache.values[layer], values)]
+            written += [(cache.key_scales[layer], key_scales), (cache.value_scales[layer], value_scales)]
         for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             block, offset = block_table[slot, position // block_size], position % block_size
-            keys[block, :, offset], values[block, :, offset] = k[token], v[token]
+            for pages, new in written:
+                pages[block, :, offset] = new[token]
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # zero for the repetitions of the last token
         for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             blocks = block_table[slot, : position // block_size + 1]
-            out[token] = self._token(layer, q[token], position, keys[blocks], values[blocks])
+            out[token] = self._token(layer, q[token], position, *self._read(layer, blocks))
         return out.flatten(1)
+
+    def _read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values in these blocks, each [blocks, kv_heads, block_size, head_dim] float32."""
+        cache = self._cache
+        keys, values = cache.keys[layer][blocks].float(), cache.values[layer][blocks].float()
+        if cache.is_quantized:
+            keys = keys * cache.key_scales[layer][blocks].unsqueeze(-1)
+            values = values * cache.value_scales[layer][blocks].unsqueeze(-1)
+        return keys, values
 
     def _token(
         self, layer: int, q: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
@@ -59,7 +74,7 @@ class ReferenceAttention:
         """The query [heads, head_dim] of one token and its sequence's pages up to its own -> [heads, head_dim]."""
         window = self._spec.windows[layer]
         seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-        keys, values = (pages.transpose(0, 1).flatten(1, 2)[:, seen].float() for pages in (keys, values))
+        keys, values = (pages.transpose(0, 1).flatten(1, 2)[:, seen] for pages in (keys, values))
         grouped = q.float().view(self._spec.num_kv_heads, -1, self._spec.head_dim)
         scores = grouped @ keys.transpose(1, 2) * self._spec.scale  # [kv_heads, heads / kv_heads, keys]
         if self._spec.softcap:

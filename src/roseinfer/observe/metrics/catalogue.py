@@ -53,7 +53,7 @@ _REFUSALS = {code for root in _EARLY for code in _codes(root)} - {SlowReader.cod
 REJECTION_CODES = (*sorted(_REFUSALS), OTHER)
 MODEL_FIELDS = (
     *("model_type", "num_parameters", "vocab_size", "max_model_len"),
-    *("device", "dtype", "attention", "linear", "num_threads"),
+    *("device", "dtype", "kv_dtype", "attention", "linear", "num_threads"),
 )
 
 

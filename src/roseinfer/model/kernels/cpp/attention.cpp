@@ -9,6 +9,8 @@
 //     keys    [head_dim / STEP, block_size, STEP]     the scores of neighbouring keys fill a register, or a tile's row
 //     values  [block_size / STEP, head_dim, STEP]     the sums of neighbouring dimensions do
 // so there are no sums across a register, and the pairs are those of the instructions that multiply bfloat16.
+// In int8 the layout is the same, and each key and value has a scale: a tile is widened before its products, scores are
+// multiplied by the scales of their keys, and weights by those of their values.
 //
 // Every query is computed by one sequence of operations, which depends on its own numbers and its own position alone:
 // keys are met in tiles of 64 cut at absolute positions, in ascending order, and the softmax is corrected once a tile
@@ -17,6 +19,7 @@
 // values are finite: others are replaced when they are written.
 
 #include "attention.h"
+#include "attention_read.h"
 #include "attention_registers.h"
 #include "attention_tiles.h"
 #include "attention_write.h"
@@ -69,12 +72,15 @@ Floats bend(Floats x, float cap) {
 }
 
 // Scales the scores of one row, hides the keys that it does not see, and returns the highest of its scores and `so_far`.
-float hide(float* scores, Span span, int num_vectors, float scale, float softcap, float so_far) {
+// `key_scales` is null but for a cache in int8.
+float hide(float* scores, Span span, int num_vectors, const float* key_scales, float scale, float softcap,
+           float so_far) {
     const bool sees_all = span.first == 0 && span.last >= num_vectors * LANES;
     Floats highest = splat(so_far);
     for (int vector = 0; vector < num_vectors; vector++) {
         const int lane = vector * LANES;
         Floats seen = multiply(load(scores + lane), splat(scale));
+        if (key_scales) seen = multiply(seen, load(key_scales + lane));
         if (softcap != 0.0f) seen = bend(seen, softcap);
         if (!sees_all) seen = within(span.first - lane, span.last - lane, seen, splat(HIDDEN));
         highest = maximum(highest, seen);
@@ -83,14 +89,16 @@ float hide(float* scores, Span span, int num_vectors, float scale, float softcap
     return largest(highest);
 }
 
-// Scores of one row into weights relative to e^maximum; corrects the earlier totals and adds to them.
+// Scores of one row into weights relative to e^maximum; corrects the earlier totals and adds to them. The weights that are
+// stored are those of the numbers in the cache: `value_scales` is null but for int8.
 template <class Type>
-void weigh(const float* scores, int num_vectors, float maximum, float correction, float* lane_totals,
-           typename Type::Operand* weights) {
+void weigh(const float* scores, int num_vectors, const float* value_scales, float maximum, float correction,
+           float* lane_totals, typename Type::Operand* weights) {
     Floats totals = multiply(load(lane_totals), splat(correction));
     for (int vector = 0; vector < num_vectors; vector++) {
-        const Floats weight = exponential(subtract(load(scores + vector * LANES), splat(maximum)));
+        Floats weight = exponential(subtract(load(scores + vector * LANES), splat(maximum)));
         totals = add(totals, weight);
+        if (value_scales) weight = multiply(weight, load(value_scales + vector * LANES));
         Type::store_weights(weights + vector * LANES, weight);
     }
     store(lane_totals, totals);
@@ -109,15 +117,15 @@ float share_beside(float sink, float maximum, float total) {
 void write_number(float* to, float x) { *to = x; }
 void write_number(bfloat16* to, float x) { *to = to_bfloat16(x); }
 
-template <class Number>
+template <class Stored>
 void find_tile(const Call& call, const int32_t* blocks, int64_t tile_start, int64_t last_position, int64_t head,
-               Tile<Number>& tile) {
+               Tile<Stored>& tile) {
     const int64_t first = tile_start / call.block_size, last = last_position / call.block_size;
     for (int64_t block = 0; block < KEY_TILE / call.block_size; block++) {
         const int64_t id = blocks[std::min(first + block, last)];
         const int64_t page = (id * call.num_kv_heads + head) * call.block_size * call.head_dim;
-        tile.keys[block] = static_cast<const Number*>(call.keys) + page;
-        tile.values[block] = static_cast<const Number*>(call.values) + page;
+        tile.keys[block] = static_cast<const Stored*>(call.keys) + page;
+        tile.values[block] = static_cast<const Stored*>(call.values) + page;
     }
 }
 
@@ -134,8 +142,9 @@ struct Rows {
     alignas(64) float corrections[MAX_ROWS];  // of the sums before this tile
     float maxima[MAX_ROWS];
     int64_t positions[MAX_ROWS];
-    Operand* q;   // [rows, head_dim]
-    float* sums;  // [rows, padded head_dim]
+    Operand* q;                      // [rows, head_dim]
+    float* sums;                     // [rows, padded head_dim]
+    typename Products::Number* wide;  // [KEY_TILE, head_dim] of a cache in int8
 
     int num_all() const { return num_rows * num_heads; }
     Span span(const Call& call, int64_t tile_start, int row) const {
@@ -172,50 +181,58 @@ int find_blocks(const Call& call, const Rows<Products>& rows, int64_t tile_start
 
 // One tile of keys: the scores of all rows, then the weights of all, then the sums of all, so that no row waits for its
 // own. `heads` has the tile of each head, and after them the next tile, if there is one.
-template <class Products>
-void attend_tile(const Call& call, const Tile<typename Products::Number>* heads, bool has_next, int64_t tile_start,
-                 Rows<Products>& rows) {
+template <class Products, class Stored>
+void attend_tile(const Call& call, const Tile<Stored>* heads, bool has_next, int64_t tile_start, Rows<Products>& rows) {
     const int64_t row_size = padded_head_dim(call);
     Block blocks[MAX_ROWS];
     const int num_blocks = find_blocks(call, rows, tile_start, blocks);
+    Reader<typename Products::Number, Stored> reader{heads, rows.wide};
+    for (int i = 0; i < num_blocks; i++) reader.num_keys = std::max(reader.num_keys, blocks[i].num_vectors() * LANES);
     const auto next_of = [&](const Block& block) {
         const bool is_followed = has_next || block.head + 1 < rows.num_heads;
         return is_followed && block.is_first_of_head(rows.num_rows) ? &heads[block.head + 1] : nullptr;
     };
     for (int i = 0; i < num_blocks; i++) {
         const Block& block = blocks[i];
-        Products::score(call, heads[block.head], next_of(block), block.num_rows, block.num_vectors(),
+        const Tile<Stored>* next = next_of(block);
+        const auto& tile = reader.keys(call, block.head, next);
+        const float* key_scales = reader.key_scales(call, block.head);
+        Products::score(call, tile, reader.prefetched(next), block.num_rows, block.num_vectors(),
                         rows.q + block.first * call.head_dim, rows.scores + block.first * KEY_TILE);
         for (int row = block.first; row < block.first + block.num_rows; row++) {
             const Span span = rows.span(call, tile_start, row);
             const float so_far = rows.maxima[row];
             if (!span.is_empty())
-                rows.maxima[row] = hide(rows.scores + row * KEY_TILE, span, block.num_vectors(), call.scale,
-                                        call.softcap, so_far);
+                rows.maxima[row] = hide(rows.scores + row * KEY_TILE, span, block.num_vectors(), key_scales,
+                                        call.scale, call.softcap, so_far);
             rows.corrections[row] = rows.maxima[row] == so_far ? 0.0f : so_far - rows.maxima[row];
         }
     }
     for (int row = 0; row < rows.num_all(); row += LANES)
         store(rows.corrections + row, exponential(load(rows.corrections + row)));
-    for (int i = 0; i < num_blocks; i++)
+    for (int i = 0; i < num_blocks; i++) {
+        const float* value_scales = reader.value_scales(call, blocks[i].head);
         for (int row = blocks[i].first; row < blocks[i].first + blocks[i].num_rows; row++)
             if (rows.span(call, tile_start, row).is_empty())
                 std::memset(rows.weights + row * KEY_TILE, 0, KEY_TILE * sizeof *rows.weights);
             else
-                weigh<Products>(rows.scores + row * KEY_TILE, blocks[i].num_vectors(), rows.maxima[row],
+                weigh<Products>(rows.scores + row * KEY_TILE, blocks[i].num_vectors(), value_scales, rows.maxima[row],
                                 rows.corrections[row], rows.lane_totals + row * LANES, rows.weights + row * KEY_TILE);
+    }
     for (int i = 0; i < num_blocks; i++) {
         const Block& block = blocks[i];
-        Products::mix(call, heads[block.head], next_of(block), block.num_rows, block.num_keys,
+        const Tile<Stored>* next = next_of(block);
+        const auto& tile = reader.values(call, block.head, next);
+        Products::mix(call, tile, reader.prefetched(next), block.num_rows, block.num_keys,
                       rows.weights + block.first * KEY_TILE, rows.corrections + block.first,
                       rows.sums + block.first * row_size);
     }
 }
 
 // Takes the rows through all keys that one of them sees; heads side by side, as they lie in memory.
-template <class Products>
+template <class Products, class Stored>
 void attend_rows(const Call& call, const Item& item, const int32_t* blocks, Rows<Products>& rows) {
-    Tile<typename Products::Number> heads[MAX_HEADS + 1];
+    Tile<Stored> heads[MAX_HEADS + 1];
     const int64_t page_size = call.block_size * call.head_dim, last_position = rows.positions[rows.num_rows - 1];
     const int64_t first_seen = call.window ? std::max<int64_t>(0, rows.positions[0] - call.window + 1) : 0;
     int64_t start = first_seen / KEY_TILE * KEY_TILE;
@@ -234,7 +251,7 @@ void attend_rows(const Call& call, const Item& item, const int32_t* blocks, Rows
     }
 }
 
-template <class Products>
+template <class Products, class Stored>
 void attend_item(const Call& call, const Item& item) {
     using Number = typename Products::Number;
     const int64_t head_dim = call.head_dim, row_size = padded_head_dim(call);
@@ -246,9 +263,11 @@ void attend_item(const Call& call, const Item& item) {
     const int64_t num_all = rows.num_all(), num_allocated = (num_all + 15) / 16 * 16;  // tiles have 16 rows
     rows.q = static_cast<typename Products::Operand*>(alloca(num_allocated * head_dim * sizeof *rows.q));
     rows.sums = static_cast<float*>(alloca(num_allocated * row_size * sizeof *rows.sums));
+    if constexpr (!std::is_same_v<Stored, Number>)
+        rows.wide = static_cast<Number*>(__builtin_alloca_with_align(KEY_TILE * head_dim * sizeof(Number), 512));
     if (!call.appends_first)
         for (int head = 0; head < item.num_kv_heads; head++)
-            prefetch_place<Products>(call, first_token, item.first_kv_head + head);
+            prefetch_place<Products, Stored>(call, first_token, item.first_kv_head + head);
     const auto each_row = [&](const auto& visit) {
         for (int row = 0; row < num_all; row++) {
             const int64_t flat = item.first_row + row % rows.num_rows;
@@ -269,9 +288,9 @@ void attend_item(const Call& call, const Item& item) {
         for (int64_t token = first_token; token < last_token; token++)
             if (const int64_t length = run_length(call, token, first_token, last_token))
                 for (int head = 0; head < item.num_kv_heads; head++)
-                    append<Products>(call, token, length, item.first_kv_head + head);
+                    append<Products, Stored>(call, token, length, item.first_kv_head + head);
     Products::start(std::min(rows.num_rows, Products::MAX_ROWS));
-    attend_rows(call, item, call.block_table + call.slots[first_token] * call.block_table_stride, rows);
+    attend_rows<Products, Stored>(call, item, call.block_table + call.slots[first_token] * call.block_table_stride, rows);
 
     each_row([&](int row, int64_t token, int64_t head) {
         Number* to = static_cast<Number*>(call.out) + (token * call.num_heads + head) * head_dim;
@@ -281,7 +300,7 @@ void attend_item(const Call& call, const Item& item) {
     });
 }
 
-template <class Products>
+template <class Products, class Stored>
 void attend(const Call& call) {
     const Item* items = reinterpret_cast<const Item*>(call.items);
 #pragma omp parallel
@@ -291,10 +310,10 @@ void attend(const Call& call) {
             for (int64_t token = 0; token < call.num_tokens; token++)
                 if (const int64_t length = run_length(call, token, 0, call.num_tokens))
                     for (int64_t head = 0; head < call.num_kv_heads; head++)
-                        append<Products>(call, token, length, head);
+                        append<Products, Stored>(call, token, length, head);
         }
 #pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = 0; item < call.num_items; item++) attend_item<Products>(call, items[item]);
+        for (int64_t item = 0; item < call.num_items; item++) attend_item<Products, Stored>(call, items[item]);
         Products::finish();
     }
 }
@@ -339,12 +358,24 @@ EXPORT void attention_plan(const int32_t* query_starts, const int32_t* positions
     results[1] = is_cut;
 }
 
-EXPORT void attention_float32(const void* call) { attend<Registers<Float32>>(*static_cast<const Call*>(call)); }
+namespace {
 
-EXPORT void attention_bfloat16(const void* call) {
-    const Call& step = *static_cast<const Call*>(call);
+// The type of the cache is that of queries and results, or int8.
+template <class Stored>
+void attend_bfloat16(const Call& call) {
 #if defined(__AMX_BF16__)
-    if (Tiles::can_compute(step)) return attend<Tiles>(step);
+    if (Tiles::can_compute(call)) return attend<Tiles, Stored>(call);
 #endif
-    attend<Registers<BFloat16>>(step);
+    attend<Registers<BFloat16>, Stored>(call);
 }
+
+}  // namespace
+
+EXPORT void attention_float32(const void* call) { attend<Registers<Float32>, float>(*static_cast<const Call*>(call)); }
+EXPORT void attention_bfloat16(const void* call) { attend_bfloat16<bfloat16>(*static_cast<const Call*>(call)); }
+
+EXPORT void attention_float32_int8(const void* call) {
+    attend<Registers<Float32>, int8_t>(*static_cast<const Call*>(call));
+}
+
+EXPORT void attention_bfloat16_int8(const void* call) { attend_bfloat16<int8_t>(*static_cast<const Call*>(call)); }

@@ -37,13 +37,15 @@ struct Call {
     const void* v;
     void* keys;
     void* values;
+    float* key_scales;    // of a cache in int8 [blocks, kv_heads, block_size]; null else
+    float* value_scales;
     void* out;  // [tokens, heads * head_dim]
     int64_t q_strides[2];
     int64_t k_strides[2];
     int64_t v_strides[2];
 };
 
-// Where the pages of one tile of keys lie for one head. Past the sequence's last block its last block is repeated.
+// Where the pages of one tile of keys lie for one head, in the type of the cache or widened. Past the sequence's last block its last block is repeated.
 //
 // Keys and values are read from memory once, and while one tile is computed the next one is prefetched: its lines come in
 // between the products, since the processor has room for a few outstanding requests only.

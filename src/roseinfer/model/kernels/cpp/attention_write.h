@@ -3,6 +3,9 @@
 #pragma once
 
 #include "attention.h"
+#include "quantize.h"
+
+#include <alloca.h>
 
 #include <cfloat>
 
@@ -33,6 +36,7 @@ int64_t run_length(const Call& call, int64_t token, int64_t begin, int64_t end) 
 struct Place {
     int64_t key;
     int64_t value;
+    int64_t scale;
 };
 
 template <class Type>
@@ -40,26 +44,52 @@ Place place_of(const Call& call, int64_t token, int64_t head) {
     constexpr int STEP = Type::STEP;
     const int64_t position = call.positions[token], offset = position % call.block_size;
     const int64_t block = call.block_table[call.slots[token] * call.block_table_stride + position / call.block_size];
-    const int64_t page = (block * call.num_kv_heads + head) * call.block_size * call.head_dim;
-    return {page + offset * STEP, page + offset / STEP * call.head_dim * STEP + offset % STEP};
+    const int64_t scale = (block * call.num_kv_heads + head) * call.block_size, page = scale * call.head_dim;
+    return {page + offset * STEP, page + offset / STEP * call.head_dim * STEP + offset % STEP, scale + offset};
 }
 
 // Prefetches the lines that `append` will write a single token to, one for each STEP dimensions of its key.
-template <class Type>
+template <class Type, class Stored>
 void prefetch_place(const Call& call, int64_t token, int64_t head) {
-    using Number = typename Type::Number;
     const Place place = place_of<Type>(call, token, head);
-    const Number* key = static_cast<const Number*>(call.keys) + place.key;
-    const Number* value = static_cast<const Number*>(call.values) + place.value;
+    const Stored* key = static_cast<const Stored*>(call.keys) + place.key;
+    const Stored* value = static_cast<const Stored*>(call.values) + place.value;
     for (int64_t dim = 0; dim < call.head_dim; dim += Type::STEP)
         __builtin_prefetch(key + dim * call.block_size, 1, 3);
     for (int64_t dim = 0; dim < call.head_dim; dim += LANES) __builtin_prefetch(value + dim * Type::STEP, 1, 3);
 }
 
-// Writes the keys and values of `length` tokens, which go to one block.
+// One token's key and value into int8, with a scale each: so a later token changes neither.
 template <class Type>
+[[gnu::noinline]] void append_quantized(const Call& call, int64_t token, int64_t head) {
+    using Number = typename Type::Number;
+    constexpr int STEP = Type::STEP;
+    const int64_t head_dim = call.head_dim;
+    const Place place = place_of<Type>(call, token, head);
+    const Number* k = static_cast<const Number*>(call.k) + token * call.k_strides[0] + head * call.k_strides[1];
+    const Number* v = static_cast<const Number*>(call.v) + token * call.v_strides[0] + head * call.v_strides[1];
+    int8_t* numbers = static_cast<int8_t*>(alloca(head_dim));
+    Number* values = static_cast<Number*>(alloca(head_dim * sizeof *values));
+    for (int64_t dim = 0; dim < head_dim; dim++) values[dim] = finite(v[dim]);
+    const auto keep = [&](int64_t piece, const int8_t* some, int64_t count) {
+        std::memcpy(numbers + piece * kQuantizedPiece, some, count);
+    };
+    call.key_scales[place.scale] = quantize_row(k, head_dim, keep);
+    int8_t* key = static_cast<int8_t*>(call.keys) + place.key;
+    for (int64_t dim = 0; dim < head_dim; dim += STEP) std::memcpy(key + dim * call.block_size, numbers + dim, STEP);
+    call.value_scales[place.scale] = quantize_row(values, head_dim, keep);
+    int8_t* value = static_cast<int8_t*>(call.values) + place.value;
+    for (int64_t dim = 0; dim < head_dim; dim++) value[dim * STEP] = numbers[dim];
+}
+
+// Writes the keys and values of `length` tokens, which go to one block.
+template <class Type, class Stored>
 void append(const Call& call, int64_t token, int64_t length, int64_t head) {
     using Number = typename Type::Number;
+    if constexpr (!std::is_same_v<Stored, Number>) {
+        for (int64_t next = 0; next < length; next++) append_quantized<Type>(call, token + next, head);
+        return;
+    }
     constexpr int STEP = Type::STEP;
     const int64_t head_dim = call.head_dim;
     const Place place = place_of<Type>(call, token, head);
