@@ -12,7 +12,7 @@ import torch
 from roseinfer.model.attention.base import AttentionBackend, AttentionSpec, DeviceTokens, PackedTokens
 from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.device import Placement
-from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.kv_cache import CacheType, KVCache, quantized_heads
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -31,6 +31,7 @@ class Case:
     query_dtype: torch.dtype | None = None
     softcap: float = 0.0
     has_sinks: bool = False
+    cache_type: CacheType = "auto"
 
     @property
     def spec(self) -> AttentionSpec:
@@ -46,8 +47,9 @@ class Case:
 
     def new_cache(self, num_blocks: int, device: torch.device) -> KVCache:
         """Full of what a former owner might have left there: not even numbers."""
-        cache = KVCache(self.spec, num_blocks, self.block_size, Placement(device, self.dtype))
-        for pages in (*cache.keys, *cache.values):
+        cache = KVCache(self.spec, num_blocks, self.block_size, Placement(device, self.dtype), self.cache_type)
+        floats = (*cache.key_scales, *cache.value_scales) if cache.is_quantized else (*cache.keys, *cache.values)
+        for pages in floats:
             pages.fill_(torch.nan)
         return cache
 
@@ -101,8 +103,12 @@ class Bench:
         blocks = torch.from_numpy(self.table[slot, positions // self.case.block_size].astype(np.int64))
         offsets = torch.from_numpy(positions % self.case.block_size)
         for cache in (self.cache, self.reference_cache):
-            for pages, new in ((cache.keys[0], self.k), (cache.values[0], self.v)):
-                pages[blocks.to(pages.device), :, offsets.to(pages.device)] = new[slot, positions].to(pages.device)
+            new = [self.k[slot, positions], self.v[slot, positions]]
+            if cache.is_quantized:
+                (keys, key_scales), (values, value_scales) = map(quantized_heads, new)
+                new = [keys, values, key_scales, value_scales]
+            for pages, some in zip(self._pages_of(cache), new, strict=True):
+                pages[blocks.to(pages.device), :, offsets.to(pages.device)] = some.to(pages.device)
         self.lengths[slot] = length
 
     def pack(
@@ -169,13 +175,10 @@ class Bench:
         torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
         for (slot, count), part in zip(rows, torch.split(out, [count for _, count in rows]), strict=True):
             start, end = self.lengths[slot], self.lengths[slot] + count
-            exact = textbook(
-                self.q[slot, start:end],
-                self.k[slot, :end],
-                self.v[slot, :end],
-                start,
-                self.case.spec,
-            )
+            k, v = self.k[slot, :end], self.v[slot, :end]
+            if self.cache.is_quantized:
+                k, v = (numbers * scales.unsqueeze(-1) for numbers, scales in map(quantized_heads, (k, v)))
+            exact = textbook(self.q[slot, start:end], k, v, start, self.case.spec)
             torch.testing.assert_close(part.double(), exact, atol=tolerance, rtol=tolerance)
             self.lengths[slot] = end
         self._check_caches()
@@ -183,12 +186,13 @@ class Bench:
 
     def _check_caches(self) -> None:
         """Bit by bit, and in every block that is not the spare one: what was there before, and the step's own."""
-        for pages, expected in (
-            (self.cache.keys[0], self.reference_cache.keys[0]),
-            (self.cache.values[0], self.reference_cache.values[0]),
-        ):
-            bits = torch.int32 if pages.dtype == torch.float32 else torch.int16
+        for pages, expected in zip(*map(self._pages_of, (self.cache, self.reference_cache)), strict=True):
+            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[pages.dtype.itemsize]
             assert torch.equal(pages[:-1].cpu().view(bits), expected[:-1].view(bits))
+
+    def _pages_of(self, cache: KVCache) -> list[torch.Tensor]:
+        """Keys and values of the layer, and their scales if there are some."""
+        return [cache.keys[0], cache.values[0], *cache.key_scales, *cache.value_scales]
 
 
 def new_backend(bench: Bench, name: str = "triton", *, batch_invariant: bool = False) -> AttentionBackend:

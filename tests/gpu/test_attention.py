@@ -33,6 +33,8 @@ CASES = [
     Case(4, 2, 24, 8, 100),
     Case(8, 4, 256, 16, 70, dtype=BRAIN, softcap=50.0),  # Gemma 2
     Case(64, 8, dtype=BRAIN, has_sinks=True),  # gpt-oss
+    Case(16, 8, 128, dtype=BRAIN, cache_type="int8"),  # Qwen3 0.6B
+    Case(5, 5, 80, 8, 50, dtype=HALF, cache_type="int8"),
 ]
 
 

@@ -92,7 +92,7 @@ class CacheConfig:
         "auto",
         "Type of keys and values. `auto`: `model.dtype`. `int8`: eight bits and a float32 scale for each token and "
         "head, about half the memory of bfloat16 and a quarter of float32's. An option, not a default: it changes the "
-        "model's answers.",
+        "model's answers. On CUDA not with `flashinfer`.",
         flag="--kv-cache-dtype",
     )
     block_size: Literal[8, 16, 32, 64] = option(

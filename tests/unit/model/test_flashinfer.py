@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from roseinfer.model.attention.base import AttentionSpec
+from roseinfer.model.device import Placement
+from roseinfer.model.kv_cache import dtype_of
 from tests.attention_cases import CPU, Bench, Case, check_history, textbook
 from tests.unit.model.triton_processes import Worker, interpreter_process
 
@@ -90,6 +92,7 @@ def test_the_pages_of_flashinfer() -> None:
     [
         (Case(2, 2, 80, dtype=HALF), "not of 80"),
         (Case(2, 2), "float16 or bfloat16"),
+        (Case(2, 2, dtype=torch.bfloat16, cache_type="int8"), "no keys and values in int8"),
         (Case(2, 2, dtype=torch.bfloat16), None),
     ],
     ids=str,
@@ -97,5 +100,5 @@ def test_the_pages_of_flashinfer() -> None:
 def test_flashinfer_says_what_it_does_not_know(case: Case, reason: str | None) -> None:
     from roseinfer.model.attention.flashinfer import refusal
 
-    told = refusal(case.spec, case.dtype)
+    told = refusal(case.spec, dtype_of(case.cache_type, Placement(CPU, case.dtype)))
     assert told is None if reason is None else told is not None and reason in told

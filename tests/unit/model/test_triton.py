@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from roseinfer.errors import ConfigError
+from roseinfer.model.kv_cache import CacheType
 from tests.attention_cases import (
     CPU,
     Bench,
@@ -53,6 +54,8 @@ BRAIN: dict[str, Any] = {
         Case(8, 2, 32, 16, 50, has_sinks=True),
         Case(4, 2, 32, softcap=5.0),
         Case(2, 1, 256, 16),
+        Case(2, 2, 80, 8, 50, cache_type="int8"),
+        Case(8, 2, 64, 16, dtype=HALF, softcap=5.0, has_sinks=True, cache_type="int8"),
     ],
     ids=str,
 )
@@ -68,6 +71,8 @@ def test_sequences_in_pieces_are_the_textbooks(interpreter: Worker, case: Case) 
         Case(4, 1, 128, 64, 300),
         Case(1, 1, 32, 32, 300, **BRAIN),
         Case(4, 2, 16, softcap=2.0, has_sinks=True),
+        Case(1, 1, 32, 32, cache_type="int8"),
+        Case(4, 2, 32, 16, 300, has_sinks=True, cache_type="int8"),
     ],
     ids=str,
 )
@@ -81,9 +86,12 @@ def test_rows_that_fill_up_touch_nobodys_block(interpreter: Worker, num_kv_heads
     interpreter.call(check_padding, Case(2, num_kv_heads, 32), CPU, batch_invariant=batch_invariant)
 
 
-@pytest.mark.parametrize("window", [None, 37])
-def test_batch_invariant_results_are_equal_bit_by_bit(interpreter: Worker, window: int | None) -> None:
-    alone, among_others, decoded = interpreter.call(invariant_results, Case(2, 1, 32, window=window), CPU)
+@pytest.mark.parametrize(("window", "cache_type"), [(None, "auto"), (37, "auto"), (37, "int8")])
+def test_batch_invariant_results_are_equal_bit_by_bit(
+    interpreter: Worker, window: int | None, cache_type: CacheType
+) -> None:
+    case = Case(2, 1, 32, window=window, cache_type=cache_type)
+    alone, among_others, decoded = interpreter.call(invariant_results, case, CPU)
     assert torch.equal(alone, among_others)
     assert torch.equal(alone[135:], decoded)
 
@@ -228,6 +236,8 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # of a program, at 
         (90, Case(8, 4, 256, dtype=torch.bfloat16, softcap=50.0)),
         (80, Case(64, 8, dtype=torch.bfloat16, has_sinks=True)),
         (90, Case(2, 2, softcap=5.0, has_sinks=True)),
+        (80, Case(2, 2, dtype=torch.bfloat16, cache_type="int8")),
+        (90, Case(14, 2, dtype=torch.bfloat16, cache_type="int8")),
     ],
     ids=str,
 )

@@ -33,6 +33,8 @@ def refusal(spec: AttentionSpec, dtype: torch.dtype) -> str | None:
         return f"FlashInfer knows heads of {', '.join(map(str, _HEAD_DIMS))} dimensions, not of {spec.head_dim}."
     if spec.softcap or spec.sinks is not None:
         return "FlashInfer is used for attention without soft caps and sinks."
+    if dtype == torch.int8:
+        return "FlashInfer has no keys and values in int8 with a scale for each token."
     if dtype not in _DTYPES:
         return f"FlashInfer computes in {' or '.join(str(d).removeprefix('torch.') for d in _DTYPES)}."
     return None
@@ -46,7 +48,7 @@ class FlashInferAttention:
 
     def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
         """Raises ConfigError where FlashInfer is not installed, or does not support the shape of the model's heads."""
-        reason = refusal(spec, cache.keys[0].dtype) if find_spec("flashinfer") else "FlashInfer is not installed."
+        reason = refusal(spec, cache.dtype) if find_spec("flashinfer") else "FlashInfer is not installed."
         if reason is not None:
             raise ConfigError(f"{reason} runner.attention can be triton.", param="runner.attention")
         self._cache = cache

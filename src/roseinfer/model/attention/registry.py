@@ -19,8 +19,6 @@ def choose_attention(
     `batch_invariant` selects among a GPU's backends: a CPU's are batch-invariant.
     """
     is_on_cuda = cache.keys[0].device.type == "cuda"
-    if cache.is_quantized and is_on_cuda:
-        raise ConfigError("Keys and values in int8 are for CPUs: choose --kv-cache-dtype auto.", param="cache.dtype")
     if name == "auto" and is_on_cuda:
         name = _best_on_cuda(spec, cache, batch_invariant)
     elif name == "auto":
@@ -54,7 +52,7 @@ def _best_on_cuda(spec: AttentionSpec, cache: KVCache, batch_invariant: bool) ->
         return "triton"
     from roseinfer.model.attention.flashinfer import refusal
 
-    return "triton" if refusal(spec, cache.keys[0].dtype) else "flashinfer"
+    return "triton" if refusal(spec, cache.dtype) else "flashinfer"
 
 
 def _native(cache: KVCache, spec: AttentionSpec, kernels: Kernels | None) -> AttentionBackend:

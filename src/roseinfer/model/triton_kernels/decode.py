@@ -5,8 +5,8 @@ row are cut into tiles, and the tiles into at most `num_splits` runs, one progra
 Dao et al. 2023); each keeps a running softmax (Milakov and Gimelshein 2018), and a second kernel joins them. How a row
 is cut follows from its own length and `num_splits` alone.
 
-The token's own key and value come from the step's tensors, never from the cache, and belong to the first split, which
-alone writes them. So no program reads what another one writes, and the append costs no launch.
+The token's own key and value come from the step's tensors, rounded as the cache keeps them, and belong to the first
+split, which alone writes them. So no program reads what another one writes, and the append costs no launch.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,19 @@ from roseinfer.model.triton_kernels.language import (
     dot_dtype,
     kernel,
 )
-from roseinfer.model.triton_kernels.paging import Heads, Pages, Scores, Step, bend, page_offsets, sinks_of, table_of
+from roseinfer.model.triton_kernels.paging import (
+    Heads,
+    Pages,
+    Scores,
+    Step,
+    bend,
+    load_tile,
+    page_offsets,
+    quantized,
+    sinks_of,
+    table_of,
+    with_scales,
+)
 
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # a program with fewer keys costs more to start than it saves
@@ -71,7 +83,7 @@ def decode(step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: He
         tile=constant(tile),
         num_splits=constant(num_splits),
         min_tiles=constant(MIN_SPLIT_KEYS // tile),
-        dot_dtype=constant(dot_dtype(pages.k.dtype)),
+        dot_dtype=constant(dot_dtype(step.q.dtype if pages.has_scales.value else pages.k.dtype)),
     )
     grid = (num_rows, num_kv_heads, num_splits)
     if group == 1:
@@ -108,12 +120,21 @@ def _append(step: Step, pages: Pages, table: tl.tensor, position: tl.tensor, hea
     is_dim = dims < heads.dim
     key = tl.load(step.k + row * step.k_stride + head * heads.dim + dims, mask=is_dim, other=0.0)
     value = tl.load(step.v + row * step.v_stride + head * heads.dim + dims, mask=is_dim, other=0.0)
+    place = page_offsets(pages, table, head, position, is_first)
+    key_scale = 1.0
+    value_scale = 1.0
+    if pages.has_scales:
+        keys, key_scales = quantized(key[None, :])
+        values, value_scales = quantized(value[None, :])
+        key, value = tl.sum(keys, axis=0), tl.sum(values, axis=0)
+        key_scale, value_scale = tl.sum(key_scales, axis=0), tl.sum(value_scales, axis=0)
+        tl.store(pages.k_scales + place // heads.dim, key_scale, mask=is_first)
+        tl.store(pages.v_scales + place // heads.dim, value_scale, mask=is_first)
     key = key.to(pages.k.dtype.element_ty)
     value = value.to(pages.v.dtype.element_ty)
-    place = page_offsets(pages, table, head, position, is_first)
     tl.store(pages.k + place + dims, key, mask=is_dim & is_first)
     tl.store(pages.v + place + dims, value, mask=is_dim & is_first)
-    return key.to(tl.float32), value.to(tl.float32)
+    return key.to(tl.float32) * key_scale, value.to(tl.float32) * value_scale
 
 
 @kernel()
@@ -141,16 +162,16 @@ def _decode_head(
     for tile in range(begin, end):
         positions = tile * cut.tile + tl.arange(0, cut.tile)
         is_seen = (positions >= first) & (positions < position)
-        places = page_offsets(pages, table, head, positions, is_seen)[:, None] + dims[None, :]
-        is_there = is_seen[:, None] & is_dim[None, :]
-        keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(tl.float32)
-        values = tl.load(pages.v + places, mask=is_there, other=0.0).to(tl.float32)
-        products = bend(tl.sum(keys * query[None, :], axis=1), scores)
+        places = page_offsets(pages, table, head, positions, is_seen)
+        keys, values = load_tile(pages, places, is_seen, heads, tl.float32)
+        products = tl.sum(keys * query[None, :], axis=1)
+        products = bend(with_scales(products, pages.k_scales, places, is_seen, pages, heads), scores)
         products = tl.where(is_seen, products, float("-inf"))
         new_peaks = tl.maximum(peaks, products)
         fading = tl.exp2(peaks - new_peaks)
         weights = tl.exp2(products - new_peaks)
         totals = totals * fading + weights
+        weights = with_scales(weights, pages.v_scales, places, is_seen, pages, heads)
         mixed = mixed * fading[:, None] + weights[:, None] * values
         peaks = new_peaks
     own_key, own_value = _append(step, pages, table, position, heads)
@@ -202,16 +223,16 @@ def _decode_group(
     for tile in range(begin, end):
         positions = tile * cut.tile + tl.arange(0, cut.tile)
         is_seen = (positions >= first) & (positions < position)
-        places = page_offsets(pages, table, head, positions, is_seen)[:, None] + dims[None, :]
-        is_there = is_seen[:, None] & is_dim[None, :]
-        keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(cut.dot_dtype)
-        values = tl.load(pages.v + places, mask=is_there, other=0.0).to(cut.dot_dtype)
+        places = page_offsets(pages, table, head, positions, is_seen)
+        keys, values = load_tile(pages, places, is_seen, heads, cut.dot_dtype)
         products = tl.dot(queries.to(cut.dot_dtype), tl.trans(keys), input_precision="ieee") * scores.scale
+        products = with_scales(products, pages.k_scales, places[None, :], is_seen[None, :], pages, heads)
         products = tl.where(is_seen[None, :], bend(products, scores), float("-inf"))
         new_peaks = tl.maximum(peaks, tl.max(products, axis=1))
         fading = tl.exp2(peaks - new_peaks)
         weights = tl.exp2(products - new_peaks[:, None])
         totals = totals * fading + tl.sum(weights, axis=1)
+        weights = with_scales(weights, pages.v_scales, places[None, :], is_seen[None, :], pages, heads)
         mixed = tl.dot(weights.to(cut.dot_dtype), values, mixed * fading[:, None], input_precision="ieee")
         peaks = new_peaks
     own_key, own_value = _append(step, pages, table, position, heads)

@@ -17,10 +17,16 @@ from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, c
 
 
 class Pages(NamedTuple):
-    """Keys and values of one layer, each [blocks, kv_heads, block_size, head_dim]."""
+    """Keys and values of one layer, each [blocks, kv_heads, block_size, head_dim], contiguous.
+
+    In int8 they have scales [blocks, kv_heads, block_size] float32.
+    """
 
     k: Pointer
     v: Pointer
+    k_scales: Pointer  # of something else where `has_scales` is false
+    v_scales: Pointer
+    has_scales: Constant
     block_stride: int
     head_stride: int
     token_stride: int
@@ -97,7 +103,8 @@ def sinks_of(scores: Scores, heads: tl.tensor, is_wanted: tl.tensor) -> tl.tenso
 def pages_of(cache: KVCache, layer: int) -> Pages:
     keys, values = cache.keys[layer], cache.values[layer]
     block, head, token, _ = keys.stride()
-    return Pages(keys, values, block, head, token, constant(cache.block_size))
+    scales = (cache.key_scales[layer], cache.value_scales[layer]) if cache.is_quantized else (keys, values)
+    return Pages(keys, values, *scales, constant(cache.is_quantized), block, head, token, constant(cache.block_size))
 
 
 def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Step:
@@ -124,6 +131,54 @@ def page_offsets(
     """Offsets of the head's keys, and values, at these positions: elements from the start of the layer's tensor."""
     blocks = tl.load(table + positions // pages.block_size, mask=is_there, other=0).to(tl.int64)
     return blocks * pages.block_stride + head * pages.head_stride + (positions % pages.block_size) * pages.token_stride
+
+
+@kernel()
+def load_tile(
+    pages: Pages, places: tl.tensor, is_there: tl.tensor, heads: Heads, dtype: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Keys and values at the offsets `places` [keys], each [keys, padded_dim]; zeros where there are none."""
+    dims = tl.arange(0, heads.padded_dim)
+    is_number = is_there[:, None] & (dims < heads.dim)[None, :]
+    numbers = places[:, None] + dims[None, :]
+    keys = tl.load(pages.k + numbers, mask=is_number, other=0).to(dtype)
+    values = tl.load(pages.v + numbers, mask=is_number, other=0).to(dtype)
+    return keys, values
+
+
+@kernel()
+def with_scales(
+    numbers: tl.tensor, scales: tl.tensor, places: tl.tensor, is_there: tl.tensor, pages: Pages, heads: Heads
+) -> tl.tensor:
+    """Scores, or weights, times the scales of the keys, or values, at these offsets; as they are if there are none.
+
+    The last axis of `numbers` is that of `places`.
+    """
+    if pages.has_scales:
+        found = tl.load(scales + places // heads.dim, mask=is_there, other=0.0)
+        numbers = numbers * found
+    return numbers
+
+
+@kernel()
+def quantized(rows: tl.tensor) -> tl.tensor:
+    """Rows [rows, padded_dim] as an int8 cache has them: whole numbers float32, and scales [rows].
+
+    The bits of layers/linear.py:quantized_rows: divisions are rounded to nearest, and whole numbers to even, since the
+    sum with 3 * 2**22 has no place for fractions. `fma` keeps the compiler from fusing the product with that sum, which
+    would round once instead of twice.
+    """
+    rows = rows.to(tl.float32)
+    limits = tl.max(tl.abs(rows), axis=1)
+    not_finite = tl.sum(rows * 0.0, axis=1)
+    factors = tl.div_rn(limits * 0.0 + 127.0, limits)
+    has_factor = (factors < float("inf")) & (not_finite == 0.0)
+    factors = tl.where(has_factor, factors, 0.0)[:, None]
+    rows = tl.where(has_factor[:, None], rows, 0.0)
+    zeros = tl.zeros(rows.shape, tl.float32)
+    numbers = (tl.fma(rows, factors + zeros, zeros) + 12582912.0) - 12582912.0
+    scales = tl.where(has_factor, tl.div_rn(limits, limits * 0.0 + 127.0), 0.0) + not_finite
+    return numbers, scales
 
 
 @kernel()

@@ -24,10 +24,13 @@ from roseinfer.model.triton_kernels.paging import (
     Step,
     bend,
     find_tile,
+    load_tile,
     num_tiles,
     page_offsets,
+    quantized,
     sinks_of,
     table_of,
+    with_scales,
 )
 
 _APPENDED_TOKENS = 32  # by one program, for one head
@@ -49,14 +52,15 @@ def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, scores: S
     Row r has the tokens from query_starts[r] to query_starts[r + 1]. Tokens past the last row are left alone.
     """
     group, padded_dim = heads.group.value, heads.padded_dim.value
-    num_tile_rows, num_tile_keys = _tile_shape(padded_dim, pages.k.element_size())
+    computed = step.q if pages.has_scales.value else pages.k
+    num_tile_rows, num_tile_keys = _tile_shape(padded_dim, computed.element_size())
     num_tile_rows = max(num_tile_rows, next_power_of_2(group))
     num_tile_queries = num_tile_rows // group
     tiles = Tiles(
         queries=constant(num_tile_queries),
         rows=constant(num_tile_rows),
         keys=constant(num_tile_keys),
-        dot_dtype=constant(dot_dtype(pages.k.dtype)),
+        dot_dtype=constant(dot_dtype(computed.dtype)),
     )
     append(step, pages, rows, heads)
     num_tokens, num_kv_heads = step.k.shape[:2]
@@ -95,10 +99,17 @@ def _append_tile(
     dims = tl.arange(0, heads.padded_dim)
     is_there = is_query[:, None] & (dims < heads.dim)[None, :]
     tokens = (first_token + queries).to(tl.int64)[:, None]  # a long step has more than 2**31 numbers
-    keys = tl.load(step.k + tokens * step.k_stride + head * heads.dim + dims[None, :], mask=is_there)
-    values = tl.load(step.v + tokens * step.v_stride + head * heads.dim + dims[None, :], mask=is_there)
+    keys = tl.load(step.k + tokens * step.k_stride + head * heads.dim + dims[None, :], mask=is_there, other=0.0)
+    values = tl.load(step.v + tokens * step.v_stride + head * heads.dim + dims[None, :], mask=is_there, other=0.0)
     positions = tl.load(rows.starts + row) + queries
-    places = page_offsets(pages, table_of(rows, row), head, positions, is_query)[:, None] + dims[None, :]
+    first_places = page_offsets(pages, table_of(rows, row), head, positions, is_query)
+    places = first_places[:, None] + dims[None, :]
+    if pages.has_scales:
+        keys, key_scales = quantized(keys)
+        values, value_scales = quantized(values)
+        keys, values = keys.to(tl.int8), values.to(tl.int8)
+        tl.store(pages.k_scales + first_places // heads.dim, key_scales, mask=is_query)
+        tl.store(pages.v_scales + first_places // heads.dim, value_scales, mask=is_query)
     tl.store(pages.k + places, keys, mask=is_there)
     tl.store(pages.v + places, values, mask=is_there)
 
@@ -137,19 +148,19 @@ def _attend_tile(
     for tile_start in range(first, end, tiles.keys):
         key_positions = tile_start + tl.arange(0, tiles.keys)
         is_key = key_positions < end
-        places = page_offsets(pages, table, head, key_positions, is_key)[:, None] + dims[None, :]
-        is_there = is_key[:, None] & is_dim[None, :]
-        keys = tl.load(pages.k + places, mask=is_there, other=0.0).to(tiles.dot_dtype)
-        values = tl.load(pages.v + places, mask=is_there, other=0.0).to(tiles.dot_dtype)
+        places = page_offsets(pages, table, head, key_positions, is_key)
+        keys, values = load_tile(pages, places, is_key, heads, tiles.dot_dtype)
         is_seen = key_positions[None, :] <= positions[:, None]
         if scores.window > 0:
             is_seen = is_seen & (key_positions[None, :] > positions[:, None] - scores.window)
         products = tl.dot(tile_queries, tl.trans(keys), input_precision="ieee") * scores.scale
+        products = with_scales(products, pages.k_scales, places[None, :], is_key[None, :], pages, heads)
         products = tl.where(is_seen, bend(products, scores), float("-inf"))
         new_peaks = tl.maximum(peaks, tl.max(products, axis=1))
         fading = tl.exp2(peaks - new_peaks)
         weights = tl.exp2(products - new_peaks[:, None])
         totals = totals * fading + tl.sum(weights, axis=1)
+        weights = with_scales(weights, pages.v_scales, places[None, :], is_key[None, :], pages, heads)
         mixed = tl.dot(weights.to(tiles.dot_dtype), values, mixed * fading[:, None], input_precision="ieee")
         peaks = new_peaks
     if scores.has_sinks:
