@@ -33,7 +33,7 @@ ABLATIONS = {  # what differs from a configuration of defaults
     "captured graphs": {},
     "no graphs": {"runner.cuda_graphs": "off"},
     "pageable staging": {"runner.staging": "pageable"},
-    "pipeline depth 1": {"runner.pipeline_depth": "1"},
+    "pipeline depth 0": {"runner.pipeline_depth": "0"},
 }
 NUM_UNCOUNTED = 1
 

@@ -25,7 +25,7 @@ SETTINGS = {
     "pageable staging": {"--runner.staging": "pageable"},
     "lazy graphs": {"--runner.cuda-graphs": "lazy"},
     "no graphs": {"--runner.cuda-graphs": "off"},
-    "pipeline depth 1": {"--runner.pipeline-depth": "1"},
+    "pipeline depth 0": {"--runner.pipeline-depth": "0"},
 }
 COMMON = (
     *("--prompt", "Hello", "--pretok", "--no-stop-on-eos", "--no-prefix-cache", "--paged-attn", "--cuda-graph"),

@@ -110,14 +110,11 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
 
 
 def _pipeline_depth(config: Config, info: EngineInfo) -> int:
-    """The pipeline depth, which is 0 on a CPU.
-
-    A CPU computes while it launches: nothing would overlap, and each token would come a step late.
-    """
-    if config.runner.pipeline_depth and info.device == "cpu":
+    """The pipeline depth; a depth that was asked for and cannot be is told in the log."""
+    depth = config.runner.pipeline_depth_on(info.device)
+    if config.runner.pipeline_depth not in {"auto", depth}:
         _log.warning("runner.pipeline_depth is 0 on a CPU, where there is nothing to overlap")
-        return 0
-    return config.runner.pipeline_depth
+    return depth
 
 
 def _can_speculate(config: Config, info: EngineInfo) -> bool:

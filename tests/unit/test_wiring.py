@@ -1,6 +1,7 @@
 """What the wiring decides itself, without a server."""
 
 import logging
+from typing import Literal
 
 import msgspec
 import pytest
@@ -10,12 +11,15 @@ from roseinfer.config.options import Config, RunnerConfig
 from tests.unit.observe.facts import ENGINE
 
 
-@pytest.mark.parametrize(("device", "wanted", "depth"), [("cpu", 0, 0), ("cpu", 1, 0), ("cuda", 0, 0), ("cuda", 1, 1)])
-def test_a_cpu_does_not_launch_ahead_and_the_log_says_so(
-    device: str, wanted: int, depth: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("device", "wanted", "depth"),
+    [("cpu", "auto", 0), ("cpu", 0, 0), ("cpu", 1, 0), ("cuda", "auto", 1), ("cuda", 0, 0), ("cuda", 1, 1)],
+)
+def test_a_gpu_launches_ahead_and_a_cpu_does_not_and_says_so_where_it_was_asked(
+    device: str, wanted: Literal["auto", 0, 1], depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config(runner=RunnerConfig(pipeline_depth=wanted))  # type: ignore[arg-type]
+    config = Config(runner=RunnerConfig(pipeline_depth=wanted))
     info = msgspec.structs.replace(ENGINE, device=device)
     with caplog.at_level(logging.WARNING):
         assert wiring._pipeline_depth(config, info) == depth
-    assert ("runner.pipeline_depth" in caplog.text) == (wanted != depth)
+    assert ("runner.pipeline_depth" in caplog.text) == (wanted not in {"auto", depth})

@@ -245,8 +245,8 @@ class RunnerConfig:
     staging: Literal["pinned", "pageable"] = option(
         "pinned", "Host memory from which a step's integers are copied to the GPU; `pageable` is for comparison."
     )
-    pipeline_depth: Literal[0, 1] = option(
-        0, "Steps launched before the result of the previous one has been read. On a CPU always 0."
+    pipeline_depth: Literal["auto", 0, 1] = option(
+        "auto", "Steps launched before the result of the previous one has been read. `auto`: 1 on a GPU. On a CPU 0."
     )
     batch_invariant: bool = option(
         False,
@@ -264,6 +264,12 @@ class RunnerConfig:
         "more a row could depend on its neighbours.",
         ge=1,
     )
+
+    def pipeline_depth_on(self, device: str) -> int:
+        """The depth on a device of this type. A CPU computes while it launches: a step ahead would only be a delay."""
+        if device == "cpu":
+            return 0
+        return 1 if self.pipeline_depth == "auto" else self.pipeline_depth
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,8 @@ class Session:
         runner = config.runner
         launches = ""
         if info.device == "cuda":
-            launches = (
-                f"graphs {runner.cuda_graphs}, {runner.staging} staging, pipeline depth {runner.pipeline_depth}, "
-            )
+            depth = runner.pipeline_depth_on(info.device)
+            launches = f"graphs {runner.cuda_graphs}, {runner.staging} staging, pipeline depth {depth}, "
         return {
             "Engine": f"{info.dtype}, {info.attention} attention, {launches}"
             f"{config.engine.transport} transport, {info.num_blocks} blocks of {info.block_size}, "

@@ -85,7 +85,7 @@ def setup_of(
         max_model_len=max_model_len,
         costs=costs,
         vocab_size=engine.vocab_size if engine else Setup._field_defaults["vocab_size"],
-        pipeline_depth=config.runner.pipeline_depth if is_gpu else 0,  # as the server has it
+        pipeline_depth=config.runner.pipeline_depth_on("cuda" if is_gpu else "cpu"),  # as the server has it
         is_asynchronous=is_gpu,
         delays=tuple(arguments.inject),
         seed=arguments.seed,

@@ -115,8 +115,8 @@ class Cause(StrEnum):
         title="sampling",
         meaning="drawing tokens, where the host does it or waits for it",
         option="runner.pipeline_depth",
-        advice="On a GPU, 1 launches the next step before the tokens of this one have been read. On any device, "
-        "greedy or plain sampling and fewer log-probabilities make drawing shorter.",
+        advice="On a GPU, 1, the default, launches the next step before the tokens of this one have been read. On any "
+        "device, greedy or plain sampling and fewer log-probabilities make drawing shorter.",
         story="sampling took {part}",
         column="sample_ns",
         place="host",
@@ -127,8 +127,8 @@ class Cause(StrEnum):
         title="scheduling",
         meaning="the engine's bookkeeping: reading its inbox, scheduling, committing, building outputs",
         option="runner.pipeline_depth",
-        advice="On a GPU, 1 lets the engine's bookkeeping happen while the device computes the step after. On a "
-        "CPU it takes part of a millisecond.",
+        advice="On a GPU, 1, the default, lets the engine's bookkeeping happen while the device computes the step "
+        "after. On a CPU it takes part of a millisecond.",
         story="the engine's own work between steps took {part}",
         place="host",
         color="#bb8877",
