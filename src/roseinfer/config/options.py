@@ -636,13 +636,15 @@ _READ_AS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 def refusal_of(value: object, kind: Any, error: msgspec.ValidationError) -> str:
-    """Why a value is refused, or a text that stands for one, such as `'many' is not an integer`."""
+    """Why a value is refused, or a text that stands for one, such as `'many' is not an integer, nor auto or off`."""
     if isinstance(value, str):
-        for plain in _READ_AS.keys() & set(types_in(kind)):
+        kinds = types_in(kind)
+        words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+        for plain in _READ_AS.keys() & {each for each in kinds if isinstance(each, type)}:
             try:
                 msgspec.convert(value, plain, strict=False)
             except msgspec.ValidationError:
-                return f"{shown(value)} is not {_READ_AS[plain]}"
+                return f"{shown(value)} is not {_READ_AS[plain]}" + (f", nor {' or '.join(words)}" if words else "")
     reason = in_words_of_json(error)
     return reason if "got" in reason else f"{reason}, got {shown(value)}"
 
