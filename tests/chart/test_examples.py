@@ -347,3 +347,40 @@ def test_notes_say_which_links_of_alerts_lead_nowhere(helm: HelmProcess, example
     assert "nowhere: prometheusRule.runbook is no address" in helm.render({"prometheusRule": rules}).notes
     rules["runbook"] = "https://example.com/operations"
     assert "Links of alerts" not in helm.render({"prometheusRule": rules}).notes
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "name"),
+    [
+        ("http://collector:4318", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        ("http://$(NODE_IP):4318", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        ("http://collector:4318/v1/traces", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
+    ],
+)
+def test_spans_go_where_a_variable_says(helm: HelmProcess, endpoint: str, name: str) -> None:
+    """In the file of the program `$(NODE_IP)` would be a host of that name; in a variable Kubernetes fills it in."""
+    release = helm.render({"tracing": {"enabled": True, "endpoint": endpoint}})
+    env = {each["name"]: each for each in release.server["env"]}
+    assert env[name]["value"] == endpoint
+    assert ("NODE_IP" in env) == ("NODE_IP" in endpoint)
+    if "NODE_IP" in env:
+        names = list(env)
+        assert names.index("NODE_IP") < names.index(name), "it is filled in by those before it"
+        assert env["NODE_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.hostIP"
+        assert "$(" not in release.config_text
+    assert helm.invalid(release, NEWEST) == []
+
+
+def test_a_variable_of_the_values_takes_the_place_of_ours(helm: HelmProcess) -> None:
+    """An API server refuses two of one name."""
+    given = [
+        {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://other:4318"},
+        {"name": "HF_HOME", "value": "/other"},
+        {"name": "HF_TOKEN", "value": "a"},
+    ]
+    values = {
+        "env": given,
+        "hfToken": {"existingSecret": "hub"},
+        "tracing": {"enabled": True, "endpoint": "http://collector:4318"},
+    }
+    assert helm.render(values).server["env"] == given

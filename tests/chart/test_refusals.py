@@ -58,6 +58,7 @@ CONTRADICTIONS = [
     ("{config: {engine: {step_timeout_s: 700}}}", "config.engine.step_timeout_s"),
     ("{probes: {readiness: {timeoutSeconds: 60}}}", "probes.readiness.timeoutSeconds"),
     ("{env: [{name: ROSEINFER_SERVER__PORT, value: '1'}]}", "env[0]: ROSEINFER_SERVER__PORT"),
+    ("{env: [{name: A, value: '1'}, {name: A, value: '2'}]}", "env[1]: A is there twice"),
     ("{resources: {limits: {nvidia.com/gpu: 1}}}", "resources.limits has nvidia.com/gpu"),
     ("{modelCache: {prefetchJob: {enabled: true}}}", "modelCache.prefetchJob.enabled needs modelCache.enabled"),
     ("{modelCache: {readOnly: true}}", "modelCache.readOnly needs modelCache.enabled"),

@@ -10,51 +10,38 @@ import yaml
 
 from tests.chart.conftest import ExampleOf
 from tests.chart.helm_process import CHART, HelmProcess, Object, Refused, Rendered, examples
+from tests.chart.test_values_fuzz import PATHS, nested
 
 # What an API server compares with the object that is there, by kind; below `spec`.
 IMMUTABLE: dict[str, list[tuple[str, ...]]] = {
     "Deployment": [("selector",)],
     "Job": [("template",), ("selector",), ("completions",), ("completionMode",)],
     "PersistentVolumeClaim": [("accessModes",), ("storageClassName",), ("volumeName",), ("selector",)],
-    "Service": [("clusterIP",)],
+    "Service": [("clusterIP",), ("loadBalancerClass",)],
+}
+# What Kubernetes cannot change at all: with Helm the chart refuses it by name, since it sees what is there.
+FIXED = {
+    "modelCache.accessModes": ("PersistentVolumeClaim", "accessModes"),
+    "modelCache.storageClass": ("PersistentVolumeClaim", "storageClassName"),
+    "service.loadBalancerClass": ("Service", "loadBalancerClass"),
 }
 
 JOB = {"modelCache": {"enabled": True, "accessModes": ["ReadWriteMany"], "prefetchJob": {"enabled": True}}}
 
-CHANGES = [  # of the values above, one release to the next
-    "{image: {tag: other}}",
-    "{image: {pullPolicy: Always}}",
-    "{imagePullSecrets: [{name: registry}]}",
-    "{config: {model: {path: gpt2}}}",
-    "{config: {model: {revision: other}}}",
-    "{config: {server: {port: 9000}}}",
-    "{env: [{name: HTTPS_PROXY, value: 'http://proxy:3128'}]}",
-    "{envFrom: [{configMapRef: {name: proxies}}]}",
-    "{hfToken: {existingSecret: hub}}",
-    "{modelCache: {mountPath: /cache}}",
-    "{modelCache: {size: 80Gi}}",
-    "{modelCache: {readOnly: true}}",
-    "{modelCache: {prefetchJob: {image: other}}}",
-    "{modelCache: {prefetchJob: {timeoutSeconds: 60}}}",
-    "{gpu: {count: 1}}",
-    "{gpu: {count: 1, runtimeClassName: nvidia}}",
-    "{nodeSelector: {disk: ssd}}",
-    "{tolerations: [{key: spot, operator: Exists}]}",
-    "{affinity: {nodeAffinity: {}}}",
-    "{priorityClassName: high}",
-    "{schedulerName: kai-scheduler}",
-    "{podSecurityContext: {runAsNonRoot: true, runAsUser: 2000}}",
-    "{securityContext: {readOnlyRootFilesystem: true}}",
-    "{serviceAccount: {name: other}}",
-    "{serviceAccount: {automount: true}}",
-    "{extraVolumes: [{name: ca, configMap: {name: ca}}], extraVolumeMounts: [{name: ca, mountPath: /ca}]}",
-    "{podLabels: {team: serving}}",
-    "{podAnnotations: {a: b}}",
-    "{service: {type: NodePort, port: 81}}",
-    "{strategy: {type: Recreate}}",
-    "{autoscaling: {type: hpa}, metrics: {scrapedElsewhere: true}, networkPolicy: {enabled: false}}",
-    "{prometheusRule: {enabled: true}, dashboards: {enabled: true}}",
-]
+EVERYTHING = {  # a release with an object of every kind, of which any value may change
+    **JOB,
+    "fullnameOverride": "stays",
+    "hfToken": {"existingSecret": "hub"},
+    "service": {"type": "LoadBalancer", "loadBalancerClass": "inner", "loadBalancerSourceRanges": ["10.0.0.0/8"]},
+    "autoscaling": {"type": "keda", "keda": {"serverAddress": "http://prometheus:9090"}},
+    "metrics": {"serviceMonitor": {"enabled": True}},
+    "networkPolicy": {"metricsFrom": [{"podSelector": {}}]},
+    "prometheusRule": {"enabled": True},
+    "ingress": {"enabled": True, "hosts": ["example.com"]},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+    "inferencePool": {"enabled": True, "endpointPickerRef": {"name": "picker"}},
+    "tracing": {"enabled": True, "endpoint": "http://collector:4318"},
+}
 
 
 def merged(values: Object, more: Object) -> Object:
@@ -93,12 +80,102 @@ def next_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_value_changes_nothing_that_may_not_change(helm: HelmProcess, change: str) -> None:
-    old = helm.render(JOB)
-    new = helm.render(merged(JOB, yaml.safe_load(change)))
-    assert forbidden_changes(old, new) == []
-    assert forbidden_changes(new, old) == [], "and back"
+PLAIN = {
+    **JOB,
+    "fullnameOverride": "stays",
+    "metrics": {"scrapedElsewhere": True},
+    "networkPolicy": {"enabled": False},
+    "apiKeys": {"existingSecret": "keys"},
+    "profiling": {"enabled": True},
+    "pdb": {"maxUnavailable": None, "minAvailable": 1},
+    "replicaCount": 3,
+}
+
+
+def value_at(values: Object, path: tuple[str, ...]) -> Any:
+    for name in path:
+        values = (values or {}).get(name)  # type: ignore[assignment]
+    return values
+
+
+def others(schema: Object, now: Any) -> list[Any]:
+    """What a value may become: something of each type that its schema allows, and nothing that it is."""
+    kinds = schema.get("type", "object")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    low, high = schema.get("minimum", 1), schema.get("maximum", schema.get("exclusiveMaximum", 2))
+    words = ["other", "1Gi", "100Gi", "30s", "/other", "10.1.0.0/16", "https://example.com", "sha256:" + "a" * 64]
+    words += ["example.com/other", "25%", "Local", "currentReplicas"]
+    found: list[Any] = list(schema.get("enum", []))
+    if not found:
+        by_kind: dict[str, list[Any]] = {
+            "boolean": [True, False],
+            "integer": [2, 5, 40, 30000, low],
+            "number": [(low + high) / 2, 0.5],
+            "string": [each for each in words if re.search(schema.get("pattern", ""), each)],
+            "array": [[each] for each in others(schema.get("items", {}), None)] if "items" in schema else [[]],
+            "object": [{"other": "value"}],
+        }
+        found = [each for kind in kinds for each in by_kind.get(kind, [])]
+    return [each for each in found if each != now]
+
+
+LEAVES = {
+    path: child
+    for path, child in PATHS.items()
+    if "properties" not in child and path[0] not in {"config", "global", "enabled"}
+}
+SECTIONS = sorted({path[0] for path in LEAVES})
+LISTS = {  # of Kubernetes' own objects, which the schema does not know
+    "imagePullSecrets": [{"name": "registry"}],
+    "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    "envFrom": [{"configMapRef": {"name": "proxies"}}],
+    "tolerations": [{"key": "spot", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+    "extraContainers": [{"name": "other", "image": "other"}],
+    "initContainers": [{"name": "other", "image": "other"}],
+    "extraManifests": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "other"}}],
+    "resources.requests": {"cpu": "3"},
+    "resources.limits": {"memory": "6Gi"},
+    "topologySpreadConstraints": [],
+    "httpRoute.parentRefs": [{"name": "other"}],
+    "networkPolicy.metricsFrom": [{"namespaceSelector": {}}],
+    "networkPolicy.ingressFrom": [{"namespaceSelector": {}}],
+    "httpRoute.extraBackendRefs": [{"name": "canary", "port": 80}],
+    "prometheusRule.extra": [{"name": "other", "rules": []}],
+}
+
+
+@pytest.fixture(scope="module")
+def bases(helm: HelmProcess) -> list[tuple[Object, Rendered]]:
+    return [(values, helm.render(values)) for values in (EVERYTHING, PLAIN, {"fullnameOverride": "stays"})]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_changed_value_changes_nothing_that_may_not_change(
+    helm: HelmProcess, bases: list[tuple[Object, Rendered]], section: str
+) -> None:
+    """Each value that the schema knows, as Argo CD renders it: nothing looks up what is there."""
+    for path, child in LEAVES.items():
+        if path[0] == section:
+            old, new = one_changed(helm, bases, path, child)
+            kind, name = FIXED.get(".".join(path), ("none", ""))
+            found = forbidden_changes(old, new) + forbidden_changes(new, old)
+            assert [each for each in found if not (each.startswith(kind) and each.endswith(f": {name}"))] == [], path
+
+
+def one_changed(
+    helm: HelmProcess, bases: list[tuple[Object, Rendered]], path: tuple[str, ...], schema: Object
+) -> tuple[Rendered, Rendered]:
+    """A release, and one in which that value alone is another: the first other one that the chart accepts."""
+    name = ".".join(path)
+    for values, old in bases:
+        for candidate in [LISTS[name]] if name in LISTS else others(schema, value_at(values, path))[:6]:
+            try:
+                return old, helm.render(merged(values, nested(path, candidate)))
+            except Refused:
+                pass
+    pytest.fail(f"{name} can become nothing else")
 
 
 def test_a_new_version_changes_nothing_that_may_not_change(helm: HelmProcess, next_chart: Path) -> None:
@@ -155,7 +232,7 @@ def test_the_job_has_what_the_pod_has(helm: HelmProcess) -> None:
 def owned(kind: str, name: str, spec: Object) -> Object:
     """An object that a release of Helm's owns, as the API server has it."""
     return {
-        "apiVersion": {"Deployment": "apps/v1", "PersistentVolumeClaim": "v1"}[kind],
+        "apiVersion": "apps/v1" if kind == "Deployment" else "v1",
         "kind": kind,
         "metadata": {
             "name": name,
@@ -178,19 +255,49 @@ def test_replicas_stay_when_an_autoscaler_takes_over(helm: HelmProcess, example:
     assert helm.render({"replicaCount": 2}, live=[live]).one("Deployment")["spec"]["replicas"] == 2
 
 
+CLAIM = owned(
+    "PersistentVolumeClaim",
+    "demo-roseinfer-models",
+    {
+        "storageClassName": "slow",
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": "50Gi"}},
+    },
+)
+SERVICE = owned(
+    "Service",
+    "demo-roseinfer",
+    {"type": "LoadBalancer", "loadBalancerClass": "inner", "ipFamilies": ["IPv4", "IPv6"]},
+)
+BALANCED = {"type": "LoadBalancer", "loadBalancerClass": "inner", "withoutKeys": True, "ipFamilies": ["IPv4"]}
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("live", "change", "words"),
     [
-        ({"storageClass": "fast"}, "modelCache.storageClass is fast and the claim demo-roseinfer-models has slow"),
-        ({"accessModes": ["ReadWriteMany"]}, "modelCache.accessModes is ReadWriteMany and the claim"),
+        (CLAIM, "{storageClass: fast}", "modelCache.storageClass is fast and the claim demo-roseinfer-models has slow"),
+        (CLAIM, "{accessModes: [ReadWriteMany]}", "modelCache.accessModes is ReadWriteMany and the claim"),
+        (CLAIM, "{size: 40Gi}", "modelCache.size is 40Gi and the claim demo-roseinfer-models has 50Gi, which can grow"),
+        (CLAIM, "{size: 53000M}", "modelCache.size is 53000M"),
+        (CLAIM, "{size: 1Ti}", ""),
+        (CLAIM, "{size: 0.05Ti}", ""),
+        (SERVICE, "{loadBalancerClass: outer}", 'service.loadBalancerClass is "outer" and the Service demo-roseinfer'),
+        (SERVICE, "{loadBalancerClass: ''}", 'has "inner", which cannot be changed'),
+        (SERVICE, "{ipFamilies: [IPv6]}", "service.ipFamilies begins with IPv6 and the Service demo-roseinfer with"),
+        (SERVICE, "{type: ClusterIP, loadBalancerClass: ''}", ""),
+        (SERVICE, "{ipFamilies: []}", ""),
     ],
 )
-def test_a_claim_that_cannot_be_changed_is_named(helm: HelmProcess, change: Object, words: str) -> None:
-    spec = {"storageClassName": "slow", "accessModes": ["ReadWriteOnce"]}
-    live = owned("PersistentVolumeClaim", "demo-roseinfer-models", spec)
-    assert helm.render({"modelCache": {"enabled": True, "storageClass": "slow"}}, live=[live]).objects
-    with pytest.raises(Refused, match=words):
-        helm.render({"modelCache": {"enabled": True, **change}}, live=[live])
+def test_what_kubernetes_cannot_change_is_named(helm: HelmProcess, live: Object, change: str, words: str) -> None:
+    unchanged = {"modelCache": {"enabled": True, "storageClass": "slow"}, "service": BALANCED}
+    section = "service" if live is SERVICE else "modelCache"
+    assert helm.render(unchanged, live=[live]).objects
+    values = merged(unchanged, {section: yaml.safe_load(change)})
+    if words:
+        with pytest.raises(Refused, match=words):
+            helm.render(values, live=[live])
+    else:
+        assert helm.render(values, live=[live]).objects
 
 
 @pytest.mark.parametrize("length", range(1, 64))

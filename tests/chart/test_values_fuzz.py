@@ -38,13 +38,23 @@ def nested(path: tuple[str, ...], value: Any) -> Object:
     return found
 
 
+def names(tree: Object) -> Iterator[str]:
+    """The last name of each value that is given."""
+    for name, child in tree.items():
+        if isinstance(child, dict) and child:
+            yield from names(child)
+        else:
+            yield name
+
+
 def complaint(helm: HelmProcess, values: Object) -> str | None:
     """What is wrong with how the chart takes these values; None when it takes or refuses them well."""
     try:
         release = helm.render(values)
     except Refused as refused:
         words = str(refused)
-        return words if PANICS.search(words) else None
+        is_named = any(name in words for name in names(values))
+        return None if is_named and not PANICS.search(words) else words
     invalid = helm.invalid(release, NEWEST)
     return "; ".join(invalid) or None
 

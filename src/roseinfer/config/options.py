@@ -49,7 +49,8 @@ class ModelConfig:
 
     path: str = option(
         DEMO_MODEL,
-        "A checkpoint directory, a Hugging Face id, or `roseinfer/demo` for the embedded model.",
+        "A checkpoint directory, a Hugging Face id, an address such as `s3://BUCKET/FOLDER`, or `roseinfer/demo` for "
+        "the embedded model.",
         flag="--model",
     )
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")
@@ -449,6 +450,11 @@ class ObserveConfig:
     )
     log_summary_interval_s: float = option(
         10.0, "Seconds between summary lines while there is work; 0 turns them off.", ge=0
+    )
+    vllm_names: bool = option(
+        True,
+        "Show the load on `/metrics` and `/metrics/load` under vLLM's names too, which pickers and routers read. Off "
+        "where Prometheus keeps vLLM's own series, among which these would count.",
     )
     slow_gap_factor: float = option(
         3.0,

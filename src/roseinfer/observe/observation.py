@@ -78,7 +78,12 @@ class Observation:
         self.flight = Flight(config, version, render)
         self.capture = BreachCapture(config, version, self.flight)
         self.metrics = Metrics(
-            config.served_model_name, version, CollectorRegistry(), num_dropped_log_lines, gc_pauses.take
+            config.served_model_name,
+            version,
+            CollectorRegistry(),
+            num_dropped_log_lines,
+            gc_pauses.take,
+            has_vllm_names=observe.vllm_names,
         )
         self.attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
         self.attribution.on_slow_gap.append(self.capture.on_slow_gap)

@@ -81,7 +81,12 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- fail (printf "extraContainers[%d].name is server, which the chart's own container has" $index) }}
 {{- end }}
 {{- end }}
+{{- $names := list }}
 {{- range $index, $variable := .Values.env }}
+{{- if has $variable.name $names }}
+{{- fail (printf "env[%d]: %s is there twice" $index $variable.name) }}
+{{- end }}
+{{- $names = append $names $variable.name }}
 {{- if and (hasPrefix "ROSEINFER_" $variable.name) (ne $variable.name "ROSEINFER_API_KEYS") }}
 {{- fail (printf "env[%d]: %s would win over the ConfigMap, out of sight of the chart; give it in config" $index $variable.name) }}
 {{- end }}
@@ -128,7 +133,7 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- end }}
 {{- end }}
 
-{{/* Kubernetes refuses these changes of a claim that is there, in words that name none of our values. */}}
+{{/* Kubernetes refuses these changes of what is there, in words that name none of our values. */}}
 {{- define "roseinfer.checkClaim" -}}
 {{- with lookup "v1" "PersistentVolumeClaim" .Release.Namespace (include "roseinfer.claimName" .) }}
 {{- $class := $.Values.modelCache.storageClass }}
@@ -137,6 +142,30 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- end }}
 {{- if ne (.spec.accessModes | sortAlpha | join ", ") ($.Values.modelCache.accessModes | sortAlpha | join ", ") }}
 {{- fail (printf "modelCache.accessModes is %s and the claim %s has %s, which cannot be changed: name a new claim by modelCache.existingClaim" ($.Values.modelCache.accessModes | join ", ") .metadata.name (.spec.accessModes | join ", ")) }}
+{{- end }}
+{{- $size := dig "resources" "requests" "storage" "" .spec | toString }}
+{{- if and $size (lt (include "roseinfer.mebibytes" $.Values.modelCache.size | int64) (include "roseinfer.mebibytes" $size | int64)) }}
+{{- fail (printf "modelCache.size is %s and the claim %s has %s, which can grow and not shrink" $.Values.modelCache.size .metadata.name $size) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A quantity of Kubernetes' with one of its usual suffixes, in MiB, rounded down. */}}
+{{- define "roseinfer.mebibytes" -}}
+{{- $number := regexFind "^[0-9.]+" . | float64 }}
+{{- $scales := dict "Ki" 0.0009765625 "Mi" 1.0 "Gi" 1024.0 "Ti" 1048576.0 "Pi" 1073741824.0 "k" 0.00095367431640625 "M" 0.95367431640625 "G" 953.67431640625 "T" 953674.31640625 "P" 953674316.40625 }}
+{{- mulf $number (get $scales (regexFind "[A-Za-z]*$" .) | default 0.00000095367431640625) | floor | int64 }}
+{{- end }}
+
+{{- define "roseinfer.checkService" -}}
+{{- $service := .Values.service }}
+{{- with lookup "v1" "Service" .Release.Namespace (include "roseinfer.fullname" .) }}
+{{- $class := .spec.loadBalancerClass | default "" }}
+{{- if and (eq .spec.type "LoadBalancer") (eq $service.type "LoadBalancer") (ne $class ($service.loadBalancerClass | default "")) }}
+{{- fail (printf "service.loadBalancerClass is %q and the Service %s has %q, which cannot be changed: delete that Service first, or install beside it" ($service.loadBalancerClass | default "") .metadata.name $class) }}
+{{- end }}
+{{- if and $service.ipFamilies .spec.ipFamilies (ne (first $service.ipFamilies) (first .spec.ipFamilies)) }}
+{{- fail (printf "service.ipFamilies begins with %s and the Service %s with %s, which cannot be changed: delete that Service first, or install beside it" (first $service.ipFamilies) .metadata.name (first .spec.ipFamilies)) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -212,6 +241,7 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- end }}
 
 {{- define "roseinfer.checkRoutes" -}}
+{{- include "roseinfer.checkService" . }}
 {{- $service := .Values.service }}
 {{- $open := and (eq $service.type "LoadBalancer") (not (or .Values.apiKeys.existingSecret (include "roseinfer.option" (dict "context" . "section" "server" "name" "api_key_file" "default" "")))) }}
 {{- if and $open (not (or $service.loadBalancerSourceRanges $service.withoutKeys)) }}

@@ -24,16 +24,12 @@ hyphen and its end, and the pod's name has 63 characters.
 {{- $text | replace "$selector" (include "roseinfer.selector" .context) }}
 {{- end }}
 
-{{/* A group of recording rules that shows this release's series under vLLM's names. */}}
+{{/* A group of recording rules that shows this release's histograms under vLLM's names, for dashboards. */}}
 {{- define "roseinfer.compatRules" -}}
 {{- $names := .Files.Get "files/compat-vllm.yaml" | fromYaml }}
 {{- $selector := include "roseinfer.selector" . }}
 - name: roseinfer.compat
   rules:
-    {{- range $theirs, $ours := $names.gauges }}
-    - record: {{ $theirs }}
-      expr: {{ printf "%s{%s}" $ours $selector | quote }}
-    {{- end }}
     {{- range $theirs, $ours := $names.histograms }}
     {{- range $part := list "bucket" "sum" "count" }}
     - record: {{ $theirs }}_{{ $part }}

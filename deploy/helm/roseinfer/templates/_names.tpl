@@ -23,9 +23,12 @@ app.kubernetes.io/name: {{ include "roseinfer.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{/* Labels of pods of one component. They name no version: another chart with the same pod is no rollout. */}}
+{{/*
+Labels of pods of one component. They name no version: another chart with the same pod is no rollout. Nor do they follow
+nameOverride: with fullnameOverride beside it a Deployment would keep its name, whose selector nobody may change.
+*/}}
 {{- define "roseinfer.podLabels" -}}
-app.kubernetes.io/name: {{ include "roseinfer.name" .context }}
+app.kubernetes.io/name: {{ .context.Chart.Name }}
 app.kubernetes.io/instance: {{ .context.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}

@@ -45,20 +45,53 @@ exec:
 {{- end }}
 {{- end }}
 
+{{/* What `env` of the values names too is left to it: an API server refuses a list with two of a name. */}}
 {{- define "roseinfer.env" -}}
+{{- $given := list }}
+{{- range .Values.env }}
+{{- $given = append $given .name }}
+{{- end }}
+{{- if not (has "HF_HOME" $given) }}
 - name: HF_HOME
   value: {{ .Values.modelCache.mountPath }}
-{{- if .Values.modelCache.readOnly }}
+{{- end }}
+{{- if and .Values.modelCache.readOnly (not (has "HF_HUB_OFFLINE" $given)) }}
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
 {{- include "roseinfer.userEnv" . }}
+{{- if .Values.tracing.enabled }}
+{{- include "roseinfer.tracingEnv" (dict "context" . "given" $given) }}
+{{- end }}
+{{- end }}
+
+{{/*
+Where spans go, by the variable of OpenTelemetry's SDK: Kubernetes fills $(NODE_IP) in, for a collector on each node, and
+other variables of `env`, which therefore come first. The SDK adds a path to the one, and takes the other as it is.
+*/}}
+{{- define "roseinfer.tracingEnv" -}}
+{{- $endpoint := .context.Values.tracing.endpoint }}
+{{- $name := regexMatch "^[^/]*//[^/]+/." $endpoint | ternary "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" "OTEL_EXPORTER_OTLP_ENDPOINT" }}
+{{- if and (contains "$(NODE_IP)" $endpoint) (not (has "NODE_IP" .given)) }}
+- name: NODE_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.hostIP
+{{- end }}
+{{- if not (has $name .given) }}
+- name: {{ $name }}
+  value: {{ $endpoint | quote }}
+{{- end }}
 {{- end }}
 
 {{/* What a download needs as much as the server: the token, and the values' own proxies, mirrors and authorities. */}}
 {{- define "roseinfer.userEnv" -}}
+{{- $given := list }}
+{{- range .Values.env }}
+{{- $given = append $given .name }}
+{{- end }}
 {{- with .Values.hfToken }}
-{{- if .existingSecret }}
+{{- if and .existingSecret (not (has "HF_TOKEN" $given)) }}
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:

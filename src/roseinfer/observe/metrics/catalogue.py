@@ -277,6 +277,12 @@ def kv_usage(state: ServerState) -> dict[str, float]:
     return {"": blocks["used"] / blocks["total"] if blocks["total"] else 0.0}
 
 
+CACHE_CONFIG = InfoAtScrape(
+    ("block_size", "num_gpu_blocks"),
+    lambda state: (state.engine.block_size, state.engine.num_blocks) if state.engine else (),
+)
+
+
 def model(state: ServerState) -> Sequence[str | int]:
     return tuple(getattr(state.engine, name) for name in MODEL_FIELDS) if state.engine else ()
 
@@ -575,10 +581,7 @@ _ENGINE = (
     ),
     info(
         "roseinfer_cache_config_info",
-        InfoAtScrape(
-            ("block_size", "num_gpu_blocks"),
-            lambda state: (state.engine.block_size, state.engine.num_blocks) if state.engine else (),
-        ),
+        CACHE_CONFIG,
         "Always 1, once the engine is ready: tokens in a KV block, and how many blocks the device holds. "
         "num_gpu_blocks is the gateway protocol's name for that; on a CPU the blocks lie in main memory.",
     ),
@@ -642,6 +645,29 @@ _ENGINE = (
     ),
 )
 
+# What pickers and routers that know vLLM read of a pod's own page, with its labels.
+_VLLM = (
+    gauge(
+        "vllm:num_requests_running",
+        "requests",
+        lambda state: {"": state.last_step.num_running if state.last_step else 0},
+        "roseinfer_num_requests_running under vLLM's name.",
+    ),
+    gauge(
+        "vllm:num_requests_waiting",
+        "requests",
+        lambda state: {"": state.last_step.num_waiting if state.last_step else 0},
+        "roseinfer_num_requests_waiting under vLLM's name.",
+    ),
+    gauge(
+        "vllm:kv_cache_usage_perc",
+        "",
+        kv_usage,
+        "roseinfer_kv_cache_usage_ratio under vLLM's name; 1 is all of the cache, despite the name.",
+    ),
+    info("vllm:cache_config_info", CACHE_CONFIG, "roseinfer_cache_config_info under vLLM's name."),
+)
+
 GC_PAUSE, SCRAPE_DURATION = "roseinfer_gc_pause_seconds", "roseinfer_scrape_duration_seconds"
 _EXPORTER = (
     Row(
@@ -695,6 +721,7 @@ GROUPS = {
     "Steps and tokens": _STEPS,
     "Requests": _REQUESTS,
     "Engine and server": _ENGINE,
+    "Under vLLM's names": _VLLM,
     "The exporter itself": _EXPORTER,
 }
 CATALOGUE: tuple[Row, ...] = tuple(row for rows in GROUPS.values() for row in rows)
@@ -706,6 +733,8 @@ _LOAD_NAMES = {
     "roseinfer_num_requests_waiting",
     "roseinfer_kv_cache_usage_ratio",
     "roseinfer_kv_cache_blocks",
+    "roseinfer_cache_config_info",
     "roseinfer_engine_up",
 }
-LOAD = tuple(row for row in CATALOGUE if row.name in _LOAD_NAMES)
+VLLM_NAMES = frozenset(row.name for row in _VLLM)
+LOAD = tuple(row for row in CATALOGUE if row.name in _LOAD_NAMES | VLLM_NAMES)

@@ -30,6 +30,7 @@ from roseinfer.observe.metrics.catalogue import (
     OTHER,
     REJECTION_CODES,
     SCRAPE_DURATION,
+    VLLM_NAMES,
     AtFinish,
     AtScrape,
     AtStep,
@@ -58,6 +59,8 @@ class Metrics(Collector, WriteObserver):
         registry: CollectorRegistry,
         num_dropped_log_lines: Callable[[], int] = lambda: 0,
         take_gc_pauses_ns: Callable[[], Sequence[int]] = tuple,
+        *,
+        has_vllm_names: bool = True,
     ) -> None:
         self._model_name = model_name
         self._registry = registry
@@ -88,6 +91,7 @@ class Metrics(Collector, WriteObserver):
         ]
         self._at_finish = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtFinish)]
         self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][()], self._cells[SCRAPE_DURATION][()]
+        self._hidden = frozenset() if has_vllm_names else VLLM_NAMES
         registry.register(self)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int]) -> None:
@@ -193,7 +197,7 @@ class Metrics(Collector, WriteObserver):
         encode, content_type = _encoder(accept)
         start_ns = time.monotonic_ns()
         with self._lock:
-            found = [(row, self._values(row)) for row in LOAD]
+            found = [(row, self._values(row)) for row in LOAD if row.name not in self._hidden]
         page = encode(_Families([_family(row, values, self._model_name, {}) for row, values in found]))
         with self._lock:
             self._render_ns += time.monotonic_ns() - start_ns
@@ -219,7 +223,8 @@ class Metrics(Collector, WriteObserver):
             if state.last_step_end_ns:
                 age_s = (now_ns - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s
-            return [(row, self._values(row), self._exemplars(row)) for row in CATALOGUE]
+            shown = [row for row in CATALOGUE if row.name not in self._hidden]
+            return [(row, self._values(row), self._exemplars(row)) for row in shown]
 
     def _exemplars(self, row: Row) -> Exemplars:
         """Returns the exemplars of a metric by its label values; nothing for a metric without."""
@@ -260,9 +265,11 @@ class _Families(Collector):
 
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     try:
-        return choose_encoder(accept)
+        encode, content_type = choose_encoder(accept)
     except TypeError:  # its way to say that a version in the header is no number
-        return choose_encoder("")
+        encode, content_type = choose_encoder("")
+    # prometheus_client (0.26) writes the colon of a sample's name, and no other, as an underscore in OpenMetrics.
+    return lambda collector: encode(collector).replace(b"\nvllm_", b"\nvllm:"), content_type
 
 
 _FAMILIES: dict[str, type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]] = {

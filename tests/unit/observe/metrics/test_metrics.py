@@ -6,13 +6,17 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from roseinfer.observe.metrics.catalogue import CATALOGUE, LOAD
+from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import Advanced, Api, Arrival, Delivery, FinishReason, LifecycleState
 from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline, writes_of
 
+ACCEPTED = Path(__file__).with_name("accepted_by_pickers.prom")
 # Made by hand from the stamps of make_timeline, in milliseconds.
 ONCE_PER_REQUEST_MS = {
     "roseinfer_receive_seconds": 1,
@@ -342,3 +346,30 @@ def test_the_load_page_shows_its_gauges_as_the_whole_page_does() -> None:
         assert 'roseinfer_num_requests_waiting{model_name="' in load.decode()
         assert " 5.0" in load.decode()
         assert " 3.0" in load.decode()
+
+
+def busy_page(*, has_vllm_names: bool = True) -> tuple[str, str]:
+    """`/metrics` and `/metrics/load` of a server with three running and five waiting requests."""
+    metrics = Metrics("tiny", "1.2.3", CollectorRegistry(), has_vllm_names=has_vllm_names)
+    metrics.set_engine_info(ENGINE)
+    metrics.on_step(make_step(num_running=3, num_waiting=5, num_used_blocks=40), Advanced.newest([]))
+    return metrics.render("")[0].decode(), metrics.render_load("")[0].decode()
+
+
+def test_pickers_find_vllms_names_on_both_pages() -> None:
+    expected = [line for line in ACCEPTED.read_text().splitlines() if "vllm:" in line]
+    assert len(expected) == 12
+    for page in busy_page():
+        assert [line for line in page.splitlines() if "vllm:" in line] == expected
+    for page in busy_page(has_vllm_names=False):
+        assert "vllm:" not in page
+        assert "roseinfer_num_requests_waiting{" in page
+
+
+def test_vllms_names_keep_their_colons_in_openmetrics() -> None:
+    metrics = make_metrics()
+    metrics.set_engine_info(ENGINE)
+    for render in (metrics.render, metrics.render_load):
+        page = render("application/openmetrics-text; version=1.0.0")[0].decode()
+        assert '\nvllm:num_requests_waiting{model_name="tiny"} 0.0\n' in page
+        assert "vllm_" not in page
