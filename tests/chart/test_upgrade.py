@@ -90,6 +90,11 @@ PLAIN = {
     "pdb": {"maxUnavailable": None, "minAvailable": 1},
     "replicaCount": 3,
 }
+WITH_TLS = {
+    "fullnameOverride": "stays",
+    "tls": {"existingSecret": "certificate"},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "backendTLS": {"hostname": "example.com"}},
+}
 
 
 def value_at(values: Object, path: tuple[str, ...]) -> Any:
@@ -140,6 +145,7 @@ LISTS = {  # of Kubernetes' own objects, which the schema does not know
     "topologySpreadConstraints": [],
     "httpRoute.parentRefs": [{"name": "other"}],
     "networkPolicy.metricsFrom": [{"namespaceSelector": {}}],
+    "networkPolicy.kubeletFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
     "networkPolicy.ingressFrom": [{"namespaceSelector": {}}],
     "httpRoute.extraBackendRefs": [{"name": "canary", "port": 80}],
     "prometheusRule.extra": [{"name": "other", "rules": []}],
@@ -148,7 +154,7 @@ LISTS = {  # of Kubernetes' own objects, which the schema does not know
 
 @pytest.fixture(scope="module")
 def bases(helm: HelmProcess) -> list[tuple[Object, Rendered]]:
-    return [(values, helm.render(values)) for values in (EVERYTHING, PLAIN, {"fullnameOverride": "stays"})]
+    return [(values, helm.render(values)) for values in (EVERYTHING, PLAIN, {"fullnameOverride": "stays"}, WITH_TLS)]
 
 
 @pytest.mark.parametrize("section", SECTIONS)

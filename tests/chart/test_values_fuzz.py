@@ -38,13 +38,13 @@ def nested(path: tuple[str, ...], value: Any) -> Object:
     return found
 
 
-def names(tree: Object) -> Iterator[str]:
-    """The last name of each value that is given."""
+def names(tree: Object, parent: str = "") -> Iterator[str]:
+    """The last name of each value that is given; of `enabled` what is."""
     for name, child in tree.items():
         if isinstance(child, dict) and child:
-            yield from names(child)
+            yield from names(child, name)
         else:
-            yield name
+            yield parent if name == "enabled" else name
 
 
 def complaint(helm: HelmProcess, values: Object) -> str | None:

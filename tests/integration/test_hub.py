@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 from huggingface_hub import constants
 
 from roseinfer.errors import ConfigError
-from roseinfer.model import hub
+from roseinfer.model import downloads
 from roseinfer.model.checkpoint import resolve_checkpoint
 
 REPO, COMMIT = "somebody/something", "0123456789abcdef0123456789abcdef01234567"
@@ -136,7 +136,7 @@ async def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterat
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
-        monkeypatch.setattr(hub, "_RETRY_S", 0.01)
+        monkeypatch.setattr(downloads, "_RETRY_S", 0.01)
         yield fake
 
 
@@ -211,7 +211,7 @@ async def test_what_arrives_damaged_twice_is_refused(served: Hub) -> None:
 
 
 async def test_a_hub_that_stalls_is_not_waited_for_without_end(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_NUM_TRIES", 2)
+    monkeypatch.setattr(downloads, "_NUM_TRIES", 2)
     served.stalls, served.cuts = SHARD, {SHARD: [1000, 1000, 1000]}
     assert (await refusal()).message.startswith(f"{REPO} could not be fetched from Hugging Face: {SHARD}: ")
 
@@ -286,8 +286,8 @@ async def test_a_tag_that_is_no_digest_names_the_file(served: Hub, tmp_path: Pat
 async def test_a_log_tells_how_far_it_is(
     served: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hub, "_LOG_EVERY_S", 0.0)
-    caplog.set_level(logging.INFO, hub.__name__)
+    monkeypatch.setattr(downloads, "_LOG_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO, downloads.__name__)
     await fetched()
     lines = re.findall(rf"{REPO}: ([\d.]+) of ([\d.]+) MB are here, at [\d.]+ MB/s", caplog.text)
     assert len(lines) > 2

@@ -50,7 +50,7 @@ def imported_packages(folder: Path, declared_names: AbstractSet[str]) -> set[str
 
 def test_every_import_is_declared() -> None:
     """What another package happens to bring may be gone tomorrow."""
-    needed = {canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer", "plot")}
+    needed = {canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer", "plot", "s3")}
     for_tests = {canonicalize_name(wanted.name) for wanted in declared("test", "dev")}
     assert imported_packages(SOURCE, needed) - needed == set()
     for_tests |= {canonicalize_name(pin.name) for pin in pins("tests/chart/requirements.txt")}  # Helm's own environment

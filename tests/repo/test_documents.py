@@ -26,6 +26,7 @@ ALLOWED_HOSTS = {
     *("localhost", "127.0.0.1", "example.com", "example.org"),
     *("prometheus.monitoring.svc", "otel-collector.observability.svc", "registry.example.com"),  # of somebody's cluster
     "developer.download.nvidia.com",  # has nsys, which is nobody's else to give
+    "storage.googleapis.com",  # what gs:// stands for
     *("www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "www.w3.org"),
 }
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|tmp/\w+|opt/(?:pypi|wheels))\b")

@@ -26,6 +26,7 @@ from roseinfer.messages import SamplingDefaults
 from roseinfer.model.dequantize import CONFIG_FILES, UNUSED_SUFFIXES, Quantization, input_order
 
 _DEMO_DIRECTORY = Path(__file__).parent.parent / "demo"
+STORE_SCHEMES = ("s3://", "gs://")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _WEIGHTS_FILE = "model.safetensors"
 _UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and their values without effect
@@ -54,11 +55,15 @@ def _refuse(message: str, cause: Exception | None = None, *, param: str = "model
 
 
 def resolve_checkpoint(path: str, revision: str | None = None, *, has_weights: bool = True) -> Path:
-    """The directory of `roseinfer/demo`, of a path, or of a Hugging Face id (downloaded unless it is cached).
+    """The directory of `roseinfer/demo`, of a path, or of a Hugging Face id or an address in S3, which are fetched.
 
     Without `has_weights` no weights are downloaded.
     Raises ConfigError, with what to change, if there is none.
     """
+    if path.startswith(STORE_SCHEMES):
+        from roseinfer.model.object_store import fetch as fetch_objects
+
+        return fetch_objects(path, has_weights=has_weights)
     directory = _DEMO_DIRECTORY if path == DEMO_MODEL else Path(path).expanduser()
     if directory.is_dir():
         return directory

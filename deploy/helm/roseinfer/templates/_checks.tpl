@@ -230,7 +230,7 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- fail (printf "autoscaling.type is %s and nothing scrapes the operations port, so that demand would always be 0: enable metrics.serviceMonitor or metrics.podMonitor, or say by metrics.scrapedElsewhere that something else does" .Values.autoscaling.type) }}
 {{- end }}
 {{- if and (or $service $pod $elsewhere) .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
-{{- fail "networkPolicy.metricsFrom is empty, so that no monitor reaches the operations port: name Prometheus there" }}
+{{- fail "networkPolicy.metricsFrom is empty, so that what metrics.serviceMonitor, metrics.podMonitor or metrics.scrapedElsewhere stands for does not reach the operations port: name Prometheus there" }}
 {{- end }}
 {{- if and (eq .Values.metrics.compat "vllm") (not .Values.prometheusRule.enabled) }}
 {{- fail "metrics.compat is vllm, which is made by recording rules: it needs prometheusRule.enabled" }}
