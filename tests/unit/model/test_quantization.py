@@ -25,7 +25,8 @@ from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import DTYPES, Placement, Quantization
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.layers.linear import IntegerLinear, Linear, quantized_piece, quantized_rows
+from roseinfer.model.layers.int8 import IntegerLinear, quantized_piece, quantized_rows
+from roseinfer.model.layers.linear import Linear
 from tests.conftest import BuiltKernels
 from tests.unit.model.quantised import Method, methods
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, TESTED_LEVELS, Setup

@@ -160,7 +160,7 @@ def test_a_weight_may_come_in_parts_and_gives_its_rows(
 ) -> None:
     """Parts that end within a panel, pieces that end within a part, ids in any order and twice."""
     placement = setup.placement(built_kernels)
-    monkeypatch.setattr("roseinfer.model.layers.linear._PIECE_NUMBERS", 1 << 16)
+    monkeypatch.setattr("roseinfer.model.layers.pieces._PIECE_NUMBERS", 1 << 16)
     weight, ids = random(3000, 44, seed=1), torch.tensor([2999, 0, 47, 48, 1520, 1519, 23, 24, 0])
     x = random(5, 44).to(placement.dtype)
     parts = Linear(torch.split(weight, [1519, 1, 480, 1000]), None, placement)

@@ -12,7 +12,8 @@ from torch.nn import functional
 from roseinfer.model.device import DTYPES
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.activation import ACTIVATIONS
-from roseinfer.model.layers.linear import IntegerLinear, RegisterLinear
+from roseinfer.model.layers.int8 import IntegerLinear
+from roseinfer.model.layers.packed_linear import RegisterLinear
 from tests.conftest import BuiltKernels
 from tests.unit.model.layers.test_linear import random, reference
 from tests.unit.model.setups import LEVELS_HERE, TESTED_LEVELS, Setup
