@@ -8,7 +8,7 @@ from roseinfer.config.options import CacheConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
-from roseinfer.model.layers.linear import quantized_rows
+from roseinfer.model.layers.int8 import quantized_rows
 
 CacheType = Literal["auto", "int8"]
 

@@ -35,6 +35,7 @@ from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.device_stream import CudaGraphs, CudaStream, Event, Stream, graph_sizes, to_device
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.pooling import pool, to_host
+from roseinfer.model.replay import Replays
 from roseinfer.model.sampling.logit_edits import GROUP
 from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
@@ -171,7 +172,8 @@ class ModelRunner:
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # results of graphs
         self._failed_slots = set[int]()  # their owners' parameters could not be used
         self._graphs: CudaGraphs | None = None
-        is_capturable = loaded.attention.is_capturable and loaded.model.is_capturable
+        is_capturable, kernels = loaded.attention.is_capturable and loaded.model.is_capturable, loaded.placement.kernels
+        self._replay = Replays(loaded.model.forward, kernels) if kernels is not None and is_capturable else None
         if config.cuda_graphs != "off" and not stream.is_host and is_capturable:
             fill, sizes_of_graphs = partial(self._staging.stage_decode, None), graph_sizes(limits.max_decode_rows)
             self._graphs = CudaGraphs(stream, sizes_of_graphs, fill, self._decode)
@@ -254,7 +256,9 @@ class ModelRunner:
         attend = self._attention.prepare(step.packed)
         if step.num_gathered:
             torch.index_select(self._last_token, 0, step.slots, out=step.token_ids[: step.num_gathered])
-        return self._model.forward(step.token_ids, step.positions, attend)
+        is_decode = step.num_gathered == len(step.token_ids)
+        forward = self._replay if self._replay is not None and is_decode else self._model.forward
+        return forward(step.token_ids, step.positions, attend)
 
     def _logits(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [num_samples, vocab_size] of the rows that sample, in the model's type."""

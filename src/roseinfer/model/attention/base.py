@@ -76,7 +76,9 @@ class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache."""
 
     name: str
-    is_capturable: bool  # a CUDA graph can hold a step of single tokens, of which only `PackedTokens.device` is read
+    # A step of single tokens can be repeated after another `prepare`, with as many rows: by a CUDA graph, where only
+    # `PackedTokens.device` is read, or by `model/replay.py`.
+    is_capturable: bool
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         """Build the step's indices once; the returned function serves all layers of this step, until the next call."""

@@ -4,8 +4,7 @@ The kernel writes the new keys and values, and reads them, in a layout of its ow
 that this one has written.
 """
 
-import ctypes
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from functools import partial
 
 import numpy as np
@@ -17,10 +16,11 @@ from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.kv_cache import KVCache
 
 _ITEM_FIELDS = 5  # of `Item` of kernels/cpp/attention.cpp
+_Strides = c_int64 * 2
 
 
-class _Call(Structure):
-    """`Call` of kernels/cpp/attention.cpp."""
+class _Step(Structure):
+    """`Step` of kernels/cpp/attention.h."""
 
     _fields_ = (
         ("slots", c_void_p),
@@ -38,6 +38,13 @@ class _Call(Structure):
         ("block_size", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
+    )
+
+
+class _Layer(Structure):
+    """`Layer` of kernels/cpp/attention.h."""
+
+    _fields_ = (
         ("window", c_int64),
         ("sinks", c_void_p),
         ("q", c_void_p),
@@ -48,9 +55,9 @@ class _Call(Structure):
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
         ("out", c_void_p),
-        ("q_strides", c_int64 * 2),
-        ("k_strides", c_int64 * 2),
-        ("v_strides", c_int64 * 2),
+        ("q_strides", _Strides),
+        ("k_strides", _Strides),
+        ("v_strides", _Strides),
     )
 
 
@@ -61,13 +68,14 @@ class NativeAttention:
     """
 
     name = "native"
-    is_capturable = False
+    is_capturable = True  # a call has its layer's own addresses, and reads the step's from one place
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, kernels: Kernels) -> None:
         self._spec = spec
         self._cache = cache
         types = [cache.query_dtype, cache.dtype] if cache.is_quantized else [cache.dtype]
-        self._run = kernels.function("_".join(["attention", *map(dtype_name, types)]), POINTER(_Call))
+        name = "_".join(["attention", *map(dtype_name, types)])
+        self._run = kernels.function(name, POINTER(_Step), POINTER(_Layer))
         self._plan = kernels.function(
             "attention_plan", c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64)
         )
@@ -75,7 +83,7 @@ class NativeAttention:
         self._items = np.empty((0, _ITEM_FIELDS), np.int32)
         self._sinks = spec.sinks_on(torch.device("cpu"))
         self._layers = [self._fields_of(layer) for layer in range(len(spec.windows))]
-        self._call = _Call(
+        self._step = _Step(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -89,15 +97,13 @@ class NativeAttention:
         """Whether the kernel supports the shape."""
         return spec.head_dim % 8 == 0
 
-    def _fields_of(self, layer: int) -> tuple[int, int, int | None, int | None, int, int | None]:
-        """Keys, values, their scales, the window and the sinks of a call."""
+    def _fields_of(self, layer: int) -> tuple[tuple[int, int | None], tuple[int | None, ...]]:
+        """Window and sinks of a call; keys, values and their scales."""
         cache, sinks = self._cache, self._sinks[layer]
         scales = (cache.key_scales[layer], cache.value_scales[layer]) if cache.is_quantized else (None, None)
-        key_scales, value_scales = (None if x is None else x.data_ptr() for x in scales)
-        return (
-            *(cache.keys[layer].data_ptr(), cache.values[layer].data_ptr(), key_scales, value_scales),
-            *(self._spec.windows[layer] or 0, None if sinks is None else sinks.data_ptr()),
-        )
+        pages = (cache.keys[layer], cache.values[layer], *scales)
+        limits = self._spec.windows[layer] or 0, None if sinks is None else sinks.data_ptr()
+        return limits, tuple(None if page is None else page.data_ptr() for page in pages)
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         arrays = tuple(map(np.ascontiguousarray, (tokens.slots, tokens.positions, tokens.query_starts)))
@@ -115,31 +121,21 @@ class NativeAttention:
             self._items.ctypes.data,
             results,
         )
-        call = self._call
-        call.slots, call.positions, call.query_starts = slots, positions, query_starts
-        call.block_table = tokens.block_table.ctypes.data
-        call.block_table_stride = tokens.block_table.strides[0] // tokens.block_table.itemsize
-        call.items = self._items.ctypes.data
-        call.num_items, call.appends_first = results
-        call.num_tokens = int(tokens.query_starts[-1])
+        step = self._step
+        step.slots, step.positions, step.query_starts = slots, positions, query_starts
+        step.block_table = tokens.block_table.ctypes.data
+        step.block_table_stride = tokens.block_table.strides[0] // tokens.block_table.itemsize
+        step.items = self._items.ctypes.data
+        step.num_items, step.appends_first = results
+        step.num_tokens = int(tokens.query_starts[-1])
         shape = (len(tokens.slots), self._spec.num_heads * self._spec.head_dim)
         out = self._scratch.buffer("out", shape, self._cache.query_dtype)
-        call.out = out.data_ptr()
-        return partial(self._attend, (arrays, tokens), ctypes.byref(call), out)
+        self._alive = arrays, tokens  # what the step points to
+        return partial(self._attend, out)
 
-    def _attend(
-        self,
-        _: object,  # the arrays that the call points to, kept alive
-        pointer: "ctypes._CArgObject",
-        out: torch.Tensor,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> torch.Tensor:
-        call = self._call
-        call.keys, call.values, call.key_scales, call.value_scales, call.window, call.sinks = self._layers[layer]
-        call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        call.q_strides, call.k_strides, call.v_strides = q.stride()[:2], k.stride()[:2], v.stride()[:2]
-        self._run(pointer)
+    def _attend(self, out: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        limits, pages = self._layers[layer]
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), *pages, out.data_ptr()
+        strides = (_Strides(*each.stride()[:2]) for each in (q, k, v))
+        self._run(byref(self._step), byref(_Layer(*limits, *addresses, *strides)))
         return out

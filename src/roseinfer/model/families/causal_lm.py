@@ -23,7 +23,7 @@ class CausalLM(Protocol):
     max_positions: int
     attention_spec: AttentionSpec
     num_parameters: int
-    is_capturable: bool  # a CUDA graph can hold `forward` and `logits`
+    is_capturable: bool  # a CUDA graph can hold `forward` and `logits`, and `model/replay.py` can repeat `forward`
     layer_linears: list[Linear]  # run with one row a token; at least one of each shape
 
     @property

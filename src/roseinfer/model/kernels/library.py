@@ -17,8 +17,9 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ _NEON_I8MM = (*_NEON_DOTPROD, "i8mm", "bf16")  # Armv8.6 brings both
 
 
 OnProgress = Callable[[int], None]  # takes the number of files compiled so far
+Note = Callable[[Any, tuple[Any, ...]], None]  # takes a function of ctypes, and what it was called with
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,7 @@ class Kernels:
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # loaded already; this makes its symbols visible to others
         self.level = level
         self.name = path.stem  # of the sources, the flags and the compiler too
+        self._note: Note | None = None
         self._library = ctypes.CDLL(str(path))
         if self._library.roseinfer_init():
             raise OSError(f"the system does not let this process use {level}")
@@ -249,7 +252,22 @@ class Kernels:
         function = self._library[name]
         function.argtypes = argtypes
         function.restype = None
-        return function
+
+        def call(*arguments: Any) -> None:
+            function(*arguments)
+            if self._note is not None:
+                self._note(function, arguments)
+
+        return call
+
+    @contextmanager
+    def noting(self, note: Note) -> Generator[None]:
+        """Has `note` called after each call of a function."""
+        self._note = note
+        try:
+            yield
+        finally:
+            self._note = None
 
 
 def openmp_runtimes() -> list[str]:

@@ -8,6 +8,7 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
@@ -158,12 +159,21 @@ def normalise_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, name: fields}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rotation:
     """The rotations of some tokens."""
 
-    cos: torch.Tensor  # [tokens, 1, head_dim / 2] float32
-    sin: torch.Tensor
+    table: "RotationTable"
+    positions: torch.Tensor  # [tokens] int64
+
+    @cached_property
+    def cos(self) -> torch.Tensor:
+        """[tokens, 1, head_dim / 2] float32."""
+        return self.table.cos.index_select(0, self.positions)[:, None]
+
+    @cached_property
+    def sin(self) -> torch.Tensor:
+        return self.table.sin.index_select(0, self.positions)[:, None]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Heads [tokens, heads, head_dim] -> the same, turned; computed in float32."""
@@ -182,7 +192,21 @@ class RotationTable:
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotations of tokens at `positions` [tokens]."""
-        return Rotation(self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None])
+        return Rotation(self, positions)
+
+
+class _Descriptor(ctypes.Structure):
+    """`Turn` of kernels/cpp/pointwise.cpp."""
+
+    _fields_ = (
+        ("query_weight", ctypes.c_void_p),
+        ("key_weight", ctypes.c_void_p),
+        ("num_query_heads", ctypes.c_int64),
+        ("num_key_heads", ctypes.c_int64),
+        ("num_merged_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("epsilon", ctypes.c_float),
+    )
 
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values [tokens, heads, head_dim]
@@ -208,16 +232,22 @@ class QueryKeyRotation:
         self._spec = spec
         self._turns = turns
         self._has_triton = placement.has_triton
-        self._compiled = None
-        if spec.head_dim <= _MAX_COMPILED_HEAD_DIM:
-            pointer, size = ctypes.c_void_p, ctypes.c_int64
-            argtypes = (pointer, *[size] * 5, *[pointer] * 4, ctypes.c_float)
-            self._compiled = placement.compiled("turn_heads", *argtypes)
         self._epsilon = epsilon
         self._weights = None
         if norms is not None:
             query, key = (weight.to(placement.device, torch.float32, copy=True) for weight in norms)
             self._weights = query, key
+        self._compiled = None
+        if spec.head_dim <= _MAX_COMPILED_HEAD_DIM:
+            pointer = ctypes.c_void_p
+            argtypes = (ctypes.POINTER(_Descriptor), pointer, ctypes.c_int64, *[pointer] * 3)
+            self._compiled = placement.compiled("turn_heads", *argtypes)
+        self._descriptor = _Descriptor(
+            *(weight.data_ptr() for weight in self._weights) if self._weights else (None, None),
+            *(spec.num_heads, spec.num_kv_heads, spec.num_merged_heads, spec.head_dim),
+            epsilon,
+        )
+        self._reference = ctypes.byref(self._descriptor)
 
     def __call__(self, merged: torch.Tensor, rotation: Rotation) -> Heads:
         """Merged rows [tokens, heads * head_dim] -> queries, keys and values [tokens, heads, head_dim].
@@ -244,13 +274,11 @@ class QueryKeyRotation:
         return q, k, v
 
     def _by_compiled(self, turn: Callable[..., None], merged: torch.Tensor, rotation: Rotation) -> None:
-        spec = self._spec
+        assert merged.is_contiguous()
+        table = rotation.table
         turn(
-            *(merged.data_ptr(), merged.shape[0], merged.stride(0)),
-            *(spec.num_heads, spec.num_kv_heads, spec.head_dim),
-            *(rotation.cos.data_ptr(), rotation.sin.data_ptr()),
-            *(weight.data_ptr() for weight in self._weights) if self._weights else (None, None),
-            self._epsilon,
+            *(self._reference, merged.data_ptr(), merged.shape[0]),
+            *(table.cos.data_ptr(), table.sin.data_ptr(), rotation.positions.data_ptr()),
         )
 
     def _normed(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from roseinfer.model.layers.rope import (
     Llama3Rope,
     QueryKeyRotation,
     Rope,
-    Rotation,
     RotationTable,
     YarnRope,
     normalise_rope,
@@ -27,6 +26,7 @@ from roseinfer.model.layers.rope import (
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, kernels_at
 
+CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
     "vocab_size": 8,
     "hidden_size": 512,
@@ -164,12 +164,12 @@ def test_rotations_are_those_of_transformers(dtype: torch.dtype) -> None:
 
 def test_a_quarter_turn() -> None:
     """By hand: the first half of a head becomes its second, the second the first with its sign changed."""
-    quarter = torch.full((1, 1, 2), math.pi / 2)
-    turned = Rotation(quarter.cos(), quarter.sin())(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]))
+    table = RotationTable(Rope(rope_theta=1.0), 4, 2, CPU)
+    table.cos[1], table.sin[1] = math.cos(math.pi / 2), math.sin(math.pi / 2)
+    turned = table.at(torch.tensor([1]))(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]))
     torch.testing.assert_close(turned, torch.tensor([[[-3.0, -4.0, 1.0, 2.0]]]))
 
 
-CPU = torch.device("cpu")
 # The kernel rounds once, torch between norm and rotation too: a unit in bfloat16's last place, of numbers up to 4.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.04}
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: str(dtype).removeprefix("torch."))

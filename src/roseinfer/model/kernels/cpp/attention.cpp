@@ -371,11 +371,16 @@ void attend_bfloat16(const Call& call) {
 
 }  // namespace
 
-EXPORT void attention_float32(const void* call) { attend<Registers<Float32>, float>(*static_cast<const Call*>(call)); }
-EXPORT void attention_bfloat16(const void* call) { attend_bfloat16<bfloat16>(*static_cast<const Call*>(call)); }
-
-EXPORT void attention_float32_int8(const void* call) {
-    attend<Registers<Float32>, int8_t>(*static_cast<const Call*>(call));
+EXPORT void attention_float32(const Step* step, const Layer* layer) {
+    attend<Registers<Float32>, float>(Call{*step, *layer});
 }
 
-EXPORT void attention_bfloat16_int8(const void* call) { attend_bfloat16<int8_t>(*static_cast<const Call*>(call)); }
+EXPORT void attention_bfloat16(const Step* step, const Layer* layer) { attend_bfloat16<bfloat16>(Call{*step, *layer}); }
+
+EXPORT void attention_float32_int8(const Step* step, const Layer* layer) {
+    attend<Registers<Float32>, int8_t>(Call{*step, *layer});
+}
+
+EXPORT void attention_bfloat16_int8(const Step* step, const Layer* layer) {
+    attend_bfloat16<int8_t>(Call{*step, *layer});
+}

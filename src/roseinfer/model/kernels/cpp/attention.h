@@ -12,8 +12,8 @@ constexpr int KEY_TILE = 64;
 constexpr int TILE_VECTORS = KEY_TILE / LANES;
 constexpr int MAX_TILE_BLOCKS = KEY_TILE / 8;
 
-// The arguments from Python, once a step; those below the line change with the layer.
-struct Call {
+// What all layers of a step share: _Step of attention/native.py.
+struct Step {
     const int32_t* slots;         // [tokens] row of the block table
     const int32_t* positions;     // [tokens]
     const int32_t* query_starts;  // [rows + 1] first token of each row
@@ -29,7 +29,10 @@ struct Call {
     int64_t block_size;
     float scale;
     float softcap;  // 0: none
-    // ----
+};
+
+// What is a layer's own: _Layer of attention/native.py.
+struct Layer {
     int64_t window;      // 0: none
     const float* sinks;  // [heads] or null
     const void* q;  // [tokens, heads, head_dim], the strides in numbers
@@ -45,7 +48,10 @@ struct Call {
     int64_t v_strides[2];
 };
 
-// Where the pages of one tile of keys lie for one head, in the type of the cache or widened. Past the sequence's last block its last block is repeated.
+struct Call : Step, Layer {};
+
+// Where the pages of one tile of keys lie for one head, in the type of the cache or widened. Past the sequence's last
+// block its last block is repeated.
 //
 // Keys and values are read from memory once, and while one tile is computed the next one is prefetched: its lines come in
 // between the products, since the processor has room for a few outstanding requests only.

@@ -32,7 +32,7 @@ constexpr int64_t kMaxRows = 512;         // of them
 constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are prefetched
 constexpr int64_t kWorthThreads = 64;     // tiles; below, waking a thread costs more than it saves
 
-// A linear layer: _TileDescriptor of layers/linear.py.
+// A linear layer: _TileDescriptor of layers/packed_linear.py.
 struct Linear {
     const uint8_t* weight;  // packed
     const float* scales;    // [num_outputs] of an int8 weight

@@ -59,7 +59,7 @@ struct Int4 {
 };
 constexpr int64_t kGroupRowWords = 1 + kGroup / 4;  // of x, the first of which sums begin with
 
-// A linear layer: _RegisterDescriptor of layers/linear.py. A word is the float32 that has its bits.
+// A linear layer: RegisterDescriptor of layers/packed_linear.py. A word is the float32 that has its bits.
 struct Linear {
     const float* weight;     // packed words
     const void* scales;      // float32 [num_outputs] of an int8 weight; float16 [panel][group][kPanel] of int4

@@ -10,7 +10,7 @@
 #include "simd.h"
 
 constexpr int kVectors = 3;                   // registers of outputs side by side
-constexpr int64_t kPanel = kVectors * LANES;  // layers/linear.py rounds up to 48
+constexpr int64_t kPanel = kVectors * LANES;  // layers/packed_linear.py rounds up to 48
 
 constexpr int64_t kGroup = 32;      // inputs of int4 with one scale
 constexpr int64_t kGroupWords = 4;  // of the weight

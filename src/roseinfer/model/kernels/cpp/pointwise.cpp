@@ -50,16 +50,27 @@ void turn_head(T* head, const float* weight, const float* cos, const float* sin,
     }
 }
 
+// Norms and rotation of a layer: _Descriptor of layers/rope.py.
+struct Turn {
+    const float* query_weight;  // [head_dim] of the norms, or null
+    const float* key_weight;
+    int64_t num_query_heads;
+    int64_t num_key_heads;
+    int64_t num_merged_heads;  // of a row, values too
+    int64_t head_dim;
+    float epsilon;
+};
+
 template <typename T>
-void turn(T* rows, int64_t num_rows, int64_t stride, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
-          const float* cos, const float* sin, const float* query_weight, const float* key_weight, float epsilon) {
-    const int64_t num_heads = num_query_heads + num_key_heads, half = head_dim / 2;
+void turn(const Turn& layer, T* rows, int64_t num_rows, const float* cos, const float* sin, const int64_t* positions) {
+    const int64_t num_heads = layer.num_query_heads + layer.num_key_heads, head_dim = layer.head_dim;
 #pragma omp parallel for collapse(2) if (num_rows * num_heads * head_dim > kWorthThreads)
     for (int64_t row = 0; row < num_rows; ++row) {
         for (int64_t head = 0; head < num_heads; ++head) {
-            const float* weight = head < num_query_heads ? query_weight : key_weight;
-            T* at = rows + row * stride + head * head_dim;
-            turn_head(at, weight, cos + row * half, sin + row * half, head_dim, epsilon);
+            const float* weight = head < layer.num_query_heads ? layer.query_weight : layer.key_weight;
+            T* at = rows + (row * layer.num_merged_heads + head) * head_dim;
+            const int64_t angle = positions[row] * (head_dim / 2);
+            turn_head(at, weight, cos + angle, sin + angle, head_dim, layer.epsilon);
         }
     }
 }
@@ -95,18 +106,16 @@ void gate(const T* gate_up, T* out, int64_t num_rows, int64_t inner) {
 
 }  // namespace
 
-// rows [num_rows, stride], each beginning with query heads and then key heads; cos and sin [num_rows, head_dim / 2];
-// weights [head_dim] of the norms, or null. In place.
-EXPORT void roseinfer_turn_heads_float32(float* rows, int64_t num_rows, int64_t stride, int64_t num_query_heads,
-                                         int64_t num_key_heads, int64_t head_dim, const float* cos, const float* sin,
-                                         const float* query_weight, const float* key_weight, float epsilon) {
-    turn(rows, num_rows, stride, num_query_heads, num_key_heads, head_dim, cos, sin, query_weight, key_weight, epsilon);
+// rows [num_rows, num_merged_heads, head_dim], each beginning with query heads and then key heads, in place; cos and sin
+// [any, head_dim / 2], of which a row has those at its position.
+EXPORT void roseinfer_turn_heads_float32(const Turn* layer, float* rows, int64_t num_rows, const float* cos,
+                                         const float* sin, const int64_t* positions) {
+    turn(*layer, rows, num_rows, cos, sin, positions);
 }
 
-EXPORT void roseinfer_turn_heads_bfloat16(bfloat16* rows, int64_t num_rows, int64_t stride, int64_t num_query_heads,
-                                          int64_t num_key_heads, int64_t head_dim, const float* cos, const float* sin,
-                                          const float* query_weight, const float* key_weight, float epsilon) {
-    turn(rows, num_rows, stride, num_query_heads, num_key_heads, head_dim, cos, sin, query_weight, key_weight, epsilon);
+EXPORT void roseinfer_turn_heads_bfloat16(const Turn* layer, bfloat16* rows, int64_t num_rows, const float* cos,
+                                          const float* sin, const int64_t* positions) {
+    turn(*layer, rows, num_rows, cos, sin, positions);
 }
 
 // gate_up [num_rows, 2 * inner], the gates first -> out [num_rows, inner] = silu(gate) * up.

@@ -1,5 +1,5 @@
 // The steps before and after torch's product of int8 matrices: rows to int8 and scales, and sums to outputs. gemm.cpp and
-// linear.cpp do all three at once, on processors that have their instructions. The same in torch is in layers/linear.py.
+// linear.cpp do all three at once, on processors that have their instructions. The same in torch is in layers/int8.py.
 
 #include <algorithm>
 

@@ -11,7 +11,7 @@ constexpr int64_t kQuantizedPiece = 64;  // numbers that are written at once: on
 // q = round(x * 127 / max|x|), ties to even. Calls write(index of the piece, its 64 numbers, how many of them the row
 // has; the others are 0). Returns the scale. A row so small that 127 / max|x| is no float32, below about 3.7e-37, is a
 // row of zeros, and so is its scale. That of a row that is not finite is NaN, and its q are 0: everything computed from
-// it is NaN and not a number that looks sound. The same bits as int8.py's quantized_rows gives.
+// it is NaN and not a number that looks sound. The same bits as quantized_rows of layers/int8.py gives.
 template <typename T, typename Write>
 static inline float quantize_row(const T* x, int64_t size, const Write& write) {
     Floats most = zeros(), poison = zeros();

@@ -1,0 +1,175 @@
+"""Records the calls of a forward pass, and replays them without the Python between them.
+
+The first step with a number of rows runs as it is written, and each call of a kernel and each operator of torch is
+noted, with the addresses that it was given. Later ones with as many rows repeat what was noted, on the same memory:
+kernels that follow each other are one call into compiled code. It is for models whose steps differ in nothing but the
+numbers in their arrays, as a CUDA graph is.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roseinfer.model.attention.base import Attend
+from roseinfer.model.kernels.library import Kernels
+
+_NUM_ARGUMENTS = 6  # of a kernel, as in kernels/cpp/replay.cpp
+_ALIGNMENT = 64
+_MOST_KEPT_BYTES = 32 << 20  # of tensors that operators make, which cannot share memory, in all recordings
+_BY_REFERENCE = type(ctypes.byref(ctypes.c_int()))
+_ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+
+Forward = Callable[[torch.Tensor, torch.Tensor, Attend], torch.Tensor]  # of a `CausalLM`
+
+
+class _Call(ctypes.Structure):
+    """`RecordedCall` of kernels/cpp/replay.cpp."""
+
+    _fields_ = (("kernel", ctypes.c_void_p), ("arguments", ctypes.c_int64 * _NUM_ARGUMENTS))
+
+
+class SharedMemory:
+    """Memory for the tensors of recordings, which never run at once.
+
+    A piece is lent until the tensor that has it is gone. All pieces are kept, since recordings know their addresses.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[npt.NDArray[np.uint8]] = []
+        self._lent: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}  # by index
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with arbitrary numbers, at least one, in the smallest piece that is free, or in a new one."""
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        free = [index for index in range(len(self._pieces)) if self._is_free(index) and self._size(index) >= num_bytes]
+        if free:
+            index = min(free, key=self._size)
+        else:
+            index = len(self._pieces)
+            whole = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+            self._pieces.append(whole[-whole.ctypes.data % _ALIGNMENT :][:num_bytes])
+        lent = self._pieces[index][:num_bytes]
+        self._lent[index] = weakref.ref(lent)  # which the tensor's storage keeps, and views of it too
+        return torch.frombuffer(lent, dtype=dtype).view(*shape)
+
+    def _is_free(self, index: int) -> bool:
+        return self._lent[index]() is None
+
+    def _size(self, index: int) -> int:
+        return len(self._pieces[index])
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes kernels and operators while a forward pass runs."""
+
+    def __init__(self, memory: SharedMemory, kernels: Kernels) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_repeatable = True  # nothing was read back, which the next step could read otherwise
+        self.alive: list[object] = []  # what addresses in `parts` point to
+        self.parts: list[Callable[[], object]] = []
+        self.num_kept_bytes = 0
+        self._memory = memory
+        self._replay = kernels.function("roseinfer_replay", ctypes.c_void_p, ctypes.c_int64)
+        self._calls: list[_Call] = []  # since the last operator
+
+    def add_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """Note the call of a kernel."""
+        words = [word for word in map(_word, arguments) if word is not None]
+        if len(words) < len(arguments) or len(words) > _NUM_ARGUMENTS:
+            self.is_repeatable = False
+            return
+        self._calls.append(_Call(ctypes.cast(function, ctypes.c_void_p), (ctypes.c_int64 * _NUM_ARGUMENTS)(*words)))
+        self.alive.append(arguments)
+
+    def end_calls(self) -> None:
+        """Make one part of the kernels since the last operator."""
+        if self._calls:
+            calls = (_Call * len(self._calls))(*self._calls)
+            self.alive.append(calls)
+            self.parts.append(partial(self._replay, ctypes.addressof(calls), len(calls)))
+            self._calls = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ALLOCATIONS:
+            like, shape = (args[0], args[1]) if len(args) > 1 else (None, args[0])
+            dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+            if np.prod(shape):
+                return self._memory.empty(shape, dtype)
+        result = func(*args, **kwargs)
+        if func.is_view:
+            return result
+        self.end_calls()
+        self.alive.append((args, kwargs, result))
+        if isinstance(result, torch.Tensor):
+            repeat, is_new = partial(func, *args, **kwargs), not func._schema.is_mutable  # noqa: SLF001
+            self.parts.append(partial(_copy_of, repeat, result) if is_new else repeat)
+            self.num_kept_bytes += result.nbytes if is_new else 0
+        else:
+            self.is_repeatable = False
+        return result
+
+
+def _copy_of(repeat: Callable[[], torch.Tensor], to: torch.Tensor) -> None:
+    to.copy_(repeat())
+
+
+def _word(argument: Any) -> int | None:
+    """An argument of a kernel as the integer that it is, or the address of what it points to; None for others."""
+    if isinstance(argument, _BY_REFERENCE):
+        return ctypes.addressof(argument._obj)  # type: ignore[attr-defined]  # noqa: SLF001
+    return int(argument or 0) if argument is None or isinstance(argument, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    parts: list[Callable[[], object]]
+    inputs: tuple[int, int]  # the addresses of token ids and positions
+    result: torch.Tensor
+    alive: list[object] = field(repr=False)
+
+
+class Replays:
+    """A forward pass that is replayed where it can be. Its result is valid until the next call."""
+
+    def __init__(self, forward: Forward, kernels: Kernels) -> None:
+        self._forward = forward
+        self._kernels = kernels
+        self._memory = SharedMemory()
+        self._recordings: dict[int, _Recording | None] = {}  # by number of rows; None: it is not repeated
+        self._num_kept_bytes = 0
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """As `CausalLM.forward`; `attend` must be of a backend whose calls serve later steps too."""
+        num_rows = len(token_ids)
+        if num_rows not in self._recordings:
+            return self._record(token_ids, positions, attend)
+        recording = self._recordings[num_rows]
+        if recording is None or recording.inputs != (token_ids.data_ptr(), positions.data_ptr()):
+            return self._forward(token_ids, positions, attend)
+        for part in recording.parts:
+            part()
+        return recording.result
+
+    def _record(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        recorder = _Recorder(self._memory, self._kernels)
+        with recorder, self._kernels.noting(recorder.add_call):
+            result = self._forward(token_ids, positions, attend)
+        recorder.end_calls()
+        num_kept_bytes, recording = self._num_kept_bytes + recorder.num_kept_bytes, None
+        if recorder.is_repeatable and num_kept_bytes <= _MOST_KEPT_BYTES:
+            self._num_kept_bytes = num_kept_bytes
+            inputs = token_ids.data_ptr(), positions.data_ptr()
+            recording = _Recording(recorder.parts, inputs, result, [*recorder.alive, token_ids, positions, attend])
+        self._recordings[len(token_ids)] = recording
+        return result
