@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from benchmarks.http_client import prepared
@@ -52,6 +52,15 @@ class Group:
     def remove(self, pid: int) -> None:
         (self._parent / "cgroup.procs").write_text(str(pid))
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Puts this process into it meanwhile; what it starts stays there."""
+        self.add(os.getpid())
+        try:
+            yield
+        finally:
+            self.remove(os.getpid())
+
     def limit(self, cores: float) -> None:
         quota = round(cores * PERIOD_US)
         if self._is_v1:
@@ -69,14 +78,9 @@ class Group:
 def serving_in(group: Group | None, log: Path) -> Iterator[Server]:
     """A server that is ready, started in the group, so that it looks for waits there."""
     port, ops_port = free_port(), free_port()
-    if group is not None:
-        group.add(os.getpid())
-    try:
-        command = serve_command(port, ops_port, ["--runner.num-threads", "1"])
+    command = serve_command(port, ops_port, ["--runner.num-threads", "1"])
+    with nullcontext() if group is None else group.entered():
         server = Server(command, port, log, ops_port=ops_port)
-    finally:
-        if group is not None:
-            group.remove(os.getpid())
     try:
         server.wait_ready()
         yield server

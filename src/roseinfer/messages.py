@@ -294,6 +294,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         "none"  # how matrices are multiplied: `amx`, `registers`, `int8`, `int4`, `onednn` (all exact), `torch`
     )
     num_threads: int = 0  # of the model on a CPU; 0 elsewhere
+    cpu_limit: float | None = None  # cores that the quota of its control groups allows; None without one
+    pid: int = 0  # of the engine's process; 0 where nothing computes
     block_size: int
     num_blocks: int
     graph_sizes: list[int] = []  # rows of the CUDA graphs that decode steps run in; empty without graphs

@@ -339,6 +339,20 @@ def test_notes_have_the_command(example: ExampleOf) -> None:
     assert "Nothing scrapes it yet" not in example("keda").notes
 
 
+def test_notes_say_what_a_cpu_limit_does(helm: HelmProcess, example: ExampleOf) -> None:
+    assert "CPU" not in example("default").notes, "there is none"
+
+    def notes(request: object, limit: object) -> str:
+        memory = {"memory": "4Gi"}
+        resources = {"requests": {"cpu": request, **memory}, "limits": {"cpu": limit, **memory}}
+        return helm.render({"resources": resources}).notes
+
+    assert "The CPU limit of 4 stops the server" in notes(4, 4)
+    assert "the pod has these 4 cores to itself" in notes("4", 4)
+    for request, limit in ((2, 4), ("1500m", "1500m"), (0.5, 0.5)):
+        assert "Leave resources.limits.cpu out, or make it" in notes(request, limit)
+
+
 def test_notes_say_which_links_of_alerts_lead_nowhere(helm: HelmProcess, example: ExampleOf) -> None:
     rules = {"enabled": True, "grafana": "https://example.com/grafana"}
     assert "Links of alerts" not in example("default").notes

@@ -85,6 +85,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     knobs: list[OptionAdvice]
     unexplained: CauseShare  # of p99 - p50, what has no name
     unknown_share: float  # of the time of all gaps
+    cpu_limit: float | None = (
+        None  # cores that the engine's control group allowed when it started; None without a limit
+    )
+    num_throttled: int = 0  # of the slow gaps, those whose cause is `cpu_throttled`
     num_draft_tokens: int = 0  # that the recorded steps verified: see scheduler.speculation
     num_accepted_tokens: int = 0  # of those, the ones that became tokens without a step of their own
 
@@ -119,6 +123,8 @@ def explain(gaps: Sequence[Gap], recording: Recording, source: str, clock: Timin
         knobs=[_advice(share.cause, recording) for share in causes if share.share >= _WORTH_ADVICE],
         unexplained=unknown[0] if unknown else CauseShare(Cause.UNKNOWN, 0.0, 0.0),
         unknown_share=parts.share_of_all(Cause.UNKNOWN),
+        cpu_limit=recording.meta.engine.cpu_limit if recording.meta.engine else None,
+        num_throttled=sum(gap.is_slow and gap.cause is Cause.CPU_THROTTLED for gap in gaps),
         num_draft_tokens=int(recording.steps["num_draft_tokens"].sum()),
         num_accepted_tokens=int(recording.steps["num_accepted_tokens"].sum()),
     )

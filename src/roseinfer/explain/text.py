@@ -16,6 +16,8 @@ _CLOCKS = {
 def lines(explanation: Explanation) -> Iterator[str]:
     """Yields the lines of the whole report."""
     found = explanation
+    if found.cpu_limit is not None or found.num_throttled:
+        yield _cpu_limit(found)
     yield (
         f"{found.num_gaps} gaps {_CLOCKS[found.clock]}, of {found.num_requests} requests in {found.span_s:.3g} s, "
         f"{found.num_slow_gaps} of them slow"
@@ -43,6 +45,16 @@ def lines(explanation: Explanation) -> Iterator[str]:
         f"Unexplained: {ms(left.seconds)} of p99 - p50 ({percent(left.share)}); "
         f"{percent(found.unknown_share)} of the time of all gaps is unknown."
     )
+
+
+def _cpu_limit(found: Explanation) -> str:
+    of_cores = (
+        "" if found.cpu_limit is None else f" of {found.cpu_limit:.3g} {'core' if found.cpu_limit == 1 else 'cores'}"
+    )
+    slow = "1 slow gap" if found.num_slow_gaps == 1 else f"{found.num_slow_gaps} slow gaps"
+    if found.num_throttled:
+        return f"A CPU limit{of_cores} stopped the server: {found.num_throttled} of {slow} are its doing."
+    return f"The server has a CPU limit{of_cores}; it is the cause of none of {slow}."
 
 
 def _modes(found: Explanation) -> Iterator[str]:

@@ -5,6 +5,7 @@ Weights go to the device tensor by tensor out of the mapped files; the host neve
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from roseinfer.model.kv_cache import KVCache, plan_num_blocks
 from roseinfer.model.packed_cache import open_packed_cache
 from roseinfer.model.pooling import read_embedding
 from roseinfer.records import LifecycleState
+from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 
 _log = logging.getLogger(__name__)
 
@@ -103,9 +105,10 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         attention=attention.name,
         linear=placement.linears,
         num_threads=torch.get_num_threads() if device_name == "cpu" else 0,
+        cpu_limit=cpu_quota(cpu_groups()),
+        pid=os.getpid(),
         block_size=config.cache.block_size,
         num_blocks=num_blocks,
-        startup_s={},
     )
     return LoadedModel(model, attention, placement, info)
 

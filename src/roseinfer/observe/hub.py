@@ -139,6 +139,7 @@ class Hub(Observer):
     def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0) -> None:
         """With `max_delay_s`, facts wait so long at most; they must then come on an event loop."""
         self.spent_ns = 0  # by all observers
+        self.on_write_returned: Callable[[int], None] = lambda _: None  # called with the moment, at once
         self._max_delay_s = max_delay_s
         self._observers = [(observer, _heard_by(observer)) for observer in observers]
         self._facts: _Facts = []  # steps, and writes one by one, that wait
@@ -173,6 +174,7 @@ class Hub(Observer):
             self._catch_up_soon()
 
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
+        self.on_write_returned(delivery.written_ns)
         if self._are_writes_heard:
             self._writes.add(timeline, delivery)
         if self._is_each_write_heard:

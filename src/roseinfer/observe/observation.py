@@ -21,6 +21,7 @@ from roseinfer.observe.tracing.tracing import make_tracing
 from roseinfer.records import Invariant, Observer, RequestTimeline, Violation
 from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
+from roseinfer.runtime.host import read_host
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Observation:
             gc_pauses.take,
             has_vllm_names=observe.vllm_names,
         )
+        self.metrics.read_host = read_host
         self.attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
         self.attribution.on_slow_gap.append(self.capture.on_slow_gap)
         self.flight.listen(gc_pauses, loop_waits, self.metrics, self.attribution.interruptions)
@@ -94,6 +96,7 @@ class Observation:
         # The recorder is first: a gap that the others find to be too slow is then in what they freeze.
         observers = [self.flight, self.attribution, self.metrics, *self.capture.observers, summaries, *self._tracing]
         self.hub = Hub([*observers, self.integrity], MAX_DELAY_S)
+        self.hub.on_write_returned = loop_waits.glance
         self.flight.catch_up = self.hub.catch_up
         self.metrics.watch(self.attribution, lambda: self.hub.spent_ns)
 

@@ -1,4 +1,7 @@
-"""Measures how long threads were ready to run and had no core: another process had it, or a CPU quota was used up."""
+"""Measures how long threads were ready to run and had no core: another process had it, or a CPU quota was used up.
+
+Of an event loop's thread also how long it was stopped for another reason, such as a lock or a page from disk.
+"""
 
 import os
 import selectors
@@ -6,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +19,11 @@ TASKS = Path("/proc/self/task")
 _EVERY_NS = 1_000_000  # a look costs two microseconds, so none comes sooner after another
 _QUOTA_EVERY_NS = 10_000_000
 _NOTED_NS = 500_000  # of a wait: less makes no gap slow
+_LOOP_NOTED_NS = 100_000  # a tenth of what may lie between two looks: at least nine tenths of the rest were computing
 _SHARE = 0.1  # of the caller's processor time, from which on a thread counts as one that computes
+
+
+_Events = list[tuple[selectors.SelectorKey, int]]
 
 
 class Waited(NamedTuple):
@@ -34,8 +42,18 @@ class CpuWaits:
     Where threads compute together, all wait for the one that has no core, so the longest wait counts.
     """
 
-    def __init__(self, threads: Sequence[int] = (), tasks: Path = TASKS, groups: Sequence[Path] | None = None) -> None:
-        """Of the calling thread and of `threads`, by their ids. Counts nothing where the system does not."""
+    def __init__(
+        self,
+        threads: Sequence[int] = (),
+        tasks: Path = TASKS,
+        groups: Sequence[Path] | None = None,
+        noted_ns: int = _NOTED_NS,
+    ) -> None:
+        """Of the calling thread and of `threads`, by their ids. Counts nothing where the system does not.
+
+        Less than `noted_ns` between two looks is no wait.
+        """
+        self._noted_ns = noted_ns
         own = threading.get_native_id()
         self._files = _open(tasks / str(thread) / "schedstat" for thread in (own, *threads))
         self._stats = _open(group / "cpu.stat" for group in (cpu_groups() if groups is None else groups))
@@ -50,11 +68,11 @@ class CpuWaits:
         self._looked_ns = now_ns
         before, self._delays = self._delays, [_delay_ns(file) for file in self._files]
         delay_ns = max(now - then for now, then in zip(self._delays, before, strict=True))
-        if delay_ns < _NOTED_NS and now_ns - self._read_quota_ns < _QUOTA_EVERY_NS:
+        if delay_ns < self._noted_ns and now_ns - self._read_quota_ns < _QUOTA_EVERY_NS:
             return NOTHING
         self._read_quota_ns = now_ns
         throttled_before, self._throttled_ns = self._throttled_ns, self._read_throttled()
-        if delay_ns < _NOTED_NS:
+        if delay_ns < self._noted_ns:
             return NOTHING
         throttled = min(delay_ns, self._throttled_ns - throttled_before)
         return Waited(throttled, delay_ns - throttled)
@@ -67,44 +85,83 @@ class CpuWaits:
             os.close((self._files or self._stats).pop())
 
 
-class LoopWaits:
-    """Calls its listeners with each wait of an event loop's thread: when it began, when what a quota took of it was
-    over, and when it ended. The kernel does not say when a thread waited, so a wait is taken to end when it is seen.
+class Stop(NamedTuple):
+    """A while in which an event loop's thread had work and did not compute: first for no reason that is known, then
+    because a quota was used up, then because others had the cores; any of the three may have taken no time.
     """
 
-    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self.listeners: list[Callable[[int, int, int], None]] = []
+    start_ns: int
+    throttled_ns: int  # when each of the other two began
+    waited_ns: int
+    end_ns: int
+
+
+class LoopWaits:
+    """Calls its listeners with each stop of an event loop's thread.
+
+    Neither the kernel nor the thread's clock says when it was stopped, so a stop is taken to end when it is seen: no
+    later than a millisecond of computing afterwards, if `glance` is called as often.
+    """
+
+    def __init__(
+        self, clock: Callable[[], int] = time.monotonic_ns, cpu_clock: Callable[[], int] = time.thread_time_ns
+    ) -> None:
+        self.listeners: list[Callable[[Stop], None]] = []
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._waits: CpuWaits | None = None
+        self._looked_ns = 0
+        self._computed_ns = 0  # by the thread, until then
+        self._rested_ns = 0  # since then: it waited for sockets
 
     def selector(self) -> selectors.BaseSelector:
         """For the loop that is to be watched; called in its thread."""
-        self._waits = CpuWaits()
-        return _WatchedSelector(self.look)
+        self._waits = CpuWaits(noted_ns=_LOOP_NOTED_NS)
+        self._looked_ns, self._computed_ns = self._clock(), self._cpu_clock()
+        return _WatchedSelector(self)
 
-    def look(self) -> None:
-        """Looks for a wait; called in the loop's thread."""
+    def glance(self, now_ns: int) -> None:
+        """Looks if the look before is a while ago; called in the loop's thread."""
+        if now_ns - self._looked_ns >= _EVERY_NS:
+            self.look(now_ns)
+
+    def look(self, now_ns: int) -> None:
+        """Looks for a stop; called in the loop's thread."""
         if self._waits is None:
             return
-        now_ns = self._clock()
+        computed_ns = self._cpu_clock()
         throttled_ns, waited_ns = self._waits.look(now_ns)
-        if throttled_ns or waited_ns:
+        busy_ns = now_ns - self._looked_ns - self._rested_ns
+        stopped_ns = busy_ns - (computed_ns - self._computed_ns) - throttled_ns - waited_ns
+        self._looked_ns, self._computed_ns, self._rested_ns = now_ns, computed_ns, 0
+        stopped_ns = stopped_ns if stopped_ns >= _LOOP_NOTED_NS else 0
+        if stopped_ns or throttled_ns or waited_ns:
+            begun_ns = now_ns - waited_ns - throttled_ns
+            stop = Stop(begun_ns - stopped_ns, begun_ns, now_ns - waited_ns, now_ns)
             for listener in self.listeners:
-                listener(now_ns - waited_ns - throttled_ns, now_ns - waited_ns, now_ns)
+                listener(stop)
+
+    def rest(self, select: Callable[[], _Events]) -> _Events:
+        """Looks before and after a wait for sockets, which is no stop; a delay of the waking is one."""
+        begin_ns = self._clock()
+        self.glance(begin_ns)
+        try:
+            return select()
+        finally:
+            end_ns = self._clock()
+            self._rested_ns += end_ns - begin_ns
+            self.glance(end_ns)
 
 
 class _WatchedSelector(selectors.DefaultSelector):
     """One that looks before and after each turn of its loop."""
 
-    def __init__(self, look: Callable[[], None]) -> None:
+    def __init__(self, waits: LoopWaits) -> None:
         super().__init__()
-        self._look = look
+        self._waits = waits
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._look()
-        events = super().select(timeout)
-        self._look()
-        return events
+    def select(self, timeout: float | None = None) -> _Events:
+        return self._waits.rest(partial(super().select, timeout))
 
 
 def computing_threads(tasks: Path = TASKS) -> list[int]:

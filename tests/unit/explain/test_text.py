@@ -1,5 +1,8 @@
 """What a report says of itself before its figures."""
 
+import dataclasses
+
+import msgspec
 import pytest
 
 from roseinfer.explain import text
@@ -8,6 +11,7 @@ from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from tests.unit.explain.gaps import make_gap
 from tests.unit.explain.test_command import interfered
+from tests.unit.observe.facts import ENGINE
 
 
 def gaps_of(num_gaps: int, num_slow: int) -> list[Gap]:
@@ -48,3 +52,24 @@ def test_without_a_slow_gap_that_is_told() -> None:
     gaps = [make_gap({Cause.DECODE: 9.0 + (number > 90)}) for number in range(100)]
     told = list(text.lines(explain(gaps, interfered(0), "here", "engine")))
     assert "No gap is slow: what follows is about gaps that are not." in told
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_throttled", "first"),
+    [
+        (0.6, 3, "A CPU limit of 0.6 cores stopped the server: 3 of 5 slow gaps are its doing."),
+        (None, 1, "A CPU limit stopped the server: 1 of 5 slow gaps are its doing."),
+        (1.0, 0, "The server has a CPU limit of 1 core; it is the cause of none of 5 slow gaps."),
+        (None, 0, "100 gaps between tokens in the engine"),
+    ],
+)
+def test_a_cpu_limit_is_the_first_thing_that_is_said(limit: float | None, num_throttled: int, first: str) -> None:
+    recording = interfered(0)
+    meta = msgspec.structs.replace(recording.meta, engine=msgspec.structs.replace(ENGINE, cpu_limit=limit))
+    recording = dataclasses.replace(recording, meta=meta)
+    throttled = [make_gap({Cause.DECODE: 9.0, Cause.CPU_THROTTLED: 30.0})] * num_throttled
+    gaps = [*gaps_of(100 - num_throttled, 5 - num_throttled), *throttled]
+    explanation = explain(gaps, recording, "here", "engine")
+    line = next(iter(text.lines(explanation)))
+    assert line.startswith(first)
+    assert (explanation.cpu_limit, explanation.num_throttled) == (limit, num_throttled)

@@ -1,12 +1,18 @@
 """Waits for a core, from the kernel's files: whose they are, how much of them a quota took, and what a look costs."""
 
+import asyncio
+import selectors
 import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from roseinfer.runtime.cpu_waits import NOTHING, CpuWaits, LoopWaits, Waited, computing_threads
+from roseinfer.runtime import cpu_waits
+from roseinfer.runtime.cpu_waits import NOTHING, CpuWaits, LoopWaits, Stop, Waited, computing_threads
 
 MS = 1_000_000
 
@@ -99,13 +105,86 @@ def test_threads_that_computed_are_found_by_their_processor_time(kernel: Kernel)
     assert computing_threads(kernel.tasks / "missing") == []
 
 
-def test_a_wait_of_the_loop_ends_when_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuWaits, "look", lambda _, now_ns: Waited(4 * MS, 3 * MS) if now_ns == 100 * MS else NOTHING)
-    now_ns, heard = 90 * MS, list[tuple[int, int, int]]()
-    waits = LoopWaits(lambda: now_ns)
-    waits.listeners.append(lambda *wait: heard.append(wait))
-    with waits.selector() as selector:
-        selector.select(0)
-        now_ns = 100 * MS
-        waits.look()
-    assert heard == [(93 * MS, 97 * MS, 100 * MS)]
+class Loop:
+    """A watched loop by clocks that the test sets, in milliseconds, and what it heard."""
+
+    def __init__(self, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernel, self.now, self.computed, self.heard = kernel, 90.0, 40.0, list[Stop]()
+        make = partial(CpuWaits, (), kernel.tasks, [kernel.group])
+        monkeypatch.setattr(cpu_waits, "CpuWaits", lambda noted_ns: make(noted_ns=noted_ns))
+        self.waits = LoopWaits(lambda: int(self.now * MS), lambda: int(self.computed * MS))
+        self.waits.listeners.append(self.heard.append)
+        self.selector = self.waits.selector()
+
+    def pass_by(self, ms: float, *, computing: float = 0.0, waited: float = 0.0, throttled: float = 0.0) -> None:
+        """Time in which the thread also computed, and had no core."""
+        self.now, self.computed = self.now + ms, self.computed + computing
+        self.kernel.set_thread(self.kernel.own, waited=waited)
+        self.kernel.set_throttled(throttled)
+
+
+@pytest.fixture
+def loop(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    loop = Loop(kernel, monkeypatch)
+    with loop.selector:
+        yield loop
+
+
+def test_a_stop_of_the_loop_ends_when_it_is_seen_and_has_its_reasons_apart(loop: Loop) -> None:
+    loop.pass_by(12, computing=3, waited=7, throttled=4)
+    loop.waits.glance(102 * MS)
+    assert loop.heard == [Stop(93 * MS, 95 * MS, 99 * MS, 102 * MS)]
+    loop.pass_by(1.5, computing=1.45, waited=7, throttled=4)
+    loop.waits.glance(int(103.5 * MS))
+    assert len(loop.heard) == 1, "it computed"
+
+
+def test_waiting_for_sockets_is_no_stop_and_waking_late_is_one(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    waking = {"waited": 0.0}
+
+    def select(*_: object) -> list[object]:
+        loop.pass_by(20, computing=0.02, **waking)
+        return []
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    loop.selector.select(1)
+    assert loop.heard == []
+    waking["waited"] = 3.0
+    loop.selector.select(1)
+    assert loop.heard == [Stop(127 * MS, 127 * MS, 127 * MS, 130 * MS)]
+
+
+def test_it_does_not_look_again_within_a_millisecond(loop: Loop) -> None:
+    loop.pass_by(0.9)
+    loop.waits.glance(int(90.9 * MS))
+    loop.pass_by(0.2)
+    loop.waits.glance(int(91.1 * MS))
+    assert loop.heard == [Stop(90 * MS, int(91.1 * MS), int(91.1 * MS), int(91.1 * MS))]
+
+
+def test_of_a_real_loop_a_call_that_blocks_is_a_stop_and_computing_and_resting_are_none() -> None:
+    """Whatever else the machine does: what it takes from the thread is a wait for a core."""
+    stops, waits = list[Stop](), LoopWaits()
+    waits.listeners.append(stops.append)
+
+    async def stopped_ms(work: Callable[[], object]) -> float:
+        await asyncio.sleep(0.002)
+        stops.clear()
+        asyncio.get_running_loop().call_soon(work)
+        await asyncio.sleep(0.002)
+        return sum(stop.throttled_ns - stop.start_ns for stop in stops) / MS
+
+    def compute() -> None:
+        end_s = time.thread_time() + 0.03
+        while time.thread_time() < end_s:
+            pass
+
+    async def scenario() -> None:
+        assert await stopped_ms(lambda: time.sleep(0.03)) >= 29
+        assert await stopped_ms(compute) < 6
+        stops.clear()
+        await asyncio.sleep(0.03)
+        assert sum(stop.throttled_ns - stop.start_ns for stop in stops) < 6 * MS
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(waits.selector())) as runner:
+        runner.run(scenario())

@@ -200,7 +200,7 @@ class Cause(StrEnum):
     )
     EVENT_LOOP = Row(
         name="event_loop",
-        meaning="the front end's event loop was busy with something else, other streams among it",
+        meaning="the thread of the front end's event loop computed something else, other streams among it",
         option="server.stream_interval",
         advice="A larger value means fewer writes for the front end; streams advance in jumps. A smaller "
         "`server.max_inflight` admits fewer requests.",
@@ -240,8 +240,9 @@ class Cause(StrEnum):
     UNKNOWN = Row(
         name="unknown",
         meaning="nothing that is recorded explains it",
-        advice="Look outside: a hypervisor that took the processor (`steal` in `/proc/stat`), frequency changes, "
-        "pages that came from disk.",
+        advice="Look outside, at the suspects on the jitter dashboard: a hypervisor that took the processor (`steal` "
+        "in `/proc/stat`), pages that came from disk, the clock of the cores. In the front end it is time in which its "
+        "thread neither computed nor was ready to: a lock, or a write to a log that nobody reads.",
         story="{part} of which nothing that is recorded says more",
         place="other",
         color="#999999",

@@ -6,7 +6,7 @@ stages of that token's way to the socket. So parts always add up to their gap.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -110,6 +110,17 @@ def gaps_of(
 
     By the clock `wire`, streamed requests have the gaps between their writes; the others have those between tokens.
     """
+    return [gap for gap, _ in split_gaps(recording, clock, slow_factor=slow_factor, slow_min_ns=slow_min_ns)]
+
+
+def split_gaps(
+    recording: Recording,
+    clock: Clock = "wire",
+    *,
+    slow_factor: float = SLOW_FACTOR,
+    slow_min_ns: int = SLOW_MIN_NS,
+) -> Iterator[tuple[Gap, Segments]]:
+    """Yields the gaps of `gaps_of`, and of each what its moments went to, in the order of time."""
     reader = _Reader(recording)
     pieces: list[_Piece] = []
     for request in recording.requests:
@@ -117,12 +128,10 @@ def gaps_of(
         pieces += reader.wire_gaps(request) if is_wire else reader.engine_gaps(request)
     pieces.sort(key=lambda piece: piece.end_ns)
     usuals = {is_wire: Usual(slow_factor, slow_min_ns) for is_wire in (False, True)}
-    gaps = []
     for piece in pieces:
         usual = usuals[piece.is_wire]
-        gaps.append(usual.gap(*piece[1:]))
+        yield usual.gap(*piece[1:]), piece.segments
         usual.learn_gap(piece.end_ns - piece.start_ns, piece.segments)
-    return gaps
 
 
 class _Piece(NamedTuple):

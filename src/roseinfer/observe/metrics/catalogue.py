@@ -31,6 +31,7 @@ from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import Writes
 from roseinfer.observe.metrics.histogram import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
 from roseinfer.records import Advanced, Api, FinishReason, Invariant, LifecycleState, RequestTimeline, StepRecord
+from roseinfer.runtime.host import HostFacts
 
 # A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
 NS_PER_S = 1e9
@@ -69,6 +70,7 @@ class ServerState:
     last_step_unix_s: float = 0.0
     stands_since_ns: int = 0  # an engine with work; 0 for one that goes on
     stalled_s: float = 0.0
+    host: HostFacts = field(default_factory=HostFacts)
     num_received: int = 0
     num_finished: int = 0
     num_refusals: Counter[str] = field(default_factory=Counter)  # by code
@@ -630,6 +632,28 @@ _ENGINE = (
         lambda state: {"": state.stalled_s},
         "For how long an engine that has work has made no step, from a second on; else 0. It keeps growing while a "
         "server that gave its engine up says so.",
+    ),
+    counter(
+        "roseinfer_host_steal_seconds_total",
+        "seconds",
+        AtScrape(lambda state: {"": state.host.steal_s}),
+        "Seconds in which a hypervisor gave cores of this host to others, of all its cores since its start (`steal` in "
+        "/proc/stat). 0 where that cannot be read.",
+    ),
+    counter(
+        "roseinfer_engine_major_page_faults_total",
+        "",
+        AtScrape(lambda state: {"": state.host.major_faults}),
+        "Pages of the engine's process, weights and KV pool among them, that had to come from disk. 0 where that "
+        "cannot be read.",
+    ),
+    gauge(
+        "roseinfer_cpu_clock_hertz",
+        "hertz",
+        lambda state: {"lowest": state.host.lowest_hz, "highest": state.host.highest_hz},
+        "The lowest and the highest clock, at the moment of the scrape, of the first 16 cores that this server may "
+        "use. 0 where the system does not say, as in most virtual machines.",
+        Label(name="of", values=("lowest", "highest")),
     ),
     gauge(
         "roseinfer_startup_seconds",

@@ -42,6 +42,7 @@ from roseinfer.observe.metrics.catalogue import (
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
+from roseinfer.runtime.host import HostFacts
 
 Child = tuple[str, ...]  # the values of a metric's own labels
 Values = Mapping[Child, float | str | int | Histogram]
@@ -85,6 +86,7 @@ class Metrics(Collector, WriteObserver):
         }
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self.num_dropped_spans: Callable[[], int] = lambda: 0  # reports how many spans were lost
+        self.read_host: Callable[[int], HostFacts] = lambda _: HostFacts()  # for the engine's process
         self._at_step = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtStep)]
         self._at_writes = [
             (row.source, self._cells[row.name][()]) for row in CATALOGUE if isinstance(row.source, AtWrites)
@@ -218,6 +220,7 @@ class Metrics(Collector, WriteObserver):
             state.num_dropped_log_lines = self._num_dropped_log_lines()
             state.observability_ns = self._spent_ns() + self._render_ns
             state.num_dropped_spans = self.num_dropped_spans()
+            state.host = self.read_host(state.engine.pid if state.engine else 0)
             now_ns = time.monotonic_ns()
             state.stalled_s = (now_ns - state.stands_since_ns) / NS_PER_S if state.stands_since_ns else 0.0
             if state.last_step_end_ns:

@@ -19,7 +19,7 @@ from roseinfer.observe.recorder.recording import ClockPair, RequestRecord, Struc
 from roseinfer.observe.recorder.rendering import Job, Render, render
 from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor
 from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, QueueReport, RequestTimeline, StepRecord
-from roseinfer.runtime.cpu_waits import LoopWaits
+from roseinfer.runtime.cpu_waits import LoopWaits, Stop
 from roseinfer.runtime.gc_pauses import GcPauses
 
 _NS_PER_MS = 1e6
@@ -49,14 +49,20 @@ class Flight(FlightRecorder):
             self.note_interruption(cause, start_ns, end_ns)
             interruptions.add(start_ns, end_ns, cause)
 
-        def note_wait(start_ns: int, throttled_until_ns: int, end_ns: int) -> None:
-            if start_ns < throttled_until_ns:
-                note(Cause.CPU_THROTTLED, start_ns, throttled_until_ns)
-            if throttled_until_ns < end_ns:
-                note(Cause.CPU_WAIT, throttled_until_ns, end_ns)
+        def note_stop(stop: Stop) -> None:
+            known = interruptions.within(stop.start_ns, stop.throttled_ns)  # a scrape in another thread, say
+            begins = (stop.start_ns, *(end_ns for _, end_ns, _ in known))
+            ends = (*(start_ns for start_ns, _, _ in known), stop.throttled_ns)
+            for cause, start_ns, end_ns in (
+                *((Cause.UNKNOWN, start_ns, end_ns) for start_ns, end_ns in zip(begins, ends, strict=True)),
+                (Cause.CPU_THROTTLED, stop.throttled_ns, stop.waited_ns),
+                (Cause.CPU_WAIT, stop.waited_ns, stop.end_ns),
+            ):
+                if start_ns < end_ns:
+                    note(cause, start_ns, end_ns)
 
         gc_pauses.listeners.append(partial(note, Cause.GC))
-        loop_waits.listeners.append(note_wait)
+        loop_waits.listeners.append(note_stop)
         metrics.render_listeners.append(partial(note, Cause.SCRAPE))
 
     # --- answers ----------------------------------------------------------------------------------------------------
