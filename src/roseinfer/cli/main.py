@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from roseinfer import __version__
 from roseinfer.config.api_keys import KEYS_VARIABLE
@@ -121,6 +122,7 @@ def _parser() -> Parser:
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     _add_sampling_flags(chat, temperature=0.7)
     add_config_flags(chat)
+    _add_batch(_add_command(commands, "batch", "Answer a file of requests in OpenAI's batch format.", _batch))
     _add_bench(_add_command(commands, "bench", "Measure the engine or a server, simulate, replay."))
     about = "Say in words and numbers what the gaps between tokens went to."
     explain = _later("roseinfer.explain.command", "run_explain")
@@ -159,6 +161,24 @@ def _chat(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.cli import terminal
 
     return terminal.chat(loaded.config, arguments.system, terminal.Sampling.of(arguments))
+
+
+def _add_batch(parser: Parser) -> None:
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="the requests, one a line")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the answers, in the order of the requests; errors go to a file beside it, *.errors.jsonl",
+    )
+    add_config_flags(parser)
+
+
+def _batch(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
+    from roseinfer.batch import command
+
+    return command.run(arguments.input, arguments.output, loaded.config)
 
 
 def _add_sampling_flags(parser: Parser, *, temperature: float) -> None:

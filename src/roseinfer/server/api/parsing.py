@@ -19,7 +19,7 @@ from roseinfer.server.connection.body import (
     read_bytes,
 )
 from roseinfer.server.exchange import EXCHANGE
-from roseinfer.server.service import SERVICE
+from roseinfer.server.service import SERVICE, Service
 
 _MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
 _SCHEMAS = frozenset({"schema", "value", "parameters", "json", "input", "input_schema"})  # in which null is a value
@@ -44,9 +44,7 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
         body = parse_body(raw, body_type, unknown)
     else:
         body = await service.long_bodies.do(_parse_long, raw, body_type, unknown, service.client.info.max_model_len)
-    if body.model is not None and body.model not in service.model_names:
-        message = f"The model `{body.model}` does not exist here; this is {' or '.join(service.model_names)}."
-        raise UnknownModel(message, param="model")
+    check_model(body, service)
     if (exchange := request.get(EXCHANGE)) is not None:
         exchange.timelines[0].parsed_ns = time.monotonic_ns()
         assert isinstance(body, EngineBody), "an exchange is with the engine"
@@ -55,6 +53,13 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
             body.timeout_s or config.request_timeout_s, body.queue_timeout_s or config.queue_timeout_s
         )
     return body
+
+
+def check_model(body: ModelBody, service: Service) -> None:
+    """Raise UnknownModel where the body names a model that is not served."""
+    if body.model is not None and body.model not in service.model_names:
+        message = f"The model `{body.model}` does not exist here; this is {' or '.join(service.model_names)}."
+        raise UnknownModel(message, param="model")
 
 
 def _check_media_type(request: web.Request) -> None:

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -94,8 +94,7 @@ class Job:
 async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.StreamResponse:
     """Run the job and answer. Raises RequestError before the engine has the request, EngineError after."""
     service, exchange = request.app[SERVICE], request[EXCHANGE]
-    _check_prompt_tokens(job)
-    wanted = _generation_request(job, dialect, service, exchange)
+    wanted = generation_request(job, dialect, service)
     generation = submit(wanted, service, exchange, is_streamed=job.body.stream)
     exchange.reply_id = f"{dialect.id_prefix}{secrets.token_hex(12)}"
     exchange.failure_frames = dialect.failure_frames
@@ -106,7 +105,14 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
 
 
 def submit(wanted: GenerationRequest, service: Service, exchange: Exchange, *, is_streamed: bool) -> Generation:
-    """Steps 5 and 6. Raises InvalidRequest that names a field, or Overloaded."""
+    """Steps 5 and 6, by the exchange's deadlines and its caller's cache. Raises InvalidRequest or Overloaded."""
+    wanted = replace(
+        wanted,
+        output=replace(wanted.output, queue_timeout_name=exchange.waits_by),
+        cache_salt=exchange.cache_salt(wanted.cache_salt),
+        deadline_ns=exchange.deadline_ns,
+        queue_deadline_ns=exchange.queue_deadline_ns,
+    )
     first = exchange.timelines[0]
     first.tokenized_ns, first.num_prompt_tokens = time.monotonic_ns(), len(wanted.prompts[0].token_ids)
     requests = wanted.build_requests(service.client.info, exchange.sequence_id)
@@ -123,8 +129,9 @@ def _check_prompt_tokens(job: Job) -> None:
         raise InvalidRequest(message, param=name)
 
 
-def _generation_request(job: Job, dialect: Dialect, service: Service, exchange: Exchange) -> GenerationRequest:
-    """Step 5."""
+def generation_request(job: Job, dialect: Dialect, service: Service) -> GenerationRequest:
+    """Step 5, without deadlines. Raises InvalidRequest where prompts are too long for so many sequences."""
+    _check_prompt_tokens(job)
     body = job.body
     return GenerationRequest(
         prompts=job.prompts,
@@ -138,13 +145,10 @@ def _generation_request(job: Job, dialect: Dialect, service: Service, exchange: 
             columns=None if job.num_logprobs is None else dialect.columns,
             is_prompt_only=job.max_tokens == 0,
             spells_tags=job.reads_calls or job.grammar is not None,
-            queue_timeout_name=exchange.waits_by,
         ),
         stream_interval=(body.stream_interval or service.config.stream_interval) if body.stream else None,
-        cache_salt=exchange.cache_salt(body.cache_salt),
+        cache_salt=body.cache_salt,
         priority=body.priority,
-        deadline_ns=exchange.deadline_ns,
-        queue_deadline_ns=exchange.queue_deadline_ns,
         max_tokens_name=job.max_tokens_name,
     )
 

@@ -16,7 +16,7 @@ from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import NOTHING, ChunkDialect
 from roseinfer.server.openai.replies import scored_token
 from roseinfer.server.openai.schema import ChatBody, StreamOptions
-from roseinfer.server.service import SERVICE
+from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
 from roseinfer.text.conversation import Conversation
@@ -28,7 +28,12 @@ from roseinfer.text.tool_calls import CallPart, Parts
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make a prompt of its messages (3, 4), and run it (5, 6, 12–14)."""
     body = await read_body(request, ChatBody)
-    turn = await request.app[SERVICE].prepare_turn(_conversation(body))
+    return await respond(request, *await prepare(body, request.app[SERVICE]))
+
+
+async def prepare(body: ChatBody, service: Service) -> tuple[Job, "ChatDialect"]:
+    """What to run, and the form of its answer. Raises RequestError."""
+    turn = await service.prepare_turn(_conversation(body))
     job = Job(
         body=body,
         prompts=[turn.prompt],
@@ -42,9 +47,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     )
     parsers = [turn.parser() for _ in range(body.n)] if turn.has_parts else []
     if not parsers:
-        return await respond(request, job, ChatDialect(body.stream_options))
+        return job, ChatDialect(body.stream_options)
     form = FunctionCallDialect if body.functions else PartsDialect
-    return await respond(request, job, form(parsers, body.stream_options, has_reasoning=body.shows_thoughts))
+    return job, form(parsers, body.stream_options, has_reasoning=body.shows_thoughts)
 
 
 def _conversation(body: ChatBody) -> Conversation:

@@ -16,7 +16,7 @@ from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import ChunkDialect
 from roseinfer.server.openai.schema import FILL_CONTEXT, CompletionBody, PromptPart
-from roseinfer.server.service import SERVICE
+from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.grammar.checker import check_form
 from roseinfer.text.logprobs import ScoredToken
@@ -26,14 +26,17 @@ from roseinfer.text.tokenizer import Tokenizer
 @generates_tokens(Api.COMPLETIONS)
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make token ids of its prompts (4), and run them (5, 6, 12–14)."""
-    service = request.app[SERVICE]
-    text_model = service.text_model
     body = await read_body(request, CompletionBody)
+    return await respond(request, *await prepare(body, request.app[SERVICE]))
+
+
+async def prepare(body: CompletionBody, service: Service) -> tuple[Job, "CompletionDialect"]:
+    """What to run, and the form of its answer. Raises RequestError."""
+    tokenizer = service.text_model.tokenizer
     form = body.form()
     await check_form(form, service.grammars)
-    max_model_len = service.client.info.max_model_len
-    names, prompts = await encode_prompts(body.prompt, "prompt", text_model.tokenizer, max_model_len)
-    echoes = _echoes(body, prompts, text_model.tokenizer) if body.echo else [None] * len(prompts)
+    names, prompts = await encode_prompts(body.prompt, "prompt", tokenizer, service.client.info.max_model_len)
+    echoes = _echoes(body, prompts, tokenizer) if body.echo else [None] * len(prompts)
     job = Job(
         body=body,
         prompts=list(map(EncodedPrompt, prompts, names, echoes)),
@@ -43,7 +46,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         best_of=body.best_of or body.n,
         grammar=form and form[0],
     )
-    return await respond(request, job, CompletionDialect(body.stream_options))
+    return job, CompletionDialect(body.stream_options)
 
 
 def _echoes(body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer) -> Sequence[str | None]:

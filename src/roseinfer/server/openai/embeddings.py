@@ -24,10 +24,10 @@ from roseinfer.server.exchange import EXCHANGE, generates_tokens, server_timing
 from roseinfer.server.openai.completions import encode_prompts
 from roseinfer.server.openai.replies import EmbeddingItem, EmbeddingsReply, EmbeddingUsage
 from roseinfer.server.openai.schema import PromptPart, check_prompts, prompts_schema
-from roseinfer.server.service import SERVICE
-from roseinfer.text.choice import EncodedPrompt, OutputOptions
+from roseinfer.server.service import SERVICE, Service
+from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.embeddings import embedding_params, finished
-from roseinfer.text.generation import GenerationRequest
+from roseinfer.text.generation import Generation, GenerationRequest
 
 MAX_INPUTS = 2048  # OpenAI's own bound
 _NUMBER_BYTES = {"float": 22, "base64": 6}  # of an answer, for each number
@@ -69,38 +69,46 @@ class EmbeddingsBody(EngineBody, frozen=True, kw_only=True):
 async def create_embeddings(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make token ids of its texts (4), run them (5, 6), and write their vectors (12–14)."""
     service, exchange = request.app[SERVICE], request[EXCHANGE]
-    info = service.client.info
     body = await read_body(request, EmbeddingsBody)
-    params = embedding_params(info.embedding, body.pooling, body.dimensions)
-    names, prompts = await encode_prompts(body.input, "input", service.text_model.tokenizer, info.max_model_len)
-    size = body.dimensions or info.embedding.size
-    request[HELD_BYTES].hold(len(prompts) * size * _NUMBER_BYTES[body.encoding_format])
-    wanted = GenerationRequest(
-        prompts=list(map(EncodedPrompt, prompts, names)),
-        params=params,
-        output=OutputOptions(queue_timeout_name=exchange.waits_by),
-        cache_salt=exchange.cache_salt(body.cache_salt),
-        priority=body.priority,
-        deadline_ns=exchange.deadline_ns,
-        queue_deadline_ns=exchange.queue_deadline_ns,
-    )
+    wanted = await prepare(body, service)
+    size = body.dimensions or service.client.info.embedding.size
+    request[HELD_BYTES].hold(len(wanted.prompts) * size * _NUMBER_BYTES[body.encoding_format])
     generation = submit(wanted, service, exchange, is_streamed=False)
     await generation.run()
-    items = await _encode([choice.embedding for choice in generation.choices], body, info.embedding)
     ledgers = exchange.wanted_ledgers()
-    num_tokens = generation.counts.prompt
-    reply = EmbeddingsReply(
-        data=items,
-        model=body.model or service.model_names[0],
-        usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-        roseinfer_ledger=msgspec.UNSET if ledgers is None else ledgers,
-    )
-    content = msgspec.json.encode(reply)
+    content = msgspec.json.encode(await reply(body, generation, service, ledgers))
     response = web.Response(body=content, content_type="application/json", headers=server_timing(ledgers))
     exchange.stream = response
     await response.prepare(request)
     await response.write_eof()
     return response
+
+
+async def prepare(body: EmbeddingsBody, service: Service) -> GenerationRequest:
+    """What to run. Raises RequestError."""
+    info = service.client.info
+    params = embedding_params(info.embedding, body.pooling, body.dimensions)
+    names, prompts = await encode_prompts(body.input, "input", service.text_model.tokenizer, info.max_model_len)
+    return GenerationRequest(
+        prompts=list(map(EncodedPrompt, prompts, names)),
+        params=params,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
+
+
+async def reply(
+    body: EmbeddingsBody, generation: Generation, service: Service, ledgers: list[dict[str, object]] | None
+) -> EmbeddingsReply:
+    """The whole answer, ready for JSON."""
+    info = service.client.info.embedding
+    num_tokens = generation.counts.prompt
+    return EmbeddingsReply(
+        data=await _encode([choice.embedding for choice in generation.choices], body, info),
+        model=body.model or service.model_names[0],
+        usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        roseinfer_ledger=msgspec.UNSET if ledgers is None else ledgers,
+    )
 
 
 async def _encode(raw: Sequence[bytes], body: EmbeddingsBody, info: EmbeddingInfo) -> list[EmbeddingItem]:

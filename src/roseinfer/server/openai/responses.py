@@ -29,7 +29,7 @@ from roseinfer.server.openai.responses_replies import (
     ResponseUsage,
 )
 from roseinfer.server.openai.responses_schema import ENCRYPTED, LOGPROBS, ChosenTools, InputTokensBody, ResponseBody
-from roseinfer.server.service import SERVICE
+from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
 from roseinfer.text.conversation import Conversation
@@ -42,8 +42,12 @@ from roseinfer.text.turns import Turn, join_turns
 @generates_tokens(Api.RESPONSES)
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Read the body (2), make a prompt of its items (3, 4), and run it (5, 6, 12–14)."""
-    service = request.app[SERVICE]
     body = await read_body(request, ResponseBody)
+    return await respond(request, *await prepare(body, request.app[SERVICE]))
+
+
+async def prepare(body: ResponseBody, service: Service) -> tuple[Job, "ResponseDialect"]:
+    """What to run, and the form of its answer. Raises RequestError."""
     turn = await service.prepare_turn(_conversation(body))
     job = Job(
         body=body,
@@ -56,7 +60,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         max_tokens_name="max_output_tokens",
     )
     parser = turn.parser() if turn.has_parts else None
-    return await respond(request, job, ResponseDialect(body, parser, service.client.info.sampling_defaults))
+    return job, ResponseDialect(body, parser, service.client.info.sampling_defaults)
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
