@@ -15,11 +15,10 @@ import argparse
 import asyncio
 import gc
 import os
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -27,6 +26,9 @@ from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from prometheus_client import CollectorRegistry
 
 from benchmarks.figures import summarise
@@ -42,11 +44,10 @@ from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.flight import Flight
-from roseinfer.observe.recorder.recording import ClockPair
 from roseinfer.observe.tracing import semconv
+from roseinfer.observe.tracing.head_sampling import HeadSampler, make_propagator, make_sampler
 from roseinfer.observe.tracing.nvtx import make_marker
-from roseinfer.observe.tracing.otlp import Encoder
-from roseinfer.observe.tracing.spans import Span
+from roseinfer.observe.tracing.spans import PlannedIds, Spans
 from roseinfer.observe.tracing.tracing import Tracing
 from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, Observer, RequestTimeline, StepRecord
 from roseinfer.runtime.cpu_waits import LoopWaits
@@ -87,9 +88,9 @@ def measure_parts(num_rows: int, num_tokens: int, repeat: int) -> None:
     tracing, sink = make_tracing(ratio=1.0)
     tracing.on_start(timeline := make_timeline(1, num_tokens))
     tracing.on_finish(timeline)
-    encoder = Encoder({}, "0", ClockPair(0, 0))
-    (encoded,) = medians_us(repeat, lambda: encoder.encode(sink.last))
-    print(f"export, {len(sink.last)} spans of a request into bytes: {encoded:.0f} µs")
+    request = sink.spans.copy()
+    (encoded,) = medians_us(repeat, lambda: encode_spans(request).SerializeToString())
+    print(f"export, {len(request)} spans of a request into bytes: {encoded:.0f} µs")
 
 
 def medians_us(repeat: int, *sides: Callable[[], object]) -> list[float]:
@@ -127,9 +128,10 @@ def ranged(phases: Phases) -> Callable[[], None]:
 def counts_of_step(count: int) -> tuple[Any, ...]:
     """What a record has between its stamps and its times, in the order of the fields: each is `count`, but for two."""
     names = StepRecord.__struct_fields__
-    assert (names[:4], names[-2:]) == (("step_id", "start_ns", "tokens_ns", "end_ns"), ("phases", "ahead"))
+    times = names.index("phases")
+    assert (names[:4], names[times + 1]) == (("step_id", "start_ns", "tokens_ns", "end_ns"), "ahead")
     others = {"blocked_by": BlockedBy.NOTHING, "is_profiled": False}
-    return tuple(others.get(name, count) for name in names[4:-2])
+    return tuple(others.get(name, count) for name in names[4:times])
 
 
 def step_record(watch: Stopwatch, counts: tuple[Any, ...]) -> StepRecord:
@@ -140,23 +142,30 @@ def step_record(watch: Stopwatch, counts: tuple[Any, ...]) -> StepRecord:
     return StepRecord(*values)
 
 
-class Sink:
-    """Takes spans and keeps the last."""
+class Sink(SpanProcessor):
+    """Takes spans and keeps those of the newest trace."""
 
     def __init__(self) -> None:
-        self.last: Sequence[Span] = ()
+        self.spans: list[ReadableSpan] = []
 
-    def put(self, spans: Sequence[Span]) -> bool:
-        self.last = spans
+    def admit(self) -> bool:
+        self.spans.clear()
         return True
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.spans.append(span)
 
     def close(self, timeout_s: float) -> None: ...
 
 
 def make_tracing(**options: float) -> tuple[Tracing, Sink]:
-    sink, metrics = Sink(), Metrics("m", "0", CollectorRegistry())
+    config, ids, sink = TracingConfig(**options), PlannedIds(), Sink()  # type: ignore[arg-type]
     shared = {semconv.GEN_AI_REQUEST_MODEL: "m"}
-    return Tracing(TracingConfig(**options), shared, sink, metrics, random.Random(1)), sink  # type: ignore[arg-type]
+    provider = TracerProvider(ALWAYS_ON, shutdown_on_exit=False, id_generator=ids)
+    provider.add_span_processor(sink)
+    spans = Spans(provider.get_tracer("m"), ids, 0, shared)
+    head_sampler = HeadSampler(make_sampler({}, config.ratio), make_propagator({}), ids, shared)
+    return Tracing(config, head_sampler, spans, sink, Metrics("m", "0", CollectorRegistry())), sink
 
 
 def make_timeline(index: int, num_tokens: int) -> RequestTimeline:

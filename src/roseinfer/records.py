@@ -241,7 +241,9 @@ class RequestTimeline:
     is_streamed: bool = False
     client_disconnected: bool = False
     client_submit_lag_s: float | None = None  # head arrival minus the client's x-roseinfer-intended-time, if sent
-    traceparent: str = ""
+    traceparent: str = ""  # as the two after it: the caller's header of this name
+    tracestate: str = ""
+    baggage: str = ""
     trace_id: str = ""  # 32 hexadecimal digits; empty when nothing is traced
     finish_reason: FinishReason | None = None
     error_code: str = ""  # for finish reasons error, timeout and rejected: the code of the error

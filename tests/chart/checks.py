@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from roseinfer.config.options import Config
 from roseinfer.config.sources import load
 from roseinfer.errors import ConfigError
-from roseinfer.observe.tracing.tracing import FLUSH_TIMEOUT_S
+from roseinfer.observe.otel import FLUSH_TIMEOUT_S
 from tests.chart.helm_process import Object, Rendered
 
 Check = Callable[[Rendered], list[str]]

@@ -3,12 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from roseinfer.bench.load.launcher import free_port
-from tests.collector import ReceivingCollector, attributes, receiving
+from tests.collector import ReceivingCollector, attributes, receiving, receiving_grpc
 from tests.conftest import require_tool
 from tests.e2e.conftest import StartServer
 from tests.e2e.server import PATIENCE_S, Server
@@ -25,7 +26,13 @@ pytestmark = pytest.mark.e2e
 
 PARENT_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_SPAN = "00f067aa0ba902b7"
+Listen = Callable[[], AbstractContextManager[ReceivingCollector]]
 PARTS = ["receive", "tokenize", "submit", "queue", "prefill", "decode", "write"]
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
 
 
 @pytest.fixture
@@ -77,8 +84,23 @@ def test_a_request_is_a_span_under_its_caller_with_its_parts(
     (startup,) = [span for span in spans if span.name == "roseinfer.startup"]
     stages = {span.name for span in spans if span.parent_span_id == startup.span_id}
     assert {"roseinfer.startup.import", "roseinfer.startup.warmup"} <= stages
-    resource = attributes(collector.requests[0].resource_spans[0].resource.attributes)
-    assert resource["service.name"] == "roseinfer"
+    assert collector.resource()["service.name"] == "roseinfer"
+
+
+@pytest.mark.parametrize(("listen", "protocol"), [(receiving, ""), (receiving_grpc, "grpc")], ids=["http", "grpc"])
+def test_the_environment_alone_is_enough(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, listen: Listen, protocol: str
+) -> None:
+    with listen() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=pod-1")
+        server = start_server()
+        complete(server, traceparent=f"00-{PARENT_TRACE}-{PARENT_SPAN}-01", tracestate="vendor=1")
+        assert server.stop() == 0
+    (whole,) = requests_of(collector.spans())
+    assert (whole.trace_id.hex(), whole.trace_state) == (PARENT_TRACE, "vendor=1")
+    assert collector.resource()["k8s.pod.name"] == "pod-1"
 
 
 def test_logs_carry_the_trace_id(start_server: StartServer, collector: ReceivingCollector) -> None:
@@ -122,6 +144,23 @@ def test_a_dead_collector_does_not_delay_the_exit(start_server: StartServer) -> 
     assert "the collector does not take spans" in log
     assert "spans were lost" in log
     assert "Traceback" not in log
+
+
+def test_a_collector_that_never_answers_does_not_delay_the_exit(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts. The SDK alone would wait for half a minute, and a request of its exporter for an hour."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        limit_s = 20
+        server = start_server(
+            "--tracing.endpoint", url, "--tracing.ratio", "1", "--server.drain-timeout-s", str(limit_s)
+        )
+        complete(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(limit_s) == 0
+    assert "spans were lost" in server.log()
 
 
 def test_an_endpoint_that_is_none_ends_the_start(tmp_path: Path) -> None:

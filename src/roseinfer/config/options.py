@@ -492,13 +492,18 @@ class ObserveConfig:
 @dataclass(frozen=True, slots=True)
 @_described
 class TracingConfig:
-    """Traces for an OpenTelemetry collector (docs/tracing.md). OTEL_ variables of the environment are not read."""
+    """Traces for an OpenTelemetry collector (docs/tracing.md). The OTEL_ variables of the environment come first."""
 
     endpoint: str | None = option(
-        None, "OTLP/HTTP address; `/v1/traces` is added to one without a path. Default: nothing is traced."
+        None,
+        "OTLP address where OTEL_EXPORTER_OTLP_ENDPOINT has none; `/v1/traces` is added to one without a path. Without "
+        "either nothing is traced.",
     )
     ratio: float = option(
-        0.01, "Share of ordinary requests that is traced, unless the caller's traceparent decides.", ge=0, le=1
+        0.01,
+        "Share of ordinary requests that is traced, unless the caller's traceparent or OTEL_TRACES_SAMPLER decides.",
+        ge=0,
+        le=1,
     )
     slow_ttft_s: float = option(
         1.0,

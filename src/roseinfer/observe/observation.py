@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from roseinfer.config.options import Config
 from roseinfer.messages import EngineInfo
+from roseinfer.observe import otel
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
 from roseinfer.observe.logs import Logs
@@ -17,7 +18,6 @@ from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.capture import BreachCapture
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.recorder.rendering import Render
-from roseinfer.observe.tracing.tracing import make_tracing
 from roseinfer.records import Invariant, Observer, RequestTimeline, Violation
 from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
@@ -91,7 +91,13 @@ class Observation:
         self.attribution.on_slow_gap.append(self.capture.on_slow_gap)
         self.flight.listen(gc_pauses, loop_waits, self.metrics, self.attribution.interruptions)
         self.integrity = Integrity()
-        self._tracing = make_tracing(config, version, self.metrics, self.attribution)
+        self._tracing = []
+        environment = otel.sdk_environment()
+        if exporters := otel.exporter_names("traces", config.tracing.endpoint, environment):
+            from roseinfer.observe.tracing.tracing import make_tracing  # imports the SDK
+
+            made = make_tracing(config, version, self.metrics, self.attribution, exporters, environment)
+            self._tracing.append(made)
         summaries = Logs(observe.log_summary_interval_s)
         # The recorder is first: a gap that the others find to be too slow is then in what they freeze.
         observers = [self.flight, self.attribution, self.metrics, *self.capture.observers, summaries, *self._tracing]

@@ -56,6 +56,8 @@ class Exchange:
                 recv_ns=time.monotonic_ns(),
                 api=_apis[request.match_info.handler],
                 traceparent=request.headers.get("traceparent", ""),
+                tracestate=request.headers.get("tracestate", ""),
+                baggage=request.headers.get("baggage", ""),
             )
         ]
         self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
@@ -119,6 +121,8 @@ class Exchange:
                 client_submit_lag_s=first.client_submit_lag_s,
                 api=first.api,
                 traceparent=first.traceparent,
+                tracestate=first.tracestate,
+                baggage=first.baggage,
                 trace_id=first.trace_id,  # all of one HTTP request is one trace
             )
             self._client.open_timeline(timeline)

@@ -1,14 +1,26 @@
-"""Makes spans of requests, steps and the start-up: plain structs with the very stamps of the facts.
+"""Makes OpenTelemetry's spans of requests, steps and the start-up, with the very stamps of the facts.
 
 Spans are made when everything has happened, so a start and an end are given and never taken. All stamps are monotonic
-nanoseconds; `otlp.py` places them on the calendar.
+nanoseconds, which `Spans` places on the calendar.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.trace import (
+    Link,
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+    set_span_in_context,
+)
 
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.request_gaps import Gap
@@ -17,35 +29,29 @@ from roseinfer.records import FinishReason, RequestTimeline, StepRecord
 
 NS_PER_S = 1e9
 MAX_GAP_EVENTS = 3  # of each request
-MAX_LINKS = 128  # what OpenTelemetry allows a span by default
+MAX_SPANS = 16  # of a trace that is made at once: those of a step and its phases are the most
 
 Value = str | bool | int | float | Sequence[str]
-NewId = Callable[[], int]
 
 
-class SpanEvent(msgspec.Struct, frozen=True):
-    """Something that happened within a span."""
+class PlannedIds(RandomIdGenerator):
+    """Random ids, except for a span that got its own when its request began."""
 
-    name: str
-    at_ns: int
-    attributes: Mapping[str, Value] = {}
+    def __init__(self) -> None:
+        self._planned: tuple[int, int] | None = None
 
+    def plan(self, trace_id: int, span_id: int) -> None:
+        """Gives these to the next span."""
+        self._planned = trace_id, span_id
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """One span. `parent_span_id` 0: it has none. A link is a trace id and a span id."""
+    def generate_trace_id(self) -> int:
+        return self._planned[0] if self._planned else super().generate_trace_id()
 
-    name: str
-    trace_id: int
-    span_id: int
-    parent_span_id: int = 0
-    has_remote_parent: bool = False
-    is_server: bool = False
-    start_ns: int
-    end_ns: int
-    attributes: Mapping[str, Value] = {}
-    events: Sequence[SpanEvent] = ()
-    links: Sequence[tuple[int, int]] = ()
-    error: str | None = None  # not None: the span's status is error, with this description
+    def generate_span_id(self) -> int:
+        if self._planned is None:
+            return super().generate_span_id()
+        (_, span_id), self._planned = self._planned, None
+        return span_id
 
 
 @dataclass(slots=True)
@@ -54,9 +60,14 @@ class TraceContext:
 
     trace_id: int
     span_id: int
-    parent_span_id: int  # 0: it is the root
-    is_kept: bool  # by chance, or because the caller keeps it, or because it has been slow
+    parent: Context  # with the caller's span, unless this is the root
+    is_kept: bool  # by the sampler, or because the request has been slow
     slow_gaps: list[Gap] = field(default_factory=list)  # the longest, longest first
+
+    def link(self) -> Link:
+        """Returns a link to the request's span, which may not have been made yet."""
+        sampled = TraceFlags(TraceFlags.SAMPLED)
+        return Link(SpanContext(self.trace_id, self.span_id, is_remote=False, trace_flags=sampled))
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -68,9 +79,83 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     attributes: Mapping[str, Value] = {}
 
 
+class Spans:
+    """Makes the spans and gives them to the tracer's provider."""
+
+    def __init__(self, tracer: Tracer, ids: PlannedIds, offset_ns: int, attributes: Mapping[str, Value]) -> None:
+        """`ids` are the provider's, `offset_ns` is from the monotonic clock to Unix time.
+
+        `attributes` are what the spans of all requests share.
+        """
+        self._tracer = tracer
+        self._ids = ids
+        self._offset_ns = offset_ns
+        self._attributes = attributes
+
+    def of_request(self, timeline: RequestTimeline, context: TraceContext) -> None:
+        """Makes the span of a request that has ended, and its children."""
+        self._ids.plan(context.trace_id, context.span_id)
+        attributes = {**self._attributes, **_request_attributes(timeline)}
+        part = Part(request_name(timeline, self._attributes), timeline.recv_ns, timeline.end_ns, attributes)
+        whole = self._begin(part, context.parent, kind=SpanKind.SERVER)
+        for name, at_ns, details in (*_preemptions(timeline), *map(_slow_gap, context.slow_gaps)):
+            whole.add_event(name, details, at_ns + self._offset_ns)
+        if timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}:
+            whole.set_status(StatusCode.ERROR, timeline.error_code)
+        self._end_with(whole, part, request_parts(timeline))
+
+    def of_step(self, record: StepRecord, links: Sequence[Link], *, is_slow: bool) -> None:
+        """Makes the span of a step, a trace of its own, and its phases; links lead to the requests that it advanced."""
+        attributes: dict[str, Value] = {f"roseinfer.{name}": getattr(record, name) for name in _STEP_FACTS}
+        attributes |= {"roseinfer.kind": record.kind, "roseinfer.is_slow": is_slow}
+        attributes |= {"roseinfer.blocked_by": record.blocked_by.value} if record.blocked_by else {}
+        part = Part("roseinfer.step", record.start_ns, record.end_ns, attributes)
+        made = {"": (self._begin(part, Context(), links), part)}
+        for name, start_ns, end_ns in intervals.step_phases(record):
+            if end_ns > start_ns:
+                facts: dict[str, Value] = {"roseinfer.h2d_bytes": record.h2d_bytes} if name == "h2d" else {}
+                phase = Part(f"roseinfer.{name}", start_ns, end_ns, facts)
+                parent, _ = made.get(_PARENT_PHASES.get(name, ""), made[""])
+                made[name] = self._begin(phase, set_span_in_context(parent, Context())), phase
+        for span, each in made.values():
+            span.end(each.end_ns + self._offset_ns)
+
+    def of_startup(self, entered_ns: tuple[int, int, int], stages_s: Mapping[str, float]) -> None:
+        """Makes the spans of the start-up; `entered_ns`: when the server began, began to load, and was ready.
+
+        The engine's stages are laid one after the other from where the loading began.
+        """
+        start_ns, begin_ns, ready_ns = entered_ns
+        whole, parts = Part("roseinfer.startup", start_ns, ready_ns), []
+        for stage, seconds in stages_s.items():
+            end_ns = begin_ns + round(seconds * NS_PER_S)
+            parts.append(Part(f"roseinfer.startup.{stage}", begin_ns, end_ns))
+            begin_ns = end_ns
+        self._end_with(self._begin(whole, Context()), whole, parts)
+
+    def _begin(
+        self, part: Part, parent: Context, links: Sequence[Link] = (), kind: SpanKind = SpanKind.INTERNAL
+    ) -> Span:
+        start_ns = part.start_ns + self._offset_ns
+        return self._tracer.start_span(part.name, parent, kind, part.attributes, links, start_ns)
+
+    def _end_with(self, whole: Span, part: Part, children: Iterator[Part] | Sequence[Part]) -> None:
+        """Ends the whole, and before it its children, which it has for itself."""
+        within = set_span_in_context(whole, Context())
+        for child in children:
+            self._begin(child, within).end(child.end_ns + self._offset_ns)
+        whole.end(part.end_ns + self._offset_ns)
+
+
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 _STAGE_SPANS = {"submit_lag": "submit", "queue_wait": "queue"}
+_Event = tuple[str, int, dict[str, Value]]  # its name, when, and more
+
+
+def request_name(timeline: RequestTimeline, attributes: Mapping[str, Value]) -> str:
+    """Returns the name of the request's span."""
+    return f"{timeline.api.operation} {attributes[semconv.GEN_AI_REQUEST_MODEL]}"
 
 
 def request_parts(timeline: RequestTimeline) -> Iterator[Part]:
@@ -86,41 +171,6 @@ def request_parts(timeline: RequestTimeline) -> Iterator[Part]:
         stop_ns = writes[-1] if writes and writes[-1] >= tokens[-1] else end_ns
         if stop_ns > tokens[-1]:
             yield Part("roseinfer.write", tokens[-1], stop_ns)
-
-
-def request_spans(
-    timeline: RequestTimeline, context: TraceContext, attributes: Mapping[str, Value], new_id: NewId
-) -> list[Span]:
-    """Returns the span of a request that has ended, and its children. `attributes` are what all requests share."""
-    is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
-    operation, model = timeline.api.operation, attributes[semconv.GEN_AI_REQUEST_MODEL]
-    whole = Span(
-        name=f"{operation} {model}",
-        trace_id=context.trace_id,
-        span_id=context.span_id,
-        parent_span_id=context.parent_span_id,
-        has_remote_parent=bool(context.parent_span_id),
-        is_server=True,
-        start_ns=timeline.recv_ns,
-        end_ns=timeline.end_ns,
-        attributes={**attributes, **_request_attributes(timeline)},
-        events=[*_preemption_events(timeline), *map(_gap_event, context.slow_gaps)],
-        error=timeline.error_code if is_fault else None,
-    )
-    return [whole, *_children(whole, request_parts(timeline), new_id)]
-
-
-def _children(parent: Span, parts: Iterator[Part] | Sequence[Part], new_id: NewId) -> Iterator[Span]:
-    for part in parts:
-        yield Span(
-            name=part.name,
-            trace_id=parent.trace_id,
-            span_id=new_id(),
-            parent_span_id=parent.span_id,
-            start_ns=part.start_ns,
-            end_ns=part.end_ns,
-            attributes=part.attributes,
-        )
 
 
 def _request_attributes(timeline: RequestTimeline) -> dict[str, Value]:
@@ -151,24 +201,24 @@ def _request_attributes(timeline: RequestTimeline) -> dict[str, Value]:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _preemption_events(timeline: RequestTimeline) -> Iterator[SpanEvent]:
+def _preemptions(timeline: RequestTimeline) -> Iterator[_Event]:
     if timeline.preempted_ns:
-        yield SpanEvent("roseinfer.preempted", timeline.preempted_ns)
+        yield "roseinfer.preempted", timeline.preempted_ns, {}
     if timeline.resumed_ns:
-        yield SpanEvent("roseinfer.resumed", timeline.resumed_ns)
+        yield "roseinfer.resumed", timeline.resumed_ns, {}
 
 
-def _gap_event(gap: Gap) -> SpanEvent:
+def _slow_gap(gap: Gap) -> _Event:
     attributes: dict[str, Value] = {
         "roseinfer.cause": gap.cause.value,
         "roseinfer.duration_s": gap.duration_ns / NS_PER_S,
         "roseinfer.index": gap.index,
         "roseinfer.step_id": gap.step_id,
     }
-    return SpanEvent("roseinfer.slow_gap", gap.end_ns, attributes)
+    return "roseinfer.slow_gap", gap.end_ns, attributes
 
 
-# --- steps and the start-up -------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 _PARENT_PHASES = {**dict.fromkeys(("capture", "stage", "forward", "sample"), "launch"), "h2d": "stage"}
 _STEP_FACTS = (
@@ -176,45 +226,3 @@ _STEP_FACTS = (
     *("num_context_tokens", "num_preemptions", "num_not_selected", "num_running", "num_waiting", "gc_ns"),
     *("outbox_depth", "outbox_wait_ns", "h2d_bytes", "graph_rows", "pipeline_depth", "is_profiled"),
 )
-
-
-def step_spans(
-    record: StepRecord, trace_id: int, links: Sequence[tuple[int, int]], is_slow: bool, new_id: NewId
-) -> list[Span]:
-    """Returns the span of a step, a trace of its own, and its phases; links lead to the requests that it advanced."""
-    attributes: dict[str, Value] = {f"roseinfer.{name}": getattr(record, name) for name in _STEP_FACTS}
-    attributes |= {"roseinfer.kind": record.kind, "roseinfer.is_slow": is_slow}
-    attributes |= {"roseinfer.blocked_by": record.blocked_by.value} if record.blocked_by else {}
-    whole = Span(
-        name="roseinfer.step",
-        trace_id=trace_id,
-        span_id=new_id(),
-        start_ns=record.start_ns,
-        end_ns=record.end_ns,
-        attributes=attributes,
-        links=links[:MAX_LINKS],
-    )
-    made = {"": whole}
-    for name, start_ns, end_ns in intervals.step_phases(record):
-        if end_ns > start_ns:
-            facts: dict[str, Value] = {"roseinfer.h2d_bytes": record.h2d_bytes} if name == "h2d" else {}
-            parent = made.get(_PARENT_PHASES.get(name, ""), whole)
-            [made[name]] = _children(parent, [Part(f"roseinfer.{name}", start_ns, end_ns, facts)], new_id)
-    return list(made.values())
-
-
-def startup_spans(
-    trace_id: int, entered_ns: tuple[int, int, int], stages_s: Mapping[str, float], new_id: NewId
-) -> list[Span]:
-    """Returns the spans of the start-up; `entered_ns`: when the server began, began to load, and was ready.
-
-    The engine's stages are laid one after the other from where the loading began.
-    """
-    start_ns, loading_ns, ready_ns = entered_ns
-    whole = Span(name="roseinfer.startup", trace_id=trace_id, span_id=new_id(), start_ns=start_ns, end_ns=ready_ns)
-    parts, begin_ns = [], loading_ns
-    for stage, seconds in stages_s.items():
-        end_ns = begin_ns + round(seconds * NS_PER_S)
-        parts.append(Part(f"roseinfer.startup.{stage}", begin_ns, end_ns))
-        begin_ns = end_ns
-    return [whole, *_children(whole, parts, new_id)]

@@ -1,108 +1,46 @@
 """Decides which requests and steps become spans, and which exemplars lead to them.
 
 Nothing is measured here. A trace id is given when a request arrives, so that logs can name it; whether the trace is
-kept is decided when a gap is slow or the request has ended, and its spans are then made from its timeline. The header
-`traceparent` is that of W3C Trace Context, https://www.w3.org/TR/trace-context/.
+kept is decided when a gap is slow or the request has ended, and its spans are then made from its timeline.
 """
 
-import os
-import random
-import re
-import socket
 import time
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import format_trace_id
 
 from roseinfer.config.options import Config, TracingConfig
 from roseinfer.errors import ConfigError, QueueTimeout
 from roseinfer.messages import EngineInfo
+from roseinfer.observe import otel
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.metrics import exemplars
 from roseinfer.observe.metrics.catalogue import NS_PER_S
 from roseinfer.observe.metrics.metrics import Metrics
-from roseinfer.observe.recorder.recording import ClockPair
-from roseinfer.observe.tracing import semconv, spans
-from roseinfer.observe.tracing.spans import Span, TraceContext, Value
+from roseinfer.observe.tracing import semconv
+from roseinfer.observe.tracing.export import SpanExport
+from roseinfer.observe.tracing.head_sampling import HeadSampler, make_propagator, make_sampler
+from roseinfer.observe.tracing.spans import MAX_GAP_EVENTS, PlannedIds, Spans, TraceContext, Value
 from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
-_TRACEPARENT = re.compile(
-    r"(?P<version>[0-9a-f]{2})-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
-)
-_SAMPLED = 0x01
-_LOW_64_BITS = 2**64 - 1
-
-
-class Parent(msgspec.Struct, frozen=True, gc=False):
-    """The caller's span, which is in another process."""
-
-    trace_id: int
-    span_id: int
-    is_sampled: bool
-
-
-def parse_traceparent(header: str) -> Parent | None:
-    """Returns the parent that the header names; None if it is empty or not in the form of the standard."""
-    found = _TRACEPARENT.fullmatch(header)
-    if found is None or found["version"] == "ff" or (found["version"] == "00" and found["rest"]):
-        return None
-    trace_id, span_id = int(found["trace_id"], 16), int(found["span_id"], 16)
-    if not trace_id or not span_id:
-        return None
-    return Parent(trace_id, span_id, bool(int(found["flags"], 16) & _SAMPLED))
-
-
-def hex_of(trace_id: int) -> str:
-    """Formats a trace id as headers, logs and exemplars have it."""
-    return f"{trace_id:032x}"
-
-
-class Sampler:
-    """Gives ids to traces and spans, and decides by chance which traces to keep."""
-
-    def __init__(self, ratio: float, numbers: random.Random) -> None:
-        self._bound = round(ratio * 2**64)
-        self._numbers = numbers
-
-    def new_trace_id(self) -> int:
-        """Returns 128 random bits, not all of them 0."""
-        return self._numbers.getrandbits(128) or 1
-
-    def new_span_id(self) -> int:
-        """Returns 64 random bits, not all of them 0."""
-        return self._numbers.getrandbits(64) or 1
-
-    def begin(self, timeline: RequestTimeline) -> TraceContext:
-        """Returns the context of a request that has just begun, and writes its trace id into the timeline.
-
-        The caller's decision holds, else the low 64 bits of the trace id decide: so all of a trace is decided alike.
-        """
-        parent = parse_traceparent(timeline.traceparent)
-        if parent is not None:
-            trace_id, parent_span_id, is_kept = parent.trace_id, parent.span_id, parent.is_sampled
-        else:
-            trace_id = int(timeline.trace_id, 16) if timeline.trace_id else self.new_trace_id()
-            parent_span_id, is_kept = 0, trace_id & _LOW_64_BITS < self._bound
-        timeline.trace_id = hex_of(trace_id)
-        return TraceContext(trace_id, self.new_span_id(), parent_span_id, is_kept)
-
-
-FLUSH_TIMEOUT_S = 1.0  # longest time that the exit waits for spans to be delivered
-QUEUE_SPANS = 4096  # that may wait for the collector: what an outage of seconds leaves
+_DEFAULT_MAX_QUEUED = "2048"  # spans, as in the SDK
 _MAX_RECENT_STEPS = 256  # in which a slow gap is looked up that has just been found
 _NUM_STEP_STAMPS = 1 << 16  # steps back to which a token finds the id of its step
 
 
-class SpanSink(Protocol):
-    """What takes spans: `SpanExport`."""
+class Export(Protocol):
+    """`SpanExport`, as far as the observer knows it."""
 
-    def put(self, spans: Sequence[Span]) -> bool:
-        """Takes all of them, or none; returns whether it took them."""
+    def admit(self) -> bool:
+        """Decides whether the spans that end until the next call are exported, and returns it."""
 
     def close(self, timeout_s: float) -> None: ...
 
@@ -113,16 +51,16 @@ class Tracing(Observer):
     def __init__(
         self,
         config: TracingConfig,
-        attributes: Mapping[str, Value],
-        export: SpanSink,
+        head_sampler: HeadSampler,
+        spans: Spans,
+        export: Export,
         metrics: Metrics,
-        numbers: random.Random,
     ) -> None:
-        """`attributes` are those of all request spans, `numbers` where ids come from."""
-        self._attributes = attributes
+        """`export` is where the spans arrive that `spans` makes."""
+        self._head_sampler = head_sampler
+        self._spans = spans
         self._export = export
         self._metrics = metrics
-        self._sampler = Sampler(config.ratio, numbers)
         self._slow_ttft_ns = config.slow_ttft_s * NS_PER_S
         self._step_interval = config.step_interval
         self._contexts: dict[str, TraceContext] = {}
@@ -143,17 +81,15 @@ class Tracing(Observer):
         ready_ns = entered_ns.get(LifecycleState.READY, time.monotonic_ns())
         start_ns = entered_ns.get(LifecycleState.STARTING, ready_ns)
         loading_ns = entered_ns.get(LifecycleState.LOADING, start_ns)
-        new_id = self._sampler.new_span_id
-        self._export.put(
-            spans.startup_spans(self._sampler.new_trace_id(), (start_ns, loading_ns, ready_ns), info.startup_s, new_id)
-        )
+        self._export.admit()
+        self._spans.of_startup((start_ns, loading_ns, ready_ns), info.startup_s)
 
     def close(self) -> None:
         """Delivers spans, as far as the flush timeout allows."""
-        self._export.close(FLUSH_TIMEOUT_S)
+        self._export.close(otel.FLUSH_TIMEOUT_S)
 
     def on_start(self, timeline: RequestTimeline) -> None:
-        self._contexts[timeline.request_id] = self._sampler.begin(timeline)
+        self._contexts[timeline.request_id] = self._head_sampler.begin(timeline)
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         step_id = record.step_id
@@ -176,18 +112,19 @@ class Tracing(Observer):
         step_id = (self._step_id_of(timeline.token_ns[index]) if index >= 0 else None) or gap.step_id
         found = msgspec.structs.replace(gap, step_id=step_id)
         insort(context.slow_gaps, found, key=lambda slow: -slow.duration_ns)
-        del context.slow_gaps[spans.MAX_GAP_EVENTS :]
+        del context.slow_gaps[MAX_GAP_EVENTS:]
         if index > 0:
             exemplar = exemplars.of_gap(timeline, index, step_id)
             self._metrics.put_exemplars([(exemplars.INTER_TOKEN_LATENCY, exemplar)])
         self._note_slow_step(step_id)
 
     def on_finish(self, timeline: RequestTimeline) -> None:
-        context = self._contexts.pop(timeline.request_id)
-        if not (context.is_kept or self._is_slow(timeline)):
+        context = self._contexts.pop(timeline.request_id, None)
+        if context is None or not (context.is_kept or self._is_slow(timeline)):
             return
-        new_id = self._sampler.new_span_id
-        if self._export.put(spans.request_spans(timeline, context, self._attributes, new_id)):
+        is_admitted = self._export.admit()
+        self._spans.of_request(timeline, context)
+        if is_admitted:
             found = exemplars.of_request(timeline, self._step_id_of)
             self._metrics.put_exemplars(list(found))
         elif context.slow_gaps:
@@ -214,9 +151,8 @@ class Tracing(Observer):
 
     def _export_step(self, record: StepRecord, advanced: Advanced, *, is_slow: bool) -> None:
         contexts = [self._contexts.get(timeline.request_id) for timeline in advanced]
-        links = [(context.trace_id, context.span_id) for context in contexts if context is not None]
-        trace_id = self._sampler.new_trace_id()
-        self._export.put(spans.step_spans(record, trace_id, links, is_slow, self._sampler.new_span_id))
+        self._export.admit()
+        self._spans.of_step(record, [context.link() for context in contexts if context], is_slow=is_slow)
 
     # --- steps by their stamps ----------------------------------------------------------------------------------------
 
@@ -232,32 +168,19 @@ class Tracing(Observer):
         return None
 
 
-def make_tracing(config: Config, version: str, metrics: Metrics, attribution: Attribution) -> list[Tracing]:
-    """Returns the observer that traces, its thread running; none without an endpoint. Raises ConfigError."""
-    if config.tracing.endpoint is None:
-        return []
-    try:
-        from roseinfer.observe.tracing.export import Collector, SpanExport
-        from roseinfer.observe.tracing.otlp import Encoder
-    except ImportError as error:
-        raise ConfigError(
-            f"tracing needs the package opentelemetry-proto ({error})", param="tracing.endpoint"
-        ) from None
-    clock = ClockPair(time.monotonic_ns(), time.time_ns())
-    resource: dict[str, Value] = {
-        semconv.SERVICE_NAME: semconv.PROVIDER,
-        semconv.SERVICE_VERSION: version,
-        semconv.SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}",
-    }
-    encoder = Encoder(resource, version, clock)
-    export = SpanExport(
-        Collector(config.tracing.endpoint),
-        encoder,
-        QUEUE_SPANS,
-        on_lost=lambda trace_id: metrics.forget_exemplars(hex_of(trace_id)),
-    )
-    metrics.num_dropped_spans = lambda: export.num_dropped
-    export.start()
+def make_tracing(
+    config: Config,
+    version: str,
+    metrics: Metrics,
+    attribution: Attribution,
+    exporter_names: Sequence[str],
+    environment: otel.Environment,
+) -> Tracing:
+    """Returns the observer that traces, with the SDK set up behind it. Raises ConfigError.
+
+    `exporter_names` are those of `otel.exporter_names`, at least one.
+    """
+    options = config.tracing
     attributes: dict[str, Value] = {
         semconv.GEN_AI_PROVIDER_NAME: semconv.PROVIDER,
         semconv.GEN_AI_REQUEST_MODEL: config.served_model_name,  # or another of its names
@@ -265,6 +188,30 @@ def make_tracing(config: Config, version: str, metrics: Metrics, attribution: At
         semconv.SERVER_ADDRESS: config.server.host,
         semconv.SERVER_PORT: config.server.port,
     }
-    tracing = Tracing(config.tracing, attributes, export, metrics, random.Random(os.urandom(16)))  # noqa: S311 - public
+    ids = PlannedIds()
+    head_sampler = HeadSampler(make_sampler(environment, options.ratio), make_propagator(environment), ids, attributes)
+    exporters = otel.make_exporters("traces", exporter_names, options.endpoint, environment)
+    _, max_queued = otel.given(environment, "OTEL_BSP_MAX_QUEUE_SIZE")
+    provider = _make_provider(ids, version)
+
+    def on_lost(trace_id: int) -> None:
+        metrics.forget_exemplars(format_trace_id(trace_id))
+
+    export = SpanExport(provider, exporters, int(max_queued or _DEFAULT_MAX_QUEUED), on_lost)
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    spans = Spans(provider.get_tracer("roseinfer", version), ids, offset_ns, attributes)
+    tracing = Tracing(options, head_sampler, spans, export, metrics)
+    metrics.num_dropped_spans = lambda: export.num_lost
     attribution.on_slow_gap.append(tracing.note_slow_gap)
-    return [tracing]
+    return tracing
+
+
+def _make_provider(ids: PlannedIds, version: str) -> TracerProvider:
+    """Returns a provider that exports what it is given, since it is decided before whether a span is made."""
+    try:
+        limits = SpanLimits()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return TracerProvider(
+        ALWAYS_ON, otel.make_resource(version), shutdown_on_exit=False, id_generator=ids, span_limits=limits
+    )
