@@ -149,6 +149,8 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_accepted_tokens: int = 0  # of those, the ones that would have been sampled: tokens without a step of their own
     cpu_throttled_ns: int = 0  # between the tokens of the step before and its own, that a CPU quota stopped the engine
     cpu_wait_ns: int = 0  # likewise, that the engine was ready to run and other processes had its core
+    late_throttled_ns: int = 0  # both between its tokens and its end; they count for the next step too
+    late_wait_ns: int = 0
 
     @property
     def kind(self) -> str:
@@ -193,6 +195,13 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     read_ns: int  # the front end's event loop had the message
     gc_ns: int = 0  # of the time until they were sent, what collections in the engine took
     was_held: bool = False  # in the engine's outbox, behind messages not taken yet
+    throttled_ns: int = 0  # of the time until they were sent, that a CPU quota stopped the engine
+    wait_ns: int = 0  # likewise, that other processes had its core
+
+    @property
+    def delayed_ns(self) -> int:
+        """Of the time until they were sent, what was not the engine's work."""
+        return self.gc_ns + self.throttled_ns + self.wait_ns
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):

@@ -45,6 +45,7 @@ from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 
 _log = logging.getLogger(__name__)
 
+_LARGE_PAGE = 16384  # bytes, from which on a page is compressed, in another thread
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LAST_WORDS_TIMEOUT_S = 1.0
 _SWITCH_INTERVAL_S = 0.001  # the event loop waits this long for each busy thread; Python's default is five times that
@@ -227,7 +228,10 @@ def serve(config: Config, more_keys: str = "") -> int:
             page, content_type = observation.metrics.render_load(accept)
         else:
             page, content_type = await asyncio.to_thread(observation.metrics.render, accept)
-        return web.Response(body=page, headers={"Content-Type": content_type})
+        response = web.Response(body=page, headers={"Content-Type": content_type}, zlib_executor_size=_LARGE_PAGE)
+        if len(page) >= _LARGE_PAGE:
+            response.enable_compression()  # where the scraper takes it, as Prometheus does
+        return response
 
     observe = config.observe
     new_directory = partial(capture.profile_directory, observe.capture_dir, observe.capture_max_mib)

@@ -1,15 +1,17 @@
 """What `/metrics` says after known traffic: each series once for each request, and the laws of conservation."""
 
 import asyncio
+import gzip
 import re
 import subprocess
+import urllib.request
 
 import aiohttp
 import pytest
 
 from tests.conftest import require_tool
 from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server
+from tests.e2e.server import PATIENCE_S, Server
 
 pytestmark = pytest.mark.e2e
 
@@ -55,6 +57,19 @@ def test_sixty_four_streams_without_an_error_and_every_law_holds(start_server: S
     assert samples["roseinfer_stream_gap_seconds_count"] <= 64 * 23
     assert samples["roseinfer_num_requests_running"] == samples["roseinfer_num_requests_waiting"] == 0
     assert samples['roseinfer_kv_cache_blocks{state="used"}'] == 0
+
+
+def test_a_large_page_is_sent_compressed_to_who_takes_it(server: Server) -> None:
+    def fetch(path: str, encoding: str) -> tuple[str | None, bytes]:
+        request = urllib.request.Request(server.url + path, headers={"Accept-Encoding": encoding})
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return response.headers["Content-Encoding"], response.read()
+
+    (plain, page), (coding, packed) = fetch("/metrics", "identity"), fetch("/metrics", "gzip")
+    assert (plain, coding) == (None, "gzip")
+    assert len(packed) < len(page) / 6
+    assert gzip.decompress(packed).startswith(page[:200])
+    assert fetch("/metrics/load", "gzip")[0] is None, "it is small, and asked for often"
 
 
 def test_the_page_is_clean(server: Server) -> None:

@@ -466,7 +466,7 @@ class ObserveConfig:
     nvtx: bool = option(False, "Mark the phases of each step with NVTX ranges for Nsight.")
     recorder_steps: int = option(
         8192,
-        "Engine steps that the flight recorder remembers, 386 bytes each. For each step it remembers 8 socket writes, "
+        "Engine steps that the flight recorder remembers, 402 bytes each. For each step it remembers 8 socket writes, "
         "57 bytes each, and for every 8 steps a finished request, about nine bytes a token.",
         ge=16,
         le=1 << 20,

@@ -41,7 +41,7 @@ _OWN = ("serial", "start_ns", "resumed_ns", "encoded_ns", "written_ns", "was_pau
 _OF_ARRIVALS = ("tokens_ns", "sent_ns", "read_ns", "was_delayed")
 COLUMNS = (*_OWN, *_OF_ARRIVALS)
 """`serial` is the request's, `start_ns` when its write before this one returned, 0 for the first. `was_delayed` is
-1 if a collection or a full outbox delayed the tokens on their way to the front end."""
+1 if a collection, the lack of a core or a full outbox delayed the tokens on their way to the front end."""
 
 Column = npt.NDArray[np.int64]
 
@@ -95,7 +95,7 @@ class Writes:
                 continue
             last = delivery.arrival
             counts.append(1)
-            values.extend((last.tokens_ns, last.sent_ns, last.read_ns, bool(last.gc_ns or last.was_held)))
+            values.extend((last.tokens_ns, last.sent_ns, last.read_ns, bool(last.delayed_ns or last.was_held)))
         return {name: column.repeat(counts) for name, column in _columns(_OF_ARRIVALS, values).items()}
 
 

@@ -14,6 +14,7 @@ from roseinfer.engine.core.stopwatch import Phases, Stopwatch
 from roseinfer.messages import EngineInfo, Request, StepOutput
 from roseinfer.records import NO_TIMES, StepRecord
 
+_LATE_NS = 1_000_000  # after a step's tokens, from which on it is asked whether the engine had a core
 _COMPILING_WAIT_S = 0.005  # for a grammar, before the loop looks for commands again
 
 
@@ -72,6 +73,7 @@ class Engine:
         self.profiler = profiler  # for the loop
         self.gc_ns = 0  # of all garbage collections; the loop adds to it
         self.look_for_waits: Callable[[int], tuple[int, int]] = _no_waits  # see StepRecord; the loop sets it
+        self._late_waits = (0, 0)  # that were seen after the tokens of the step read last
         self._read_gc_ns = 0  # of those before the tokens of the step read last
         self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first
         self._num_steps = 0
@@ -103,7 +105,8 @@ class Engine:
             sampled = step.launched.wait()
         tokens_ns = self.phases.clock()
         gc_ns, self._read_gc_ns = self.gc_ns - self._read_gc_ns, self.gc_ns
-        cpu_waits = self.look_for_waits(tokens_ns)
+        (throttled_ns, wait_ns), (late_throttled_ns, late_wait_ns) = self.look_for_waits(tokens_ns), self._late_waits
+        cpu_waits = (throttled_ns + late_throttled_ns, wait_ns + late_wait_ns)
         with step.watch("commit"):
             outcome = self.scheduler.commit(step.batch, sampled, tokens_ns)
         return self._build_output(outcome, step.watch, watch, tokens_ns, step.launched, state, gc_ns, cpu_waits)
@@ -136,13 +139,15 @@ class Engine:
     ) -> StepOutput:
         scheduler = self.scheduler
         outputs = outcome.outputs + scheduler.pop_ended()
+        end_ns = self.phases.clock()
+        self._late_waits = self.look_for_waits(end_ns) if end_ns - tokens_ns > _LATE_NS else (0, 0)
         counts, pool = scheduler.counts, scheduler.kv_cache.pool
         # In the order of the fields: finding each of thirty by name takes a microsecond, a fifth of the budget.
         record = StepRecord(
             watch.step_id,
             watch.start_ns,
             tokens_ns,
-            self.phases.clock(),  # end_ns
+            end_ns,
             scheduler.num_running,
             scheduler.num_waiting,
             counts.num_decode_seqs,
@@ -172,5 +177,6 @@ class Engine:
             counts.num_draft_tokens,
             counts.num_accepted_tokens,
             *cpu_waits,  # cpu_throttled_ns, cpu_wait_ns
+            *self._late_waits,  # late_throttled_ns, late_wait_ns
         )
         return StepOutput(outcome.slots, outcome.token_ids, outputs, record, scheduler.pop_started())

@@ -322,7 +322,13 @@ class AsyncEngine:
         tokens_ns, self._last_step_id = record.tokens_ns, record.step_id
         self._last_progress_ns = time.monotonic_ns()
         arrival = Arrival(
-            tokens_ns, record.end_ns, self._last_progress_ns, record.late_gc_ns, was_held=record.outbox_depth > 0
+            tokens_ns,
+            record.end_ns,
+            self._last_progress_ns,
+            record.late_gc_ns,
+            record.outbox_depth > 0,
+            record.late_throttled_ns,
+            record.late_wait_ns,
         )
         advanced = Advanced()
         note_previous = advanced.previous_ns.append

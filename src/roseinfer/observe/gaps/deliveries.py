@@ -100,13 +100,17 @@ def delivery_segments(
     Only what the front end's interpreter did can be interrupted there: not the engine, nor the waiting for a client.
     """
     arrival = delivery.arrival
-    handed_over_ns = max(arrival.tokens_ns, arrival.sent_ns - arrival.gc_ns)
+    stopped_ns = max(arrival.tokens_ns, arrival.sent_ns - arrival.delayed_ns)
+    collecting_ns = max(stopped_ns, arrival.sent_ns - arrival.gc_ns)
+    waiting_ns = max(stopped_ns, collecting_ns - arrival.wait_ns)
     reading = Cause.ENGINE_OUTBOX if arrival.was_held else Cause.EVENT_LOOP
     writing = Cause.CLIENT_BACKPRESSURE if delivery.was_paused else Cause.EVENT_LOOP
     segments: list[tuple[Cause, int]] = []
     at = max(start_ns, arrival.tokens_ns)
     for cause, stop, is_ours in (
-        (Cause.SCHEDULE, handed_over_ns, False),
+        (Cause.SCHEDULE, stopped_ns, False),
+        (Cause.CPU_THROTTLED, waiting_ns, False),
+        (Cause.CPU_WAIT, collecting_ns, False),
         (Cause.GC, arrival.sent_ns, False),
         (reading, arrival.read_ns, True),
         (Cause.EVENT_LOOP, delivery.resumed_ns, True),

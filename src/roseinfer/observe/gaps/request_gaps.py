@@ -151,7 +151,10 @@ class _Reader:
         engine = recording.meta.engine
         splitter = GapSplitter(has_graphs=bool(engine and engine.graph_sizes))
         steps = [step_of(row) for row in recording.steps]
-        sending = {step.tokens_ns: (step.late_gc_ns, step.outbox_depth > 0) for step in steps}
+        sending = {
+            step.tokens_ns: (step.late_gc_ns, step.outbox_depth > 0, step.late_throttled_ns, step.late_wait_ns)
+            for step in steps
+        }
         taken = [splitter.split_step(step) for step in steps]
         self._steps = StepGaps([gap for gap in taken if gap is not None])
         self._interruptions = RecordedInterruptions(
@@ -159,7 +162,7 @@ class _Reader:
         )
         self._deliveries: dict[int, list[Delivery]] = defaultdict(list)
         for serial, tokens, sent, read, resumed, encoded, written, was_paused in recording.writes.tolist():
-            arrival = Arrival(tokens, sent, read, *sending.get(tokens, (0, False)))
+            arrival = Arrival(tokens, sent, read, *sending.get(tokens, ()))
             deliveries = self._deliveries[serial]
             deliveries.append(Delivery(arrival, resumed, encoded, written, was_paused, len(deliveries)))
 

@@ -22,7 +22,7 @@ from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import CAUSES
 from roseinfer.records import BlockedBy, FinishReason, PhaseTimes, RequestTimeline, StepRecord
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_BYTES = 1 << 30  # of a recording in memory
 
 StructArray = npt.NDArray[np.void]
@@ -44,9 +44,10 @@ STEP_DTYPE = np.dtype(
     ]
 )
 _SINCE_2, _SINCE_3 = ("num_draft_tokens", "num_accepted_tokens"), ("cpu_throttled_ns", "cpu_wait_ns")
+_SINCE_4 = ("late_throttled_ns", "late_wait_ns")
 _EARLIER = {  # format -> its steps
     found: np.dtype([(name, STEP_DTYPE[name]) for name in STEP_DTYPE.names or () if name not in lacking])
-    for found, lacking in ((1, _SINCE_2 + _SINCE_3), (2, _SINCE_3))
+    for found, lacking in ((1, _SINCE_2 + _SINCE_3 + _SINCE_4), (2, _SINCE_3 + _SINCE_4), (3, _SINCE_4))
 }
 WRITE_DTYPE = np.dtype(
     [

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.gaps.deliveries import LiveInterruptions
+from roseinfer.observe.gaps.deliveries import LiveInterruptions, delivery_segments
+from roseinfer.records import Arrival, Delivery
 from roseinfer.runtime.gc_pauses import GcPauses
+
+MS = 1_000_000
 
 
 @pytest.fixture
@@ -40,3 +43,19 @@ def test_what_is_told_late_hides_nothing_that_ended_after_it() -> None:
     live.add(30, 40, Cause.GC)
     live.add(10, 35, Cause.SCRAPE)  # by a thread that was stopped before it could tell
     assert live.quiet_since_ns == 40
+
+
+def test_what_kept_the_engine_from_sending_is_its_own_and_not_bookkeeping() -> None:
+    """The engine had the tokens at 0, was stopped for 5 and 3 ms, collected for 1, and sent them at 10."""
+    arrival = Arrival(0, 10 * MS, 11 * MS, gc_ns=MS, throttled_ns=5 * MS, wait_ns=3 * MS)
+    delivery = Delivery(arrival, 11 * MS, 11 * MS, 12 * MS, was_paused=False, index=1)
+    assert delivery_segments(delivery, 0, LiveInterruptions()) == [
+        (Cause.SCHEDULE, MS),
+        (Cause.CPU_THROTTLED, 5 * MS),
+        (Cause.CPU_WAIT, 3 * MS),
+        (Cause.GC, MS),
+        (Cause.EVENT_LOOP, MS),
+        (Cause.EVENT_LOOP, MS),
+    ]
+    late = delivery_segments(delivery, 7 * MS, LiveInterruptions())
+    assert late[:2] == [(Cause.CPU_WAIT, 2 * MS), (Cause.GC, MS)], "a write before it had returned by then"

@@ -225,4 +225,4 @@ def test_a_finished_request_is_no_work_for_the_garbage_collector() -> None:
 
 def test_the_size_of_rows_is_what_the_options_say() -> None:
     assert WRITE_DTYPE.itemsize == 57
-    assert make_recorder()._steps.newest().dtype.itemsize <= 386
+    assert make_recorder()._steps.newest().dtype.itemsize <= 402

@@ -74,7 +74,11 @@ def test_another_version_is_refused_by_its_number(tmp_path: Path) -> None:
         Recording.load(path)
 
 
-@pytest.mark.parametrize(("found", "lacking"), [(1, ("draft", "accepted", "cpu_")), (2, ("cpu_",))])
+LATE = ("late_throttled", "late_wait")
+SINCE_3 = ("cpu_", *LATE)
+
+
+@pytest.mark.parametrize(("found", "lacking"), [(1, ("draft", "accepted", *SINCE_3)), (2, SINCE_3), (3, LATE)])
 def test_a_recording_of_an_earlier_format_counts_nothing_of_what_came_later(
     found: int, lacking: tuple[str, ...], tmp_path: Path
 ) -> None:
