@@ -7,10 +7,11 @@ further row adds to the time of a step is known from the steps before.
 
 from collections import Counter
 from collections.abc import Callable
+from math import log
 
 import numpy as np
 
-from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, Float64Array, IndexArray, Int32Array, SampledTokens
+from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, IndexArray, Int32Array, SampledTokens
 from roseinfer.engine.core.sequence import SlotTable
 from roseinfer.engine.core.steps import SampledRows, ScheduledStep
 from roseinfer.engine.pace import Pace
@@ -87,10 +88,12 @@ class Speculation:
         self._pace = pace
         self._fixed = fixed
         self._find = find
-        self._shares: list[Float64Array] = [np.full(len(table.owners), prior) for prior in _PRIORS]
+        self._shares = [[prior] * len(table.owners) for prior in _PRIORS]
         self._num_steps = 0
         self._due: IndexArray = np.zeros(len(table.owners), np.intp)  # the step at which each slot is searched again
         self._rests = [1] * len(table.owners)  # the steps until then
+        self._next_due = 0  # the first of them, of slots that decode
+        self._newcomers = set[int]()  # slots that have not decoded yet
         self._drafting = dict[int, int]()  # by slot, the kind of its draft in the step under way
         self._stale = set[int]()  # slots whose last token the runner does not hold
 
@@ -99,32 +102,42 @@ class Speculation:
         for shares, prior in zip(self._shares, _PRIORS, strict=True):
             shares[slot] = prior
         self._due[slot], self._rests[slot] = 0, 1
+        self._newcomers.add(slot)
         self._stale.discard(slot)
         self._drafting.pop(slot, None)
 
     def draft(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
         """See Drafter."""
-        budget, table, num_rows = min(budget, MAX_STEP_DRAFTS), self._table, len(index)
+        table, drafts = self._table, dict[int, Int32Array]()
         self._num_steps += 1
-        drafts = dict[int, Int32Array]()
+        # Most steps of a chat end here. Behind a forward pass the rest would be read from memory: some microseconds.
+        if self._num_steps < self._next_due and not (self._newcomers or self._stale or table.constraints):
+            return drafts
+        budget, num_rows = min(budget, MAX_STEP_DRAFTS), len(index)
         if budget > 0:
             if table.constraints:
                 drafts = self._draft_forced(index, budget)
                 budget -= sum(map(len, drafts.values()))
                 index = index[[slot not in drafts for slot in index.tolist()]] if drafts else index
             drafts |= self._draft_repeated(index, num_rows, budget)
+            if self._fixed is None and len(index):
+                self._next_due = int(self._due[index].min())
         if self._stale:
             stale = self._stale.intersection(index.tolist()).difference(drafts)
             drafts |= {slot: table.token_ids[slot, :0] for slot in stale}
-            self._stale.difference_update(drafts)
+            self._stale = self._owned(self._stale.difference(drafts))
+        if self._newcomers:
+            self._newcomers = self._owned(self._newcomers.difference(index.tolist()))
         return drafts
+
+    def _owned(self, slots: set[int]) -> set[int]:
+        return {slot for slot in slots if self._table.owners[slot] is not None}
 
     def _draft_forced(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
         """Drafts of the slots whose grammars leave no choice, in which a token may still be spelled otherwise."""
-        constraints, drafts, num_rows = self._table.constraints, dict[int, Int32Array](), len(index)
-        index = index[[slot in constraints for slot in index.tolist()]]
-        for slot, wanted in zip(index.tolist(), self._wanted(_FORCED, index, num_rows).tolist(), strict=True):
-            if (length := min(wanted, budget)) > 0:
+        constraints, drafts, least = self._table.constraints, dict[int, Int32Array](), self._least_likely(len(index))
+        for slot in filter(constraints.__contains__, index.tolist()):
+            if (length := min(self._wanted(_FORCED, slot, least), budget)) > 0:
                 forced = constraints[slot].matcher.copy().forced()[:length]
                 if draft := forced[: constraints[slot].look_ahead(forced)] if forced else forced:
                     drafts[slot] = np.array(draft, np.int32)
@@ -139,8 +152,9 @@ class Speculation:
             index = index[self._due[index] <= self._num_steps]
         if not len(index):
             return drafts
-        for slot, wanted in zip(index.tolist(), self._wanted(_REPEATED, index, num_rows).tolist(), strict=True):
-            length = min(wanted, budget)
+        least = self._least_likely(num_rows)
+        for slot in index.tolist():
+            length = min(self._wanted(_REPEATED, slot, least), budget)
             draft = self._find(self._table.known_tokens(slot), length) if length > 0 else _NOTHING
             if len(draft) and slot in constraints:
                 draft = draft[: constraints[slot].look_ahead(draft.tolist())]
@@ -154,17 +168,18 @@ class Speculation:
                 self._rests[slot] = min(2 * self._rests[slot], _LONGEST_REST)
         return drafts
 
-    def _wanted(self, kind: int, index: IndexArray, num_rows: int) -> IndexArray:
-        """How many tokens each of these may draft, of `num_rows` in all: as many as are likely enough to hold."""
-        most: IndexArray = self._table.max_tokens[index] - self._table.num_tokens[index] - 1
+    def _least_likely(self, num_rows: int) -> float:
+        """How likely a drafted token must be in a step of so many rows: as its row is dear, beside a token for each."""
+        return min(max(num_rows * self._pace.row_share(num_rows), _LEAST_LIKELY), 0.99)
+
+    def _wanted(self, kind: int, slot: int, least: float) -> int:
+        """How many tokens the slot may draft: as many as are likely enough to hold."""
+        most = self._table.max_tokens.item(slot) - self._table.num_tokens.item(slot) - 1
         if self._fixed is not None:
-            return np.minimum(most, self._fixed)
-        shares = self._shares[kind][index]
-        self._shares[kind][index] += _RECOVERY * (_PRIORS[kind] - shares)
-        # A step of decoding rows has a token for each; a drafted one must be as likely as its row is dear.
-        least = min(max(num_rows * self._pace.row_share(num_rows), _LEAST_LIKELY), 0.99)
-        lengths: IndexArray = (np.log(least) / np.log(shares)).astype(np.intp)
-        return np.minimum(np.minimum(lengths, MAX_DRAFT_TOKENS), most)
+            return min(most, self._fixed)
+        share = self._shares[kind][slot]
+        self._shares[kind][slot] += _RECOVERY * (_PRIORS[kind] - share)
+        return min(int(log(least) / log(share)), MAX_DRAFT_TOKENS, most)
 
     def judge(
         self, step: ScheduledStep, rows: SampledRows, last: dict[int, FinishReason]
@@ -188,3 +203,4 @@ class Speculation:
             share -= _WEIGHT * share
         shares[slot] = min(max(share, 0.01), 0.98)
         self._stale.add(slot)
+        self._next_due = 0

@@ -52,20 +52,19 @@ def test_drafts_grow_where_they_hold_and_end_where_they_do_not() -> None:
     table = SlotTable(2, 256, 8)
     table.max_tokens[:] = 200
     pace = Pace(target_ns=None, least=16, cuts=True)
-    speculation, index = Speculation(pace, table), np.array([0, 1])
+    speculation = Speculation(pace, table)
     for _ in range(16):
         pace.learn_step(StepCounts(num_decode_seqs=1), 1000)
-    before = speculation._wanted(0, index, 2)
-    assert 0 < before[0] < MAX_DRAFT_TOKENS
+    least = speculation._least_likely(2)
+    assert 0 < speculation._wanted(0, 0, least) < MAX_DRAFT_TOKENS
     for _ in range(20):
         speculation.learn(0, 4, 4)
         speculation.learn(1, 4, 0)
-    after = speculation._wanted(0, index, 2)
-    assert after[0] == MAX_DRAFT_TOKENS
-    assert after[1] == 0
+    assert speculation._wanted(0, 0, least) == MAX_DRAFT_TOKENS
+    assert speculation._wanted(0, 1, least) == 0
     for _ in range(600):
-        recovered = speculation._wanted(0, index, 2)
-    assert recovered[1] > 0  # it is tried again
+        recovered = speculation._wanted(0, 1, least)
+    assert recovered > 0  # it is tried again
 
 
 CONFIGS: list[dict[str, Any]] = [
