@@ -86,7 +86,8 @@ class KVCacheManager:
 
     def find_full(self, slots: IndexArray) -> list[int]:
         """Those of the slots whose last block is full, so that the next token needs a new one."""
-        full: list[int] = slots[self.table.num_computed[slots] == self.table.capacities[slots]].tolist()
+        _, num_computed, _, capacities = self.table.counts[slots].T
+        full: list[int] = slots[num_computed == capacities].tolist()
         return full
 
     def grow(self, slots: list[int]) -> None:

@@ -349,18 +349,20 @@ class Scheduler:
         drafts = self._draft(decodes, self.limits.max_num_batched_tokens - len(decodes) - num_prompt_tokens)
         if drafts:
             decodes = rows_of([slot for slot in decodes.slots.tolist() if slot not in drafts])
-        batch, index, ends = make_batch(step_id, table, decodes, drafts, chunks, bindings)
+        batch, index, ends, of_slots = make_batch(step_id, table, decodes, drafts, chunks, bindings)
         first_chunk = batch.num_rows - len(chunks)
         counts.num_draft_tokens = sum(map(len, drafts.values()))
         counts.num_prefill_tokens, counts.num_context_tokens = num_prompt_tokens, int(ends.sum())
         known = slice(None) if batch.drafted is None else np.flatnonzero(batch.drafted < 0)
         slots = index[known]  # one row each: what is drafted counts when it is accepted
-        table.num_computed[slots] = ends[known]
-        table.num_tokens[slots] = num_tokens = table.num_tokens[slots] + batch.samples[known]
+        num_tokens, num_computed, max_tokens, _ = (of_slots := of_slots[known]).T
+        num_tokens += batch.samples[known]
+        num_computed[:] = ends[known]
+        table.counts[slots] = of_slots
         for row, (sequence, _) in enumerate(chunks, first_chunk):
             if batch.samples[row]:
                 self._begin_decoding(sequence)
-        last_slots = slots[num_tokens == table.max_tokens[slots]].tolist()
+        last_slots = slots[num_tokens == max_tokens].tolist()
         for slot in last_slots:
             sequence = table.owner(slot)
             self._stop_running(sequence)

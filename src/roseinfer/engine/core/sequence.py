@@ -96,15 +96,16 @@ class SlotTable:
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         self.token_ids: Int32Array = np.zeros((num_slots, max_model_len), np.int32)
-        self.num_tokens: Int32Array = np.zeros(num_slots, np.int32)  # known: prompt and generated
-        self.num_computed: Int32Array = np.zeros(num_slots, np.int32)  # of those, in the KV cache
-        self.max_tokens: Int32Array = np.zeros(num_slots, np.int32)  # prompt and generated: the length limit
+        self.counts: Int32Array = np.zeros((num_slots, 4), np.int32)  # together, so that a step finds all at once:
+        self.num_tokens: Int32Array = self.counts[:, 0]  # known: prompt and generated
+        self.num_computed: Int32Array = self.counts[:, 1]  # of those, in the KV cache
+        self.max_tokens: Int32Array = self.counts[:, 2]  # prompt and generated: the length limit
+        self.capacities: Int32Array = self.counts[:, 3]  # tokens that the slot's blocks hold
         self.ignores_eos = np.zeros(num_slots, np.bool_)
         self.stop_token_ids: dict[int, frozenset[int]] = {}  # by slot, of those that have any
         self.constraints: dict[int, Constraint] = {}  # likewise
         self.block_size = block_size
         self.block_ids: Int32Array = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
-        self.capacities: Int32Array = np.zeros(num_slots, np.int32)  # tokens that the slot's blocks hold
         self.owners: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -114,20 +115,16 @@ class SlotTable:
 
     def bind(self, sequence: Sequence, block_ids: list[int], num_computed: int) -> int:
         """Give the sequence a slot with these blocks, of which the first `num_computed` tokens are filled."""
-        slot = self._free.pop()
-        params = sequence.request.params
-        num_tokens = len(sequence.token_ids)
+        slot, params, num_tokens = self._free.pop(), sequence.request.params, len(sequence.token_ids)
         self.token_ids[slot, :num_tokens] = sequence.token_ids
-        self.num_tokens[slot] = num_tokens
-        self.num_computed[slot] = num_computed
-        self.max_tokens[slot] = sequence.num_prompt_tokens + params.max_tokens
+        limit, capacity = sequence.num_prompt_tokens + params.max_tokens, len(block_ids) * self.block_size
+        self.counts[slot] = num_tokens, num_computed, limit, capacity
         self.ignores_eos[slot] = params.ignore_eos
         if params.stop_token_ids:
             self.stop_token_ids[slot] = frozenset(params.stop_token_ids)
         if sequence.constraint is not None:
             self.constraints[slot] = sequence.constraint
         self.block_ids[slot, : len(block_ids)] = block_ids
-        self.capacities[slot] = len(block_ids) * self.block_size
         self.owners[slot] = sequence
         sequence.slot = slot
         return slot

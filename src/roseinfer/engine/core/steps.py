@@ -182,8 +182,8 @@ def make_batch(
     drafts: dict[int, Int32Array],
     chunks: list[Chunk],
     bindings: tuple[SlotBinding, ...],
-) -> tuple[ScheduledBatch, IndexArray, Int32Array]:
-    """Return the batch, its slots as numpy indexes with, and the tokens in each row's KV cache after it."""
+) -> tuple[ScheduledBatch, IndexArray, Int32Array, Int32Array]:
+    """Return the batch, its slots as numpy indexes with, the tokens in each row's KV cache after it, and its counts."""
     slots, index, num_new_tokens = decodes.slots, decodes.index, decodes.num_new_tokens
     first_chunk = len(decodes) + sum(1 + len(draft) for draft in drafts.values())
     if drafts or chunks:
@@ -191,7 +191,8 @@ def make_batch(
         slots = np.concatenate([slots, np.array([*drafting, *(sequence.slot for sequence, _ in chunks)], np.int32)])
         lengths = np.array([1] * len(drafting) + [length for _, length in chunks], np.int32)
         index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
-    starts, drafted = table.num_computed[index], None
+    of_slots, drafted = table.counts[index], None
+    starts: Int32Array = of_slots[:, 1].copy()
     if drafts:
         places = [place for draft in drafts.values() for place in range(1 + len(draft))]
         starts[len(decodes) : first_chunk] += np.array(places, np.int32)
@@ -200,7 +201,7 @@ def make_batch(
             drafted = np.full(len(slots), NO_TOKEN, np.int32)
             drafted[len(decodes) : first_chunk] = tokens
     ends = starts + num_new_tokens
-    samples = ends >= table.num_tokens[index]
+    samples = ends >= of_slots[:, 0]
     batch = ScheduledBatch(
         step_id=step_id,
         slots=slots,
@@ -216,7 +217,7 @@ def make_batch(
         masks=_masks(table, slots[samples], ends[samples]) if table.constraints else None,
         pooled=table.pooled_rows(slots, samples, first_chunk),
     )
-    return batch, index, ends
+    return batch, index, ends, of_slots
 
 
 def _known_tokens(table: SlotTable, drafts: dict[int, Int32Array], chunks: list[Chunk]) -> Int32Array:
