@@ -20,7 +20,6 @@ from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
 
 _DEFAULT_THETA = 10_000.0
-_MAX_COMPILED_HEAD_DIM = 512
 _PASSED_OVER = ("attn_factor", "finetuned")  # of the first YaRN checkpoints; transformers computes without them too
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn")  # types that compare wavelengths with the context of pre-training
 
@@ -237,11 +236,9 @@ class QueryKeyRotation:
         if norms is not None:
             query, key = (weight.to(placement.device, torch.float32, copy=True) for weight in norms)
             self._weights = query, key
-        self._compiled = None
-        if spec.head_dim <= _MAX_COMPILED_HEAD_DIM:
-            pointer = ctypes.c_void_p
-            argtypes = (ctypes.POINTER(_Descriptor), pointer, ctypes.c_int64, *[pointer] * 3)
-            self._compiled = placement.compiled("turn_heads", *argtypes)
+        pointer = ctypes.c_void_p
+        argtypes = (ctypes.POINTER(_Descriptor), pointer, ctypes.c_int64, *[pointer] * 3)
+        self._compiled = placement.compiled("turn_heads", *argtypes)
         self._descriptor = _Descriptor(
             *(weight.data_ptr() for weight in self._weights) if self._weights else (None, None),
             *(spec.num_heads, spec.num_kv_heads, spec.num_merged_heads, spec.head_dim),

@@ -332,12 +332,13 @@ EXPORT void attention_plan(const int32_t* query_starts, const int32_t* positions
             num_pieces += (rows_of(sequence) + num_rows - 1) / num_rows;
         return num_pieces;
     };
-    // Items are as large as they can be while every thread has several. Heads that lie side by side in memory are read
-    // as one stream.
+    // Items are as large as they can be while every thread has several, or a share of each sequence. Heads that lie side
+    // by side in memory are read as one stream.
     int64_t max_rows = MAX_ROWS;
     while (max_rows > MAX_HEADS && count_pieces(max_rows) * num_kv_heads < 8 * num_threads) max_rows /= 2;
     const int64_t num_pieces = count_pieces(max_rows);
-    const int64_t wanted = std::max<int64_t>(1, num_pieces * num_kv_heads / (8 * num_threads));
+    const int64_t share = (num_kv_heads + num_threads - 1) / num_threads;
+    const int64_t wanted = std::max(share, num_pieces * num_kv_heads / (8 * num_threads));
     Item* made = reinterpret_cast<Item*>(items);
     int64_t num_items = 0, is_cut = 0;
     for (int64_t sequence = 0; sequence < num_sequences; sequence++)

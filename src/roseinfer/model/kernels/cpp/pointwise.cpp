@@ -7,46 +7,50 @@
 #include <algorithm>
 #include <cmath>
 
-#include "common.h"
-#include "simd.h"
+#include "activation.h"
 
 namespace {
 
-constexpr int64_t kLanes = 16;         // partial sums kept side by side, in an order that no compiler may change
-constexpr int64_t kMaxHeadDim = 512;   // as in layers/rope.py
-constexpr int64_t kRun = 1024;         // numbers of a row that one thread gates
-constexpr int64_t kPiece = 64;         // of them, how many are in registers and the nearest cache together
+constexpr int64_t kLanes = 16;  // partial sums of a head, the same at every level
+constexpr int64_t kRun = 1024;  // numbers of a row that one thread gates
+constexpr int64_t kPiece = 64;  // of them, how many are in registers and the nearest cache together
 constexpr int64_t kWorthThreads = 16384;  // numbers; below, waking a thread costs more than it saves
 
 void from_float(float value, float* to) { *to = value; }
 void from_float(float value, bfloat16* to) { *to = to_bfloat16(value); }
 
-// x[i] * weight[i] / sqrt(mean(x^2) + epsilon), in place. Zhang and Sennrich 2019.
-void norm_head(float* x, const float* weight, int64_t head_dim, float epsilon) {
-    float sums[kLanes] = {};
-    int64_t i = 0;
-    for (; i + kLanes <= head_dim; i += kLanes) {
-        for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+// 1 / sqrt(mean(x^2) + epsilon). Zhang and Sennrich 2019.
+template <typename T>
+float norm_scale(const T* x, int64_t size, float epsilon) {
+    constexpr int64_t kSums = kLanes / LANES;
+    Floats sums[kSums] = {};
+    for (int64_t i = 0; i < size; i += kLanes) {
+        for (int64_t sum = 0, at = i; sum < kSums && at < size; ++sum, at += LANES) {
+            const Floats value = load_first(x + at, size - at);
+            sums[sum] = sums[sum] + value * value;
+        }
     }
-    for (int64_t lane = 0; i < head_dim; ++i, ++lane) sums[lane] += x[i] * x[i];
-    for (int64_t width = kLanes / 2; width; width /= 2) {
-        for (int64_t lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+    for (int64_t count = kSums / 2; count; count /= 2) {
+        for (int64_t sum = 0; sum < count; ++sum) sums[sum] = sums[sum] + sums[sum + count];
     }
-    const float scale = 1.0f / std::sqrt(sums[0] / float(head_dim) + epsilon);
-    for (i = 0; i < head_dim; ++i) x[i] = x[i] * scale * weight[i];
+    return 1.0f / std::sqrt(total(sums[0]) / float(size) + epsilon);
 }
 
 // Dimensions i and i + head_dim / 2 are a point of a plane, turned by angle i.
 template <typename T>
 void turn_head(T* head, const float* weight, const float* cos, const float* sin, int64_t head_dim, float epsilon) {
-    float x[kMaxHeadDim];
-    for (int64_t i = 0; i < head_dim; ++i) x[i] = to_float(head[i]);
-    if (weight) norm_head(x, weight, head_dim, epsilon);
     const int64_t half = head_dim / 2;
-    for (int64_t i = 0; i < half; ++i) {
-        const float first = x[i], second = x[i + half];
-        from_float(first * cos[i] - second * sin[i], head + i);
-        from_float(second * cos[i] + first * sin[i], head + i + half);
+    const Floats scale = splat(weight ? norm_scale(head, head_dim, epsilon) : 1.0f);
+    const auto normed = [&](int64_t i, int64_t count) {
+        const Floats x = load_first(head + i, count);
+        return weight ? x * scale * load_first(weight + i, count) : x;
+    };
+    for (int64_t i = 0; i < half; i += LANES) {
+        const int64_t count = half - i;
+        const Floats first = normed(i, count), second = normed(half + i, count);
+        const Floats c = load_first(cos + i, count), s = load_first(sin + i, count);
+        store_first(head + i, first * c - second * s, count);
+        store_first(head + half + i, second * c + first * s, count);
     }
 }
 

@@ -1,8 +1,11 @@
 // Samples a token of each row of logits, and computes log-probabilities.
 //
 // A row is one thread's work from its first number to its token, so its result depends on the row alone. A row of some
-// hundred kilobytes stays in the core's cache, so main memory is read once, whatever the number of passes. The same in
-// torch is in sampling/torch.py.
+// hundred kilobytes stays in the core's cache, so main memory is read once, whatever the number of passes. All threads look
+// for the largest logit of a row that is alone: of that the order makes no difference. The same in torch is in
+// sampling/torch.py.
+
+#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -17,6 +20,7 @@ constexpr int64_t kChunk = 256;  // of the vocabulary: its mass is one number, s
 constexpr int64_t kLanes = 32;   // partial results kept side by side, in an order that no compiler may change
 constexpr int64_t kGroup = 32;   // logits held against the worst candidate at once
 constexpr int64_t kMaxSelected = 2048;  // up to so many likeliest tokens are selected; beyond, a threshold is searched
+constexpr int64_t kWorthThreads = 16384;  // logits; below, waking a thread costs more than it saves
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr float kHighest = std::numeric_limits<float>::infinity();
 constexpr int64_t kNoToken = -1;  // `NO_TOKEN` of engine/core/batch.py
@@ -73,17 +77,28 @@ float largest_of(const float* values, int64_t size) {
 // The likeliest token, of equal ones the first. `largest` becomes its logit.
 template <typename T>
 int64_t first_of_largest(const Row<T>& row, float* largest) {
-    float values[kChunk];
     int64_t best = 0;
     *largest = kLowest;
-    for (int64_t index = 0; index < row.num_chunks(); ++index) {
-        row.load(index, values);
-        const float candidate = largest_of(values, kChunk);
-        if (candidate > *largest) {
-            *largest = candidate;
-            best = index;
+#pragma omp parallel if (!omp_in_parallel() && row.vocab_size > kWorthThreads)
+    {
+        float values[kChunk], own_largest = kLowest;
+        int64_t own_best = 0;
+#pragma omp for nowait
+        for (int64_t index = 0; index < row.num_chunks(); ++index) {
+            row.load(index, values);
+            const float candidate = largest_of(values, kChunk);
+            if (candidate > own_largest) {
+                own_largest = candidate;
+                own_best = index;
+            }
+        }
+#pragma omp critical
+        if (own_largest > *largest || (own_largest == *largest && own_best < best)) {
+            *largest = own_largest;
+            best = own_best;
         }
     }
+    float values[kChunk];
     row.load(best, values);
     return best * kChunk + (std::find(values, values + kChunk, *largest) - values);
 }
@@ -329,7 +344,7 @@ int64_t sample(const Row<T>& row, const Slot& slot, int64_t position, Workspace&
 template <typename T>
 void sample_rows(const T* logits, int64_t stride, int64_t num_rows, int64_t vocab_size, const Slot* table,
                  const int32_t* slots, const int32_t* positions, int64_t* ids) {
-#pragma omp parallel
+#pragma omp parallel if (num_rows > 1)
     {
         Workspace work;
 #pragma omp for schedule(dynamic)
@@ -342,7 +357,7 @@ template <typename T>
 void score_rows(const T* logits, int64_t stride, int64_t num_rows, int64_t vocab_size, const int64_t* rows,
                 const int64_t* tokens, int64_t width, double* logprobs, int64_t* ranks, int64_t* top_ids,
                 double* top_logprobs) {
-#pragma omp parallel
+#pragma omp parallel if (num_rows > 1)
     {
         Workspace work;
 #pragma omp for schedule(dynamic)
